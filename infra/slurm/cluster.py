@@ -1,0 +1,99 @@
+"""Command line of the one-machine Slurm cluster: `python infra/slurm/cluster.py --help`."""
+
+import argparse
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+from slurm_cluster import SlurmCluster
+from slurm_config import ClusterSpec
+from slurm_errors import ClusterError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The commands and their options. Times are whole seconds."""
+    defaults = ClusterSpec()
+    parser = argparse.ArgumentParser(description="A real Slurm cluster on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    start = commands.add_parser("start", help="start a cluster and wait until it is idle")
+    start.add_argument("directory", nargs="?", help="new or empty; default: a temporary one")
+    start.add_argument("--nodes", type=int, default=defaults.nodes)
+    start.add_argument("--gpus-per-node", type=int, default=defaults.gpus_per_node)
+    start.add_argument("--kill-wait", type=int, default=defaults.kill_wait_s, metavar="S")
+    start.add_argument("--grace-time", type=int, default=defaults.grace_time_s, metavar="S")
+    start.add_argument(
+        "--send-user-signal",
+        action="store_true",
+        help="a preemption sends the job's own --signal in place of the first TERM",
+    )
+    for name, text in (
+        ("status", "show daemons and nodes"),
+        ("stop", "end everything and remove the files"),
+        ("env", "print the lines to eval before using the cluster"),
+    ):
+        commands.add_parser(name, help=text).add_argument("directory")
+    for name, text in (
+        ("kill-node", "lose a node and all that runs on it"),
+        ("start-node", "bring a killed node back"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("directory")
+        command.add_argument("node", help="n1, n2, ...")
+    return parser
+
+
+def run_command(options: argparse.Namespace) -> None:
+    """Do what was asked. Raises ClusterError or ValueError."""
+    if options.command == "start":
+        spec = ClusterSpec(
+            nodes=options.nodes,
+            gpus_per_node=options.gpus_per_node,
+            kill_wait_s=options.kill_wait,
+            grace_time_s=options.grace_time,
+            send_user_signal=options.send_user_signal,
+        )
+        start(options.directory, spec)
+        return
+    cluster = SlurmCluster.open(options.directory)
+    if options.command == "status":
+        print(cluster.describe())
+    elif options.command == "stop":
+        cluster.stop()
+    elif options.command == "env":
+        print_env(cluster)
+    elif options.command == "kill-node":
+        print(f"{cluster.kill_node(options.node)} step processes died with {options.node}")
+    elif options.command == "start-node":
+        cluster.start_node(options.node)
+
+
+def start(directory: str | None, spec: ClusterSpec) -> None:
+    """Start a cluster and say how to use and stop it."""
+    # A path that does not exist yet, so that `stop` removes it as ours.
+    place = directory or Path(tempfile.mkdtemp(prefix="slurm-")) / "cluster"
+    cluster = SlurmCluster(place, spec)
+    cluster.start()
+    print(f"# {spec.nodes} nodes idle; stop: {sys.argv[0]} stop {cluster.directory}")
+    print_env(cluster)
+
+
+def print_env(cluster: SlurmCluster) -> None:
+    """Print shell lines that point Slurm's clients at the cluster."""
+    for name, value in cluster.env.items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+def main() -> int:
+    """Exit status: 0 done, 1 not done (the reason is on stderr), 2 bad usage."""
+    options = build_parser().parse_args()
+    try:
+        run_command(options)
+    except (ClusterError, ValueError) as error:
+        print(f"cluster.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

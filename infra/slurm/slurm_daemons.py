@@ -1,0 +1,192 @@
+"""Processes of a test cluster: start, find, wait for and end them, by pid and start time."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_errors import DaemonError
+
+POLL_INTERVAL_S = 0.1
+KILL_WAIT_S = 10.0
+KILL_ROUNDS_MAX = 20
+LOG_TAIL_LINES = 25
+
+
+@dataclass(frozen=True, order=True)
+class ProcessRecord:
+    """A process that cannot be mistaken for a later one with the same pid.
+
+    `start_ticks` is its start in clock ticks since boot (field 22 of /proc/PID/stat).
+    """
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True)
+class _Stat:
+    """The fields of /proc/PID/stat that are used here."""
+
+    state: str
+    parent: int
+    start_ticks: int
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    """The stat line of `pid`, or None when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name, in parentheses, may itself hold blanks and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return _Stat(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+
+
+def _read_environment(pid: int) -> dict[str, str]:
+    """The environment `pid` was started with; empty when it is gone or a kernel thread."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition("=") for item in raw.decode(errors="replace").split("\0"))
+    return {name: value for name, sign, value in pairs if sign}
+
+
+def _pids() -> list[int]:
+    """All pids of the machine."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def start_daemon(argv: list[str], environment: dict[str, str], output: Path) -> ProcessRecord:
+    """Start a daemon that stays in the foreground, in a session of its own.
+
+    What it prints is appended to `output`. Raises FileNotFoundError when there is no such program.
+    """
+    with output.open("ab") as stream:
+        process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    stat = _read_stat(process.pid)
+    assert stat is not None, "an unreaped child has a stat line"
+    # We wait by record, from any process; without this Popen would warn when collected.
+    process.returncode = 0
+    return ProcessRecord(process.pid, stat.start_ticks)
+
+
+def is_alive(record: ProcessRecord) -> bool:
+    """Whether that very process still runs. A zombie does not; our own are reaped here."""
+    stat = _read_stat(record.pid)
+    if stat is None or stat.start_ticks != record.start_ticks:
+        return False
+    if stat.state not in ("Z", "X"):
+        return True
+    try:
+        os.waitpid(record.pid, os.WNOHANG)
+    except ChildProcessError:
+        pass  # Another process started it; its parent or init reaps it.
+    return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Poll `condition` until it holds; False when `timeout_s` seconds ran out."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(POLL_INTERVAL_S)
+    return True
+
+
+def send_signal(record: ProcessRecord, number: int) -> None:
+    """Send a signal to that very process; nothing happens when it is gone."""
+    if is_alive(record):
+        try:
+            os.kill(record.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def stop_process(record: ProcessRecord, term_wait_s: float) -> None:
+    """TERM, wait at most `term_wait_s` seconds, KILL.
+
+    Raises DaemonError when the process outlives KILL by KILL_WAIT_S.
+    """
+    send_signal(record, signal.SIGTERM)
+    if wait_until(lambda: not is_alive(record), term_wait_s):
+        return
+    send_signal(record, signal.SIGKILL)
+    if not wait_until(lambda: not is_alive(record), KILL_WAIT_S):
+        raise DaemonError(f"process {record.pid} outlived SIGKILL by {KILL_WAIT_S} s")
+
+
+def find_processes(markers: Iterable[dict[str, str]]) -> set[ProcessRecord]:
+    """Processes started with all variables of any of `markers`, and all their descendants.
+
+    The caller itself and its ancestors are never among them.
+    """
+    stats = {pid: stat for pid in _pids() if (stat := _read_stat(pid)) is not None}
+    wanted = [marker.items() for marker in markers]
+    found: set[int] = set()
+    for pid in stats:
+        environment = _read_environment(pid).items()
+        if any(marker <= environment for marker in wanted):
+            found.add(pid)
+    children: dict[int, list[int]] = {}
+    for pid, stat in stats.items():
+        children.setdefault(stat.parent, []).append(pid)
+    frontier = list(found)
+    while frontier:
+        new = [pid for pid in children.get(frontier.pop(), []) if pid not in found]
+        found.update(new)
+        frontier.extend(new)
+    found -= _self_and_ancestors(stats)
+    return {ProcessRecord(pid, stats[pid].start_ticks) for pid in found}
+
+
+def _self_and_ancestors(stats: dict[int, _Stat]) -> set[int]:
+    """This process, its parent and so on up to init."""
+    line: set[int] = set()
+    pid = os.getpid()
+    while pid in stats and pid not in line:
+        line.add(pid)
+        pid = stats[pid].parent
+    return line
+
+
+def kill_processes(find: Callable[[], set[ProcessRecord]]) -> int:
+    """SIGKILL what `find` returns, again and again until it returns nothing alive.
+
+    The rounds catch children forked while we were killing. Returns how many were killed.
+    Raises DaemonError when some are left after KILL_ROUNDS_MAX rounds.
+    """
+    killed: set[ProcessRecord] = set()
+    for _ in range(KILL_ROUNDS_MAX):
+        alive = {record for record in find() if is_alive(record)}
+        if not alive:
+            return len(killed)
+        for record in alive:
+            send_signal(record, signal.SIGKILL)
+        killed |= alive
+        time.sleep(POLL_INTERVAL_S)
+    pids = sorted(record.pid for record in alive)
+    raise DaemonError(f"processes {pids} are left after {KILL_ROUNDS_MAX} rounds of SIGKILL")
+
+
+def read_log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log under its path as heading; says so when it is missing or empty."""
+    try:
+        text = log.read_text(errors="replace")
+    except FileNotFoundError:
+        text = ""
+    tail = text.splitlines()[-lines:]
+    return "\n".join([f"--- {log} ---", *(tail or ["(nothing was logged)"])])

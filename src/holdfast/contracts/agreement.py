@@ -1,0 +1,108 @@
+"""The stop agreement: every rank leaves after the same step, or all train on.
+
+A coordinator (node 0's settler) proposes a step S to every node; a node refuses when one of
+its ranks is past S already. All accept: GO, and each rank leaves after S. One refuses: ABORT,
+all train on, and a later S is proposed. Nobody waits at S while another rank is inside S+1's
+collectives, because such a rank makes its node refuse and the refusal frees the others.
+
+Two-phase agreement with an abort, after the classic commit protocols; the only novelty is that
+a rank's vote is a word in shared memory, so ordinary steps pay nothing for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from holdfast.contracts.board import AT_START, NOWHERE, Board, Proposal, RankRecord
+from holdfast.contracts.errors import AgreementError
+
+ROUNDS_MAX: Final = 24
+MARGINS: Final = (0, 1, 1, 2, 2, 4)
+ANSWER_TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.0005
+
+
+class NodePort(Protocol):
+    """One node as the coordinator sees it; a call may cross a network and is bounded."""
+
+    def newest_entered(self) -> int:
+        """The newest step that a rank of the node has entered, `NOWHERE` for none."""
+        ...
+
+    def propose(self, serial: int, step: int) -> bool:
+        """Put a proposal to the node's ranks; False when one of them is past `step`."""
+        ...
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        """Tell the node's ranks `GO` or `ABORT`."""
+        ...
+
+
+class BoardPort:
+    """The coordinator's own node."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    def newest_entered(self) -> int:
+        return self._board.newest_entered
+
+    def propose(self, serial: int, step: int) -> bool:
+        self._board.propose(serial, step)
+        return self._board.accepts(serial, step)
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self._board.answer(serial, state)
+
+
+def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, int]:
+    """Bring all nodes to one step; returns (step, rounds). `AT_START` means before any step.
+
+    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused.
+    """
+    for round_number in range(ROUNDS_MAX):
+        serial = first_serial + round_number
+        newest = max(port.newest_entered() for port in ports)
+        margin = MARGINS[min(round_number, len(MARGINS) - 1)]
+        step = AT_START if newest == NOWHERE else newest + margin
+        # Every node is asked even after a refusal, so that all boards bear the same serial.
+        accepted = [port.propose(serial, step) for port in ports]
+        verdict = Proposal.GO if all(accepted) else Proposal.ABORT
+        for port in ports:
+            port.answer(serial, verdict)
+        if verdict is Proposal.GO:
+            return step, round_number + 1
+    raise AgreementError(
+        f"no common step in {ROUNDS_MAX} proposals, the last after step {step}: a rank was "
+        "always past it. The newest step that every rank staged will be committed instead"
+    )
+
+
+def consider(board: Board, record: RankRecord, completed: int) -> bool:
+    """A rank's answer at the boundary after `completed`: True to leave, False to train on.
+
+    Called when `RankRecord.cross` found a proposal. Raises `AgreementError` when the settler
+    left the rank waiting for `ANSWER_TIMEOUT_S` seconds.
+    """
+    give_up: float | None = None
+    while True:
+        state, serial, step = board.proposal
+        target = record.resumed_step if step == AT_START else step
+        if state in {Proposal.NONE, Proposal.ABORT} or completed != target:
+            # Published again, then read again: a new proposal may have come meanwhile.
+            record.cross(completed)
+            if board.proposal == (state, serial, step):
+                return False
+            continue
+        record.wait_at(completed, serial)
+        if state is Proposal.GO:
+            return True
+        give_up = give_up or time.monotonic() + ANSWER_TIMEOUT_S
+        if time.monotonic() > give_up:
+            raise AgreementError(
+                f"waited {ANSWER_TIMEOUT_S:.0f} s after step {completed} for an answer to stop "
+                f"proposal {serial}; the node's agent may be gone"
+            )
+        time.sleep(POLL_S)

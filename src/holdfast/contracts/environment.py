@@ -1,0 +1,17 @@
+"""The environment variables by which an agent tells the program's ranks where they are."""
+
+from __future__ import annotations
+
+from typing import Final
+
+RUN_DIRECTORY: Final = "HOLDFAST_RUN_DIR"
+ATTEMPT: Final = "HOLDFAST_ATTEMPT"
+INCARNATION: Final = "HOLDFAST_INCARNATION"
+NODE: Final = "HOLDFAST_NODE"
+NODES: Final = "HOLDFAST_NODES"
+BOARD: Final = "HOLDFAST_BOARD"
+FLUSHER: Final = "HOLDFAST_FLUSHER"
+CONFIG: Final = "HOLDFAST_CONFIG"
+# The next two come from the spec, so that the program's argv need not change to use them.
+CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
+CHECKPOINT_KEEP_LAST: Final = "HOLDFAST_CHECKPOINT_KEEP_LAST"

@@ -1,0 +1,109 @@
+"""Every error that Holdfast raises on purpose.
+
+HoldfastError
+├── SpecError (ValueError)               a run spec, override or argument that cannot be meant
+├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
+├── RunConflictError (RuntimeError)      the name belongs to another live run
+├── NotFoundError (LookupError)          no such run, attempt or checkpoint
+├── IllegalTransitionError (RuntimeError) a state change that the transition table does not have
+├── CheckpointError (RuntimeError)
+│   ├── DamagedCheckpointError           bytes on disk differ from the manifest
+│   ├── KeyMismatchError                 the keys saved and the keys wanted differ
+│   └── SaveError                        a save did not become durable
+├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
+│   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
+├── LineageError (RuntimeError)          the database cannot be used
+├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
+└── AgreementError (RuntimeError)        ranks could not agree on a step in time
+
+A message says what was given, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class HoldfastError(Exception):
+    """Base of all errors raised on purpose; `str(error)` is meant for people."""
+
+
+class SpecError(HoldfastError, ValueError):
+    """A run spec, override or argument that cannot be meant; `problems` lists every one found."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class PreflightError(HoldfastError, RuntimeError):
+    """Something the run needs is missing; nothing was queued."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class RunConflictError(HoldfastError, RuntimeError):
+    """The name belongs to another run that is still live, or to one that only `relaunch` continues."""
+
+
+class NotFoundError(HoldfastError, LookupError):
+    """No run, attempt or checkpoint answers to what was given."""
+
+
+class IllegalTransitionError(HoldfastError, RuntimeError):
+    """A state change that the transition table does not have."""
+
+
+class CheckpointError(HoldfastError, RuntimeError):
+    """A checkpoint could not be written, read or believed."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """Bytes on disk differ from the manifest; `damaged` holds a line for each file."""
+
+    def __init__(self, message: str, damaged: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.damaged = tuple(damaged)
+
+
+class KeyMismatchError(CheckpointError):
+    """The keys saved and the keys wanted differ; `missing`, `extra` and `reshaped` name them."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Iterable[str] = (),
+        extra: Iterable[str] = (),
+        reshaped: Iterable[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.extra = tuple(extra)
+        self.reshaped = tuple(reshaped)
+
+
+class SaveError(CheckpointError):
+    """A save did not become durable; the checkpoint before it still stands."""
+
+
+class SchedulerError(HoldfastError, RuntimeError):
+    """The scheduler refused a request; the message carries its own words."""
+
+
+class SchedulerUnavailableError(SchedulerError):
+    """The scheduler did not answer. A job's state is then unknown, never absent."""
+
+
+class LineageError(HoldfastError, RuntimeError):
+    """The lineage database cannot be used as it is."""
+
+
+class ServiceError(HoldfastError, RuntimeError):
+    """Prefect cannot be reached, or refused what was asked."""
+
+
+class AgreementError(HoldfastError, RuntimeError):
+    """Ranks could not agree on a step, or were left waiting for an answer, within the bound."""

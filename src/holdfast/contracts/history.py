@@ -1,0 +1,225 @@
+"""What disk knows of a run, folded into one value. Decisions, SQL and people all read this.
+
+Pure but for `load_history`, which reads. Order between writers is by attempt number and never
+by clocks: a request of an operator names the last attempt that existed when it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.contracts.attempt import (
+    Claim,
+    Outcome,
+    Request,
+    RunRecord,
+    Submission,
+    read_document,
+)
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause, RunState
+
+OPERATOR_HOLDS = frozenset({"pause", "stop", "cancel"})
+OPERATOR_GOES_ON = frozenset({"resume", "relaunch"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptView:
+    """One attempt as its documents and the journal tell it. Times are Unix seconds."""
+
+    number: int
+    state: AttemptState
+    request: Request | None
+    job_id: str | None
+    cause: Cause | None = None
+    evidence: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    outcome: Outcome | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    resumed_from: str | None = None
+    command_digest: str | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that were asked for; 0 when the request never became durable."""
+        return self.request.world_size if self.request else 0
+
+    @property
+    def traceback(self) -> str | None:
+        """The first failing rank's traceback, when there is one."""
+        return self.outcome.traceback if self.outcome else self.facts.get("traceback")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """One run: its identity, its attempts in order, and every journal line in order of time."""
+
+    paths: RunPaths
+    record: RunRecord
+    spec: RunSpec
+    attempts: tuple[AttemptView, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def last_attempt(self) -> AttemptView | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def pending_request(self) -> dict[str, Any] | None:
+        """The newest request of an operator that no attempt has answered yet."""
+        last = self.attempts[-1].number if self.attempts else 0
+        return next(
+            (
+                event.data
+                for event in reversed(self.events)
+                if event.kind is EventKind.OPERATOR_REQUEST
+                and event.data.get("after_attempt", 0) >= last
+            ),
+            None,
+        )
+
+    @property
+    def last_decision(self) -> dict[str, Any] | None:
+        """The decision taken after the last attempt, if there is one."""
+        last = self.attempts[-1].number if self.attempts else 0
+        return next(
+            (
+                event.data
+                for event in reversed(self.events)
+                if event.kind is EventKind.DECISION and event.data.get("after_attempt") == last
+            ),
+            None,
+        )
+
+    @property
+    def state(self) -> RunState:
+        return fold_run_state(self.attempts, self.pending_request, self.last_decision)
+
+
+def fold_run_state(
+    attempts: Sequence[AttemptView],
+    request: dict[str, Any] | None,
+    decision: dict[str, Any] | None,
+) -> RunState:
+    """Where a run stands; a table over the last attempt, the operator's word and the decision."""
+    action = request["action"] if request else None
+    last = attempts[-1] if attempts else None
+    if last and not last.state.is_terminal:
+        alive = last.state in {AttemptState.RUNNING, AttemptState.STOPPING}
+        return RunState.RUNNING if alive else RunState.QUEUED
+    if last and last.state is AttemptState.COMPLETED:
+        return RunState.COMPLETED
+    if action == "pause":
+        return RunState.PAUSED
+    if action in OPERATOR_HOLDS:
+        return RunState.CANCELLED
+    if action in OPERATOR_GOES_ON:
+        return RunState.WAITING
+    if last is None:
+        return RunState.QUEUED
+    if decision and decision["action"] == "stop":
+        return RunState.CANCELLED if last.cause is Cause.OPERATOR else RunState.FAILED
+    return RunState.CANCELLED if last.cause is Cause.OPERATOR else RunState.WAITING
+
+
+def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
+    """Directory names that rollbacks took off the run's current branch."""
+    return frozenset(
+        name
+        for event in events
+        if event.kind is EventKind.ROLLED_BACK
+        for name in event.data.get("excluded", ())
+    )
+
+
+def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
+    """Directory names that are pinned, by the last word on each."""
+    pinned: dict[str, bool] = {}
+    for event in events:
+        if event.kind in {EventKind.PINNED, EventKind.UNPINNED}:
+            pinned[str(event.data["checkpoint"])] = event.kind is EventKind.PINNED
+    return frozenset(name for name, is_pinned in pinned.items() if is_pinned)
+
+
+def load_events(paths: RunPaths) -> tuple[Event, ...]:
+    """Every whole line of every journal of the run, by time, writer and number."""
+    events = [event for path in paths.list_journals() for event in read_journal(path)[0]]
+    events.sort(key=lambda e: (e.time, e.writer, e.incarnation, e.sequence))
+    return tuple(events)
+
+
+def load_history(paths: RunPaths) -> RunHistory:
+    """Read a run from disk. Raises `NotFoundError` when no run was created there."""
+    record = read_document(RunRecord, paths.spec)
+    if record is None:
+        raise NotFoundError(
+            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+        )
+    events = load_events(paths)
+    attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
+    return RunHistory(
+        paths=paths,
+        record=record,
+        spec=RunSpec.model_validate(record.spec),
+        attempts=attempts,
+        events=events,
+    )
+
+
+def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
+    own = [e for e in events if e.data.get("attempt") == paths.number]
+    ended = next((e for e in own if e.kind is EventKind.ATTEMPT_ENDED), None)
+    request = read_document(Request, paths.request)
+    submission = read_document(Submission, paths.submission)
+    claim = read_document(Claim, paths.claim)
+    outcome = read_document(Outcome, paths.outcome)
+    facts = dict(ended.data) if ended else {}
+    job_id = submission.job_id if submission else claim.job_id if claim else None
+    resumed = [e for e in own if e.kind is EventKind.RESUMED]
+    first, last = resumed[0].data if resumed else {}, facts.get("last_step")
+    if outcome and outcome.last_step is not None:
+        last = outcome.last_step
+    return AttemptView(
+        number=paths.number,
+        state=_state(own, ended, submission, claim),
+        request=request,
+        job_id=job_id,
+        cause=Cause(facts["cause"]) if facts.get("cause") else None,
+        evidence=tuple(facts.get("evidence", ())),
+        hosts=outcome.hosts if outcome else (claim.host,) if claim else (),
+        outcome=outcome,
+        facts=facts,
+        resumed_from=first.get("checkpoint"),
+        command_digest=first.get("command_digest"),
+        first_step=first["step"] + 1 if "step" in first else None,
+        last_step=last,
+        submitted_at=submission.submitted_at if submission else None,
+        started_at=claim.claimed_at if claim else None,
+        ended_at=outcome.ended_at if outcome else facts.get("ended_at"),
+    )
+
+
+def _state(
+    own: Sequence[Event], ended: Event | None, submission: Submission | None, claim: Claim | None
+) -> AttemptState:
+    """The newest thing known: an ending, then a claim, then what the scheduler said."""
+    if ended:
+        return AttemptState(ended.data["state"])
+    if any(e.kind is EventKind.SIGNAL for e in own):
+        return AttemptState.STOPPING
+    if claim:
+        return AttemptState.RUNNING
+    said = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    if said:
+        return AttemptState(said[-1])
+    return AttemptState.SUBMITTED if submission else AttemptState.CREATED

@@ -1,0 +1,169 @@
+"""The journal: append-only JSON lines beside the run, one file per writer.
+
+Each line is numbered (incarnation, sequence): the incarnation counts the writer's openings of
+its file, the sequence its lines since then. A line torn by a crash is the last one and is
+passed over; the next writer starts on a line of its own. SQL is fed from these lines, so
+whatever must survive the database is a line first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.contracts.durable import fsync_directory, make_directory
+
+TAIL_BYTES = 64 * 1024
+
+
+class EventKind(StrEnum):
+    """What a line can say; the keys of its `data` stand beside each."""
+
+    SUPERVISED = "supervised"  # host, pid, flow_run: a flow took the run up
+    ATTEMPT_RESERVED = "attempt_reserved"  # attempt, gpus, nodes, reason
+    ATTEMPT_SUBMITTED = "attempt_submitted"  # attempt, job_id
+    ATTEMPT_STATE = "attempt_state"  # attempt, state, detail
+    ATTEMPT_ENDED = "attempt_ended"  # attempt, state, cause, evidence, and `Outcome`'s facts
+    DECISION = "decision"  # after_attempt, action, gpus, exclude, delay_s, reason
+    OPERATOR_REQUEST = "operator_request"  # action, by, after_attempt, gpus
+    RUN_ENDED = "run_ended"  # state, reason
+    PINNED = "pinned"  # checkpoint (directory name), by, note
+    UNPINNED = "unpinned"  # checkpoint, by
+    CHECKPOINT_DELETED = "checkpoint_deleted"  # checkpoint, reason, by
+    FORKED = "forked"  # checkpoint, into_uid, into_run
+    EXPORTED = "exported"  # checkpoint, format, path
+    ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip
+    CLAIMED = "claimed"  # job_id, host, pid
+    INCARNATION_STARTED = "incarnation_started"  # incarnation, world_size
+    INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, exit_code
+    SIGNAL = "signal"  # source, name, detail: something asked the attempt to stop
+    STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
+    STOP_FAILED = "stop_failed"  # reason, newest_step
+    RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, argv, world_size, restored
+    STAGED = "staged"  # checkpoint, step, bytes, blocked_s, reason
+    COMMITTED = "committed"  # checkpoint, step, bytes, flush_s
+    SAVE_FAILED = "save_failed"  # checkpoint, step, error
+    NODE_LOST = "node_lost"  # node, host
+    NOTE = "note"  # text
+
+
+class Event(BaseModel):
+    """One line. `time` is Unix seconds of the writer's clock; order is by (incarnation, sequence)."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    writer: str
+    incarnation: int
+    sequence: int
+    time: float
+    kind: EventKind
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class JournalWriter:
+    """Appends to one journal file; safe for several processes that share a writer's name.
+
+    Each append holds an exclusive lock for the time of one write, and looks at the last line
+    again when somebody else has written since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        make_directory(path.parent)
+        self.path = path
+        self.writer = path.stem
+        existed = path.exists()
+        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        if not existed:
+            fsync_directory(path.parent)
+        self._size_seen = -1
+        self._incarnation = 0
+        self._sequence = 0
+
+    def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
+        """Write one line and, unless told otherwise, wait until it is durable."""
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        try:
+            prefix = self._catch_up()
+            event = Event(
+                writer=self.writer,
+                incarnation=self._incarnation,
+                sequence=self._sequence,
+                time=time.time(),
+                kind=kind,
+                data=data,
+            )
+            line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
+            content = f"{prefix}{line}\n".encode()
+            written = os.write(self._handle, content)
+            if written != len(content):
+                raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
+            self._size_seen = os.fstat(self._handle).st_size
+            self._sequence += 1
+        finally:
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+        if durable:
+            os.fsync(self._handle)
+        return event
+
+    def close(self) -> None:
+        """Give the file back; the writer cannot be used after it."""
+        os.close(self._handle)
+
+    def __enter__(self) -> JournalWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _catch_up(self) -> str:
+        """Number the next line after the last one; returns what must precede it."""
+        size = os.fstat(self._handle).st_size
+        if size == self._size_seen:
+            return ""
+        last = None
+        for last in _parse(self._tail(size)):
+            pass
+        self._incarnation = last.incarnation + 1 if last else 1
+        self._sequence = 0
+        torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        return "\n" if torn else ""
+
+    def _tail(self, size: int) -> bytes:
+        reach = TAIL_BYTES
+        while True:
+            start = max(0, size - reach)
+            tail = os.pread(self._handle, size - start, start)
+            if start == 0 or tail.count(b"\n") > 1:
+                return tail
+            reach *= 4
+
+
+def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """The events of a journal from byte `offset` on, and the offset after the last whole line."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(offset)
+            content = stream.read()
+    except FileNotFoundError:
+        return [], offset
+    whole = content.rfind(b"\n") + 1
+    return list(_parse(content[:whole])), offset + whole
+
+
+def _parse(content: bytes) -> Iterator[Event]:
+    """The events in `content`; lines that were torn, or cut by its edges, are passed over."""
+    for line in content.split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            yield Event.model_validate_json(line)
+        except ValidationError:
+            continue

@@ -1,0 +1,205 @@
+"""Every name that Holdfast puts on disk, and the parsing of those that carry numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+TRAIN_STATE = "train_state.json"
+LATEST = "latest"
+PARTS = "parts"
+
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.a(\d{4,})\.i(\d{2,})")
+_ATTEMPT = re.compile(r"\d{4,}")
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def holdfast_home() -> Path:
+    """`$HOLDFAST_HOME`, or `~/.holdfast`: this person's database and settings."""
+    return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser()
+
+
+def default_root() -> Path:
+    """`$HOLDFAST_ROOT`, or `runs` under the home: where runs live unless a root is named."""
+    given = os.environ.get("HOLDFAST_ROOT")
+    return Path(given).expanduser().absolute() if given else holdfast_home() / "runs"
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointName:
+    """What a checkpoint directory's name says: its step and who wrote it."""
+
+    step: int
+    attempt: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08d}.a{self.attempt:04d}.i{self.incarnation:02d}"
+
+    @classmethod
+    def parse(cls, name: str) -> CheckpointName | None:
+        """The parts of `name`, or None when it is not a checkpoint directory's name."""
+        match = _CHECKPOINT.fullmatch(name)
+        return cls(*(int(part) for part in match.groups())) if match else None
+
+
+def checkpoint_id(run: str, directory_name: str) -> str:
+    """The name of a checkpoint for people and the API: `<run>:<directory name>`."""
+    return f"{run}:{directory_name}"
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """The files of one attempt, under `<root>/<run>/attempts/<NNNN>`."""
+
+    directory: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.directory.name)
+
+    @property
+    def request(self) -> Path:
+        return self.directory / "request.json"
+
+    @property
+    def submission(self) -> Path:
+        return self.directory / "submission.json"
+
+    @property
+    def claim(self) -> Path:
+        return self.directory / "claim.json"
+
+    @property
+    def channel(self) -> Path:
+        return self.directory / "channel.json"
+
+    @property
+    def stop(self) -> Path:
+        return self.directory / "stop.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.directory / "outcome.json"
+
+    @property
+    def journal(self) -> Path:
+        return self.directory / "journal"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.directory / "heartbeats"
+
+    @property
+    def dumps(self) -> Path:
+        return self.directory / "dumps"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    def node_logs(self, node: int) -> Path:
+        return self.logs / f"node-{node:04d}"
+
+    def rank_log(self, node: int, incarnation: int, rank: int, stream: str = "stdout") -> Path:
+        """The output of one rank; `stream` is `stdout` or `stderr`."""
+        return self.node_logs(node) / f"i{incarnation:02d}" / f"rank-{rank:05d}.{stream}.log"
+
+    def node_journal(self, node: int) -> Path:
+        return self.journal / f"node-{node:04d}.jsonl"
+
+    def heartbeat(self, node: int) -> Path:
+        return self.heartbeats / f"node-{node:04d}.json"
+
+    def incarnation(self, number: int) -> Path:
+        """A folder whose exclusive creation takes an incarnation number."""
+        return self.directory / "incarnations" / f"{number:02d}"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run, under `<root>/<run>`."""
+
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "spec.json"
+
+    @property
+    def flow_lock(self) -> Path:
+        return self.directory / "flow.lock"
+
+    @property
+    def journal(self) -> Path:
+        return self.directory / "journal"
+
+    def journal_of(self, writer: str) -> Path:
+        return self.journal / f"{writer}.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics"
+
+    @property
+    def code(self) -> Path:
+        return self.directory / "code"
+
+    @property
+    def attempts(self) -> Path:
+        return self.directory / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def tombstones(self) -> Path:
+        return self.directory / "tombstones"
+
+    @property
+    def latest(self) -> Path:
+        return self.checkpoints / LATEST
+
+    def attempt(self, number: int) -> AttemptPaths:
+        return AttemptPaths(self.attempts / f"{number:04d}")
+
+    def checkpoint(self, name: CheckpointName | str) -> Path:
+        return self.checkpoints / str(name)
+
+    def tombstone(self, name: CheckpointName | str) -> Path:
+        return self.tombstones / f"{name}.json"
+
+    def list_attempts(self) -> list[AttemptPaths]:
+        """The attempts that were reserved, in order of number."""
+        return [self.attempt(n) for n in sorted(map(int, _names(self.attempts, _ATTEMPT)))]
+
+    def list_checkpoints(self) -> list[Path]:
+        """All checkpoint directories, committed or not, oldest step first."""
+        found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
+        return [self.checkpoint(name) for name in sorted(n for n in found if n is not None)]
+
+    def list_journals(self) -> list[Path]:
+        """Every journal of the run: its own writers' and each attempt's nodes'."""
+        own = sorted(self.journal.glob("*.jsonl"))
+        return own + [p for a in self.list_attempts() for p in sorted(a.journal.glob("*.jsonl"))]
+
+
+def list_runs(root: Path) -> list[RunPaths]:
+    """The runs under `root`: the folders that hold a `spec.json`, by name."""
+    if not root.is_dir():
+        return []
+    return [RunPaths(p) for p in sorted(root.iterdir()) if (p / "spec.json").is_file()]
+
+
+def _names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
+    if not directory.is_dir():
+        return []
+    return [entry.name for entry in os.scandir(directory) if pattern.fullmatch(entry.name)]

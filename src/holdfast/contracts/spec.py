@@ -1,0 +1,242 @@
+"""`RunSpec`: what a person asks for, validated on construction and frozen after it.
+
+A spec says what to run and within which bounds. It never says where a run stands: that is on
+disk (`history`). The digest of the spec is the identity that re-attachment compares.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from holdfast.contracts.digests import document_digest
+from holdfast.contracts.paths import RUN_NAME
+from holdfast.contracts.states import Cause
+
+_INTERVAL_S = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class SpecPart(BaseModel):
+    """A frozen, keyword-only part of a spec that refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
+
+
+class Launch(SpecPart):
+    """How the program is started on a node."""
+
+    python: str = Field(
+        default="", description="interpreter of the job's environment; empty: the agent's own"
+    )
+    setup: tuple[str, ...] = Field(
+        default=(), description="shell lines run before the program, such as `module load cuda`"
+    )
+    container: tuple[str, ...] = Field(
+        default=(), description="srun arguments that choose a container, such as --container-image"
+    )
+    srun: tuple[str, ...] = Field(default=(), description="further arguments for srun")
+    working_directory: str = Field(
+        default=".", description="where the program runs; relative to the spec's own folder"
+    )
+    code: Literal["in_place", "snapshot"] = Field(
+        default="in_place", description="run the code where it lies, or from a copy in the run"
+    )
+
+
+class Resources(SpecPart):
+    """What the first attempt asks for."""
+
+    executor: Literal["local", "slurm"] = "local"
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
+    gpus_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="ranks per node; on a machine without GPUs these are CPU ranks"
+    )
+    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = None
+    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="minutes; None leaves it to the partition"
+    )
+    gres: str | None = Field(
+        default=None, description="Slurm GRES for each node instead of gpu:<gpus_per_node>"
+    )
+    extra: dict[str, str | int | bool] = Field(
+        default_factory=dict, description="further sbatch options, by their long names"
+    )
+
+
+class Elastic(SpecPart):
+    """The GPU counts that a relaunch may use."""
+
+    min_gpus: Annotated[int, Field(ge=1)] | None = None
+    max_gpus: Annotated[int, Field(ge=1)] | None = None
+    choices: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(), description="allowed counts; empty: all that the nodes can be cut into"
+    )
+    on_preemption: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        default=(),
+        description="GPU counts for the attempts after the 1st, 2nd, … preemption; the last repeats",
+    )
+
+
+class Keep(SpecPart):
+    """Which committed checkpoints are kept. Pins, parents in use and the newest always are."""
+
+    last: Annotated[int, Field(ge=1)] | None = Field(default=None, description="None keeps all")
+    every_steps: Annotated[int, Field(ge=1)] | None = None
+
+
+class Checkpointing(SpecPart):
+    """When a checkpoint is taken and which are kept."""
+
+    interval: int | str = Field(
+        default="auto", description="steps (50), seconds (`300s`, `10m`, `1h`) or `auto`"
+    )
+    keep: Keep = Keep()
+    staging: Literal["memory"] = Field(
+        default="memory", description="where a step is staged before it is written"
+    )
+
+    @field_validator("interval")
+    @classmethod
+    def _interval_is_known(cls, value: int | str) -> int | str:
+        if isinstance(value, int):
+            if value < 1:
+                raise ValueError(f"{value} steps: expected 1 or more")
+        elif value != "auto" and not _INTERVAL_S.fullmatch(value):
+            raise ValueError(f"{value!r}: expected steps (50), seconds ('300s', '10m') or 'auto'")
+        return value
+
+    @property
+    def interval_steps(self) -> int | None:
+        """The interval in steps, when that is how it was given."""
+        return self.interval if isinstance(self.interval, int) else None
+
+    @property
+    def interval_s(self) -> float | None:
+        """The interval in seconds, when that is how it was given."""
+        match = _INTERVAL_S.fullmatch(str(self.interval))
+        return float(match[1]) * _SECONDS[match[2]] if match else None
+
+
+class Supervision(SpecPart):
+    """How an attempt is watched, and how often each cause is forgiven."""
+
+    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
+    poll_s: Annotated[float, Field(gt=0)] = 5.0
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        default=30.0, description="seconds between a preemption signal and the kill"
+    )
+    flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=1800.0, description="the longest that a stop without a deadline may take"
+    )
+    restarts_in_place: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="restarts of torchrun inside one attempt"
+    )
+    budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict, description="relaunches forgiven per cause; see `workers.policy`"
+    )
+    backoff_s: Annotated[float, Field(ge=0)] = 10.0
+    attempts_max: Annotated[int, Field(ge=1)] = 1000
+
+
+class Cost(SpecPart):
+    """Prices, for the accounts."""
+
+    gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    currency: str = "USD"
+
+
+class RunSpec(SpecPart):
+    """One training job a person cares about, from first step to last.
+
+    `command` is the program's own argv for torchrun: a script and its arguments, or `-m` and a
+    module. `config` is the program's business: it reaches it unread (`holdfast.trainer.config`).
+    """
+
+    name: str
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    environment: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
+    launch: Launch = Launch()
+    resources: Resources = Resources()
+    elastic: Elastic = Elastic()
+    checkpoint: Checkpointing = Checkpointing()
+    supervision: Supervision = Supervision()
+    cost: Cost = Cost()
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_file_name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value) or "." in value:
+            raise ValueError(
+                f"{value!r}: expected up to 100 letters, digits, '-' and '_', beginning with a "
+                "letter or digit"
+            )
+        return value
+
+    @field_validator("environment")
+    @classmethod
+    def _environment_names_are_names(cls, value: dict[str, str]) -> dict[str, str]:
+        wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")
+        return value
+
+    @model_validator(mode="after")
+    def _sizes_fit_together(self) -> RunSpec:
+        low, high = self.gpus_min, self.gpus_max
+        if low > high:
+            raise ValueError(f"elastic.min_gpus {low} is above elastic.max_gpus {high}")
+        if self.resources.executor == "local" and self.resources.nodes > 1:
+            raise ValueError("the local executor has one node; give resources.nodes = 1")
+        for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
+            if not low <= count <= high:
+                raise ValueError(f"{count} GPUs lie outside elastic {low} to {high}")
+            split_gpus(count, self.resources.gpus_per_node)
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs (ranks) of the first attempt."""
+        return self.resources.nodes * self.resources.gpus_per_node
+
+    @property
+    def gpus_min(self) -> int:
+        """The fewest GPUs that a relaunch may use; the first attempt's count unless given."""
+        smallest = min((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
+        return self.elastic.min_gpus or smallest
+
+    @property
+    def gpus_max(self) -> int:
+        """The most GPUs that a relaunch may use; the first attempt's count unless given."""
+        largest = max((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
+        return self.elastic.max_gpus or largest
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole spec: equal digests mean the same run."""
+        return document_digest(self.model_dump(mode="json"))
+
+
+def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:
+    """(nodes, GPUs per node) for `gpus` on nodes that have `gpus_per_node` each.
+
+    Raises `ValueError` when they do not fill whole nodes.
+    """
+    if gpus <= gpus_per_node:
+        return 1, gpus
+    nodes, rest = divmod(gpus, gpus_per_node)
+    if rest:
+        raise ValueError(
+            f"{gpus} GPUs do not fill nodes of {gpus_per_node}: expected {gpus_per_node} or fewer, "
+            f"or a multiple of {gpus_per_node}"
+        )
+    return nodes, gpus_per_node

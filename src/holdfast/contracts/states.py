@@ -1,0 +1,114 @@
+"""The states of attempts and runs, the causes of endings, and the moves that are legal."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from holdfast.contracts.errors import IllegalTransitionError
+
+
+class AttemptState(StrEnum):
+    """Where one scheduler job of a run stands."""
+
+    CREATED = "created"
+    SUBMITTED = "submitted"
+    PENDING = "pending"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    TIMED_OUT = "timed_out"
+    FAILED = "failed"
+    HUNG = "hung"
+    NODE_FAILED = "node_failed"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+    @property
+    def is_terminal(self) -> bool:
+        """True when no further move is legal."""
+        return not ATTEMPT_MOVES[self]
+
+
+class RunState(StrEnum):
+    """Where a run stands, over all its attempts."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    WAITING = "waiting"
+    PAUSED = "paused"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_live(self) -> bool:
+        """True while a supervisor is expected to carry the run on."""
+        return self in {RunState.QUEUED, RunState.RUNNING, RunState.WAITING, RunState.PAUSED}
+
+
+class Cause(StrEnum):
+    """Why an attempt ended; decided from records, never from an exit code alone."""
+
+    PREEMPTION = "preemption"
+    TIME_LIMIT = "time_limit"
+    NODE_FAILURE = "node_failure"
+    HANG = "hang"
+    HOST_OOM = "host_oom"
+    GPU_OOM = "gpu_oom"
+    STORAGE_FULL = "storage_full"
+    NUMERICS = "numerics"
+    USER_ERROR = "user_error"
+    INFRASTRUCTURE = "infrastructure"
+    OPERATOR = "operator"
+    UNKNOWN = "unknown"
+
+
+_A = AttemptState
+_ENDED_ALIVE = frozenset(
+    {_A.COMPLETED, _A.PREEMPTED, _A.TIMED_OUT, _A.FAILED, _A.HUNG, _A.NODE_FAILED, _A.CANCELLED}
+)
+# Any live state may be found ended: the supervisor can be away while all of it happens.
+ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
+    _A.CREATED: frozenset({_A.SUBMITTED, _A.PENDING, _A.RUNNING, _A.STOPPING, _A.LOST})
+    | _ENDED_ALIVE,
+    _A.SUBMITTED: frozenset({_A.PENDING, _A.RUNNING, _A.STOPPING, _A.LOST}) | _ENDED_ALIVE,
+    _A.PENDING: frozenset({_A.RUNNING, _A.STOPPING, _A.LOST}) | _ENDED_ALIVE,
+    _A.RUNNING: frozenset({_A.STOPPING, _A.LOST}) | _ENDED_ALIVE,
+    _A.STOPPING: frozenset({_A.LOST}) | _ENDED_ALIVE,
+    **{state: frozenset() for state in (*_ENDED_ALIVE, _A.LOST)},
+}
+
+_R = RunState
+RUN_MOVES: dict[RunState, frozenset[RunState]] = {
+    _R.QUEUED: frozenset(set(_R) - {_R.QUEUED}),
+    _R.RUNNING: frozenset(set(_R) - {_R.RUNNING}),
+    _R.WAITING: frozenset(set(_R) - {_R.WAITING}),
+    _R.PAUSED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED, _R.FAILED}),
+    # `relaunch` takes an ended run up again; a completed run stays completed.
+    _R.COMPLETED: frozenset(),
+    _R.FAILED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED}),
+    _R.CANCELLED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING}),
+}
+
+
+def check_attempt_move(old: AttemptState, new: AttemptState) -> None:
+    """Raise `IllegalTransitionError` unless an attempt may go from `old` to `new`."""
+    if new != old and new not in ATTEMPT_MOVES[old]:
+        raise IllegalTransitionError(
+            f"an attempt cannot go from {old} to {new}; "
+            f"from {old} it may go to {_listing(ATTEMPT_MOVES[old])}"
+        )
+
+
+def check_run_move(old: RunState, new: RunState) -> None:
+    """Raise `IllegalTransitionError` unless a run may go from `old` to `new`."""
+    if new != old and new not in RUN_MOVES[old]:
+        raise IllegalTransitionError(
+            f"a run cannot go from {old} to {new}; "
+            f"from {old} it may go to {_listing(RUN_MOVES[old])}"
+        )
+
+
+def _listing(states: frozenset[AttemptState] | frozenset[RunState]) -> str:
+    return ", ".join(sorted(states)) or "nothing: it has ended"
