@@ -45,7 +45,7 @@ class PreflightError(HoldfastError, RuntimeError):
 
 
 class RunConflictError(HoldfastError, RuntimeError):
-    """The name belongs to another run that is still live, or to one that only `relaunch` continues."""
+    """The name belongs to another live run, or to one that only `relaunch` continues."""
 
 
 class NotFoundError(HoldfastError, LookupError):

@@ -56,7 +56,7 @@ class EventKind(StrEnum):
 
 
 class Event(BaseModel):
-    """One line. `time` is Unix seconds of the writer's clock; order is by (incarnation, sequence)."""
+    """One line. `time` is Unix seconds by the writer's clock; numbers, not times, give order."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -128,9 +128,7 @@ class JournalWriter:
         size = os.fstat(self._handle).st_size
         if size == self._size_seen:
             return ""
-        last = None
-        for last in _parse(self._tail(size)):
-            pass
+        last = next(reversed(list(_parse(self._tail(size)))), None)
         self._incarnation = last.incarnation + 1 if last else 1
         self._sequence = 0
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"

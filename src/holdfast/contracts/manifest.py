@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from holdfast.contracts.digests import FILE_CHECKSUM, document_digest, file_checksum
+from holdfast.contracts.digests import document_digest, file_checksum
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 
@@ -41,7 +41,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     run_uid: str
     run: str
     name: str = Field(description="the checkpoint's directory name")
@@ -54,7 +54,7 @@ class Manifest(BaseModel):
     )
     reason: str = Field(default="interval", description="interval, final, crash or request")
     command_digest: str = ""
-    checksum_algorithm: Literal["xxh3_128"] = FILE_CHECKSUM
+    checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]
     blocked_s: float = Field(default=0.0, description="seconds that the slowest rank was held")
     flush_s: float = Field(default=0.0, description="seconds from the seal to the last data fsync")

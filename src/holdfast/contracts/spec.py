@@ -82,7 +82,7 @@ class Elastic(SpecPart):
     )
     on_preemption: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(),
-        description="GPU counts for the attempts after the 1st, 2nd, … preemption; the last repeats",
+        description="GPU counts after the 1st, 2nd, … preemption; the last one repeats",
     )
 
 
