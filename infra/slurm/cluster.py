@@ -1,6 +1,7 @@
 """Command line of the one-machine Slurm cluster: `python infra/slurm/cluster.py --help`."""
 
 import argparse
+import secrets
 import shlex
 import sys
 import tempfile
@@ -71,8 +72,8 @@ def run_command(options: argparse.Namespace) -> None:
 def start(directory: str | None, spec: ClusterSpec) -> None:
     """Start a cluster and say how to use and stop it."""
     # A path that does not exist yet, so that `stop` removes it as ours.
-    place = directory or Path(tempfile.mkdtemp(prefix="slurm-")) / "cluster"
-    cluster = SlurmCluster(place, spec)
+    default = Path(tempfile.gettempdir()) / f"slurm-{secrets.token_hex(4)}"
+    cluster = SlurmCluster(directory or default, spec)
     cluster.start()
     print(f"# {spec.nodes} nodes idle; stop: {sys.argv[0]} stop {cluster.directory}")
     print_env(cluster)
@@ -85,13 +86,16 @@ def print_env(cluster: SlurmCluster) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 done, 1 not done (the reason is on stderr), 2 bad usage."""
+    """Exit status: 0 done, 1 not done (the reason is on stderr), 2 bad usage, 130 Ctrl-C."""
     options = build_parser().parse_args()
     try:
         run_command(options)
     except (ClusterError, ValueError) as error:
         print(f"cluster.py: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cluster.py: interrupted; a cluster that was starting is gone", file=sys.stderr)
+        return 130
     return 0
 
 

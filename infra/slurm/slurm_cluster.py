@@ -1,19 +1,21 @@
 """A real Slurm cluster on one machine, in one directory, for tests and for trying things out.
 
-    with SlurmCluster(directory, ClusterSpec(nodes=2)) as cluster:
-        cluster.run("sbatch", "--wrap", "nvidia-smi")
+>>> with SlurmCluster(directory, ClusterSpec(nodes=2)) as cluster:
+...     cluster.run("sbatch", "--wrap", "hostname")
 """
 
 import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,6 +44,8 @@ PORT_RANGE = range(20_000, 32_000)
 PORT_TRIES_MAX = 1000
 # Tells a node's slurmstepds apart from those of other nodes and other clusters.
 NODE_MARKER = "HOLDFAST_TEST_NODE"
+# These serve the others, so `stop` ends them last.
+SUPPORT_DAEMONS = ("munged", "mariadbd", "slurmdbd")
 BAD_NODE_STATES = ("down", "drain", "fail", "unk", "inval", "*")
 
 
@@ -165,7 +169,7 @@ class SlurmCluster:
         Calling it again, or before `start`, does nothing. Raises DaemonError when a
         process outlives SIGKILL.
         """
-        for name in [name for name in self._processes if name not in _SUPPORT_DAEMONS]:
+        for name in [name for name in self._processes if name not in SUPPORT_DAEMONS]:
             daemons.send_signal(self._processes[name], signal.SIGTERM)
         daemons.kill_processes(lambda: self._find_step_processes(self.node_names))
         for name in reversed(list(self._processes)):
@@ -176,7 +180,7 @@ class SlurmCluster:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        if self._made_directory and not any(self.directory.iterdir()):
+        if self._made_directory and not any(self.directory.glob("*")):
             self.directory.rmdir()
         self._made_directory = False
 
@@ -209,19 +213,32 @@ class SlurmCluster:
     def start_node(self, name: str) -> None:
         """Start a killed node's slurmd and wait until Slurm uses the node again.
 
+        Wait for `node_states` to say down first if the lost jobs matter: a node that is back
+        sooner leaves a young job RUNNING in Slurm's books, with nothing behind it.
         Raises ClusterStateError when there is no such node or its slurmd runs, DaemonError
         when it does not come up.
         """
         record = self._processes[self._daemon_of(name)]
         if daemons.is_alive(record):
             raise ClusterStateError(f"slurmd of {name} runs already, as pid {record.pid}")
+        # Whole seconds, as Slurm shows them.
+        started_s = int(time.time())
         self._start_slurmd(name)
+        # Slurm may not have noticed the loss yet and still call the node idle.
+        if not daemons.wait_until(lambda: self._registered_s(name) >= started_s, NODES_TIMEOUT_S):
+            tail = daemons.read_log_tail(self.paths.output(self._daemon_of(name)))
+            raise DaemonError(f"{name} did not register within {NODES_TIMEOUT_S} s", tail)
         self._wait_for_nodes((name,), allow_busy=True)
 
     def node_states(self) -> dict[str, str]:
         """Every node's state in sinfo's long words ("idle", "mixed", "down*", ...)."""
         text = self.run("sinfo", "-h", "-N", "-p", "prod", "-o", "%N %T")
         return dict(line.split() for line in text.splitlines())
+
+    def _registered_s(self, name: str) -> float:
+        """When the slurmd that Slurm last heard from on that node started (Unix time; 0: never)."""
+        found = re.search(r"SlurmdStartTime=(\d\S+)", self.run("scontrol", "show", "node", name))
+        return datetime.fromisoformat(found[1]).timestamp() if found else 0.0
 
     # -- clients -------------------------------------------------------------------------
 
@@ -242,9 +259,7 @@ class SlurmCluster:
         except subprocess.TimeoutExpired:
             raise DaemonError(f"{' '.join(argv)} was not done after {timeout_s} s") from None
         if done.returncode != 0:
-            raise DaemonError(
-                f"{' '.join(argv)} exited {done.returncode}: {done.stderr.strip()}"
-            )
+            raise DaemonError(f"{' '.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
     # -- private: files ------------------------------------------------------------------
@@ -288,8 +303,10 @@ class SlurmCluster:
             slurmd_ports=ports[2:],
         )
         self._write_state()
-        for folder in (paths.devices, paths.logs, paths.run, paths.ctld_state, paths.database):
+        for folder in (paths.devices, paths.logs, paths.run):
             folder.mkdir()
+        for folder in (paths.ctld_state, paths.database):
+            folder.mkdir(mode=0o700)
         for name in spec.node_names:
             paths.spool(name).mkdir(mode=0o755)
         paths.slurm_conf.write_text(config.render_slurm_conf(spec, paths, address))
@@ -300,8 +317,18 @@ class SlurmCluster:
         paths.munge_key.touch(mode=0o600)
         paths.munge_key.write_bytes(os.urandom(128))
         for index in range(spec.gpus_per_node):
-            # Numbers of /dev/null: harmless, should anybody open one.
-            os.mknod(paths.gpu(index), 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+            self._make_gpu(paths.gpu(index))
+
+    @staticmethod
+    def _make_gpu(path: Path) -> None:
+        """A device file with the numbers of /dev/null: harmless, should anybody open it."""
+        try:
+            os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            raise PrerequisiteError(
+                f"may not make the device file {path}; run with the capability CAP_MKNOD, or "
+                "without fake GPUs (--gpus-per-node 0)"
+            ) from None
 
     # -- private: daemons ----------------------------------------------------------------
 
@@ -347,7 +374,7 @@ class SlurmCluster:
             f"--key-file={paths.munge_key}",
             f"--pid-file={paths.pid_file('munged')}",
             f"--log-file={paths.log('munged')}",
-            f"--seed-file={paths.directory / 'munge.seed'}",
+            f"--seed-file={paths.munge_seed}",
         ]  # fmt: skip
         self._start("munged", argv)
         self._wait_for("munged", ["munge", "-n", f"--socket={paths.munge_socket}"])
@@ -424,9 +451,6 @@ class SlurmCluster:
             time.sleep(daemons.POLL_INTERVAL_S)
         tail = "\n".join(daemons.read_log_tail(self.paths.output(name)) for name in watched)
         raise DaemonError(f"nodes not ready after {NODES_TIMEOUT_S} s: {states}", tail)
-
-
-_SUPPORT_DAEMONS = ("munged", "mariadbd", "slurmdbd")
 
 
 def _is_ready(state: str, allow_busy: bool) -> bool:

@@ -123,6 +123,11 @@ class ClusterPaths:
         return self.directory / "munge.sock"
 
     @property
+    def munge_seed(self) -> Path:
+        """Random seed that munged keeps between its runs."""
+        return self.directory / "munge.seed"
+
+    @property
     def database(self) -> Path:
         """Data directory of this cluster's own MariaDB."""
         return self.directory / "mariadb"
@@ -178,7 +183,7 @@ class ClusterPaths:
             self.munge_key,
             self.munge_socket,
             self.munge_socket.with_name(self.munge_socket.name + ".lock"),
-            self.directory / "munge.seed",
+            self.munge_seed,
         )
         configs = (self.slurm_conf, self.slurmdbd_conf, self.gres_conf, self.cgroup_conf)
         folders = (self.database, self.devices, self.logs, self.run, self.ctld_state)
@@ -188,6 +193,7 @@ class ClusterPaths:
 
 def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAddress) -> str:
     """Text of slurm.conf. Times in it are seconds."""
+    spot = "PriorityTier=1 PreemptMode=REQUEUE"
     lines = [
         "ClusterName=holdfast",
         f"SlurmctldHost={address.hostname}(127.0.0.1)",
@@ -220,8 +226,7 @@ def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAd
         "",
         *_node_lines(spec, address),
         "",
-        f"PartitionName=spot Nodes=ALL Default=YES State=UP PriorityTier=1"
-        f" PreemptMode=REQUEUE GraceTime={spec.grace_time_s}",
+        f"PartitionName=spot Nodes=ALL Default=YES State=UP {spot} GraceTime={spec.grace_time_s}",
         "PartitionName=prod Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF",
     ]
     return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from slurm_errors import DaemonError
 
 POLL_INTERVAL_S = 0.1
 KILL_WAIT_S = 10.0
-KILL_ROUNDS_MAX = 20
+FREEZE_ROUNDS_MAX = 20
 LOG_TAIL_LINES = 25
 
 
@@ -164,22 +164,27 @@ def _self_and_ancestors(stats: dict[int, _Stat]) -> set[int]:
 
 
 def kill_processes(find: Callable[[], set[ProcessRecord]]) -> int:
-    """SIGKILL what `find` returns, again and again until it returns nothing alive.
+    """End at once all that `find` returns: freeze first, then SIGKILL.
 
-    The rounds catch children forked while we were killing. Returns how many were killed.
-    Raises DaemonError when some are left after KILL_ROUNDS_MAX rounds.
+    A machine that loses power tells nobody. Killed one after the other, though, a slurmstepd
+    would live to report its task's death, and the job would count as FAILED, not NODE_FAIL.
+    The rounds of freezing catch what was forked meanwhile. Returns how many were killed.
+    Raises DaemonError when some outlive SIGKILL by KILL_WAIT_S.
     """
-    killed: set[ProcessRecord] = set()
-    for _ in range(KILL_ROUNDS_MAX):
-        alive = {record for record in find() if is_alive(record)}
-        if not alive:
-            return len(killed)
-        for record in alive:
-            send_signal(record, signal.SIGKILL)
-        killed |= alive
-        time.sleep(POLL_INTERVAL_S)
-    pids = sorted(record.pid for record in alive)
-    raise DaemonError(f"processes {pids} are left after {KILL_ROUNDS_MAX} rounds of SIGKILL")
+    frozen: set[ProcessRecord] = set()
+    for _ in range(FREEZE_ROUNDS_MAX):
+        new = {record for record in find() if is_alive(record)} - frozen
+        if not new:
+            break
+        for record in new:
+            send_signal(record, signal.SIGSTOP)
+        frozen |= new
+    for record in frozen:
+        send_signal(record, signal.SIGKILL)
+    if not wait_until(lambda: not any(map(is_alive, frozen | find())), KILL_WAIT_S):
+        pids = sorted(record.pid for record in frozen | find() if is_alive(record))
+        raise DaemonError(f"processes {pids} are left {KILL_WAIT_S} s after SIGKILL")
+    return len(frozen)
 
 
 def read_log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:

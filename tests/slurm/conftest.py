@@ -1,0 +1,31 @@
+"""A real Slurm cluster for the tests of this folder: one per test session."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# At the end, so that no module of ours can hide an installed one.
+sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
+
+from slurm_cluster import SlurmCluster, check_prerequisites
+from slurm_config import ClusterSpec
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A running cluster: n1 to n4 with four GPUs each, partitions `spot` and `prod`.
+
+    SLURM_CONF points at it, so sbatch, squeue and sacct just work. Grace time and kill wait
+    are 10 s. Tests share it: leave no jobs behind and every node up. Where Slurm's packages are
+    missing the tests fail with the line that says what to install; they are never passed over.
+    """
+    check_prerequisites()
+    cluster = SlurmCluster(
+        tmp_path_factory.mktemp("slurm"), ClusterSpec(grace_time_s=10, kill_wait_s=10)
+    )
+    with cluster, pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.env.items():
+            patch.setenv(name, value)
+        yield cluster

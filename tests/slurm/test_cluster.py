@@ -1,0 +1,179 @@
+"""The one-machine cluster behaves like Slurm where Holdfast depends on it."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster
+from slurm_config import ClusterPaths, ClusterSpec
+from slurm_daemons import wait_until
+from slurm_errors import ClusterStateError
+
+CLUSTER_PY = Path(__file__).parents[2] / "infra" / "slurm" / "cluster.py"
+# Writes when TERM came into the file $1, then exits 0 (or stays, if $2 says so).
+ON_TERM = """
+trap 'date +%s.%N >> "$1"; test "$2" = stay || exit 0' TERM
+echo up > "$1.up"
+for _ in $(seq 600); do sleep 0.1; done
+"""
+# A process that has left its step's session and tree, as daemonised helpers do.
+DETACHED = 'setsid sleep 600 & echo $! > "$1"; wait'
+
+
+def submit(cluster: SlurmCluster, folder: Path, *options: str, script: str) -> str:
+    """Submit a batch script; returns its job id."""
+    path = folder / f"job-{time.monotonic_ns()}.sh"
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    output = f"--output={folder}/%j.out"
+    return cluster.run("sbatch", "--parsable", "--no-requeue", output, *options, str(path)).strip()
+
+
+def submit_on_term(cluster: SlurmCluster, folder: Path, node: str, mark: Path, word: str) -> str:
+    """Submit a spot job that fills `node` and runs ON_TERM as a step; returns its id."""
+    code = folder / "on_term.sh"
+    code.write_text(ON_TERM)
+    return submit(
+        cluster, folder, "-p", "spot", "-w", node, "--gpus-per-node=4",
+        script=f"srun bash {code} {mark} {word}",
+    )  # fmt: skip
+
+
+def read_field(cluster: SlurmCluster, job: str, field: str) -> str:
+    """One field of `scontrol show job`."""
+    found = re.search(rf"\b{field}=(\S*)", cluster.run("scontrol", "show", "job", job))
+    assert found, f"scontrol shows no {field}"
+    return found[1]
+
+
+def wait_for_account(cluster: SlurmCluster, job: str, state: str, timeout_s: float) -> None:
+    """Wait until sacct gives the job that state ("CANCELLED by 0" counts as CANCELLED)."""
+
+    def words() -> list[str]:
+        return cluster.run("sacct", "-X", "-n", "-j", job, "-o", "state%30").split()
+
+    reached = wait_until(lambda: words()[:1] == [state], timeout_s)
+    assert reached, f"job {job} is {words()} after {timeout_s} s, not {state}"
+
+
+def mentions(directory: Path) -> list[str]:
+    """Command lines of all processes whose command or environment names `directory`."""
+    text = os.fsencode(directory)
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) == os.getpid():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            if text in command or text in (entry / "environ").read_bytes():
+                found.append(f"{entry.name} {command.decode(errors='replace')}")
+        except OSError:
+            continue  # It ended meanwhile.
+    return found
+
+
+def test_four_nodes_are_idle_with_four_gpus_each(slurm: SlurmCluster) -> None:
+    lines = slurm.run("sinfo", "-h", "-N", "-p", "spot", "-o", "%N %T %G").splitlines()
+    assert lines == [f"n{number} idle gpu:4" for number in (1, 2, 3, 4)]
+    partitions = slurm.run("scontrol", "show", "partition")
+    assert "GraceTime=10" in partitions
+    assert "PriorityTier=10" in partitions
+
+
+def test_each_job_sees_its_own_gpus(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = "srun bash -c 'echo $CUDA_VISIBLE_DEVICES > %s'; sleep 5"
+    jobs = [
+        submit(slurm, tmp_path, "-w", "n1", "--gpus-per-node=2", script=script % (tmp_path / name))
+        for name in ("first", "second")
+    ]
+    files = [tmp_path / "first", tmp_path / "second"]
+    assert wait_until(lambda: all(f.exists() and f.read_text() for f in files), 20)
+    assert sorted(file.read_text().strip() for file in files) == ["0,1", "2,3"]
+    slurm.run("scancel", *jobs)
+
+
+def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Leaving inside the grace gives COMPLETED, staying PREEMPTED; PreemptTime tells in both."""
+    marks = {"leave": tmp_path / "leave", "stay": tmp_path / "stay"}
+    leaver = submit_on_term(slurm, tmp_path, "n1", marks["leave"], "leave")
+    stayer = submit_on_term(slurm, tmp_path, "n2", marks["stay"], "stay")
+    assert wait_until(lambda: all(Path(f"{m}.up").exists() for m in marks.values()), 20)
+    assert read_field(slurm, leaver, "PreemptTime") == "None"
+    submitted_s = time.time()
+    prods = [
+        submit(slurm, tmp_path, "-p", "prod", "-w", node, "--gpus-per-node=4", script="true")
+        for node in ("n1", "n2")
+    ]
+    assert wait_until(lambda: all(mark.exists() for mark in marks.values()), 10)
+    for mark in marks.values():
+        notice_s = float(mark.read_text().split()[0]) - submitted_s
+        assert notice_s < 5, f"TERM came {notice_s:.1f} s after the prod job"
+    wait_for_account(slurm, leaver, "COMPLETED", 15)
+    assert read_field(slurm, leaver, "PreemptTime").startswith("20")
+    wait_for_account(slurm, stayer, "PREEMPTED", 40)
+    for prod in prods:
+        wait_for_account(slurm, prod, "COMPLETED", 30)
+
+
+def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    job = submit(slurm, tmp_path, "-w", "n3", script=f"srun bash -c '{DETACHED}' - {pid_file}")
+    assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), 20)
+    detached = Path(f"/proc/{pid_file.read_text().strip()}/cmdline")
+    assert b"sleep" in detached.read_bytes()
+    assert slurm.kill_node("n3") >= 3
+    assert not detached.exists() or not detached.read_bytes()
+    wait_for_account(slurm, job, "NODE_FAIL", 45)
+    assert slurm.node_states()["n3"].startswith("down")
+    slurm.start_node("n3")
+    with pytest.raises(ClusterStateError, match="runs already"):
+        slurm.start_node("n3")
+    back = submit(slurm, tmp_path, "-w", "n3", script="srun true")
+    wait_for_account(slurm, back, "COMPLETED", 20)
+
+
+def test_command_line_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A cluster of its own, beside the shared one, from start to stop."""
+    directory = tmp_path / "second"
+
+    def call(*words: str) -> str:
+        argv = [sys.executable, str(CLUSTER_PY), *words]
+        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout
+
+    call("start", str(directory), "--nodes", "1", "--gpus-per-node", "1")
+    assert call("env", str(directory)) == f"export SLURM_CONF={directory}/slurm.conf\n"
+    assert "slurmd.n1" in call("status", str(directory))
+    cluster = SlurmCluster.open(directory)
+    pid_file = tmp_path / "pid"
+    submit(cluster, tmp_path, script=f"srun bash -c '{DETACHED}' - {pid_file}")
+    assert wait_until(pid_file.exists, 20)
+    assert len(mentions(directory)) > 6
+    call("stop", str(directory))
+    assert not directory.exists()
+    assert mentions(directory) == []
+    with pytest.raises(ClusterStateError, match="no cluster in"):
+        SlurmCluster.open(directory)
+
+
+def test_start_refuses_a_directory_in_use(slurm: SlurmCluster) -> None:
+    with pytest.raises(ClusterStateError, match="is not empty"):
+        SlurmCluster(slurm.directory).start()
+    with pytest.raises(ClusterStateError, match="there are n1, n2, n3, n4"):
+        slurm.kill_node("n5")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("/tmp/with blank", "letters"), ("/tmp/50%", "letters"), ("/tmp/" + 66 * "x", "at most 70")],
+)
+def test_paths_that_slurm_cannot_use_are_refused(path: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ClusterPaths(Path(path))
+
+
+def test_spec_is_validated() -> None:
+    with pytest.raises(ValueError, match="nodes is 0; give a number from 1 to 16"):
+        ClusterSpec(nodes=0)
