@@ -1,0 +1,51 @@
+# Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
+# HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-cluster demo test test-all bench check lock clean slurm-up slurm-down
+
+PYTHON := .venv/bin/python
+PYTEST := .venv/bin/pytest
+SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
+ARGS ?=
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+setup:  ## .venv with everything in requirements.lock
+	@infra/setup/setup.sh
+
+setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root or sudo)
+	@infra/setup/setup.sh --cluster
+
+demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: about 3 minutes
+	$(PYTHON) examples/demo.py $(ARGS)
+
+test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
+	$(PYTEST) -m "not storm" --durations=15 $(ARGS)
+
+test-all: setup-cluster  ## All tests, soaks and matrices included
+	$(PYTEST) --durations=30 $(ARGS)
+
+bench: setup  ## Ratios of a save against this machine's memcpy and raw writes, as JSON
+	@$(PYTHON) benchmarks/run.py $(ARGS)
+
+check: setup  ## Style, types and import layers
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+	$(PYTEST) -q tests/unit/test_style.py tests/unit/test_layers.py
+
+lock: setup  ## Write requirements.lock from .venv
+	$(PYTHON) infra/setup/lock.py
+
+slurm-up: setup-cluster  ## A real Slurm cluster on this machine, in SLURM_DIRECTORY
+	$(PYTHON) infra/slurm/cluster.py start $(SLURM_DIRECTORY) $(ARGS)
+
+slurm-down:  ## Stop it and remove its files
+	$(PYTHON) infra/slurm/cluster.py stop $(SLURM_DIRECTORY)
+
+clean:  ## Remove .venv, caches and built files; runs and databases stay
+	rm -rf .venv .setup build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \
+		.import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

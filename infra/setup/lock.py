@@ -1,0 +1,96 @@
+"""Write requirements.lock: every package that Holdfast and its tools need, at the version here.
+
+The versions are those of the environment that runs this script, in which everything was seen
+to work together; what is installed there but needed by nothing is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# A build of torch for one kind of GPU brings these; which ones is the index's choice, not ours.
+HARDWARE_PREFIXES = ("nvidia-", "cuda-", "triton")
+# Needed to build the wheel and the editable install without an isolated environment.
+BUILD_TOOLS = ("setuptools",)
+HEADER = """\
+# Made by `make lock` (infra/setup/lock.py) from the environment in .venv: do not edit by hand.
+# To change a version: pip install it into .venv, run `make check test`, then `make lock`.
+# torch stands here without the local tag of a build, so that each index gives its own.
+"""
+
+
+def read_roots(pyproject: Path) -> list[Requirement]:
+    """What pyproject.toml asks for, its extras included, and the build tools."""
+    project = tomllib.loads(pyproject.read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *(line for extra in extras for line in extra), *BUILD_TOOLS]
+    roots = [Requirement(line) for line in lines]
+    return [root for root in roots if canonicalize_name(root.name) != project["name"]]
+
+
+def close_over(roots: Iterable[Requirement]) -> dict[str, str]:
+    """Versions of `roots` and of all that they need here, by canonical name.
+
+    Raises `PackageNotFoundError` when one of the roots is not installed.
+    """
+    versions: dict[str, str] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting = [(root, True) for root in roots]
+    while waiting:
+        wanted, is_root = waiting.pop()
+        name = str(canonicalize_name(wanted.name))
+        extras = frozenset(wanted.extras)
+        if (name, extras) in seen or name.startswith(HARDWARE_PREFIXES):
+            continue
+        seen.add((name, extras))
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            if is_root:
+                raise
+            # A dependency that pip left out here, for instance one of an optional platform.
+            continue
+        versions[name] = found.version.partition("+")[0]
+        needed = [Requirement(line) for line in found.requires or ()]
+        waiting += [(child, False) for child in needed if applies(child, extras)]
+    return versions
+
+
+def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
+    """True when `requirement` holds on this machine, under one of its parent's `extras`."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": e}) for e in ("", *extras))
+
+
+def main() -> int:
+    """Exit status: 0 written or unchanged, 1 a package is missing, or `--check` found changes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether it would change")
+    options = parser.parse_args()
+    lock = CHECKOUT / "requirements.lock"
+    try:
+        versions = close_over(read_roots(CHECKOUT / "pyproject.toml"))
+    except PackageNotFoundError as error:
+        print(f"{error}; expected all extras installed here: run `make setup`", file=sys.stderr)
+        return 1
+    content = HEADER + "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
+    if options.check:
+        is_same = lock.exists() and lock.read_text() == content
+        print(f"{lock.name}: {'unchanged' if is_same else 'differs; run `make lock`'}")
+        return 0 if is_same else 1
+    lock.write_text(content)
+    print(f"{lock.name}: {len(versions)} packages")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

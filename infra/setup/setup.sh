@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Makes this checkout ready: `.venv` with everything in requirements.lock, and with `--cluster`
+# also the system packages that the tests of Slurm and PostgreSQL start. Every make target calls
+# it; when nothing has changed it returns at once.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+readonly PYTHON_MIN=3.11
+readonly LOCK_WAIT_S=1800
+readonly APT_WAIT_S=300
+readonly PIP_RETRIES=3
+# Command → package that brings it, on Debian and Ubuntu.
+readonly CLUSTER_PACKAGES=(
+    slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd
+    munged:munge mariadbd:mariadb-server initdb:postgresql
+)
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+die() {
+    say "$*"
+    exit 1
+}
+
+is_recent() { "$1" -c "import sys; sys.exit(sys.version_info < (${PYTHON_MIN/./, }))" 2>/dev/null; }
+
+find_python() {
+    local candidate
+    # The versions that the lock file was made for come first, the system's own last.
+    for candidate in ${HOLDFAST_PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        if is_recent "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    die "found $(python3 --version 2>&1 || echo 'no python3'); expected Python $PYTHON_MIN or newer." \
+        "Install one (Debian: apt-get install python3 python3-venv), or name it: HOLDFAST_PYTHON=/path/to/python3"
+}
+
+wanted_stamp() { cat requirements.lock pyproject.toml infra/setup/setup.sh | sha256sum | cut -c1-32; }
+
+make_environment() {
+    local stamp python
+    stamp="$(wanted_stamp) $PWD"
+    if [[ -x .venv/bin/holdfast && "$(cat .setup/python 2>/dev/null)" == "$stamp" ]]; then
+        return
+    fi
+    if [[ -e .venv ]] && ! is_recent .venv/bin/python; then
+        die ".venv has no working Python $PYTHON_MIN or newer; expected one made here." \
+            "Remove it (rm -r .venv) and try again"
+    fi
+    if [[ ! -x .venv/bin/pip ]]; then
+        python="$(find_python)"
+        say "making .venv with $python"
+        "$python" -m venv .venv || die "python's venv module failed; Debian: apt-get install python3-venv"
+    fi
+    say "installing requirements.lock into .venv (a few minutes the first time)"
+    .venv/bin/pip install -qq --disable-pip-version-check --retries "$PIP_RETRIES" \
+        -r requirements.lock
+    .venv/bin/pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
+    printf '%s\n' "$stamp" >.setup/python
+}
+
+missing_packages() {
+    local pair
+    for pair in "${CLUSTER_PACKAGES[@]}"; do
+        # initdb lies outside PATH, in a folder of its version.
+        if ! PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null &&
+            ! compgen -G "/usr/lib/postgresql/*/bin/${pair%%:*}" >/dev/null; then
+            printf '%s\n' "${pair#*:}"
+        fi
+    done
+}
+
+add_cluster_packages() {
+    local missing sudo=()
+    mapfile -t missing < <(missing_packages)
+    [[ ${#missing[@]} -gt 0 ]] || return 0
+    if [[ $EUID -ne 0 ]]; then
+        sudo=(sudo -n)
+    fi
+    if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
+        say "not installed: ${missing[*]}. The tests in tests/slurm and those on PostgreSQL need them" \
+            "and will fail; make demo does not. Install them as root, then try again"
+        return 0
+    fi
+    say "installing ${missing[*]} (for the tests on Slurm and PostgreSQL)"
+    local quiet=(-qq -o "DPkg::Lock::Timeout=$APT_WAIT_S" -o "Dpkg::Use-Pty=0")
+    "${sudo[@]}" apt-get update "${quiet[@]}" || say "apt-get update failed; trying with what is known"
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y \
+        --no-install-recommends "${quiet[@]}" "${missing[@]}" >.setup/apt.log 2>&1 ||
+        say "apt-get could not install ${missing[*]} (see .setup/apt.log); tests that need them will fail"
+}
+
+main() {
+    mkdir -p .setup
+    # Two targets at once must not build one environment twice.
+    exec 9>.setup/lock
+    flock -w "$LOCK_WAIT_S" 9 || die "another setup has held .setup/lock for $LOCK_WAIT_S s; end it first"
+    make_environment
+    if [[ "${1:-}" == --cluster ]]; then
+        add_cluster_packages
+    fi
+}
+
+main "$@"
