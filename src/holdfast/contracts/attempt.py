@@ -82,6 +82,7 @@ class Submission(Document):
     pid: int | None = Field(default=None, description="local executor: the job's session leader")
     process_started_at: float | None = None
     boot_id: str | None = None
+    host: str | None = Field(default=None, description="local executor: the machine it runs on")
 
 
 class Claim(Document):

@@ -12,8 +12,8 @@ TRAIN_STATE = "train_state.json"
 LATEST = "latest"
 PARTS = "parts"
 
-_CHECKPOINT = re.compile(r"step-(\d{8,})\.a(\d{4,})\.i(\d{2,})")
-_ATTEMPT = re.compile(r"\d{4,}")
+_CHECKPOINT = re.compile(r"step-([0-9]{8,})\.a([0-9]{4,})\.i([0-9]{2,})")
+_ATTEMPT = re.compile(r"[0-9]{4,}")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -43,7 +43,9 @@ class CheckpointName:
     def parse(cls, name: str) -> CheckpointName | None:
         """The parts of `name`, or None when it is not a checkpoint directory's name."""
         match = _CHECKPOINT.fullmatch(name)
-        return cls(*(int(part) for part in match.groups())) if match else None
+        parsed = cls(*(int(part) for part in match.groups())) if match else None
+        # One spelling for each: `step-000000007` would be read as a directory that is not there.
+        return parsed if str(parsed) == name else None
 
 
 def checkpoint_id(run: str, directory_name: str) -> str:
@@ -86,6 +88,11 @@ class AttemptPaths:
         return self.directory / "outcome.json"
 
     @property
+    def ending_lock(self) -> Path:
+        """Held while somebody writes the attempt's one `attempt_ended` line."""
+        return self.directory / ".ending.lock"
+
+    @property
     def journal(self) -> Path:
         return self.directory / "journal"
 
@@ -108,8 +115,17 @@ class AttemptPaths:
         """The output of one rank; `stream` is `stdout` or `stderr`."""
         return self.node_logs(node) / f"i{incarnation:02d}" / f"rank-{rank:05d}.{stream}.log"
 
+    def flusher_log(self, node: int) -> Path:
+        """What a node's flusher says, where no agent gathers it."""
+        return self.node_logs(node) / "flusher.log"
+
     def node_journal(self, node: int) -> Path:
         return self.journal / f"node-{node:04d}.jsonl"
+
+    @property
+    def rank_journal(self) -> Path:
+        """Rank 0's lines: resumed, staged, committed."""
+        return self.journal / "rank0.jsonl"
 
     def heartbeat(self, node: int) -> Path:
         return self.heartbeats / f"node-{node:04d}.json"
@@ -138,6 +154,11 @@ class RunPaths:
         return self.directory / "flow.lock"
 
     @property
+    def flow_log(self) -> Path:
+        """The output of a flow that was started here and not by a Prefect worker."""
+        return self.directory / "flow.log"
+
+    @property
     def journal(self) -> Path:
         return self.directory / "journal"
 
@@ -147,6 +168,15 @@ class RunPaths:
     @property
     def metrics(self) -> Path:
         return self.directory / "metrics"
+
+    def metrics_of(self, attempt: int, incarnation: int) -> Path:
+        """What the program logged in one incarnation, as JSON lines."""
+        return self.metrics / f"a{attempt:04d}.i{incarnation:02d}.jsonl"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its existence stops a program that runs without an agent."""
+        return self.directory / "stop"
 
     @property
     def code(self) -> Path:

@@ -1,0 +1,38 @@
+"""What the cluster side reads of checkpoints: manifests, never tensors."""
+
+from __future__ import annotations
+
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.paths import CheckpointName, RunPaths
+
+
+def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
+    """The manifests of the run's committed checkpoints, oldest step first.
+
+    One that cannot be believed is passed over here; `holdfast verify` names it.
+    """
+    found = []
+    for directory in paths.list_checkpoints():
+        try:
+            manifest = read_manifest(directory)
+        except DamagedCheckpointError:
+            continue
+        if manifest is not None:
+            found.append(manifest)
+    return found
+
+
+def newest_committed(paths: RunPaths, attempt: int) -> Manifest | None:
+    """The newest step's manifest that `attempt` committed, or None."""
+    for directory in reversed(paths.list_checkpoints()):
+        name = CheckpointName.parse(directory.name)
+        if name is None or name.attempt != attempt:
+            continue
+        try:
+            manifest = read_manifest(directory)
+        except DamagedCheckpointError:
+            continue
+        if manifest is not None:
+            return manifest
+    return None

@@ -1,0 +1,66 @@
+"""What every executor offers, and what it says about a job."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from holdfast.contracts.attempt import Request, Submission
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.spec import Resources
+from holdfast.contracts.states import AttemptState
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobStatus:
+    """What the scheduler says of a job now. Times are Unix seconds.
+
+    `state` is None when it said something that tells nothing yet; `LOST` when it answered and
+    knows no such job. `raw` is its own word, `evidence` what is worth keeping with the ending.
+    """
+
+    state: AttemptState | None
+    raw: str = ""
+    detail: str = ""
+    nodes: tuple[str, ...] = ()
+    started_at: float | None = None
+    ended_at: float | None = None
+    evidence: tuple[str, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """True when the job will not run any more."""
+        return self.state is not None and self.state.is_terminal
+
+
+class Executor(ABC):
+    """A place that takes jobs. Every call is bounded in time."""
+
+    kind: str
+
+    @abstractmethod
+    def submit(self, paths: AttemptPaths, request: Request) -> Submission:
+        """Hand the attempt's agent to the scheduler.
+
+        Raises `SchedulerError` when it refused, with its own words, and
+        `SchedulerUnavailableError` when nobody knows whether it took the job.
+        """
+
+    @abstractmethod
+    def find(self, request: Request) -> Submission | None:
+        """The job that was submitted for `request`, by its name, or None when there is none.
+
+        Raises `SchedulerUnavailableError` when the scheduler did not answer.
+        """
+
+    @abstractmethod
+    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+        """Where the job stands. Raises `SchedulerUnavailableError` without an answer."""
+
+    @abstractmethod
+    def cancel(self, request: Request, submission: Submission) -> None:
+        """End the job by force, without a last checkpoint; harmless when it has ended."""
+
+    @abstractmethod
+    def capacity(self, resources: Resources) -> int | None:
+        """GPUs that are free now for such resources; None when unknown or unbounded."""

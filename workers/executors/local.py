@@ -1,0 +1,172 @@
+"""This machine as a place for jobs: one node, no queue, jobs that outlive their submitter."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.spec import Resources
+from holdfast.contracts.states import AttemptState
+from holdfast.workers.executors.base import Executor, JobStatus
+from holdfast.workers.processes import (
+    ProcessName,
+    boot_id,
+    descendants,
+    end_processes,
+    find_process,
+    is_alive,
+)
+
+LAUNCH_TIMEOUT_S: Final = 120.0
+# The flusher may have a sealed step to write when the job is cancelled by force.
+CANCEL_TERM_WAIT_S: Final = 2.0
+
+
+class LocalExecutor(Executor):
+    """Jobs are process trees of this machine; documents and process names tell where they are."""
+
+    kind = "local"
+
+    def submit(self, paths: AttemptPaths, request: Request) -> Submission:
+        make_directory(paths.logs)
+        python = request.launch.python or sys.executable
+        command = [python, "-m", "holdfast.workers.executors.local_launch", str(paths.request)]
+        log = paths.logs / "launch.log"
+        try:
+            with log.open("ab") as stream:
+                done = subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stream,
+                    timeout=LAUNCH_TIMEOUT_S,
+                    start_new_session=True,
+                    cwd="/",
+                    check=False,
+                )
+        except subprocess.TimeoutExpired:
+            raise SchedulerUnavailableError(
+                f"the local job of attempt {request.attempt} was not started within "
+                f"{LAUNCH_TIMEOUT_S:.0f} s; see {log}"
+            ) from None
+        except OSError as error:
+            raise SchedulerError(f"{command[0]} cannot be started: {error}") from error
+        if done.returncode != 0:
+            raise SchedulerError(
+                f"the local job of attempt {request.attempt} was not started: "
+                f"{_last_line(log)}; see {log}"
+            )
+        started = json.loads(done.stdout.splitlines()[-1])
+        return Submission(executor=self.kind, submitted_at=time.time(), **started)
+
+    def find(self, request: Request) -> Submission | None:
+        paths = _paths(request)
+        claim = _claim_here(paths)
+        if claim is not None:
+            return Submission(
+                job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
+            )
+        for process in psutil.process_iter():
+            if _is_controller_of(process, paths):
+                return Submission(
+                    job_id=str(process.pid),
+                    executor=self.kind,
+                    submitted_at=process.create_time(),
+                    pid=process.pid,
+                    process_started_at=process.create_time(),
+                    boot_id=boot_id(),
+                )
+        return None
+
+    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+        paths = _paths(request)
+        claim = _claim_here(paths)
+        if submission is not None:
+            _check_host(submission.host, paths)
+        names = _names(submission, claim)
+        if any(is_alive(name) for name in names):
+            state = AttemptState.RUNNING if claim else AttemptState.PENDING
+            return JobStatus(state=state, raw="running", nodes=(socket.gethostname(),))
+        if submission is None and claim is None:
+            found = self.find(request)
+            if found is not None:
+                return JobStatus(state=AttemptState.PENDING, raw="running")
+            return JobStatus(state=None, detail="the job was not started yet")
+        gone = [f"process {name.pid} of the local job is gone" for name in names]
+        if any(name.boot_id != boot_id() for name in names):
+            gone.append("this machine was started anew since")
+        return JobStatus(state=AttemptState.LOST, raw="gone", evidence=tuple(gone))
+
+    def cancel(self, request: Request, submission: Submission) -> None:
+        paths = _paths(request)
+        names = _names(submission, _claim_here(paths))
+        roots = [p for p in (find_process(name) for name in names) if p is not None]
+        tree = {p.pid: p for root in roots for p in (root, *descendants(root))}
+        left = end_processes(tree.values(), term_wait_s=CANCEL_TERM_WAIT_S)
+        if left:
+            raise SchedulerError(
+                f"processes {left} of attempt {request.attempt} did not end; they may wait for a "
+                "device or a file system"
+            )
+
+    def capacity(self, resources: Resources) -> int | None:
+        return None
+
+
+def _paths(request: Request) -> AttemptPaths:
+    return RunPaths(Path(request.run_directory)).attempt(request.attempt)
+
+
+def _claim_here(paths: AttemptPaths) -> Claim | None:
+    """The attempt's claim; raises when another machine, whose processes are unseen, made it."""
+    claim = read_document(Claim, paths.claim)
+    _check_host(claim.host if claim else None, paths)
+    return claim
+
+
+def _check_host(host: str | None, paths: AttemptPaths) -> None:
+    if host not in {None, socket.gethostname()}:
+        raise SchedulerUnavailableError(
+            f"attempt {paths.number} runs on {host} with the local executor; ask there"
+        )
+
+
+def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessName]:
+    names = []
+    if submission is not None and submission.pid is not None:
+        started = submission.process_started_at or 0.0
+        names.append(ProcessName(submission.pid, started, submission.boot_id or ""))
+    if claim is not None:
+        names.append(ProcessName(claim.pid, claim.process_started_at, claim.boot_id))
+    return names
+
+
+def _is_controller_of(process: psutil.Process, paths: AttemptPaths) -> bool:
+    """True for submitit's controller, or the launcher before it, of this very attempt."""
+    if process.pid == os.getpid():
+        return False
+    try:
+        arguments: list[str] = process.cmdline()
+    except psutil.Error:
+        return False
+    modules = {"submitit.local._local", "holdfast.workers.executors.local_launch"}
+    return bool(modules & set(arguments)) and bool(
+        {str(paths.logs), str(paths.request)} & set(arguments)
+    )
+
+
+def _last_line(log: Path) -> str:
+    lines: list[Any] = [line for line in log.read_text(errors="replace").splitlines() if line]
+    return str(lines[-1]) if lines else "it said nothing"

@@ -1,0 +1,69 @@
+"""Starts one local job in a session of its own, says which process it is, and ends.
+
+`python -m holdfast.workers.executors.local_launch <request.json>`: run with a new session, so
+that a signal to the submitter's process group does not reach the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import submitit
+
+from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.workers.agent.main import run_agent
+from holdfast.workers.processes import name_process
+
+
+def launch(request_path: Path) -> dict[str, object]:
+    """Submit the agent with submitit's local executor; returns the job's process name.
+
+    Raises `NotFoundError` when there is no request at `request_path`.
+    """
+    request = read_document(Request, request_path)
+    if request is None:
+        raise NotFoundError(f"{request_path}: no request here; it is written before submission")
+    paths = AttemptPaths(request_path.parent)
+    python = shlex.quote(request.launch.python or sys.executable)
+    executor = submitit.LocalExecutor(folder=paths.logs, python=python)
+    visible = _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), request.gpus_per_node)
+    executor.update_parameters(**request.scheduler, **visible)
+    job = executor.submit(run_agent, str(request_path))
+    name = name_process(int(job.job_id))
+    return {
+        "job_id": job.job_id,
+        "pid": int(job.job_id),
+        "process_started_at": name.started_at if name else 0.0,
+        "boot_id": name.boot_id if name else "",
+        "host": socket.gethostname(),
+    }
+
+
+def _visible_gpus(given: str | None, count: int) -> dict[str, tuple[int, ...]]:
+    """submitit's choice is 0 to n-1; what the submitter sees goes first when it is enough."""
+    parts = [part.strip() for part in (given or "").split(",")]
+    if len(parts) < count or not all(part.isdigit() for part in parts):
+        return {}
+    return {"visible_gpus": tuple(int(part) for part in parts)}
+
+
+def main(request_path: Path) -> None:
+    """Launch, and answer on standard output, which the job itself must not inherit.
+
+    Whoever reads the answer waits for the end of the pipe; a job that held it would be waited
+    for as well.
+    """
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    os.write(answer, (json.dumps(launch(request_path)) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

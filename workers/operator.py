@@ -1,0 +1,186 @@
+"""What people ask of a run: a journal line first, then a word to the agent or the scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from typing import Final, Literal
+
+from holdfast.contracts.attempt import (
+    Claim,
+    Request,
+    StopRequest,
+    Submission,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
+from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
+from holdfast.contracts.history import AttemptView, RunHistory, load_history, pinned_checkpoints
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.paths import MANIFEST, AttemptPaths, RunPaths, checkpoint_id
+from holdfast.contracts.states import RunState
+from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.executors import executor_for
+from holdfast.workers.retention import parents_in_use
+from holdfast.workers.sizes import problem_with
+
+Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
+ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
+# What a live attempt is told; `resume` finds none.
+_ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
+
+
+def request(
+    paths: RunPaths,
+    action: Action,
+    *,
+    by: str,
+    gpus: int | None = None,
+    writer: str = "cli",
+) -> str:
+    """Ask that a run be stopped, paused, resumed, cancelled or relaunched; returns what happens.
+
+    The request is journaled, then a live attempt is told to end after one last checkpoint and a
+    queued one is taken back. Harmless when repeated. Raises `SpecError` for what makes no sense
+    and `NotFoundError` without a run.
+    """
+    history = load_history(paths)
+    _check(history, action, gpus)
+    last = history.last_attempt
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(
+            EventKind.OPERATOR_REQUEST,
+            action=action,
+            by=by,
+            gpus=gpus,
+            after_attempt=last.number if last else 0,
+        )
+    if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
+        return _what_follows(history, action, gpus)
+    return _end_attempt(paths.attempt(last.number), last, action, by)
+
+
+def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
+    """Keep a checkpoint whatever the keep rules say; returns its id."""
+    _committed(paths, checkpoint)
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note)
+    return checkpoint_id(paths.name, checkpoint)
+
+
+def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
+    """Leave a checkpoint to the keep rules again; returns its id."""
+    if checkpoint not in pinned_checkpoints(load_history(paths).events):
+        raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(EventKind.UNPINNED, checkpoint=checkpoint, by=by)
+    return checkpoint_id(paths.name, checkpoint)
+
+
+def delete_checkpoint(
+    paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: str = "cli"
+) -> int:
+    """Delete a committed checkpoint for a stated reason; returns the bytes freed.
+
+    Its manifest goes to `tombstones/` and the journal before a byte is removed. Raises
+    `SpecError` for one that is pinned, the newest, or the parent that a live attempt needs.
+    """
+    history = load_history(paths)
+    manifest = _committed(paths, checkpoint)
+    keeper = _kept_because(history, checkpoint)
+    if keeper:
+        raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is kept: it is {keeper}")
+    directory = paths.checkpoint(checkpoint)
+    make_directory(paths.tombstones)
+    write_bytes(paths.tombstone(checkpoint), (directory / MANIFEST).read_bytes())
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(EventKind.CHECKPOINT_DELETED, checkpoint=checkpoint, reason=reason, by=by)
+    # The commit record goes first: what a crash leaves behind is then no checkpoint at all.
+    (directory / MANIFEST).unlink()
+    fsync_directory(directory)
+    shutil.rmtree(directory)
+    fsync_directory(paths.checkpoints)
+    return manifest.bytes
+
+
+def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
+    """Raise `SpecError` for a request that makes no sense in the run's condition."""
+    run, state = history.paths.name, history.state
+    if action not in ACTIONS:
+        raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
+    if state is RunState.COMPLETED:
+        raise SpecError(
+            f"run {run} is completed, there is nothing to {action}; `holdfast fork` begins a new "
+            "run from one of its checkpoints"
+        )
+    if action == "resume" and state is not RunState.PAUSED:
+        raise SpecError(
+            f"run {run} is {state}, not paused; `holdfast relaunch {run}` takes an ended run up "
+            "again"
+        )
+    if action in {"stop", "pause", "cancel"} and not state.is_live:
+        raise SpecError(f"run {run} is {state} already; there is nothing to {action}")
+    if gpus is None:
+        return
+    if action != "relaunch":
+        raise SpecError(
+            f"{action} takes no GPU count; `holdfast relaunch {run} --gpus {gpus}` does"
+        )
+    problem = problem_with(history.spec, gpus)
+    if problem:
+        raise SpecError(f"run {run}: {problem}", [problem])
+
+
+def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: str) -> str:
+    """Tell a live attempt to end: by a file to its agent, by the scheduler while it is queued."""
+    stop = StopRequest(action=action, by=by, requested_at=time.time())
+    write_document(attempt.stop, stop)
+    told = f"attempt {view.number} ends after one last checkpoint ({action})"
+    asked = read_document(Request, attempt.request)
+    submission = read_document(Submission, attempt.submission)
+    if asked is None or asked.executor == "local" or read_document(Claim, attempt.claim):
+        return told
+    # No agent reads the file of a queued job; one that starts meanwhile still finds it.
+    with contextlib.suppress(SchedulerError):
+        executor = executor_for(asked.executor)
+        submission = submission or executor.find(asked)
+        if submission is None:
+            return told
+        status = executor.status(asked, submission)
+        if status.state == "pending":
+            executor.cancel(asked, submission)
+            return f"attempt {view.number} was still queued and is taken back ({action})"
+    return told
+
+
+def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
+    run = history.paths.name
+    if action in {"resume", "relaunch"}:
+        before = history.last_attempt.world_size if history.last_attempt else history.spec.gpus
+        return f"run {run} goes on at {gpus or before or history.spec.gpus} GPUs"
+    return f"run {run} will not be relaunched ({action})"
+
+
+def _committed(paths: RunPaths, checkpoint: str) -> Manifest:
+    manifest = read_manifest(paths.checkpoint(checkpoint))
+    if manifest is None:
+        raise NotFoundError(
+            f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
+            f"`holdfast checkpoints {paths.name}` lists them"
+        )
+    return manifest
+
+
+def _kept_because(history: RunHistory, checkpoint: str) -> str:
+    """Why a checkpoint may not be deleted, or an empty string."""
+    if checkpoint in pinned_checkpoints(history.events):
+        return "pinned"
+    manifests = committed_checkpoints(history.paths)
+    if manifests and manifests[-1].name == checkpoint:
+        return "the newest"
+    if checkpoint in parents_in_use(history):
+        return "what a live attempt resumed from"
+    return ""

@@ -1,0 +1,233 @@
+"""What comes next: a pure function of what disk knows, the free GPUs and the time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.causes import RankFailure, first_failure, text_cause
+from holdfast.workers.sizes import choose_gpus
+
+Action = Literal["relaunch", "restart", "wait", "stop"]
+
+UNLIMITED: Final = 1_000_000
+# Relaunches that are forgiven per cause over the life of a run; a spec may say otherwise.
+BUDGETS: Final[dict[Cause, int]] = {
+    Cause.PREEMPTION: UNLIMITED,
+    Cause.TIME_LIMIT: UNLIMITED,
+    Cause.NODE_FAILURE: 20,
+    Cause.HANG: 5,
+    Cause.INFRASTRUCTURE: 3,
+    Cause.UNKNOWN: 3,
+    Cause.STORAGE_FULL: 2,
+    Cause.HOST_OOM: 1,
+    Cause.GPU_OOM: 1,
+    Cause.NUMERICS: 0,
+    Cause.USER_ERROR: 0,
+    Cause.OPERATOR: 0,
+}
+BREAKER_ATTEMPTS: Final = 3
+EXCLUDE_S: Final = 6 * 3600.0
+EXCLUDED_MAX: Final = 16
+BACKOFF_S_MAX: Final = 600.0
+BACKOFF_DOUBLINGS_MAX: Final = 6
+# These come from outside; waiting longer and longer for them would only waste the cluster.
+_NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
+_RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do next, and why. `delay_s` is seconds to wait before doing it."""
+
+    action: Action
+    reason: str
+    gpus: int = 0
+    exclude: tuple[str, ...] = ()
+    delay_s: float = 0.0
+
+
+def decide(history: RunHistory, capacity: int | None, *, now: float) -> Decision:
+    """What the supervisor does with a run that it finds in this condition.
+
+    `capacity` is the number of GPUs free now (None: unknown or unbounded), `now` Unix seconds.
+    """
+    last, spec = history.last_attempt, history.spec
+    if last is not None and not last.state.is_terminal:
+        return Decision(action="wait", reason=f"attempt {last.number} is {last.state}")
+    if last is not None and last.state is AttemptState.COMPLETED:
+        return Decision(action="stop", reason="completed")
+    held = _operator_word(history)
+    if held is not None:
+        return held
+    if last is None:
+        return Decision(action="relaunch", gpus=spec.gpus, reason="first")
+    return _after(history, last, capacity, now)
+
+
+def _operator_word(history: RunHistory) -> Decision | None:
+    """The decision that an operator's unanswered request makes by itself."""
+    request = history.pending_request
+    if request is None:
+        return None
+    action, by = str(request["action"]), str(request.get("by", "an operator"))
+    if action == "pause":
+        return Decision(action="wait", reason=f"paused by {by}")
+    if action in {"stop", "cancel"}:
+        return Decision(action="stop", reason=f"{action} by {by}")
+    last = history.last_attempt
+    before = last.world_size if last is not None else 0
+    gpus = int(request.get("gpus") or before or history.spec.gpus)
+    return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}")
+
+
+def _after(history: RunHistory, last: AttemptView, capacity: int | None, now: float) -> Decision:
+    """What follows an attempt that ended and of which no operator has said anything."""
+    cause = last.cause or Cause.UNKNOWN
+    if cause is Cause.OPERATOR:
+        return Decision(action="stop", reason="cancelled from outside Holdfast")
+    spent = _spent(history.attempts, history, cause)
+    budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
+    if spent > budget:
+        again = f" ({spent} times, {budget} forgiven)" if budget else ""
+        return Decision(action="stop", reason=f"{cause}{again}: {_why(last)}")
+    if len(history.attempts) >= history.spec.supervision.attempts_max:
+        limit = history.spec.supervision.attempts_max
+        return Decision(action="stop", reason=f"supervision.attempts_max {limit} is reached")
+    stuck = _attempts_without_progress(history)
+    if stuck >= BREAKER_ATTEMPTS:
+        return Decision(
+            action="stop",
+            reason=f"{stuck} attempts in a row committed no new step, the last ended by {cause}; "
+            "`holdfast relaunch` goes on once the reason is mended",
+        )
+    gpus, why = choose_gpus(
+        history.spec,
+        current=last.world_size or history.spec.gpus,
+        preemptions=_spent(history.attempts, history, Cause.PREEMPTION),
+        after_preemption=cause is Cause.PREEMPTION,
+        capacity=capacity,
+    )
+    return Decision(
+        action="relaunch",
+        gpus=gpus,
+        exclude=excluded_hosts(history.attempts, now),
+        delay_s=backoff_s(history, last, spent),
+        reason=f"after {cause} of attempt {last.number}: {gpus} GPUs ({why})",
+    )
+
+
+def _why(last: AttemptView) -> str:
+    return last.evidence[0] if last.evidence else f"attempt {last.number} {last.state}"
+
+
+def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -> int:
+    """How often `cause` has ended an attempt since an operator last set the run going."""
+    since = max(
+        (
+            int(event.data.get("after_attempt", 0))
+            for event in history.events
+            if event.kind == "operator_request" and event.data.get("action") in {"relaunch"}
+        ),
+        default=0,
+    )
+    return sum(1 for a in attempts if a.number > since and a.state.is_terminal and a.cause is cause)
+
+
+def _attempts_without_progress(history: RunHistory) -> int:
+    """Attempts at the end of the run, in a row, that committed no step newer than all before.
+
+    Operators' own relaunches are no sign of trouble, and begin the count anew.
+    """
+    newest, stuck = -1, 0
+    committed = _committed_steps(history)
+    for attempt in history.attempts:
+        step = committed.get(attempt.number, -1)
+        if attempt.cause is Cause.OPERATOR or step > newest:
+            stuck = 0
+        else:
+            stuck += 1
+        newest = max(newest, step)
+    return stuck
+
+
+def _committed_steps(history: RunHistory) -> dict[int, int]:
+    """The newest committed step of each attempt, from outcomes, endings and journal lines."""
+    steps: dict[int, int] = {}
+
+    def note(attempt: int, step: object) -> None:
+        if isinstance(step, int):
+            steps[attempt] = max(steps.get(attempt, -1), step)
+
+    for attempt in history.attempts:
+        note(attempt.number, attempt.facts.get("committed_step"))
+        if attempt.outcome:
+            note(attempt.number, attempt.outcome.committed_step)
+    for event in history.events:
+        if event.kind == "committed" and "attempt" in event.data:
+            note(int(event.data["attempt"]), event.data.get("step"))
+    return steps
+
+
+def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ...]:
+    """Hosts that failed within `EXCLUDE_S` seconds, newest first, `EXCLUDED_MAX` at most."""
+    hosts: list[str] = []
+    for attempt in reversed(attempts):
+        recent = attempt.ended_at is None or now - attempt.ended_at <= EXCLUDE_S
+        if attempt.cause is Cause.NODE_FAILURE and recent:
+            lost = attempt.facts.get("lost_hosts")
+            named = lost if lost is not None else attempt.hosts
+            # Without the name of the one that failed, all of a large job would be shut out.
+            hosts += named if lost or len(named) == 1 else ()
+    return tuple(dict.fromkeys(hosts))[:EXCLUDED_MAX]
+
+
+def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
+    """Seconds to wait before the next attempt: doubling, with a jitter that is always the same."""
+    if last.cause in _NO_BACKOFF:
+        return 0.0
+    doublings = min(max(spent - 1, 0), BACKOFF_DOUBLINGS_MAX)
+    seed = f"{history.record.uid}:{last.number}".encode()
+    jitter = 0.75 + 0.5 * hashlib.sha256(seed).digest()[0] / 255
+    base: float = history.spec.supervision.backoff_s * 2.0**doublings * jitter
+    return round(min(base, BACKOFF_S_MAX), 3)
+
+
+def decide_in_place(
+    failures: Sequence[RankFailure],
+    *,
+    restarts: int,
+    restarts_max: int,
+    oom_kills: int = 0,
+    lost_nodes: Sequence[str] = (),
+    gained_steps: bool = True,
+) -> Decision:
+    """Whether torchrun is started again on the nodes that the attempt still has.
+
+    A killed process or a broken connection is worth another start; the program's own error,
+    a lack of memory and a lost node are not. Without new steps only one restart is granted.
+    """
+    if lost_nodes:
+        return Decision(action="stop", reason=f"nodes {', '.join(lost_nodes)} are lost")
+    if restarts >= restarts_max:
+        return Decision(action="stop", reason=f"{restarts} restarts in place of {restarts_max}")
+    if restarts > 0 and not gained_steps:
+        return Decision(action="stop", reason="the last restart in place gained no step")
+    if oom_kills:
+        return Decision(action="stop", reason="the kernel killed for want of memory")
+    first = first_failure(failures)
+    if first is None:
+        return Decision(action="restart", reason="torchrun failed without naming a rank")
+    if first.signal:
+        return Decision(
+            action="restart", reason=f"rank {first.rank} was killed by signal {first.signal}"
+        )
+    cause = text_cause(first.text)
+    if cause in _RESTARTABLE:
+        return Decision(action="restart", reason=f"rank {first.rank}: {cause}")
+    return Decision(action="stop", reason=f"rank {first.rank} failed: {cause or Cause.USER_ERROR}")

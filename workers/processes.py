@@ -1,0 +1,110 @@
+"""Processes of this machine, named so that a number used again is not mistaken for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+# psutil derives start times from the boot time, which moves a little when the clock is set.
+START_TOLERANCE_S: Final = 2.0
+TERM_WAIT_S: Final = 3.0
+KILL_WAIT_S: Final = 10.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """One process, for ever: its number, its start (Unix seconds) and the machine's boot."""
+
+    pid: int
+    started_at: float
+    boot_id: str
+
+
+def boot_id() -> str:
+    """The identity of this boot of the machine, or an empty string where Linux gives none."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def name_process(pid: int) -> ProcessName | None:
+    """The lasting name of the process that has number `pid` now, or None when there is none."""
+    try:
+        return ProcessName(pid, psutil.Process(pid).create_time(), boot_id())
+    except psutil.NoSuchProcess:
+        return None
+
+
+def find_process(name: ProcessName) -> psutil.Process | None:
+    """The process behind `name` when it still runs on this boot of this machine."""
+    if name.boot_id != boot_id():
+        return None
+    try:
+        process = psutil.Process(name.pid)
+        same = abs(process.create_time() - name.started_at) <= START_TOLERANCE_S
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def is_alive(name: ProcessName) -> bool:
+    """True while the process behind `name` runs; a zombie does not."""
+    return find_process(name) is not None
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Every process below `process`, sessions of their own included."""
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_processes(
+    processes: Iterable[psutil.Process],
+    *,
+    term_wait_s: float = TERM_WAIT_S,
+    kill_wait_s: float = KILL_WAIT_S,
+) -> list[int]:
+    """TERM, a bounded wait, KILL, a bounded wait; returns the numbers of those still alive."""
+    alive = [p for p in processes if p.pid != os.getpid()]
+    for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, kill_wait_s)):
+        if number == signal.SIGTERM and term_wait_s <= 0:
+            continue
+        for process in alive:
+            _send(process, number)
+        alive = _wait(alive, wait_s)
+    return [p.pid for p in alive]
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        # psutil compares the start time first, so a number used again is left alone.
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _wait(processes: list[psutil.Process], wait_s: float) -> list[psutil.Process]:
+    give_up = time.monotonic() + wait_s
+    _, alive = psutil.wait_procs(processes, timeout=wait_s)
+    while alive and time.monotonic() < give_up:
+        time.sleep(0.05)
+        alive = [p for p in alive if p.is_running()]
+    return [p for p in alive if _runs(p)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

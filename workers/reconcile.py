@@ -1,0 +1,197 @@
+"""Bringing the journal up to date with what happened: any process may do it, at any time.
+
+For each attempt that is not known to have ended, the outcome, the claim and the scheduler are
+read; a change of state is journaled, and an ending exactly once. So a row becomes terminal when
+the flow, Prefect and its worker have long been killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.contracts.attempt import (
+    Claim,
+    Outcome,
+    Request,
+    StopRequest,
+    Submission,
+    read_document,
+)
+from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
+from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.states import ATTEMPT_MOVES
+from holdfast.workers.causes import classify
+from holdfast.workers.checkpoints import newest_committed
+from holdfast.workers.executors import JobStatus, executor_for
+from holdfast.workers.heartbeats import newest_step, read_heartbeats
+
+# A shared file system may show an outcome this much later than the scheduler shows the end.
+SETTLE_S: Final = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """All that is known of one attempt at one moment."""
+
+    request: Request | None
+    submission: Submission | None
+    claim: Claim | None
+    outcome: Outcome | None
+    stop: StopRequest | None
+    status: JobStatus | None
+
+    def is_over(self, now: float) -> bool:
+        """True when the attempt has ended for good and its outcome need not be waited for."""
+        if self.outcome is not None:
+            return True
+        if self.status is None or not self.status.has_ended:
+            return False
+        return now - (self.status.ended_at or 0.0) >= SETTLE_S
+
+
+def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
+    """Journal what happened to the run's attempts since anybody looked; returns the history.
+
+    A scheduler that does not answer changes nothing. Raises `NotFoundError` without a run.
+    """
+    history = load_history(paths)
+    open_attempts = [view for view in history.attempts if not view.state.is_terminal]
+    if not open_attempts:
+        return history
+    changed = False
+    for view in open_attempts:
+        changed |= _reconcile_attempt(paths, view, writer)
+    return load_history(paths) if changed else history
+
+
+def observe(attempt: AttemptPaths) -> Observation:
+    """Read an attempt's documents and ask its scheduler; `status` is None without an answer."""
+    request = read_document(Request, attempt.request)
+    submission = read_document(Submission, attempt.submission)
+    status = None
+    if request is not None:
+        with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
+            status = executor_for(request.executor).status(request, submission)
+    # Read after the scheduler was asked: an outcome written before the job ended is seen then.
+    return Observation(
+        request=request,
+        submission=submission,
+        claim=read_document(Claim, attempt.claim),
+        outcome=read_document(Outcome, attempt.outcome),
+        stop=read_document(StopRequest, attempt.stop),
+        status=status,
+    )
+
+
+def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
+    """Journal one attempt's news; True when there was any."""
+    attempt = paths.attempt(view.number)
+    seen = observe(attempt)
+    if seen.is_over(time.time()) and not _awaits_submission(seen):
+        with _ending_lock(attempt):
+            own = _events_of(paths, view.number)
+            if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
+                return True
+            with JournalWriter(paths.journal_of(writer)) as journal:
+                journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
+        return True
+    state = seen.status.state if seen.status else None
+    if state is None or state.is_terminal or state not in ATTEMPT_MOVES[view.state]:
+        return False
+    detail = seen.status.detail if seen.status else ""
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(
+            EventKind.ATTEMPT_STATE, attempt=view.number, state=state.value, detail=detail
+        )
+    return True
+
+
+def _awaits_submission(seen: Observation) -> bool:
+    """True for an attempt that was never submitted: `resume_submission` decides on it."""
+    return (
+        seen.submission is None
+        and seen.claim is None
+        and seen.outcome is None
+        and (seen.status is None or not seen.status.nodes)
+    )
+
+
+@contextlib.contextmanager
+def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
+    """Held for the moment in which one process writes the one ending."""
+    handle = os.open(attempt.ending_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _events_of(paths: RunPaths, number: int) -> list[Event]:
+    return [event for event in load_events(paths) if event.data.get("attempt") == number]
+
+
+def _ending_data(
+    paths: RunPaths, attempt: AttemptPaths, seen: Observation, own: list[Event]
+) -> dict[str, Any]:
+    """The `attempt_ended` line's data: the ending, and the facts that may be asked for later."""
+    ending = classify(
+        outcome=seen.outcome,
+        status=seen.status,
+        signals=[event.data for event in own if event.kind is EventKind.SIGNAL],
+        stop=seen.stop,
+        claimed=seen.claim is not None,
+    )
+    outcome, status = seen.outcome, seen.status
+    data: dict[str, Any] = {
+        "attempt": attempt.number,
+        "state": ending.state.value,
+        "cause": ending.cause.value if ending.cause else None,
+        "evidence": list(ending.evidence),
+        "job_id": _job_id(seen),
+        "scheduler_state": status.raw if status else None,
+        "world_size": seen.request.world_size if seen.request else None,
+        "lost_hosts": [
+            str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST
+        ],
+    }
+    if outcome is not None:
+        told = outcome.model_dump(mode="json", exclude={"state", "cause", "evidence", "job_id"})
+        return {**told, **data}
+    committed = newest_committed(paths, attempt.number)
+    resumed = [event.data for event in own if event.kind is EventKind.RESUMED]
+    beats = read_heartbeats(attempt)
+    last = newest_step(beats)
+    return {
+        **data,
+        "hosts": [beat.host for beat in beats] or list(status.nodes if status else ()),
+        "first_step": resumed[0]["step"] + 1 if resumed and "step" in resumed[0] else None,
+        "last_step": max((s for s in (last, committed and committed.step) if s), default=None),
+        "resumed_from": resumed[0].get("checkpoint") if resumed else None,
+        "command_digest": resumed[0].get("command_digest") if resumed else None,
+        "committed_step": committed.step if committed else None,
+        "started_at": seen.claim.claimed_at if seen.claim else None,
+        "ended_at": _ended_at(status, [beat.time for beat in beats]),
+        "traceback": None,
+    }
+
+
+def _job_id(seen: Observation) -> str | None:
+    if seen.submission is not None:
+        return seen.submission.job_id
+    return seen.claim.job_id if seen.claim else None
+
+
+def _ended_at(status: JobStatus | None, beats: list[float]) -> float:
+    """The scheduler's time of the end, else the last heartbeat's, else now. Unix seconds."""
+    if status is not None and status.ended_at:
+        return status.ended_at
+    return max(beats, default=time.time())

@@ -1,0 +1,143 @@
+"""From a run's spec to one submission as plain data. Pure: nothing here touches the world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.digests import command_digest
+from holdfast.contracts.spec import RunSpec, split_gpus
+
+# Slurm may send the warning up to a minute early; the agent plans its own stop before it.
+WARNING_MARGIN_S: Final = 30
+LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
+NO_GRES: Final = "none"
+
+
+def job_name(run: str, run_uid: str, attempt: int) -> str:
+    """The scheduler's name of an attempt, by which anybody can find it again."""
+    return f"holdfast-{run}-{run_uid[:8]}-a{attempt:04d}"
+
+
+def build_request(
+    record: RunRecord,
+    spec: RunSpec,
+    *,
+    attempt: int,
+    gpus: int,
+    reason: str,
+    exclude: Sequence[str] = (),
+    created_at: float = 0.0,
+) -> Request:
+    """The request for attempt number `attempt` of a run on `gpus` GPUs.
+
+    `created_at` is Unix seconds, 0 for a dry run. Raises `ValueError` when `gpus` do not fill
+    whole nodes of the spec.
+    """
+    nodes, per_node = split_gpus(gpus, spec.resources.gpus_per_node)
+    name = job_name(record.run, record.uid, attempt)
+    directory = Path(record.root) / record.run
+    working_directory = spec.launch.working_directory
+    if spec.launch.code == "snapshot":
+        working_directory = str(directory / "code")
+    parameters = (
+        _slurm_parameters(spec, name, nodes, per_node, exclude)
+        if spec.resources.executor == "slurm"
+        else _local_parameters(spec, per_node)
+    )
+    return Request(
+        run_uid=record.uid,
+        run=record.run,
+        run_directory=str(directory),
+        attempt=attempt,
+        job_name=name,
+        executor=spec.resources.executor,
+        nodes=nodes,
+        gpus_per_node=per_node,
+        exclude=tuple(exclude),
+        command=spec.command,
+        working_directory=working_directory,
+        environment=spec.environment,
+        config=spec.config,
+        launch=spec.launch,
+        resources=spec.resources,
+        supervision=spec.supervision,
+        checkpoint_interval=spec.checkpoint.interval,
+        keep_last=spec.checkpoint.keep.last,
+        command_digest=command_digest(spec.command, working_directory),
+        scheduler=parameters,
+        created_at=created_at,
+        reason=reason,
+    )
+
+
+def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:
+    """Parameters of submitit's local executor; the agent keeps the time limit itself."""
+    parameters: dict[str, Any] = {
+        "timeout_min": LOCAL_TIMEOUT_MIN,
+        "tasks_per_node": 1,
+        "gpus_per_node": per_node,
+    }
+    if spec.launch.setup:
+        parameters["setup"] = list(spec.launch.setup)
+    return parameters
+
+
+def _slurm_parameters(
+    spec: RunSpec, name: str, nodes: int, per_node: int, exclude: Sequence[str]
+) -> dict[str, Any]:
+    """Parameters of submitit's Slurm executor: one task, the agent, on each node.
+
+    `time` is None where the spec has no limit, because submitit's own default is 5 minutes.
+    """
+    resources, warning_s = spec.resources, warning_lead_s(spec)
+    cpus = resources.cpus_per_gpu * per_node if resources.cpus_per_gpu else None
+    options: dict[str, Any] = {
+        "no-requeue": True,
+        "no-kill": True,
+        "signal": f"USR2@{warning_s}",
+        **resources.extra,
+    }
+    # A node that fails must not take the others' agents with it: they still hold the state.
+    step = ["--no-kill", "--kill-on-bad-exit=0"]
+    if cpus:
+        step.append(f"--cpus-per-task={cpus}")
+    wanted: dict[str, Any] = {
+        "partition": resources.partition,
+        "account": resources.account,
+        "qos": resources.qos,
+        "constraint": resources.constraint,
+        "exclude": ",".join(exclude) or None,
+        "cpus_per_task": cpus,
+        "mem": _megabytes(resources.memory_gb_per_node),
+        "setup": list(spec.launch.setup) or None,
+        **_gpu_parameter(resources.gres, per_node),
+    }
+    return {
+        "job_name": name,
+        "nodes": nodes,
+        "ntasks_per_node": 1,
+        "time": resources.time_limit_min,
+        "signal_delay_s": warning_s,
+        **{key: value for key, value in wanted.items() if value is not None},
+        "srun_args": [*step, *spec.launch.container, *spec.launch.srun],
+        "additional_parameters": options,
+    }
+
+
+def warning_lead_s(spec: RunSpec) -> int:
+    """Seconds before the end of a Slurm job at which its USR2 warning is asked for."""
+    return math.ceil(spec.supervision.grace_s) + WARNING_MARGIN_S
+
+
+def _gpu_parameter(gres: str | None, per_node: int) -> dict[str, Any]:
+    if gres == NO_GRES:
+        return {}
+    return {"gres": gres} if gres else {"gpus_per_node": per_node}
+
+
+def _megabytes(gigabytes: float | None) -> str | None:
+    return f"{math.ceil(gigabytes * 1024)}M" if gigabytes else None

@@ -1,0 +1,212 @@
+"""Making, finding and re-attaching runs: a run is a folder with a `spec.json` in it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.attempt import RunRecord, create_document, read_document
+from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.errors import NotFoundError, PreflightError, RunConflictError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RUN_NAME, RunPaths, list_runs
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import RunState
+
+GENERATIONS_MAX: Final = 10_000
+GIT_TIMEOUT_S: Final = 60.0
+CODE_BYTES_MAX: Final = 512 * 1024 * 1024
+_GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>\d+))?")
+_NOT_CODE = frozenset(
+    {".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+    | {"node_modules", ".tox", ".eggs", "runs"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkPoint:
+    """The committed checkpoint that a new run begins from."""
+
+    checkpoint_id: str
+    path: Path
+    run_uid: str
+
+
+def create_run(
+    spec: RunSpec,
+    root: Path,
+    *,
+    created_by: str,
+    folder: str | None = None,
+    forked: ForkPoint | None = None,
+) -> RunPaths:
+    """Create the folder of a new run and its `spec.json`, durably.
+
+    `folder` is the spec's name unless given. Raises `RunConflictError` when it exists already.
+    """
+    paths = RunPaths(root / (folder or spec.name))
+    make_directory(root)
+    try:
+        paths.directory.mkdir()
+    except FileExistsError:
+        if not _is_abandoned(paths):
+            raise RunConflictError(
+                f"{paths.directory}: there is a run of this name already; give another name"
+            ) from None
+    fsync_directory(root)
+    for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
+        make_directory(directory)
+    if spec.launch.code == "snapshot":
+        _copy_code(Path(spec.launch.working_directory), paths.code)
+    record = RunRecord(
+        uid=uuid.uuid4().hex,
+        run=paths.name,
+        name=spec.name,
+        root=str(root),
+        created_at=time.time(),
+        created_by=created_by,
+        spec=spec.model_dump(mode="json"),
+        spec_digest=spec.digest,
+        forked_from=forked.checkpoint_id if forked else None,
+        forked_path=str(forked.path) if forked else None,
+        forked_uid=forked.run_uid if forked else None,
+    )
+    if not create_document(paths.spec, record):
+        raise RunConflictError(
+            f"{paths.directory}: another process created this run at the same time; "
+            "submit again to attach to it"
+        )
+    return paths
+
+
+def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[RunPaths, bool]:
+    """The run that `spec` means under `root`, and True when it had to be created.
+
+    The newest generation of the name decides: live or completed with the same digest, it is
+    returned; ended with another digest, a new generation (`name.r2`, …) is created. Raises
+    `RunConflictError` when another spec's run is live under the name, or when the same spec's
+    run failed or was cancelled, which only `relaunch` continues.
+    """
+    newest = newest_generation(root, spec.name)
+    if newest is None:
+        return create_run(spec, root, created_by=created_by), True
+    record = read_record(newest)
+    state = load_history(newest).state
+    same = record.spec_digest == spec.digest
+    if same and (state.is_live or state is RunState.COMPLETED):
+        return newest, False
+    if same:
+        raise RunConflictError(
+            f"run {newest.name} {_ended(state)}; `holdfast relaunch {newest.name}` continues it "
+            "from its newest checkpoint, another name starts anew"
+        )
+    if state.is_live:
+        raise RunConflictError(
+            f"run {newest.name} is {state} with another spec (digest {record.spec_digest[:12]}, "
+            f"given {spec.digest[:12]}); a live run keeps its spec. Stop it first, or `holdfast "
+            "fork` one of its checkpoints under a new name"
+        )
+    folder = f"{spec.name}.r{_generation(newest.name) + 1}"
+    return create_run(spec, root, created_by=created_by, folder=folder), True
+
+
+def newest_generation(root: Path, name: str) -> RunPaths | None:
+    """The newest run of the spec name `name` under `root`, or None."""
+    mine = [run for run in list_runs(root) if _name_of(run.name) == name]
+    return max(mine, key=lambda run: _generation(run.name), default=None)
+
+
+def find_run(root: Path, name: str) -> RunPaths:
+    """The run called `name`: that very folder, else the newest generation of the name.
+
+    Raises `NotFoundError` with the names that come near.
+    """
+    exact = RunPaths(root / name)
+    if RUN_NAME.fullmatch(name) and exact.spec.is_file():
+        return exact
+    newest = newest_generation(root, name)
+    if newest is not None:
+        return newest
+    there = [run.name for run in list_runs(root)]
+    near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
+    hint = f"did you mean {', '.join(near)}?" if near else "`holdfast runs` lists those there are"
+    raise NotFoundError(f"no run {name!r} under {root} ({len(there)} there); {hint}")
+
+
+def read_record(paths: RunPaths) -> RunRecord:
+    """The run's `spec.json`. Raises `NotFoundError` when no run was created there."""
+    record = read_document(RunRecord, paths.spec)
+    if record is None:
+        raise NotFoundError(
+            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+        )
+    return record
+
+
+def _is_abandoned(paths: RunPaths) -> bool:
+    """True for a folder that a crash left before anything was in it that could be lost."""
+    return not paths.spec.exists() and not any(paths.attempts.glob("*"))
+
+
+def _ended(state: RunState) -> str:
+    return "was cancelled" if state is RunState.CANCELLED else "has failed"
+
+
+def _name_of(folder: str) -> str:
+    match = _GENERATION.fullmatch(folder)
+    return match["name"] if match else folder
+
+
+def _generation(folder: str) -> int:
+    match = _GENERATION.fullmatch(folder)
+    return int(match["generation"] or 1) if match else 1
+
+
+def _copy_code(source: Path, target: Path) -> None:
+    """Copy what git tracks under `source`, or all but caches where there is no git.
+
+    Raises `PreflightError` when that is more than `CODE_BYTES_MAX`.
+    """
+    if target.exists():
+        return
+    files = _tracked_files(source)
+    if files is None:
+        files = [
+            path.relative_to(source)
+            for path in sorted(source.rglob("*"))
+            if path.is_file() and not _NOT_CODE & set(path.relative_to(source).parts)
+        ]
+    total = sum((source / name).stat().st_size for name in files)
+    if total > CODE_BYTES_MAX:
+        raise PreflightError(
+            f"launch.code = 'snapshot': {source} holds {total} bytes, expected at most "
+            f"{CODE_BYTES_MAX}; use 'in_place', or a working directory of code alone"
+        )
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    for name in files:
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, unfinished / name)
+    unfinished.mkdir(exist_ok=True)
+    unfinished.rename(target)
+    fsync_directory(target.parent)
+
+
+def _tracked_files(source: Path) -> list[Path] | None:
+    try:
+        listing = subprocess.run(
+            ["git", "-C", str(source), "ls-files", "-z"],
+            capture_output=True,
+            timeout=GIT_TIMEOUT_S,
+            check=True,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    names = [Path(name) for name in listing.decode().split("\0") if name]
+    return [name for name in names if (source / name).is_file()] or None

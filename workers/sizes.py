@@ -1,0 +1,76 @@
+"""GPU counts that a relaunch may use, and which of them it takes. Pure."""
+
+from __future__ import annotations
+
+from holdfast.contracts.spec import RunSpec, split_gpus
+
+
+def problem_with(spec: RunSpec, gpus: int) -> str | None:
+    """None when a relaunch may use `gpus` GPUs, else what is wrong and what would do."""
+    per_node = spec.resources.gpus_per_node
+    if not spec.gpus_min <= gpus <= spec.gpus_max and not _is_single(spec):
+        return (
+            f"{gpus} GPUs lie outside elastic {spec.gpus_min} to {spec.gpus_max}; "
+            f"allowed: {_listing(spec)}"
+        )
+    if gpus < 1:
+        return f"{gpus} GPUs: expected 1 or more"
+    try:
+        nodes, _ = split_gpus(gpus, per_node)
+    except ValueError as error:
+        return str(error)
+    if spec.resources.executor == "local" and nodes > 1:
+        return f"{gpus} GPUs on one machine of {per_node}: the local executor has one node"
+    if spec.elastic.choices and gpus not in spec.elastic.choices and gpus != spec.gpus:
+        return f"{gpus} GPUs are not among elastic.choices; allowed: {_listing(spec)}"
+    return None
+
+
+def allowed_sizes(spec: RunSpec) -> tuple[int, ...]:
+    """Every GPU count that the spec lets a relaunch use, smallest first."""
+    if spec.elastic.choices:
+        return tuple(sorted(set(spec.elastic.choices)))
+    per_node, low, high = spec.resources.gpus_per_node, spec.gpus_min, spec.gpus_max
+    sizes = list(range(low, min(high, per_node) + 1))
+    first_whole = max(2 * per_node, -(-low // per_node) * per_node)
+    sizes += range(first_whole, high + 1, per_node)
+    return tuple(sizes) or (spec.gpus,)
+
+
+def choose_gpus(
+    spec: RunSpec,
+    *,
+    current: int,
+    preemptions: int,
+    after_preemption: bool,
+    capacity: int | None,
+) -> tuple[int, str]:
+    """(GPUs of the next attempt, why).
+
+    After a preemption `elastic.on_preemption` is followed if given: its n-th count after the
+    n-th preemption, the last one repeating. Else the largest allowed count that is free now is
+    taken; when none is, the job queues at the smallest; when nobody knows, the count stays.
+    """
+    plan = spec.elastic.on_preemption
+    if plan and preemptions:
+        chosen = plan[min(preemptions, len(plan)) - 1]
+        verb = "after" if after_preemption else "still after"
+        return chosen, f"elastic.on_preemption {verb} {preemptions}"
+    sizes = allowed_sizes(spec)
+    if len(sizes) == 1 or capacity is None:
+        keep = current if current in sizes or problem_with(spec, current) is None else sizes[-1]
+        return keep, "as before"
+    fitting = [size for size in sizes if size <= capacity]
+    if fitting:
+        return fitting[-1], f"{capacity} are free"
+    return sizes[0], f"the smallest allowed, {capacity} are free"
+
+
+def _is_single(spec: RunSpec) -> bool:
+    """True when the spec names no elastic bounds: an operator may then give any count."""
+    elastic = spec.elastic
+    return not (elastic.min_gpus or elastic.max_gpus or elastic.choices or elastic.on_preemption)
+
+
+def _listing(spec: RunSpec) -> str:
+    return ", ".join(map(str, allowed_sizes(spec)[:32]))
