@@ -1,0 +1,167 @@
+"""Ingest: the rows of one run brought in line with its folder, in one transaction.
+
+Any process may do it at any time, several at once, as often as they like. The run's lock is
+taken before its folder is read, so the last to write is also the last to have looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import Connection, Table, and_, bindparam, delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.lineage import models
+from holdfast.lineage.database import Database
+from holdfast.lineage.disk import (
+    JournalLines,
+    Row,
+    read_checkpoints,
+    read_lines,
+    take_fingerprint,
+)
+from holdfast.lineage.rows import attempt_of, build_rows, clean
+
+ROWS_PER_STATEMENT_MAX: Final = 1000
+
+RUNS: Final[Any] = models.Run.__table__
+ATTEMPTS: Final[Any] = models.Attempt.__table__
+INCARNATIONS: Final[Any] = models.Incarnation.__table__
+CHECKPOINTS: Final[Any] = models.Checkpoint.__table__
+EDGES: Final[Any] = models.CheckpointEdge.__table__
+JOURNALS: Final[Any] = models.Journal.__table__
+EVENTS: Final[Any] = models.Event.__table__
+
+
+def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> None:
+    """Make the rows of the run at `paths` what its folder says; costs little if nothing changed.
+
+    With `fresh` everything is read again and written anew, whatever the rows held. Raises
+    `NotFoundError` when there is no run there, `LineageError` when the database cannot be used.
+    """
+    paths = RunPaths(paths.directory.resolve())
+    record = read_document(RunRecord, paths.spec)
+    if record is None:
+        raise NotFoundError(
+            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+        )
+    if not fresh and _is_current(database, paths, record.uid):
+        return
+    with database.writing() as connection:
+        _lock(connection, record.uid)
+        if fresh:
+            connection.execute(delete(RUNS).where(RUNS.c.uid == record.uid))
+        # Another run once had this folder; on disk it is no more.
+        connection.execute(
+            delete(RUNS).where(RUNS.c.directory == str(paths.directory), RUNS.c.uid != record.uid)
+        )
+        _write_run(connection, paths, record.uid)
+
+
+def forget_run(database: Database, uid: str) -> None:
+    """Delete all rows of a run whose folder is gone."""
+    with database.writing() as connection:
+        _lock(connection, uid)
+        connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
+
+
+def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
+    with database.reading() as connection:
+        stored = connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
+    return bool(stored) and stored == take_fingerprint(paths)
+
+
+def _lock(connection: Connection, uid: str) -> None:
+    """Keep other ingests of this run out until the transaction ends.
+
+    SQLite has one writer at a time anyway, and this transaction is it already.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
+
+
+def _write_run(connection: Connection, paths: RunPaths, uid: str) -> None:
+    fingerprint = take_fingerprint(paths)
+    checkpoints = _stored(connection, CHECKPOINTS, uid)
+    found = read_checkpoints(paths, {row["name"]: row for row in checkpoints})
+    lines = read_lines(paths)
+    rows = build_rows(load_history(paths), found, lines, fingerprint)
+    _upsert(connection, RUNS, [clean(rows.run)])
+    _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, uid))
+    _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, uid))
+    _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
+    _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, uid))
+    _write_lines(connection, uid, lines)
+
+
+def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]) -> None:
+    """Add the journal lines that are new; lines are only ever added to a journal."""
+    stored = _stored(connection, JOURNALS, uid)
+    counts = {row["journal"]: row["lines"] for row in stored}
+    wanted = [{"run_uid": uid, "journal": j.journal, "lines": len(j.events)} for j in lines]
+    shrunk = [j.journal for j in lines if len(j.events) < counts.get(j.journal, 0)]
+    if shrunk:
+        # Not the file that was read before: its lines are taken from the start.
+        connection.execute(
+            delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(shrunk))
+        )
+    _sync(connection, JOURNALS, wanted, stored)
+    for part in lines:
+        begin = 0 if part.journal in shrunk else counts.get(part.journal, 0)
+        _upsert(
+            connection,
+            EVENTS,
+            [
+                clean(
+                    {
+                        "run_uid": uid,
+                        "journal": part.journal,
+                        "incarnation": event.incarnation,
+                        "sequence": event.sequence,
+                        "attempt": attempt_of(event, part.attempt),
+                        "time": event.time,
+                        "kind": str(event.kind),
+                        "data": event.data,
+                    }
+                )
+                for event in part.events[begin:]
+            ],
+        )
+
+
+def _stored(connection: Connection, table: Table, uid: str) -> list[Row]:
+    found = connection.execute(select(table).where(table.c.run_uid == uid))
+    return [dict(row) for row in found.mappings()]
+
+
+def _sync(
+    connection: Connection, table: Table, wanted: Sequence[Row], stored: Sequence[Row]
+) -> None:
+    """Write the rows that differ from the stored ones and delete those that are no longer."""
+    keys = [column.name for column in table.primary_key]
+    there = {tuple(row[key] for key in keys): row for row in stored}
+    rows = {tuple(row[key] for key in keys): clean(row) for row in wanted}
+    gone = [dict(zip(keys, key, strict=True)) for key in there.keys() - rows.keys()]
+    if gone:
+        matches = [table.c[key] == bindparam(f"key_{key}") for key in keys]
+        connection.execute(
+            delete(table).where(and_(*matches)),
+            [{f"key_{key}": value for key, value in one.items()} for one in gone],
+        )
+    _upsert(connection, table, [row for key, row in rows.items() if there.get(key) != row])
+
+
+def _upsert(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
+    """Insert rows, or replace those with the same key."""
+    keys = [column.name for column in table.primary_key]
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(table)
+    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
+    statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
+    for start in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
+        connection.execute(statement, list(rows[start : start + ROWS_PER_STATEMENT_MAX]))

@@ -1,0 +1,280 @@
+"""The tables. Times are Unix seconds, sizes bytes, durations seconds; text is unbounded.
+
+A row is a fact that stands on disk. A checkpoint is known by its run's uid and its directory's
+name, because two roots may each hold a run of the same name.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Final
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    MetaData,
+    Text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from holdfast.contracts.states import AttemptState, Cause, RunState
+
+INTEGER_MAX: Final = 2**63 - 1
+
+
+class CheckpointState(StrEnum):
+    """What became of a checkpoint."""
+
+    COMMITTED = "committed"
+    DAMAGED = "damaged"
+    DELETED = "deleted"
+
+
+class EdgeKind(StrEnum):
+    """How two things of the lineage hang together, read as `source kind target`."""
+
+    PARENT = "parent"
+    RESUMED_FROM = "resumed_from"
+    FORKED_FROM = "forked_from"
+    ROLLED_BACK = "rolled_back"
+    EXPORTED_TO = "exported_to"
+
+
+class Base(DeclarativeBase):
+    """What every table shares: constraint names that are the same in every database."""
+
+    metadata = MetaData(
+        naming_convention={
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ck": "ck_%(table_name)s_%(constraint_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+            "pk": "pk_%(table_name)s",
+        }
+    )
+    type_annotation_map = {  # noqa: RUF012 - SQLAlchemy reads this name from the class
+        str: Text(),
+        int: BigInteger(),
+        float: Double(),
+        dict[str, Any]: JSON().with_variant(JSONB(), "postgresql"),
+        list[str]: JSON().with_variant(JSONB(), "postgresql"),
+    }
+
+
+def _one_of(column: str, words: type[StrEnum]) -> CheckConstraint:
+    listing = ", ".join(f"'{word}'" for word in words)
+    return CheckConstraint(f"{column} IN ({listing})", name=column)
+
+
+class Run(Base):
+    """One run: `spec.json`, and what its attempts and journals add up to."""
+
+    __tablename__ = "runs"
+    __table_args__ = (
+        _one_of("state", RunState),
+        Index(None, "created_at"),
+        Index(None, "run", "created_at"),
+        Index(None, "name", "created_at"),
+        Index(None, "state"),
+    )
+
+    uid: Mapped[str] = mapped_column(primary_key=True)
+    run: Mapped[str]
+    name: Mapped[str]
+    root: Mapped[str]
+    directory: Mapped[str]
+    state: Mapped[str]
+    reason: Mapped[str | None]
+    spec: Mapped[dict[str, Any]]
+    spec_digest: Mapped[str]
+    command_digest: Mapped[str | None]
+    created_at: Mapped[float]
+    created_by: Mapped[str]
+    ended_at: Mapped[float | None]
+    forked_from: Mapped[str | None]
+    forked_uid: Mapped[str | None]
+    forked_path: Mapped[str | None]
+    step: Mapped[int | None]
+    flow_run: Mapped[str | None]
+    fingerprint: Mapped[str]
+
+
+class Attempt(Base):
+    """One scheduler job of a run."""
+
+    __tablename__ = "attempts"
+    __table_args__ = (
+        _one_of("state", AttemptState),
+        _one_of("cause", Cause),
+        Index(None, "job_id"),
+    )
+
+    run_uid: Mapped[str] = mapped_column(
+        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
+    )
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    state: Mapped[str]
+    cause: Mapped[str | None]
+    evidence: Mapped[list[str]]
+    reason: Mapped[str | None]
+    executor: Mapped[str | None]
+    job_id: Mapped[str | None]
+    job_name: Mapped[str | None]
+    hosts: Mapped[list[str]]
+    nodes: Mapped[int | None]
+    world_size: Mapped[int]
+    command_digest: Mapped[str | None]
+    resumed_from: Mapped[str | None]
+    resumed_step: Mapped[int | None]
+    first_step: Mapped[int | None]
+    last_step: Mapped[int | None]
+    committed_step: Mapped[int | None]
+    created_at: Mapped[float | None]
+    submitted_at: Mapped[float | None]
+    started_at: Mapped[float | None]
+    stop_requested_at: Mapped[float | None]
+    stop_committed_at: Mapped[float | None]
+    ended_at: Mapped[float | None]
+    traceback: Mapped[str | None]
+    failed_rank: Mapped[int | None]
+
+
+class Incarnation(Base):
+    """One launch of torchrun inside an attempt."""
+
+    __tablename__ = "incarnations"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_uid", "attempt"], ["attempts.run_uid", "attempts.number"], ondelete="CASCADE"
+        ),
+    )
+
+    run_uid: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    world_size: Mapped[int | None]
+    command_digest: Mapped[str | None]
+    resumed_from: Mapped[str | None]
+    resumed_step: Mapped[int | None]
+    first_step: Mapped[int | None]
+    last_step: Mapped[int | None]
+    started_at: Mapped[float | None]
+    trained_from: Mapped[float | None]
+    ended_at: Mapped[float | None]
+    ending: Mapped[str | None]
+    exit_code: Mapped[int | None]
+
+
+class Checkpoint(Base):
+    """One checkpoint that was committed at some time; a directory without manifest is no row."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (
+        _one_of("state", CheckpointState),
+        CheckConstraint("step >= 0", name="step"),
+        CheckConstraint("bytes >= 0", name="bytes"),
+        Index(None, "run_uid", "step"),
+        Index(None, "parent_uid", "parent_name"),
+    )
+
+    run_uid: Mapped[str] = mapped_column(
+        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
+    )
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int]
+    attempt: Mapped[int]
+    incarnation: Mapped[int]
+    state: Mapped[str]
+    detail: Mapped[str | None]
+    path: Mapped[str]
+    reason: Mapped[str | None]
+    world_size: Mapped[int | None]
+    parent: Mapped[str | None]
+    parent_uid: Mapped[str | None]
+    parent_name: Mapped[str | None]
+    bytes: Mapped[int | None]
+    files: Mapped[int | None]
+    checksum: Mapped[str | None]
+    command_digest: Mapped[str | None]
+    blocked_s: Mapped[float | None]
+    flush_s: Mapped[float | None]
+    staged_at: Mapped[float | None]
+    committed_at: Mapped[float | None]
+    metrics: Mapped[dict[str, Any]]
+    pinned: Mapped[bool]
+    rolled_back: Mapped[bool]
+    deleted_reason: Mapped[str | None]
+    deleted_by: Mapped[str | None]
+    deleted_at: Mapped[float | None]
+    stamp: Mapped[str]
+
+
+class CheckpointEdge(Base):
+    """`source kind target`, told by the folder of `run_uid`.
+
+    `source` and `target` are a checkpoint's directory name, `attempt-NNNN`, the empty text for
+    the run itself, or the path of an export (its `target_uid` is then null). The id is a digest
+    of all other columns: a path is too long for an index of PostgreSQL.
+    """
+
+    __tablename__ = "checkpoint_edges"
+    __table_args__ = (
+        _one_of("kind", EdgeKind),
+        Index(None, "run_uid"),
+        Index(None, "source_uid"),
+        Index(None, "target_uid"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    run_uid: Mapped[str] = mapped_column(ForeignKey("runs.uid", ondelete="CASCADE"))
+    kind: Mapped[str]
+    source_uid: Mapped[str]
+    source_run: Mapped[str]
+    source: Mapped[str]
+    target_uid: Mapped[str | None]
+    target_run: Mapped[str | None]
+    target: Mapped[str]
+
+
+class Journal(Base):
+    """How many whole lines of a journal were read; `journal` is its path in the run's folder."""
+
+    __tablename__ = "journals"
+
+    run_uid: Mapped[str] = mapped_column(
+        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
+    )
+    journal: Mapped[str] = mapped_column(primary_key=True)
+    lines: Mapped[int]
+
+
+class Event(Base):
+    """One journal line. Its kind is free text: a newer version may have written it."""
+
+    __tablename__ = "events"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_uid", "journal"], ["journals.run_uid", "journals.journal"], ondelete="CASCADE"
+        ),
+        Index(None, "run_uid", "time"),
+        Index(None, "time"),
+    )
+
+    run_uid: Mapped[str] = mapped_column(primary_key=True)
+    journal: Mapped[str] = mapped_column(primary_key=True)
+    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    attempt: Mapped[int | None]
+    time: Mapped[float]
+    kind: Mapped[str]
+    data: Mapped[dict[str, Any]]
+
+
+TABLES: Final = (Run, Attempt, Incarnation, Checkpoint, CheckpointEdge, Journal, Event)

@@ -1,0 +1,76 @@
+"""Reindex: all rows of a root built anew from disk alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel
+from sqlalchemy import select
+
+from holdfast.contracts.errors import HoldfastError, LineageError, NotFoundError
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.lineage.database import Database
+from holdfast.lineage.ingest import RUNS, forget_run, ingest_run
+
+# What foreign or damaged bytes in a run's folder can raise while they are read.
+UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
+
+
+class ReindexReport(BaseModel):
+    """What a reindex did, by folders' names: read anew, not readable and why, gone from disk."""
+
+    root: str
+    runs: list[str] = []
+    failed: dict[str, str] = {}
+    removed: list[str] = []
+
+    @property
+    def ok(self) -> bool:
+        """True when every run of the root could be read."""
+        return not self.failed
+
+
+def reindex(
+    database: Database, root: Path, progress: Callable[[str], None] | None = None
+) -> ReindexReport:
+    """Build the rows of every run under `root` anew, and drop those of runs that are gone.
+
+    A run that cannot be read is reported and its rows stay as they are; the others go on.
+    `progress` is told each folder's name when it is done. Raises `NotFoundError` when there is
+    no such folder, `LineageError` when the database cannot be used.
+    """
+    root = root.expanduser().resolve()
+    if not root.is_dir():
+        raise NotFoundError(f"{root}: no such folder; give the root that holds the runs' folders")
+    report = ReindexReport(root=str(root))
+    found = list_runs(root)
+    for paths in found:
+        failure = _ingest(database, paths)
+        if failure:
+            report.failed[paths.name] = failure
+        else:
+            report.runs.append(paths.name)
+        if progress:
+            progress(paths.name)
+    with database.reading() as connection:
+        stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(RUNS.c.root == str(root)))
+        known = {str(uid): str(run) for uid, run in stored}
+    there = {paths.name for paths in found}
+    for uid, run in known.items():
+        if run not in there:
+            forget_run(database, uid)
+            report.removed.append(run)
+    return report
+
+
+def _ingest(database: Database, paths: RunPaths) -> str:
+    """Read one run anew; returns why it could not be read, empty when it was."""
+    try:
+        ingest_run(database, paths, fresh=True)
+    except LineageError:
+        raise
+    except UNREADABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

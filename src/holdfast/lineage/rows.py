@@ -1,0 +1,419 @@
+"""The rows of one run, as a pure function of what its folder holds."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.digests import document_digest
+from holdfast.contracts.history import (
+    AttemptView,
+    RunHistory,
+    excluded_checkpoints,
+    pinned_checkpoints,
+)
+from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.paths import CheckpointName, checkpoint_id
+from holdfast.contracts.states import RunState
+from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row, empty_facts
+from holdfast.lineage.models import INTEGER_MAX, CheckpointState, EdgeKind
+
+_NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.i\d{2,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRows:
+    """All rows of one run but its journal lines; see `models` for the columns."""
+
+    run: Row
+    attempts: list[Row]
+    incarnations: list[Row]
+    checkpoints: list[Row]
+    edges: list[Row]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A journal line and the attempt that it is about, if it is about one."""
+
+    attempt: int | None
+    event: Event
+
+
+def build_rows(
+    history: RunHistory,
+    found: Sequence[FoundCheckpoint],
+    lines: Sequence[JournalLines],
+    fingerprint: str,
+) -> RunRows:
+    """Every row of the run, but for the events themselves."""
+    told = in_order(lines)
+    names = {str(one.name) for one in found}
+    origins = Origins(history.record, names)
+    checkpoints = _checkpoint_rows(history, found, told, origins)
+    incarnations = _incarnation_rows(history, told, origins)
+    attempts = [
+        _attempt_row(history, view, checkpoints, incarnations, origins) for view in history.attempts
+    ]
+    return RunRows(
+        run=_run_row(history, attempts, checkpoints, fingerprint),
+        attempts=attempts,
+        incarnations=incarnations,
+        checkpoints=checkpoints,
+        edges=_edge_rows(history, attempts, incarnations, checkpoints, origins),
+    )
+
+
+def in_order(lines: Sequence[JournalLines]) -> list[Told]:
+    """The lines of all journals by time, writer and number, as `contracts.history` orders them."""
+    told = [Told(attempt_of(event, part.attempt), event) for part in lines for event in part.events]
+    told.sort(
+        key=lambda one: (
+            one.event.time,
+            one.event.writer,
+            one.event.incarnation,
+            one.event.sequence,
+        )
+    )
+    return told
+
+
+def attempt_of(event: Event, own: int | None) -> int | None:
+    """The attempt that a line is about: the one that it names, else its journal's."""
+    named = whole(event.data.get("attempt"))
+    return own if named is None else named
+
+
+def whole(value: object) -> int | None:
+    """`value` when it is an integer that a column can hold."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if abs(value) <= INTEGER_MAX else None
+
+
+def clean(value: Any) -> Any:
+    """`value` as every database can store it.
+
+    PostgreSQL takes neither NUL characters nor NaN in a document, neither database lone
+    surrogates; programs' tracebacks and metrics have all three.
+    """
+    if isinstance(value, str):
+        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {clean(str(key)): clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(item) for item in value]
+    return value
+
+
+class Origins:
+    """Whose checkpoint an id means: ids name a run's folder, and folders' names can repeat."""
+
+    def __init__(self, record: RunRecord, own_names: set[str]) -> None:
+        self._record = record
+        self._own = own_names
+
+    def name(self, identity: object) -> str | None:
+        """`identity` as an id, `run:directory`; a bare directory's name is the run's own."""
+        if not isinstance(identity, str) or not identity:
+            return None
+        return identity if ":" in identity else checkpoint_id(self._record.run, identity)
+
+    def find(self, identity: str | None) -> tuple[str | None, str | None, str | None]:
+        """(uid, run, directory's name) of an id; the uid is None for a run not known here."""
+        if not identity:
+            return None, None, None
+        run, _, name = identity.rpartition(":")
+        is_origin = identity == self._record.forked_from
+        if run in {"", self._record.run} and not (is_origin and name not in self._own):
+            return self._record.uid, self._record.run, name
+        return (self._record.forked_uid if is_origin else None), run, name
+
+
+def _run_row(
+    history: RunHistory, attempts: Sequence[Row], checkpoints: Sequence[Row], fingerprint: str
+) -> Row:
+    record, state = history.record, history.state
+    supervised = _last(history.events, EventKind.SUPERVISED)
+    ended = _last(history.events, EventKind.RUN_ENDED)
+    digests = [a["command_digest"] for a in attempts if a["command_digest"]]
+    ended_at = attempts[-1]["ended_at"] if attempts else None
+    return {
+        "uid": record.uid,
+        "run": history.paths.name,
+        "name": record.name,
+        "root": str(history.paths.directory.parent),
+        "directory": str(history.paths.directory),
+        "state": str(state),
+        "reason": _reason(history, state),
+        "spec": record.spec,
+        "spec_digest": record.spec_digest,
+        "command_digest": digests[-1] if digests else None,
+        "created_at": record.created_at,
+        "created_by": record.created_by,
+        "ended_at": None if state.is_live else ended_at or (ended.time if ended else None),
+        "forked_from": record.forked_from,
+        "forked_uid": record.forked_uid,
+        "forked_path": record.forked_path,
+        "step": _step(state, attempts, checkpoints),
+        "flow_run": str(supervised.data.get("flow_run") or "") or None if supervised else None,
+        "fingerprint": fingerprint,
+    }
+
+
+def _reason(history: RunHistory, state: RunState) -> str | None:
+    """Why the run is in its state, in the words of whoever brought it there."""
+    request, decision = history.pending_request, history.last_decision
+    ended = _last(history.events, EventKind.RUN_ENDED)
+    if not state.is_live and ended and ended.data.get("state") == state:
+        return str(ended.data.get("reason") or "") or None
+    if request and state in {RunState.PAUSED, RunState.CANCELLED, RunState.WAITING}:
+        return f"{request['action']} by {request.get('by') or 'somebody'}"
+    if decision and state is not RunState.RUNNING:
+        return str(decision.get("reason") or "") or None
+    return None
+
+
+def _step(state: RunState, attempts: Sequence[Row], checkpoints: Sequence[Row]) -> int | None:
+    """The newest step committed on the run's branch; of a completed run its last step."""
+    committed = [
+        c["step"]
+        for c in checkpoints
+        if c["state"] == CheckpointState.COMMITTED and not c["rolled_back"]
+    ]
+    finished = attempts[-1]["last_step"] if state is RunState.COMPLETED and attempts else None
+    return max([*committed, *([finished] if finished is not None else [])], default=None)
+
+
+def _attempt_row(
+    history: RunHistory,
+    view: AttemptView,
+    checkpoints: Sequence[Row],
+    incarnations: Sequence[Row],
+    origins: Origins,
+) -> Row:
+    request, outcome = view.request, view.outcome
+    launches = [i for i in incarnations if i["attempt"] == view.number]
+    resumed = next((i for i in launches if i["resumed_step"] is not None), None)
+    committed = [c["step"] for c in checkpoints if c["attempt"] == view.number and c["checksum"]]
+    told = outcome.committed_step if outcome else None
+    digest = view.command_digest or (outcome.command_digest if outcome else None)
+    return {
+        "run_uid": history.record.uid,
+        "number": view.number,
+        "state": str(view.state),
+        "cause": str(view.cause) if view.cause else None,
+        "evidence": [str(line) for line in view.evidence],
+        "reason": request.reason if request else None,
+        "executor": request.executor if request else None,
+        "job_id": view.job_id,
+        "job_name": request.job_name if request else None,
+        "hosts": list(view.hosts),
+        "nodes": request.nodes if request else None,
+        "world_size": view.world_size or (outcome.world_size if outcome else 0),
+        # Until rank 0 has told what it saw, what was asked for is the best that is known.
+        "command_digest": digest or (request.command_digest if request else None),
+        "resumed_from": origins.name(view.resumed_from),
+        "resumed_step": resumed["resumed_step"] if resumed else None,
+        "first_step": view.first_step,
+        "last_step": view.last_step,
+        "committed_step": max(committed, default=told),
+        "created_at": request.created_at if request else None,
+        "submitted_at": view.submitted_at,
+        "started_at": view.started_at,
+        "stop_requested_at": outcome.stop_requested_at if outcome else None,
+        "stop_committed_at": outcome.stop_committed_at if outcome else None,
+        "ended_at": view.ended_at,
+        "traceback": view.traceback,
+        "failed_rank": outcome.failed_rank if outcome else None,
+    }
+
+
+def _incarnation_rows(history: RunHistory, told: Iterable[Told], origins: Origins) -> list[Row]:
+    rows: dict[tuple[int, int], Row] = {}
+
+    def row(attempt: int, number: int) -> Row:
+        blank = {
+            **dict.fromkeys(("world_size", "command_digest", "resumed_from", "resumed_step")),
+            **dict.fromkeys(("first_step", "last_step", "started_at", "trained_from")),
+            **dict.fromkeys(("ended_at", "ending", "exit_code")),
+        }
+        key = {"run_uid": history.record.uid, "attempt": attempt, "number": number}
+        return rows.setdefault((attempt, number), {**key, **blank})
+
+    known = {view.number for view in history.attempts}
+    for one in told:
+        number = whole(one.event.data.get("incarnation"))
+        if one.attempt in known and number is not None:
+            _tell_incarnation(row, one.attempt or 0, number, one.event, origins)
+    for view in history.attempts:
+        for record in view.outcome.incarnations if view.outcome else ():
+            facts = record.model_dump(mode="json", exclude={"number"})
+            facts["resumed_from"] = origins.name(record.resumed_from)
+            target = row(view.number, record.number)
+            target.update({key: fact for key, fact in facts.items() if fact not in (None, "")})
+    return [rows[key] for key in sorted(rows)]
+
+
+def _tell_incarnation(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
+    """Put into an incarnation's row what one line says of it; the first node's word stands."""
+    data = event.data
+    if event.kind is EventKind.INCARNATION_STARTED:
+        facts: Row = {"started_at": event.time, "world_size": whole(data.get("world_size"))}
+    elif event.kind is EventKind.INCARNATION_ENDED:
+        facts = {
+            "ended_at": event.time,
+            "ending": str(data.get("ending") or "") or None,
+            "exit_code": whole(data.get("exit_code")),
+        }
+    elif event.kind is EventKind.RESUMED:
+        step = whole(data.get("step"))
+        facts = {
+            "trained_from": event.time,
+            "resumed_from": origins.name(data.get("checkpoint")),
+            "resumed_step": step,
+            "first_step": None if step is None else step + 1,
+            "command_digest": data.get("command_digest"),
+            "world_size": whole(data.get("world_size")),
+        }
+    else:
+        return
+    target = row(attempt, number)
+    target.update({key: fact for key, fact in facts.items() if target[key] is None})
+
+
+def _checkpoint_rows(
+    history: RunHistory,
+    found: Sequence[FoundCheckpoint],
+    told: Sequence[Told],
+    origins: Origins,
+) -> list[Row]:
+    events = [one.event for one in told]
+    pinned = {_bare(name) for name in pinned_checkpoints(events)}
+    excluded = {_bare(name) for name in excluded_checkpoints(events)}
+    deletions = {
+        _bare(event.data.get("checkpoint")): event
+        for event in events
+        if event.kind is EventKind.CHECKPOINT_DELETED
+    }
+    complaints = _complaints(events)
+    rows = []
+    for one in [*found, *_only_journaled(found, deletions)]:
+        name, deletion = str(one.name), deletions.get(str(one.name))
+        detail = one.facts["detail"]
+        if detail is None and not one.is_deleted and name not in excluded:
+            detail = complaints.get(name)
+        state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
+        uid, _, parent_name = origins.find(origins.name(one.facts["parent"]))
+        told_of = deletion if one.is_deleted else None
+        rows.append(
+            {
+                **one.facts,
+                "run_uid": history.record.uid,
+                "name": name,
+                "step": one.name.step,
+                "attempt": one.name.attempt,
+                "incarnation": one.name.incarnation,
+                "state": str(CheckpointState.DELETED if one.is_deleted else state),
+                "detail": detail,
+                "path": str(history.paths.checkpoint(one.name)),
+                "parent": origins.name(one.facts["parent"]),
+                "parent_uid": uid,
+                "parent_name": parent_name,
+                "pinned": name in pinned,
+                "rolled_back": name in excluded,
+                "deleted_reason": told_of.data.get("reason") if told_of else None,
+                "deleted_by": told_of.data.get("by") if told_of else None,
+                "deleted_at": told_of.time if told_of else None,
+                "stamp": one.stamp,
+            }
+        )
+    return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["incarnation"]))
+
+
+def _only_journaled(
+    found: Sequence[FoundCheckpoint], deletions: dict[str, Event]
+) -> Iterator[FoundCheckpoint]:
+    """Deletions of which the line alone is left: neither directory nor tombstone."""
+    there = {str(one.name) for one in found}
+    for text in deletions:
+        name = CheckpointName.parse(text)
+        if name and text not in there and name.step <= INTEGER_MAX:
+            facts = empty_facts("it left no tombstone")
+            yield FoundCheckpoint(name=name, facts=facts, stamp="", is_deleted=True)
+
+
+def _complaints(events: Iterable[Event]) -> dict[str, str]:
+    """What resumes said of checkpoints that they passed over, unless a later one took it."""
+    said: dict[str, str] = {}
+    for event in events:
+        if event.kind is not EventKind.RESUMED:
+            continue
+        for line in event.data.get("skipped") or ():
+            match = _NAME_INSIDE.search(str(line))
+            if match:
+                said[match[0]] = str(line)
+        said.pop(_bare(event.data.get("checkpoint")), None)
+    return said
+
+
+def _edge_rows(
+    history: RunHistory,
+    attempts: Sequence[Row],
+    incarnations: Sequence[Row],
+    checkpoints: Sequence[Row],
+    origins: Origins,
+) -> list[Row]:
+    record, run = history.record, history.paths.name
+    own: list[tuple[EdgeKind, str, str | None]] = [
+        *((EdgeKind.PARENT, c["name"], c["parent"]) for c in checkpoints),
+        *((EdgeKind.RESUMED_FROM, attempt_node(a["number"]), a["resumed_from"]) for a in attempts),
+        *(
+            (EdgeKind.RESUMED_FROM, attempt_node(i["attempt"]), i["resumed_from"])
+            for i in incarnations
+        ),
+        (EdgeKind.FORKED_FROM, "", record.forked_from),
+    ]
+    edges = []
+    for kind, source, identity in own:
+        if identity:
+            uid, target_run, target = origins.find(identity)
+            edges.append((kind, record.uid, run, source, uid, target_run, target))
+    for event in history.events:
+        bare = _bare(event.data.get("checkpoint"))
+        if event.kind is EventKind.ROLLED_BACK and event.data.get("to"):
+            back = _bare(event.data["to"])
+            edges.append((EdgeKind.ROLLED_BACK, record.uid, run, "", record.uid, run, back))
+        elif event.kind is EventKind.EXPORTED:
+            target = str(event.data.get("path") or "")
+            edges.append((EdgeKind.EXPORTED_TO, record.uid, run, bare, None, None, target))
+        elif event.kind is EventKind.FORKED:
+            into = str(event.data.get("into_uid")), str(event.data.get("into_run"))
+            edges.append((EdgeKind.FORKED_FROM, *into, "", record.uid, run, bare))
+    columns = ("kind", "source_uid", "source_run", "source", "target_uid", "target_run", "target")
+    rows = {}
+    for edge in edges:
+        row = dict(zip(columns, (str(edge[0]), *edge[1:]), strict=True))
+        identity = document_digest([record.uid, *row.values()])
+        rows[identity] = {"id": identity, "run_uid": record.uid, **row}
+    return [rows[key] for key in sorted(rows)]
+
+
+def attempt_node(number: int) -> str:
+    """The name of an attempt among a run's nodes."""
+    return f"attempt-{number:04d}"
+
+
+def _bare(identity: object) -> str:
+    """The directory's name of an id or of a directory's name."""
+    return str(identity or "").rpartition(":")[2]
+
+
+def _last(events: Sequence[Event], kind: EventKind) -> Event | None:
+    return next((event for event in reversed(events) if event.kind is kind), None)

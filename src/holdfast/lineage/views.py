@@ -1,0 +1,361 @@
+"""What the command, the API and the page are told: plain dictionaries, ready for JSON.
+
+Times are ISO-8601 in UTC, durations seconds, sizes bytes. Ids of checkpoints are
+`<run>:<directory>`. An edge reads as a sentence: `from` `kind` `to`, so a checkpoint's parent
+edge leads from the child to the parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from holdfast.contracts.paths import checkpoint_id
+from holdfast.lineage.goodput import Goodput
+from holdfast.lineage.rows import attempt_node
+
+Row = Mapping[str, Any]
+
+
+class RunSummary(TypedDict):
+    """One line of `holdfast runs`."""
+
+    run: str
+    name: str
+    uid: str
+    state: str
+    reason: str | None
+    step: int | None
+    attempts: int
+    world_size: int | None
+    cause: str | None
+    job_id: str | None
+    root: str
+    path: str
+    spec_digest: str
+    forked_from: str | None
+    created_by: str
+    created_at: str
+    ended_at: str | None
+
+
+class AttemptView(TypedDict):
+    """One attempt; `last_step` is the last step that any rank finished, committed or not."""
+
+    number: int
+    state: str
+    cause: str | None
+    evidence: list[str]
+    reason: str | None
+    executor: str | None
+    job_id: str | None
+    nodes: list[str]
+    world_size: int
+    command_digest: str | None
+    resumed_from: str | None
+    resumed_step: int | None
+    first_step: int | None
+    last_step: int | None
+    committed_step: int | None
+    steps: int | None
+    incarnations: list[IncarnationView]
+    submitted_at: str | None
+    started_at: str | None
+    stop_requested_at: str | None
+    stop_committed_at: str | None
+    ended_at: str | None
+    signal_to_commit_s: float | None
+    failed_rank: int | None
+    traceback: str | None
+
+
+class IncarnationView(TypedDict):
+    """One launch of torchrun inside an attempt."""
+
+    number: int
+    world_size: int | None
+    command_digest: str | None
+    resumed_from: str | None
+    first_step: int | None
+    last_step: int | None
+    started_at: str | None
+    ended_at: str | None
+    ending: str | None
+    exit_code: int | None
+
+
+class RunView(TypedDict):
+    """`holdfast show RUN`."""
+
+    run: str
+    name: str
+    uid: str
+    state: str
+    reason: str | None
+    root: str
+    path: str
+    spec: dict[str, Any]
+    spec_digest: str
+    command_digest: str | None
+    step: int | None
+    goodput: Goodput
+    attempts: list[AttemptView]
+    forked_from: str | None
+    flow_run: str | None
+    created_by: str
+    created_at: str
+    ended_at: str | None
+
+
+class CheckpointView(TypedDict):
+    """One line of `holdfast checkpoints RUN`; `reason` says why it is kept, or why it is gone."""
+
+    id: str
+    run: str
+    step: int
+    path: str
+    state: str
+    reason: str
+    saved_for: str | None
+    detail: str | None
+    parent: str | None
+    attempt: int
+    incarnation: int
+    world_size: int | None
+    bytes: int | None
+    files: int | None
+    checksum: str | None
+    command_digest: str | None
+    blocked_s: float | None
+    flush_s: float | None
+    staged_at: str | None
+    committed_at: str | None
+    deleted_at: str | None
+    pinned: bool
+    rolled_back: bool
+    metrics: dict[str, Any]
+
+
+class Node(TypedDict, total=False):
+    """A node of the graph; every node has `id` and `kind`, the rest depends on the kind."""
+
+    id: str
+    kind: str
+    run: str
+    state: str
+    step: int
+    number: int
+    cause: str | None
+    world_size: int | None
+    pinned: bool
+    path: str
+
+
+# The functional form, because `from` is a word of the language.
+Edge = TypedDict("Edge", {"from": str, "to": str, "kind": str})
+
+
+class Graph(TypedDict):
+    """`holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports."""
+
+    nodes: list[Node]
+    edges: list[Edge]
+
+
+class EventView(TypedDict):
+    """One journal line."""
+
+    run: str
+    journal: str
+    incarnation: int
+    sequence: int
+    attempt: int | None
+    time: str
+    kind: str
+    data: dict[str, Any]
+
+
+def iso(time: float | None) -> str | None:
+    """Unix seconds as ISO-8601 in UTC, to the millisecond."""
+    return None if time is None else iso_time(time)
+
+
+def iso_time(time: float) -> str:
+    """Unix seconds, known to be there, as ISO-8601 in UTC, to the millisecond."""
+    text = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
+    return text.removesuffix("+00:00") + "Z"
+
+
+def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:
+    """A line for `run`, of which `last` is the newest of its `attempts` attempts."""
+    return RunSummary(
+        run=run["run"],
+        name=run["name"],
+        uid=run["uid"],
+        state=run["state"],
+        reason=run["reason"],
+        step=run["step"],
+        attempts=attempts,
+        world_size=last["world_size"] if last else None,
+        cause=last["cause"] if last else None,
+        job_id=last["job_id"] if last else None,
+        root=run["root"],
+        path=run["directory"],
+        spec_digest=run["spec_digest"],
+        forked_from=run["forked_from"],
+        created_by=run["created_by"],
+        created_at=iso_time(run["created_at"]),
+        ended_at=iso(run["ended_at"]),
+    )
+
+
+def run_view(run: Row, attempts: list[AttemptView], goodput: Goodput) -> RunView:
+    """All that is known of one run."""
+    return RunView(
+        run=run["run"],
+        name=run["name"],
+        uid=run["uid"],
+        state=run["state"],
+        reason=run["reason"],
+        root=run["root"],
+        path=run["directory"],
+        spec=run["spec"],
+        spec_digest=run["spec_digest"],
+        command_digest=run["command_digest"],
+        step=run["step"],
+        goodput=goodput,
+        attempts=attempts,
+        forked_from=run["forked_from"],
+        flow_run=run["flow_run"],
+        created_by=run["created_by"],
+        created_at=iso_time(run["created_at"]),
+        ended_at=iso(run["ended_at"]),
+    )
+
+
+def attempt_view(row: Row, incarnations: list[IncarnationView]) -> AttemptView:
+    """One attempt with its launches."""
+    first, last = row["first_step"], row["last_step"]
+    asked, committed = row["stop_requested_at"], row["stop_committed_at"]
+    return AttemptView(
+        number=row["number"],
+        state=row["state"],
+        cause=row["cause"],
+        evidence=row["evidence"],
+        reason=row["reason"],
+        executor=row["executor"],
+        job_id=row["job_id"],
+        nodes=row["hosts"],
+        world_size=row["world_size"],
+        command_digest=row["command_digest"],
+        resumed_from=row["resumed_from"],
+        resumed_step=row["resumed_step"],
+        first_step=first,
+        last_step=last,
+        committed_step=row["committed_step"],
+        steps=None if first is None or last is None else max(0, last - first + 1),
+        incarnations=incarnations,
+        submitted_at=iso(row["submitted_at"]),
+        started_at=iso(row["started_at"]),
+        stop_requested_at=iso(asked),
+        stop_committed_at=iso(committed),
+        ended_at=iso(row["ended_at"]),
+        signal_to_commit_s=None if asked is None or committed is None else committed - asked,
+        failed_rank=row["failed_rank"],
+        traceback=row["traceback"],
+    )
+
+
+def incarnation_view(row: Row) -> IncarnationView:
+    """One launch of torchrun."""
+    return IncarnationView(
+        number=row["number"],
+        world_size=row["world_size"],
+        command_digest=row["command_digest"],
+        resumed_from=row["resumed_from"],
+        first_step=row["first_step"],
+        last_step=row["last_step"],
+        started_at=iso(row["started_at"]),
+        ended_at=iso(row["ended_at"]),
+        ending=row["ending"],
+        exit_code=row["exit_code"],
+    )
+
+
+def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
+    """One checkpoint of the run in folder `run`."""
+    return CheckpointView(
+        id=checkpoint_id(run, row["name"]),
+        run=run,
+        step=row["step"],
+        path=row["path"],
+        state=row["state"],
+        reason=reason,
+        saved_for=row["reason"],
+        detail=row["detail"],
+        parent=row["parent"],
+        attempt=row["attempt"],
+        incarnation=row["incarnation"],
+        world_size=row["world_size"],
+        bytes=row["bytes"],
+        files=row["files"],
+        checksum=row["checksum"],
+        command_digest=row["command_digest"],
+        blocked_s=row["blocked_s"],
+        flush_s=row["flush_s"],
+        staged_at=iso(row["staged_at"]),
+        committed_at=iso(row["committed_at"]),
+        deleted_at=iso(row["deleted_at"]),
+        pinned=row["pinned"],
+        rolled_back=row["rolled_back"],
+        metrics=row["metrics"],
+    )
+
+
+def event_view(run: str, row: Row) -> EventView:
+    """One journal line of the run in folder `run`."""
+    return EventView(
+        run=run,
+        journal=row["journal"],
+        incarnation=row["incarnation"],
+        sequence=row["sequence"],
+        attempt=row["attempt"],
+        time=iso_time(row["time"]),
+        kind=row["kind"],
+        data=row["data"],
+    )
+
+
+def run_node(run: Row) -> Node:
+    """A run among the nodes; its id is its folder's name."""
+    return Node(id=run["run"], kind="run", run=run["run"], state=run["state"])
+
+
+def attempt_node_of(run: str, row: Row) -> Node:
+    """An attempt among the nodes."""
+    return Node(
+        id=f"{run}:{attempt_node(row['number'])}",
+        kind="attempt",
+        run=run,
+        number=row["number"],
+        state=row["state"],
+        cause=row["cause"],
+        world_size=row["world_size"],
+    )
+
+
+def checkpoint_node(run: str, row: Row) -> Node:
+    """A checkpoint among the nodes."""
+    return Node(
+        id=checkpoint_id(run, row["name"]),
+        kind="checkpoint",
+        run=run,
+        step=row["step"],
+        state=row["state"],
+        world_size=row["world_size"],
+        pinned=row["pinned"],
+        path=row["path"],
+    )
