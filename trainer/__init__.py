@@ -1,5 +1,33 @@
-"""Part of the package `holdfast`; see ARCHITECTURE.md."""
+"""What runs inside the job: the session, the checkpoint engine, the flusher, resume, data order.
+
+Importing this package does not import torch, so that the flusher starts in a fraction of a
+second; `Session` and `ElasticSampler` are fetched when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.trainer.sampler import ElasticSampler as ElasticSampler
+    from holdfast.trainer.session import Session as Session
 
 # One import name only: under a second one every class would exist twice.
 if __name__ != "holdfast.trainer":
-    raise ImportError(f"import holdfast.trainer, not {__name__}: the folder is a part of the package")
+    raise ImportError(
+        f"import holdfast.trainer, not {__name__}: the folder is a part of the package"
+    )
+
+__all__ = ["ElasticSampler", "Session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Session":
+        from holdfast.trainer.session import Session
+
+        return Session
+    if name == "ElasticSampler":
+        from holdfast.trainer.sampler import ElasticSampler
+
+        return ElasticSampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")

@@ -1,0 +1,189 @@
+"""Data order: which samples a step trains on, as a pure function that knows no rank count.
+
+The samples of step s (counted from 1) take the positions (s - 1) * global_batch onwards of an
+endless sequence that visits every sample once per epoch, each epoch in an order of its own. A
+rank takes its slice of the step's samples, so two ranks see together what four would see.
+
+The order of an epoch is a keyed permutation, computed for the asked positions only: nothing of
+the size of the dataset is ever held, and position p costs the same for any p. It is a balanced
+Feistel cipher on the next even number of bits, restricted to range(n) by cycle walking: Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. Its round function is the
+finaliser of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014. The order is a promise: it never changes between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.contracts.errors import SpecError
+
+Ids: TypeAlias = npt.NDArray[np.int64]
+_Words: TypeAlias = npt.NDArray[np.uint64]
+
+ROUNDS: Final = 8
+SAMPLES_MAX: Final = 1 << 62
+SIZES_NAMED_MAX: Final = 2
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SkipWindow:
+    """From step `first_step` on, the data of `steps` steps is passed over, at every rank count."""
+
+    first_step: int
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOrder:
+    """The order of one dataset under one global batch; frozen, cheap, the same on all ranks."""
+
+    samples: int
+    global_batch: int
+    seed: int = 0
+    skips: tuple[SkipWindow, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= SAMPLES_MAX:
+            raise SpecError(f"a dataset of {self.samples} samples: expected 1 to {SAMPLES_MAX}")
+        if self.global_batch < 1:
+            raise SpecError(f"a global batch of {self.global_batch}: expected 1 or more")
+
+    def position(self, step: int) -> int:
+        """Samples that come before step `step` (1 is the first), skip windows counted in."""
+        skipped = sum(w.steps for w in self.skips if step >= w.first_step)
+        return (step - 1 + skipped) * self.global_batch
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, in which the first sample of step `step` lies."""
+        return self.position(step) // self.samples
+
+    def step_ids(self, step: int) -> Ids:
+        """All sample ids of step `step`, shape (global_batch,), int64 in range(samples)."""
+        start = self.position(step)
+        return ids_at(start, self.global_batch, self.samples, self.seed)
+
+    def rank_ids(self, step: int, rank: int, world_size: int) -> Ids:
+        """The slice of `step_ids` for one rank, shape (global_batch // world_size,), int64.
+
+        Raises `SpecError` when the global batch does not split evenly over the ranks.
+        """
+        share = local_batch(self.global_batch, world_size)
+        start = self.position(step) + rank * share
+        return ids_at(start, share, self.samples, self.seed)
+
+
+class Batch(np.ndarray[Any, np.dtype[np.int64]]):
+    """A rank's sample ids of one step, shape (local_batch,), int64."""
+
+    def micro(self, samples_max: int) -> list[Ids]:
+        """The ids in equal parts of at most `samples_max`, for gradient accumulation.
+
+        Scale each part's mean loss by 1 / len(parts): the sum of the gradients is then that of
+        the whole batch, whatever the number of ranks. Raises `SpecError` below one sample.
+        """
+        parts = micro_parts(len(self), samples_max)
+        return [np.asarray(part) for part in np.split(self, parts)]
+
+
+def local_batch(global_batch: int, world_size: int) -> int:
+    """Samples per rank and step. Raises `SpecError` that names sizes which would work."""
+    share, rest = divmod(global_batch, world_size)
+    if rest == 0 and share > 0:
+        return share
+    sizes = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
+    near = sorted(sizes, key=lambda size: abs(size - world_size))[: SIZES_NAMED_MAX + 1]
+    batches = sorted({max(share, 1) * world_size, (share + 1) * world_size})
+    raise SpecError(
+        f"a global batch of {global_batch} does not split evenly over {world_size} ranks; "
+        f"run on {_listing(sorted(near))} ranks, or choose a global batch of {_listing(batches)}"
+    )
+
+
+def micro_parts(samples: int, samples_max: int) -> int:
+    """The fewest equal parts of `samples` that hold at most `samples_max` each."""
+    if samples_max < 1:
+        raise SpecError(f"micro-batches of {samples_max} samples: expected 1 or more")
+    at_least = -(-samples // samples_max)
+    return next(parts for parts in range(max(at_least, 1), samples + 1) if samples % parts == 0)
+
+
+def ids_at(start: int, count: int, samples: int, seed: int) -> Ids:
+    """Sample ids at positions `start` to `start + count - 1` of the endless sequence, int64."""
+    found = np.empty(count, dtype=np.int64)
+    done = 0
+    while done < count:
+        epoch, offset = divmod(start + done, samples)
+        run = min(count - done, samples - offset)
+        places = np.arange(offset, offset + run, dtype=np.uint64)
+        found[done : done + run] = permute(places, samples, seed, epoch).astype(np.int64)
+        done += run
+    return found
+
+
+def permute(places: _Words, samples: int, seed: int, epoch: int) -> _Words:
+    """The image of `places` under the permutation of range(samples) keyed by (seed, epoch).
+
+    `places` is uint64 of any shape, each below `samples`; the answer has the same shape.
+    """
+    half = max(1, ((samples - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    walked = _encrypt(places, half, keys)
+    limit = np.uint64(samples)
+    # The cipher permutes 4 ** half places, fewer than 4 * samples but for the smallest sets. A
+    # place outside range(samples) is sent on along its cycle, which leads back inside, because
+    # it began inside: the walk takes at most 4 ** half rounds, and about 4 of them on average.
+    for _ in range(4**half):
+        outside = walked >= limit
+        if not outside.any():
+            break
+        walked[outside] = _encrypt(walked[outside], half, keys)
+    return walked
+
+
+def parse_skips(value: Iterable[Any]) -> tuple[SkipWindow, ...]:
+    """Skip windows from JSON: pairs [first_step, steps], in any order, equal ones once."""
+    return tuple(SkipWindow(*pair) for pair in sorted({(int(a), int(b)) for a, b in value}))
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    state = _mix_int((seed & _MASK) ^ _mix_int(epoch + _GOLDEN))
+    return [_mix_int(state + number * _GOLDEN) for number in range(1, ROUNDS + 1)]
+
+
+def _encrypt(places: _Words, half: int, keys: list[int]) -> _Words:
+    mask = np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
+    left, right = places >> shift, places & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right + np.uint64(key)) & mask)
+    joined: _Words = (left << shift) | right
+    return joined
+
+
+def _mix(words: _Words) -> _Words:
+    """The SplitMix64 finaliser, on arrays; uint64 products wrap as they should."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: _Words = words ^ (words >> np.uint64(31))
+    return mixed
+
+
+def _mix_int(word: int) -> int:
+    """The same on one Python integer, taken modulo 2 ** 64."""
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def _listing(numbers: list[int]) -> str:
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -1,0 +1,133 @@
+"""The keeper of a node's flusher where there is no agent: a thread of the local rank 0.
+
+It holds the descriptors of the staging slots, so that a flusher that was killed can be started
+anew and finish what was sealed. Its hanging up, even by a crash, tells the flusher to finish and
+leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts import wire
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.errors import PreflightError, RunConflictError
+
+RESTARTS_MAX: Final = 3
+START_TIMEOUT_S: Final = 30.0
+END_TIMEOUT_S: Final = 60.0
+FORMER_TIMEOUT_S: Final = 120.0
+POLL_S: Final = 0.02
+
+
+class FlusherKeeper:
+    """Starts a flusher, restarts it `RESTARTS_MAX` times if it dies, and sends it home."""
+
+    def __init__(self, name: str, *, node: int, nodes: int, log: Path) -> None:
+        """Raises `PreflightError` when the flusher does not answer within `START_TIMEOUT_S`."""
+        self._name, self._node, self._nodes, self._log = name, node, nodes, log
+        self._kept: dict[tuple[int, int, int], int] = {}
+        self._is_closing = False
+        make_directory(log.parent)
+        self._process, self._socket = self._start()
+        self._wait_until_it_answers()
+        self._thread = threading.Thread(target=self._keep, name="holdfast-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self, *, wait: bool) -> None:
+        """Hang up; with `wait`, wait for the flusher to finish, for `END_TIMEOUT_S` at most."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(END_TIMEOUT_S)
+        self._socket.close()
+        if wait:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
+        for descriptor in self._kept.values():
+            os.close(descriptor)
+        self._kept.clear()
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        mine, theirs = wire.pair()
+        command = [sys.executable, "-m", "holdfast.trainer.flusher", "--socket", self._name]
+        command += ["--node", str(self._node), "--nodes", str(self._nodes)]
+        with theirs, open(self._log, "ab") as log:
+            # Output goes to a file: the flusher outlives the ranks, and whoever reads torchrun's
+            # output would wait for it. A session of its own keeps torchrun's signals away.
+            process = subprocess.Popen(
+                [*command, "--keeper-fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return process, mine
+
+    def _wait_until_it_answers(self) -> None:
+        give_up = time.monotonic() + START_TIMEOUT_S
+        while not is_listening(self._name):
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                raise PreflightError(
+                    f"the flusher did not start within {START_TIMEOUT_S:.0f} s "
+                    f"(exit status {self._process.poll()}); see {self._log}"
+                )
+            time.sleep(POLL_S)
+
+    def _keep(self) -> None:
+        for _ in range(RESTARTS_MAX + 1):
+            self._hold_until_hang_up()
+            if self._is_closing:
+                return
+            self._process.wait()
+            self._socket.close()
+            self._process, self._socket = self._start()
+            for (rank, slot, incarnation), descriptor in self._kept.items():
+                facts = {"rank": rank, "slot": slot, "incarnation": incarnation}
+                wire.send(self._socket, "kept", descriptors=(descriptor,), **facts)
+
+    def _hold_until_hang_up(self) -> None:
+        while (packet := wire.receive(self._socket)) is not None:
+            message, descriptors = packet
+            if message["kind"] != "keep":
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                continue
+            key = (message["rank"], message["slot"], message["incarnation"])
+            former = self._kept.pop(key, None)
+            if former is not None:
+                os.close(former)
+            self._kept[key] = descriptors[0]
+
+
+def is_listening(name: str) -> bool:
+    """True when a flusher answers on the abstract socket `name` of this machine."""
+    try:
+        wire.connect(name, START_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_for_former(name: str, run: Path) -> None:
+    """Wait until the flusher of the launch before has finished what its ranks had sealed.
+
+    Raises `RunConflictError` after `FORMER_TIMEOUT_S`: somebody still trains in this run.
+    """
+    give_up = time.monotonic() + FORMER_TIMEOUT_S
+    while is_listening(name):
+        if time.monotonic() > give_up:
+            raise RunConflictError(
+                f"{run}: another launch of this program is still alive after "
+                f"{FORMER_TIMEOUT_S:.0f} s; end it, or give this one another directory"
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,107 @@
+"""Rank 0's writing beside training: journal lines and metrics, by a thread of their own.
+
+A journal line is durable when it is written, and that takes as long as the storage takes: no
+training step waits for it. Metrics are buffered and written about once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.journal import EventKind, JournalWriter
+
+FLUSH_S: Final = 1.0
+QUEUE_MAX: Final = 100_000
+CLOSE_TIMEOUT_S: Final = 30.0
+
+_Item = tuple[EventKind | None, dict[str, Any]]
+
+
+class Recorder:
+    """Takes journal events and metric lines, and writes them in the order they came."""
+
+    def __init__(self, journal: Path, metrics: Path) -> None:
+        """`journal` is opened now; `metrics` is created with its first line."""
+        self._journal = JournalWriter(journal)
+        self._metrics = metrics
+        self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
+        self._dropped = 0
+        self._complained = False
+        self.latest: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
+        self._thread.start()
+
+    def event(self, kind: EventKind, **data: Any) -> None:
+        """Queue one journal line."""
+        self._queue.put((kind, data))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue one line of metrics; dropped, and counted, when the storage is far behind."""
+        self.latest.update({k: float(v) for k, v in values.items() if math.isfinite(v)})
+        line = {"step": step, "time": time.time(), **{k: _number(v) for k, v in values.items()}}
+        try:
+            self._queue.put_nowait((None, line))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Write what is queued, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
+        if self._dropped:
+            self.event(EventKind.NOTE, text=f"{self._dropped} lines of metrics were dropped")
+        self._queue.put(None)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._journal.close()
+
+    def _work(self) -> None:
+        lines: list[str] = []
+        flushed_at = time.monotonic()
+        while True:
+            try:
+                item = self._queue.get(timeout=FLUSH_S)
+            except queue.Empty:
+                item = (None, {})
+            if item is not None and item[0] is not None:
+                self._append(item[0], item[1])
+            elif item is not None and item[1]:
+                lines.append(json.dumps(item[1]))
+            if lines and (item is None or time.monotonic() - flushed_at >= FLUSH_S):
+                self._write(lines)
+                lines, flushed_at = [], time.monotonic()
+            if item is None:
+                return
+
+    def _append(self, kind: EventKind, data: dict[str, Any]) -> None:
+        try:
+            self._journal.append(kind, **data)
+        except OSError as error:
+            self._complain(f"{self._journal.path}: {error}")
+
+    def _write(self, lines: list[str]) -> None:
+        try:
+            make_directory(self._metrics.parent)
+            with open(self._metrics, "a") as stream:
+                stream.write("\n".join(lines) + "\n")
+        except OSError as error:
+            self._complain(f"{self._metrics}: {error}")
+
+    def _complain(self, problem: str) -> None:
+        """Say it once: training goes on without the line."""
+        if not self._complained:
+            print(f"holdfast: cannot write {problem}", file=sys.stderr, flush=True)
+        self._complained = True
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN or infinity; they are kept as words, for they are what people look for."""
+    number = float(value)
+    return number if math.isfinite(number) else repr(number)

@@ -1,0 +1,135 @@
+"""Resume, as a session does it: rank 0 chooses, all ranks load, one line says what came back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts import environment
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.trainer.cadence import Interval
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.data import SkipWindow, parse_skips
+from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.link import Link
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.program import program_argv
+from holdfast.trainer.resume import choose
+from holdfast.trainer.train_state import Restored, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where training goes on: after `step`; `checkpoint` is an id, None when it begins."""
+
+    step: int = 0
+    checkpoint: str | None = None
+    skips: tuple[SkipWindow, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What rank 0 found, as the other ranks need it."""
+
+    directory: str | None
+    checkpoint: str | None
+    skipped: tuple[str, ...]
+    skips: tuple[SkipWindow, ...]
+    document: dict[str, Any]
+
+
+def chosen_interval(default: int | str) -> Interval:
+    """The spec's interval when there is one, else the program's."""
+    return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
+
+
+def resume(
+    link: Link,
+    ranks: Ranks,
+    engine: CheckpointEngine,
+    state: TrainState,
+    recorder: Recorder | None,
+) -> Resumed:
+    """Restore the newest believable checkpoint of the run; every rank must call it.
+
+    Raises `CheckpointError` when the checkpoint and the program's state do not fit together.
+    """
+    choice = ranks.share(lambda: _choose(link.run))
+    found = Resumed(skips=choice.skips)
+    restored = [Restored(parts=())]
+    if choice.directory is not None:
+        document = choice.document
+        target = state.template(document)
+        engine.load(Path(choice.directory), target, strict=True)
+        restored = ranks.gather(lambda: state.apply(target, document))
+        found = Resumed(
+            step=int(document["step"]),
+            checkpoint=choice.checkpoint,
+            skips=choice.skips,
+            data=dict(document["data"]),
+            best=dict(document["best"]),
+        )
+    if recorder is not None:
+        print(describe(link.run.name, found, restored, choice.skipped), flush=True)
+        _journal(link, found, restored[0], choice.skipped, recorder)
+    return found
+
+
+def describe(run: str, found: Resumed, restored: list[Restored], skipped: tuple[str, ...]) -> str:
+    """The one line for people: what was restored and what was not; `restored` is by rank."""
+    over = f"; passed over {'; '.join(skipped)}" if skipped else ""
+    if found.checkpoint is None:
+        return f"holdfast: {run} begins at step 0, with no checkpoint to go on from{over}"
+    first = restored[0]
+    reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
+    notes = [f"{name} was not in the checkpoint" for name in first.missing]
+    notes += [f"the checkpoint's {name} is not used" for name in first.unused]
+    if reseeded:
+        notes.append(
+            f"ranks {', '.join(reseeded)} had no saved random state and were seeded from "
+            "(seed, rank, step)"
+        )
+    not_restored = f"; {'; '.join(notes)}" if notes else ""
+    return (
+        f"holdfast: {run} goes on after step {found.step} from {found.checkpoint}: restored "
+        f"{', '.join(first.parts)}{not_restored}{over}"
+    )
+
+
+def _choose(run: RunPaths) -> _Choice:
+    choice = choose(run)
+    skips = parse_skips(
+        pair
+        for event in load_events(run)
+        if event.kind is EventKind.ROLLED_BACK
+        for pair in event.data.get("skip") or ()
+    )
+    if choice.directory is None or choice.manifest is None:
+        return _Choice(None, None, choice.skipped, skips, {})
+    name = checkpoint_id(choice.manifest.run, choice.manifest.name)
+    document = read_train_state(choice.directory)
+    return _Choice(str(choice.directory), name, choice.skipped, skips, document)
+
+
+def _journal(
+    link: Link, found: Resumed, first: Restored, skipped: tuple[str, ...], recorder: Recorder
+) -> None:
+    identity = link.identity
+    recorder.event(
+        EventKind.RESUMED,
+        attempt=identity.attempt,
+        incarnation=identity.incarnation,
+        checkpoint=found.checkpoint,
+        step=found.step,
+        skipped=list(skipped),
+        command_digest=identity.command_digest,
+        argv=program_argv(),
+        world_size=identity.world_size,
+        restored=list(first.parts),
+    )

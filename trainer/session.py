@@ -1,0 +1,393 @@
+"""`Session`: what makes a plain torchrun loop fault tolerant.
+
+    session = Session(model, optimizer, scheduler, extra={"ema": ema}, seed=0)
+    for step in session.steps(total):
+        ids = session.batch(len(dataset), global_batch=64)
+        …one optimizer step…
+        session.log(loss=loss.item())
+    session.close()
+
+Constructing it resumes from the newest believable checkpoint. `steps` counts from 1 and goes on
+after the restored step; between steps it saves when that is due, and it ends early when all ranks
+agreed to stop, with a last checkpoint committed. It works the same under an agent, under plain
+torchrun and in a single process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.contracts.agreement import consider
+from holdfast.contracts.board import NOWHERE, Phase
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.boundary import Saver
+from holdfast.trainer.cadence import Cadence
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.data import Batch, DataOrder, SkipWindow
+from holdfast.trainer.link import Link, open_link
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.restore import chosen_interval, resume
+from holdfast.trainer.sampler import ElasticSampler
+from holdfast.trainer.settler import Settler
+from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.train_state import Progress, Stateful, TrainState
+
+BETTER: Final = ("min", "max")
+
+
+class Session:
+    """One rank's part of a fault-tolerant run. Every rank makes one and uses it alike.
+
+    Also a context manager: leaving it by an exception saves nothing, records the traceback for
+    torchrun, and lets the exception go on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Stateful | None = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        seed: int = 0,
+        interval: int | str = "auto",
+        directory: str | Path | None = None,
+        best: tuple[str, str] | None = None,
+    ) -> None:
+        """Resumes here, unconditionally: make it after the model is sharded and moved.
+
+        Args:
+            model: plain, DDP or FSDP2; its own `state_dict` names are what is saved.
+            optimizer: one, several, or none.
+            scheduler: anything with `state_dict` and `load_state_dict`.
+            extra: further objects with a state, the same on all ranks (an EMA, a GradScaler).
+            seed: orders the data, and seeds ranks that have no saved random state.
+            interval: steps (50), seconds ("300s", "10m") or "auto" between checkpoints; the
+                run's spec has precedence.
+            directory: the run's folder when there is no agent; else `$HOLDFAST_ROOT/<script>`,
+                else `./runs/<script>`.
+            best: a logged metric whose best value is kept, as ("eval_loss", "min").
+
+        Raises `PreflightError` when the process group or the flusher is missing,
+        `CheckpointError` when the checkpoint does not fit the program.
+        """
+        if best is not None and best[1] not in BETTER:
+            raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
+        chosen = chosen_interval(interval)
+        self.seed, self._best_of = seed, best
+        self._failures = FailureRecord()
+        self._ranks = Ranks()
+        self._link: Link = open_link(directory, self._ranks)
+        identity = self._link.identity
+        self._record = self._link.board.record(identity.local_rank)
+        self._record.register(identity.rank, NOWHERE)
+        self._flags = None if self._link.has_agent else SignalFlags(self._record)
+        self._record.beat(Phase.LOAD)
+        optimizers = () if optimizer is None else optimizer
+        self._state = TrainState(
+            model,
+            (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers),
+            scheduler,
+            extra or {},
+            rank=identity.rank,
+            world_size=identity.world_size,
+        )
+        self._recorder = self._make_recorder()
+        self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
+        found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
+        self._saver.began_at(found.step, found.checkpoint)
+        self._skips: tuple[SkipWindow, ...] = found.skips
+        self._former_data, self.best = found.data, found.best
+        self.resumed_from = found.checkpoint
+        self._completed = found.step
+        self._total: int | None = None
+        self._order: DataOrder | None = None
+        self._is_checkpoint_wanted = False
+        self.should_stop = False
+        self._is_inside_step = self._is_finished = self._is_closed = False
+        self._cadence = Cadence(chosen, step=found.step, now=time.monotonic())
+        self._record.register(identity.rank, found.step)
+        self._settler: Settler | None = None
+        if not self._link.has_agent and identity.local_rank == 0:
+            self._settler = Settler(self._link, self._note)
+        atexit.register(self._at_exit)
+
+    # --- where training stands ------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are complete; the one under way is the next."""
+        return self._completed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, of the next step's data; 0 until `batch` was called."""
+        return self._order.epoch(self._completed + 1) if self._order else 0
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks.world_size
+
+    @property
+    def run_directory(self) -> Path:
+        """The run's folder: the program may keep files of its own there."""
+        return self._link.run.directory
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once a stop is wanted. Ranks see it at slightly different times: a slow phase may
+        be cut short by it, but only where no collective depends on that."""
+        return self._link.board.stopping
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Steps to do, counted from 1: from the one after the restored step up to `total`.
+
+        A step is complete when the loop asks for the next. Ends early once all ranks agreed to
+        stop; the last checkpoint is committed by then. Raises `SaveError` when it could not be.
+        """
+        self._total = total
+        if self._completed < total and self._enter():
+            return
+        while self._completed < total:
+            self._is_inside_step = True
+            yield self._completed + 1
+            self._is_inside_step = False
+            if self.boundary():
+                return
+        self._finish()
+
+    def boundary(self) -> bool:
+        """Say that one more optimizer step is complete; True when this rank must leave now.
+
+        For loops that cannot be written over `steps`. Saves when a checkpoint is due. When it
+        returns True the last checkpoint has been committed.
+        """
+        self._completed += 1
+        step = self._completed
+        if self._saver.in_flight:
+            self._saver.collect()
+        if self._is_checkpoint_wanted or self._cadence.is_due(step):
+            self._meet(step)
+        if self._record.cross(step):
+            self._consider(step)
+        return self.should_stop
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint at the end of this step; every rank must ask alike."""
+        self._is_checkpoint_wanted = True
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Session]:
+        """Say that a slow phase runs: "eval", "compile" or "save"; call `beat` within it."""
+        phases = {phase.name.lower(): phase for phase in (Phase.EVAL, Phase.COMPILE, Phase.SAVE)}
+        if name not in phases:
+            raise SpecError(f"phase {name!r}: expected one of {sorted(phases)}")
+        self._record.beat(phases[name])
+        try:
+            yield self
+        finally:
+            self._record.beat(Phase.TRAIN)
+
+    def beat(self) -> None:
+        """Say that this rank lives, from within a slow phase."""
+        self._record.beat(self._record.phase)
+
+    # --- data -----------------------------------------------------------------------------
+
+    def batch(self, dataset_size: int, global_batch: int) -> Batch:
+        """This rank's sample ids of the step under way, shape (global_batch / ranks,), int64.
+
+        A function of (seed, step, global batch, recorded skip windows): together the ranks see
+        the same samples at every rank count. Raises `SpecError` on a split that is not even.
+        """
+        order = self._order_of(dataset_size, global_batch)
+        return order.rank_ids(self._completed + 1, self.rank, self.world_size).view(Batch)
+
+    def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
+        """The same ids for a DataLoader: give it as `batch_sampler`, one batch for each step."""
+        return ElasticSampler(
+            self._order_of(dataset_size, global_batch),
+            rank=self.rank,
+            world_size=self.world_size,
+            first_step=self._completed + 1,
+            last_step=total,
+        )
+
+    # --- metrics --------------------------------------------------------------------------
+
+    def log(self, **values: float) -> None:
+        """Note metrics of the step under way; rank 0's are written, beside training."""
+        if self._best_of is not None and self._best_of[0] in values:
+            name, better = self._best_of
+            value = float(values[name])
+            former = self.best.get("value")
+            is_better = former is None or (value < former if better == "min" else value > former)
+            if is_better:
+                self.best = {"metric": name, "value": value, "step": self._completed + 1}
+        if self._recorder is not None:
+            self._recorder.log(self._completed + 1, values)
+
+    # --- the end --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Save what is not saved yet, wait until it is committed, and let everything go.
+
+        A loop that was left in the middle of a step saves nothing: that state belongs to no
+        step. Raises `SaveError` when the last checkpoint could not be committed.
+        """
+        if self._is_closed:
+            return
+        try:
+            if not self._is_finished and not self._is_inside_step:
+                self._finish()
+            else:
+                self._saver.wait()
+        finally:
+            self._release(wait=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        # The other ranks may be anywhere: nothing that waits for them can be done now. What is
+        # sealed is committed by the flusher.
+        self._failures.write(error)
+        self._release(wait=False)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _make_recorder(self) -> Recorder | None:
+        if self._ranks.rank != 0:
+            return None
+        identity, run = self._link.identity, self._link.run
+        metrics = run.metrics_of(identity.attempt, identity.incarnation)
+        return Recorder(self._link.attempt.rank_journal, metrics)
+
+    def _note(self, kind: Any, **data: Any) -> None:
+        if self._recorder is not None:
+            identity = self._link.identity
+            facts = {"attempt": identity.attempt, "incarnation": identity.incarnation}
+            self._recorder.event(kind, **facts, **data)
+
+    def _order_of(self, dataset_size: int, global_batch: int) -> DataOrder:
+        order = self._order
+        if order is None or (order.samples, order.global_batch) != (dataset_size, global_batch):
+            order = DataOrder(
+                samples=dataset_size, global_batch=global_batch, seed=self.seed, skips=self._skips
+            )
+            self._order = order
+            self._compare_with_former(order)
+        return order
+
+    def _compare_with_former(self, order: DataOrder) -> None:
+        """Say so when the data order is not the one that the checkpoint was trained with."""
+        now = {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed}
+        former = {key: self._former_data.get(key, value) for key, value in now.items()}
+        changed = [f"{key} {former[key]} → {now[key]}" for key in now if former[key] != now[key]]
+        if changed and self.rank == 0:
+            print(
+                f"holdfast: the data order changed after step {self._completed}: "
+                f"{', '.join(changed)}; samples may repeat or be passed over",
+                flush=True,
+            )
+
+    def _progress(self) -> Progress:
+        order, data = self._order, dict(self._former_data)
+        if order is not None:
+            data = {
+                "samples": order.samples,
+                "global_batch": order.global_batch,
+                "seed": order.seed,
+                "position": order.position(self._completed + 1),
+                "skips": [[w.first_step, w.steps] for w in order.skips],
+            }
+        return Progress(
+            step=self._completed, seed=self.seed, epoch=self.epoch, data=data, best=self.best
+        )
+
+    def _enter(self) -> bool:
+        """The boundary before the first step of this incarnation; True to leave already."""
+        # The first step compiles and warms up: its silence is judged by another measure.
+        if self._record.cross(self._completed, Phase.COMPILE):
+            self._consider(self._completed)
+        return self.should_stop
+
+    def _consider(self, step: int) -> None:
+        if consider(self._link.board, self._record, step):
+            self.should_stop = True
+            self._finish()
+
+    def _meet(self, step: int) -> None:
+        """An agreed step: all ranks learn whether to save now, and when to meet again."""
+        wanted, self._is_checkpoint_wanted = self._is_checkpoint_wanted, False
+        is_due = self._cadence.is_due(step)
+        decision = (False, 0)
+        if self.rank == 0:
+            # Asked for between two agreed steps, a checkpoint does not move the next of them.
+            decision = (
+                self._cadence.decide(step, time.monotonic())
+                if is_due
+                else (wanted, self._cadence.next_step)
+            )
+        save, next_step, is_busy = self._ranks.largest(
+            [decision[0] or wanted, decision[1], self._saver.is_busy]
+        )
+        saved = bool(save) and not is_busy
+        if saved:
+            reason = "request" if wanted else "interval"
+            self._saver.save(self._state.capture(self._progress()), step=step, reason=reason)
+        elif save:
+            self._saver.passed_over(step)
+        self._cadence.settle(step, next_step, saved=saved, now=time.monotonic())
+
+    def _finish(self) -> None:
+        """The last save of this incarnation, committed; then say how it ended."""
+        self._is_finished = True
+        self._saver.finish(lambda: self._state.capture(self._progress()), step=self._completed)
+        is_stopped = self.should_stop and (self._total is None or self._completed < self._total)
+        self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
+        if self.should_stop and not self._link.has_agent and self.rank == 0:
+            self._link.run.stop_file.unlink(missing_ok=True)
+
+    def _release(self, *, wait: bool) -> None:
+        """Let everything go; with `wait`, also wait for a flusher of our own to end."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        if self._settler is not None:
+            self._settler.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        self._saver.close()
+        if self._flags is not None:
+            self._flags.close()
+        self._failures.close()
+        self._link.close(wait=wait)
+
+    def _at_exit(self) -> None:
+        """A program that ends without `close` still gets its journal lines and metrics."""
+        self._release(wait=False)

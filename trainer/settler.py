@@ -1,0 +1,117 @@
+"""The settler where there is no agent: a thread of each node's local rank 0.
+
+Node 0's looks for signals that any rank caught and for the run's stop file, and brings all ranks
+to one step by the agreement; the others answer it over the channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from holdfast.contracts.agreement import ROUNDS_MAX, BoardPort, NodePort, settle
+from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_for_board
+from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.journal import EventKind
+from holdfast.trainer.link import Link
+
+POLL_S: Final = 0.05
+LOOK_S: Final = 0.5
+TRIES_MAX: Final = 5
+RETRY_S: Final = 1.0
+JOIN_S: Final = 5.0
+
+
+class Settler:
+    """Runs from construction until `close`, or until the ranks have agreed to stop."""
+
+    def __init__(self, link: Link, note: Callable[..., None]) -> None:
+        """`note(kind, **data)` takes journal events; it is called on node 0 only."""
+        self._link = link
+        self._note = note
+        self._is_closing = threading.Event()
+        self._host: ChannelHost | None = None
+        nodes = link.identity.nodes
+        if link.identity.node == 0 and nodes > 1:
+            self._host = ChannelHost(link.attempt.channel, nodes)
+        work = self._lead if link.identity.node == 0 else self._follow
+        self._thread = threading.Thread(target=work, name="holdfast-settler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; waits `JOIN_S` seconds at most."""
+        self._is_closing.set()
+        self._thread.join(JOIN_S)
+        if self._host is not None:
+            self._host.close()
+
+    def _lead(self) -> None:
+        looked_at = 0.0
+        while not self._is_closing.wait(POLL_S):
+            source = self._signal_name(self._link.board.signals)
+            if not source and time.monotonic() - looked_at > LOOK_S:
+                looked_at = time.monotonic()
+                source = self._look_further()
+            if source:
+                self._stop(source)
+                return
+
+    def _look_further(self) -> str:
+        if self._link.run.stop_file.exists():
+            return "stop file"
+        peers = list(self._host.peers.values()) if self._host else []
+        caught = 0
+        for peer in peers:
+            # A lost node is torchrun's to notice; its silence is no wish to stop.
+            with contextlib.suppress(ConnectionError):
+                caught = max(caught, int(peer.call("newest")["signal"]))
+        return self._signal_name(caught)
+
+    def _stop(self, source: str) -> None:
+        self._note(EventKind.SIGNAL, source=source, name=source, detail="seen without an agent")
+        self._link.board.announce_stop(None)
+        began = time.monotonic()
+        for number in range(TRIES_MAX):
+            try:
+                step, rounds = settle(self._ports(), first_serial=1 + number * ROUNDS_MAX)
+            except (AgreementError, ConnectionError) as error:
+                self._note(EventKind.STOP_FAILED, reason=str(error), newest_step=self._newest())
+                if self._is_closing.wait(RETRY_S):
+                    return
+                continue
+            waited_s = round(time.monotonic() - began, 4)
+            self._note(EventKind.STOP_AGREED, step=step, rounds=rounds, waited_s=waited_s)
+            return
+
+    def _ports(self) -> list[NodePort]:
+        ports: list[NodePort] = [BoardPort(self._link.board)]
+        if self._host is not None:
+            self._host.wait_for_peers()
+            for peer in self._host.peers.values():
+                peer.call("announce", deadline=None)
+                ports.append(peer)
+        return ports
+
+    def _newest(self) -> int:
+        return max(record.completed for record in self._link.board.records())
+
+    def _follow(self) -> None:
+        hello: dict[str, Any] = {"node": self._link.identity.node}
+        try:
+            member = ChannelMember(self._link.attempt.channel, hello)
+        except AgreementError:
+            # Node 0 never listened: it is gone, or the run ended before this node looked.
+            return
+        with contextlib.closing(member), contextlib.suppress(ConnectionError):
+            while not self._is_closing.is_set():
+                question = member.receive(POLL_S)
+                if question is not None:
+                    member.reply(**(answer_for_board(self._link.board, question) or {}))
+
+    @staticmethod
+    def _signal_name(number: int) -> str:
+        return signal.Signals(number).name if number else ""

@@ -1,0 +1,81 @@
+"""Signals that become a flag, and exceptions that become torchrun's error file.
+
+Handlers are installed only where there is no agent: under one, TERM and USR2 are ignored by the
+whole tree, and the agent turns them into the stop agreement.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from holdfast.contracts.board import RankRecord
+
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class SignalFlags:
+    """TERM and USR2 set a word in the rank's record, from construction until `close`."""
+
+    def __init__(self, record: RankRecord) -> None:
+        """Does nothing outside the main thread, where Python allows no handlers."""
+        self._previous: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+
+        def catch(number: int, _frame: FrameType | None) -> None:
+            record.catch(number)
+
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, catch)
+
+    def close(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+
+class FailureRecord:
+    """Writes the first uncaught exception where torchrun and the agent look for it."""
+
+    def __init__(self) -> None:
+        self._recorded: BaseException | None = None
+        self._previous_hook = sys.excepthook
+        self._hook: Callable[..., None] = self._on_uncaught
+        sys.excepthook = self._hook
+
+    def write(self, error: BaseException) -> None:
+        """Write `error` to the file that torchrun named, once; nothing without torchrun."""
+        if error is self._recorded or not isinstance(error, Exception):
+            return
+        self._recorded = error
+        trace = error.__traceback__
+        try:
+            # torchrun's handler formats the exception that is being handled, so it must be.
+            raise error
+        except Exception as current:
+            # Whatever the program raised is recorded here, and goes on from where it came.
+            get_error_handler().record_exception(current)
+        finally:
+            error.__traceback__ = trace
+
+    def close(self) -> None:
+        """Put back the hook that was there before, unless another one came after ours."""
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
+
+    def _on_uncaught(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self.write(error)
+        self._previous_hook(kind, error, trace)
