@@ -11,6 +11,7 @@ a rank's vote is a word in shared memory, so ordinary steps pay nothing for it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -60,7 +61,8 @@ class BoardPort:
 def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, int]:
     """Bring all nodes to one step; returns (step, rounds). `AT_START` means before any step.
 
-    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused.
+    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused, and `ConnectionError` when
+    a node is lost; ranks that waited have then been told to train on, where they can be reached.
     """
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
@@ -68,7 +70,11 @@ def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, in
         margin = MARGINS[min(round_number, len(MARGINS) - 1)]
         step = AT_START if newest == NOWHERE else newest + margin
         # Every node is asked even after a refusal, so that all boards bear the same serial.
-        accepted = [port.propose(serial, step) for port in ports]
+        try:
+            accepted = [port.propose(serial, step) for port in ports]
+        except ConnectionError:
+            _free_ranks(ports, serial)
+            raise
         verdict = Proposal.GO if all(accepted) else Proposal.ABORT
         for port in ports:
             port.answer(serial, verdict)
@@ -78,6 +84,12 @@ def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, in
         f"no common step in {ROUNDS_MAX} proposals, the last after step {step}: a rank was "
         "always past it. The newest step that every rank staged will be committed instead"
     )
+
+
+def _free_ranks(ports: Sequence[NodePort], serial: int) -> None:
+    for port in ports:
+        with contextlib.suppress(ConnectionError):
+            port.answer(serial, Proposal.ABORT)
 
 
 def consider(board: Board, record: RankRecord, completed: int) -> bool:
@@ -92,7 +104,7 @@ def consider(board: Board, record: RankRecord, completed: int) -> bool:
         target = record.resumed_step if step == AT_START else step
         if state in {Proposal.NONE, Proposal.ABORT} or completed != target:
             # Published again, then read again: a new proposal may have come meanwhile.
-            record.cross(completed)
+            record.go_on(completed)
             if board.proposal == (state, serial, step):
                 return False
             continue

@@ -117,6 +117,7 @@ class Board:
         self._words[_Head.STATE] = Proposal.NONE
         self._words[_Head.STOPPING] = 0
         self._words[_Head.SAVE_WANTED] = 0
+        self._floats[_Head.DEADLINE] = 0.0
         for local in range(self.ranks):
             at = self._at(local)
             for field in _Record:
@@ -230,6 +231,7 @@ class RankRecord:
         self._words[self._at + _Record.RANK] = rank
         self._words[self._at + _Record.RESUMED] = resumed_step
         self._words[self._at + _Record.COMPLETED] = resumed_step
+        self._floats[self._at + _Record.BEAT] = time.monotonic()
 
     def cross(self, completed: int, phase: Phase = Phase.TRAIN) -> bool:
         """Publish the boundary after step `completed`; True when a proposal must be considered.
@@ -248,6 +250,14 @@ class RankRecord:
         """Say that this rank stands at the boundary after `completed`, on proposal `serial`."""
         self._words[self._at + _Record.WAITING] = serial
         self._words[self._at + _Record.ENTERING] = completed
+
+    def go_on(self, completed: int) -> None:
+        """Say that this rank waits no longer and enters the step after `completed`.
+
+        A serial left behind would pass for a vote when a later agreement counts from 1 again.
+        """
+        self._words[self._at + _Record.ENTERING] = completed + 1
+        self._words[self._at + _Record.WAITING] = 0
 
     def beat(self, phase: Phase) -> None:
         """Say that this rank lives, and in which phase."""

@@ -1,18 +1,21 @@
 """The channel between the nodes of one attempt: node 0 listens, the others call.
 
-Standard library only (`multiprocessing.connection`, authenticated by a random token), JSON in
-its byte messages and never pickles. Address and token lie in the attempt's folder, readable by
-the run's user alone.
+Standard library only: connections of `multiprocessing.connection`, JSON in their byte messages
+and never pickles. Both ends prove that they know a random token (HMAC-SHA256 over the other's
+nonce) before a word is read. Address and token lie in the attempt's folder, readable by the
+run's user alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import json
 import secrets
 import socket
 import threading
 import time
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +25,20 @@ from holdfast.contracts.errors import AgreementError
 
 CALL_TIMEOUT_S: Final = 30.0
 JOIN_TIMEOUT_S: Final = 300.0
+DIAL_TIMEOUT_S: Final = 5.0
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+HANDSHAKES_MAX: Final = 256
+HELLO_BYTES_MAX: Final = 64 * 1024
 POLL_S: Final = 0.1
+NONCE_BYTES: Final = 32
+# A node that lost its power sends no farewell: the kernel asks, and gives up after about 25 s.
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
 
 
 class ChannelHost:
@@ -30,8 +46,9 @@ class ChannelHost:
 
     def __init__(self, path: Path, nodes: int) -> None:
         self._token = secrets.token_bytes(32)
-        self._listener = Listener(("0.0.0.0", 0), backlog=max(nodes, 16), authkey=self._token)
-        self.port = int(self._listener.address[1])
+        self._listener = socket.create_server(("0.0.0.0", 0), backlog=max(nodes, 16))
+        self._handshakes = threading.BoundedSemaphore(HANDSHAKES_MAX)
+        self.port = int(self._listener.getsockname()[1])
         self.nodes = nodes
         self.peers: dict[int, Peer] = {}
         document = {
@@ -56,6 +73,9 @@ class ChannelHost:
 
     def close(self) -> None:
         """Hang up on everybody; the others take it as the end."""
+        # Closing alone would leave the thread in `accept`, and with it the port open.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for peer in list(self.peers.values()):
             peer.close()
@@ -63,18 +83,34 @@ class ChannelHost:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()
-                if not connection.poll(CALL_TIMEOUT_S):
-                    connection.close()
-                    continue
-                hello = json.loads(connection.recv_bytes())
+                caller, _ = self._listener.accept()
             except OSError:
-                return
-            except Exception:
-                # Whatever a stranger sends must not end the thread that others wait for.
+                if self._listener.fileno() == -1 or not _is_listening(self._listener):
+                    return
+                # The caller was gone again, or descriptors ran out for the moment.
                 time.sleep(POLL_S)
                 continue
+            # Each caller has a thread of its own: one that stays silent keeps nobody waiting.
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
+            else:
+                caller.close()
+
+    def _admit(self, caller: socket.socket) -> None:
+        connection = None
+        try:
+            connection = _wrap(caller)
+            _prove(connection, self._token, is_host=True)
+            hello = json.loads(_take(connection, HELLO_BYTES_MAX))
+            before = self.peers.get(int(hello["node"]))
             self.peers[int(hello["node"])] = Peer(connection, hello)
+            if before:
+                before.close()
+        except (OSError, EOFError, ValueError, LookupError, TypeError):
+            # A stranger, or a node that died meanwhile: it is as if it had never called.
+            (connection or caller).close()
+        finally:
+            self._handshakes.release()
 
 
 class Peer:
@@ -173,15 +209,65 @@ def _dial(path: Path, timeout_s: float) -> tuple[Connection, str]:
     while time.monotonic() < give_up:
         try:
             document = json.loads(path.read_bytes())
+            token, port = bytes.fromhex(document["token"]), int(document["port"])
         except (OSError, ValueError):
             time.sleep(POLL_S)
             continue
         for address in document["addresses"]:
             try:
-                token = bytes.fromhex(document["token"])
-                return Client((address, document["port"]), authkey=token), address
-            except Exception as error:
+                return _call_up(address, port, token), address
+            except (OSError, EOFError) as error:
                 # Refused, unresolvable, or another attempt's listener on a port used again.
-                problem = f"{address}:{document['port']}: {error}"
+                problem = f"{address}:{port}: {error}"
         time.sleep(POLL_S)
-    raise AgreementError(f"could not join node 0 within {timeout_s:.0f} s; last seen: {problem}")
+    raise AgreementError(
+        f"could not join node 0 within {timeout_s:.0f} s; last seen: {problem}. "
+        "Is the run's root shared, and can this node reach that port?"
+    )
+
+
+def _call_up(address: str, port: int, token: bytes) -> Connection:
+    connection = _wrap(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
+    try:
+        _prove(connection, token, is_host=False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prove(connection: Connection, token: bytes, *, is_host: bool) -> None:
+    """Show the other end that we know the token, and see that it does.
+
+    Each end answers the other's nonce under its own role's name, so that neither's answer can
+    be sent back to it. Raises `PermissionError` when the other end's answer is wrong.
+    """
+    own, other = (b"host", b"member") if is_host else (b"member", b"host")
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.send_bytes(nonce)
+    theirs = _take(connection, NONCE_BYTES)
+    connection.send_bytes(hmac.digest(token, own + theirs, "sha256"))
+    answer = _take(connection, NONCE_BYTES)
+    if not hmac.compare_digest(answer, hmac.digest(token, other + nonce, "sha256")):
+        raise PermissionError("the other end does not know the attempt's token")
+
+
+def _take(connection: Connection, bytes_max: int) -> bytes:
+    """The next message of a handshake; `OSError` when it is late or too long."""
+    if not connection.poll(HANDSHAKE_TIMEOUT_S):
+        raise TimeoutError(f"silent for {HANDSHAKE_TIMEOUT_S:.0f} s in the handshake")
+    return connection.recv_bytes(bytes_max)
+
+
+def _wrap(connected: socket.socket) -> Connection:
+    for level, option, value in _KEEPALIVE:
+        connected.setsockopt(level, option, value)
+    connected.setblocking(True)
+    return Connection(connected.detach())
+
+
+def _is_listening(listener: socket.socket) -> bool:
+    try:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False

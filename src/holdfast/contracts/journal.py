@@ -128,19 +128,20 @@ class JournalWriter:
         size = os.fstat(self._handle).st_size
         if size == self._size_seen:
             return ""
-        last = next(reversed(list(_parse(self._tail(size)))), None)
+        last = self._last_event(size)
         self._incarnation = last.incarnation + 1 if last else 1
         self._sequence = 0
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
         return "\n" if torn else ""
 
-    def _tail(self, size: int) -> bytes:
+    def _last_event(self, size: int) -> Event | None:
+        """The newest whole line, however many torn ones follow it."""
         reach = TAIL_BYTES
         while True:
             start = max(0, size - reach)
-            tail = os.pread(self._handle, size - start, start)
-            if start == 0 or tail.count(b"\n") > 1:
-                return tail
+            events = list(_parse(os.pread(self._handle, size - start, start)))
+            if events or start == 0:
+                return events[-1] if events else None
             reach *= 4
 
 

@@ -6,6 +6,7 @@ A checkpoint is committed exactly when its manifest is durable under its own nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,7 +63,21 @@ class Manifest(BaseModel):
     committed_at: float
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="finite ones only: JSON has no others"
+    )
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _metrics_are_finite(cls, value: Any) -> Any:
+        # A loss of NaN must not make the commit record of a good checkpoint unreadable.
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: number
+            for name, number in value.items()
+            if number is not None and not (isinstance(number, float) and not isfinite(number))
+        }
 
     @property
     def id(self) -> str:

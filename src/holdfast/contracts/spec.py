@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.states import Cause
 
-_INTERVAL_S = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h)")
+_INTERVAL_S = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -96,7 +96,7 @@ class Keep(SpecPart):
 class Checkpointing(SpecPart):
     """When a checkpoint is taken and which are kept."""
 
-    interval: int | str = Field(
+    interval: StrictInt | str = Field(
         default="auto", description="steps (50), seconds (`300s`, `10m`, `1h`) or `auto`"
     )
     keep: Keep = Keep()
@@ -110,8 +110,10 @@ class Checkpointing(SpecPart):
         if isinstance(value, int):
             if value < 1:
                 raise ValueError(f"{value} steps: expected 1 or more")
-        elif value != "auto" and not _INTERVAL_S.fullmatch(value):
-            raise ValueError(f"{value!r}: expected steps (50), seconds ('300s', '10m') or 'auto'")
+        elif value != "auto" and not _seconds(value):
+            raise ValueError(
+                f"{value!r}: expected steps (50), seconds ('300s', '10m', more than 0) or 'auto'"
+            )
         return value
 
     @property
@@ -122,8 +124,7 @@ class Checkpointing(SpecPart):
     @property
     def interval_s(self) -> float | None:
         """The interval in seconds, when that is how it was given."""
-        match = _INTERVAL_S.fullmatch(str(self.interval))
-        return float(match[1]) * _SECONDS[match[2]] if match else None
+        return _seconds(str(self.interval))
 
 
 class Supervision(SpecPart):
@@ -224,6 +225,11 @@ class RunSpec(SpecPart):
     def digest(self) -> str:
         """SHA-256 of the whole spec: equal digests mean the same run."""
         return document_digest(self.model_dump(mode="json"))
+
+
+def _seconds(text: str) -> float | None:
+    match = _INTERVAL_S.fullmatch(text)
+    return float(match[1]) * _SECONDS[match[2]] if match else None
 
 
 def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:

@@ -31,10 +31,17 @@ SOCKET_KIND: Final = socket.SOCK_SEQPACKET
 
 
 def listen(name: str) -> socket.socket:
-    """A listening socket with the abstract name `name`: no file is left behind."""
+    """A listening socket with the abstract name `name`: no file is left behind.
+
+    Raises `OSError` when somebody listens under that name already.
+    """
     listener = socket.socket(socket.AF_UNIX, SOCKET_KIND)
-    listener.bind(f"\0{name}")
-    listener.listen(1024)
+    try:
+        listener.bind(f"\0{name}")
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
@@ -83,7 +90,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]]
     """
     try:
         content, descriptors, _, _ = socket.recv_fds(
-            connection, MESSAGE_BYTES_MAX + 1, DESCRIPTORS_MAX
+            connection, MESSAGE_BYTES_MAX + 1, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionError:
         return None

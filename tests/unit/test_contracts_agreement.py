@@ -1,0 +1,331 @@
+"""The stop agreement and the board: ranks of every pace leave after one step, or train on."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.contracts import agreement
+from holdfast.contracts.agreement import BoardPort, NodePort, consider, settle
+from holdfast.contracts.board import AT_START, NOWHERE, Board, Phase, Proposal, RankRecord
+from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_for_board
+from holdfast.contracts.errors import AgreementError
+
+STEPS = 300
+JOIN_S = 30.0
+
+
+@dataclass
+class Collective:
+    """A barrier at the end of each step, as the gradients' all-reduce is one."""
+
+    ranks: int
+    barrier: threading.Barrier = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks)
+
+    def meet(self) -> None:
+        self.barrier.wait(JOIN_S)
+
+
+@dataclass
+class Rank:
+    """A training loop in a thread: boundary, step, boundary, step."""
+
+    board: Board
+    record: RankRecord
+    number: int
+    resumed: int
+    pace_s: Callable[[], float]
+    collective: Collective
+    left_after: int | None = None
+    error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.record.register(self.number, self.resumed)
+            time.sleep(self.pace_s())
+            for completed in range(self.resumed, STEPS):
+                if self.record.cross(completed) and consider(self.board, self.record, completed):
+                    self.left_after = completed
+                    return
+                time.sleep(self.pace_s())
+                self.collective.meet()
+            self.left_after = STEPS
+        except (AgreementError, threading.BrokenBarrierError) as error:
+            self.error = error
+
+
+def make_ranks(
+    boards: Sequence[Board], seed: int, slowest_s: float, resumed: int = 0
+) -> list[Rank]:
+    """One rank per record of every board, each with random paces of its own."""
+    collective = Collective(sum(board.ranks for board in boards))
+    ranks: list[Rank] = []
+    for board in boards:
+        for record in board.records():
+            chance = random.Random(seed * 1000 + len(ranks))
+            pace = (lambda c: lambda: c.random() * slowest_s)(chance)
+            ranks.append(Rank(board, record, len(ranks), resumed, pace, collective))
+    return ranks
+
+
+def run_until_stopped(
+    ranks: Sequence[Rank], ports: Sequence[NodePort], wait_s: float
+) -> tuple[int, int]:
+    """Start the ranks, ask for a stop after `wait_s`, and give (step, rounds) once all left."""
+    threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    time.sleep(wait_s)
+    agreed = settle(ports)
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "a rank never left"
+    return agreed
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10_000),
+    ranks=st.integers(1, 5),
+    slowest_ms=st.sampled_from([0.0, 0.2, 3.0, 20.0]),
+    wait_ms=st.integers(0, 40),
+)
+def test_all_ranks_leave_after_one_step_whatever_their_paces(
+    seed: int, ranks: int, slowest_ms: float, wait_ms: int
+) -> None:
+    board, handle = Board.create(ranks)
+    os.close(handle)
+    crew = make_ranks([board], seed, slowest_ms / 1000)
+    step, _ = run_until_stopped(crew, [BoardPort(board)], wait_ms / 1000)
+    assert [rank.error for rank in crew] == [None] * ranks
+    left = {rank.left_after for rank in crew}
+    assert left in ({0 if step == AT_START else step}, {STEPS})
+    board.close()
+
+
+class MemberNode:
+    """Another node in a thread: answers node 0's questions for a board, over real loopback."""
+
+    def __init__(self, path: Path, board: Board, node: int) -> None:
+        self._member = ChannelMember(path, {"node": node, "host": "loopback"})
+        self._board = board
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join(JOIN_S)
+        self._member.close()
+
+    def _serve(self) -> None:
+        while not self._ends.is_set():
+            try:
+                question = self._member.receive(0.1)
+            except ConnectionError:
+                return
+            if question is not None:
+                self._member.reply(**(answer_for_board(self._board, question) or {}))
+
+
+@pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.004), (3, 0.02)])
+def test_two_nodes_agree_over_the_channel(seed: int, slowest_s: float, tmp_path: Path) -> None:
+    boards = []
+    for _ in range(2):
+        board, handle = Board.create(2)
+        os.close(handle)
+        boards.append(board)
+    host = ChannelHost(tmp_path / "channel.json", nodes=2)
+    member = MemberNode(tmp_path / "channel.json", boards[1], node=1)
+    try:
+        host.wait_for_peers(10)
+        crew = make_ranks(boards, seed, slowest_s, resumed=7)
+        step, _ = run_until_stopped(crew, [BoardPort(boards[0]), host.peers[1]], wait_s=0.03)
+    finally:
+        member.close()
+        host.close()
+    assert [rank.error for rank in crew] == [None] * 4
+    left = {rank.left_after for rank in crew}
+    assert left in ({7 if step == AT_START else step}, {STEPS})
+
+
+def test_a_stop_before_the_first_step_leaves_at_the_step_resumed_from() -> None:
+    board, handle = Board.create(2)
+    os.close(handle)
+    crew = make_ranks([board], seed=5, slowest_s=0.05, resumed=40)
+    step, rounds = settle([BoardPort(board)])
+    assert (step, rounds) == (AT_START, 1)
+    threads = [threading.Thread(target=rank.run, daemon=True) for rank in crew]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    assert [rank.left_after for rank in crew] == [40, 40]
+
+
+def test_a_rank_past_the_step_makes_the_node_refuse_and_frees_the_one_that_waits() -> None:
+    board, handle = Board.create(2)
+    os.close(handle)
+    waiting, ahead = board.records()
+    waiting.register(0, 0)
+    ahead.register(1, 0)
+    ahead.cross(9)
+    board.propose(1, 5)
+    answers: list[bool] = []
+    waiting.cross(5)
+    thread = threading.Thread(target=lambda: answers.append(consider(board, waiting, 5)))
+    thread.start()
+    assert board.accepts(1, 5) is False
+    board.answer(1, Proposal.ABORT)
+    thread.join(JOIN_S)
+    assert answers == [False]
+    assert (waiting.entering, waiting.waiting) == (6, 0)
+
+
+def test_a_vote_of_an_aborted_agreement_does_not_count_in_the_next() -> None:
+    board, handle = Board.create(1)
+    os.close(handle)
+    (record,) = board.records()
+    record.register(0, 0)
+    board.propose(1, 3)
+    record.cross(3)
+    record.wait_at(3, 1)
+    board.answer(1, Proposal.ABORT)
+    assert consider(board, record, 3) is False
+    record.cross(8)
+    board.propose(1, 4)
+    assert board.accepts(1, 4) is False
+
+
+def test_a_settler_that_vanishes_leaves_nobody_waiting_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agreement, "ANSWER_TIMEOUT_S", 0.05)
+    board, handle = Board.create(1)
+    os.close(handle)
+    (record,) = board.records()
+    record.register(0, 0)
+    board.propose(1, 2)
+    assert record.cross(2) is True
+    with pytest.raises(AgreementError, match="agent may be gone"):
+        consider(board, record, 2)
+
+
+class RefusingPort:
+    """A node that refuses everything, or is lost; remembers what it was told."""
+
+    def __init__(self, *, is_lost: bool = False) -> None:
+        self.is_lost = is_lost
+        self.answers: list[Proposal] = []
+        self.steps: list[int] = []
+
+    def newest_entered(self) -> int:
+        return 10 + len(self.steps)
+
+    def propose(self, serial: int, step: int) -> bool:
+        if self.is_lost:
+            raise ConnectionError("node 1 is lost")
+        self.steps.append(step)
+        return False
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self.answers.append(state)
+
+
+def test_settling_ends_after_its_bound_with_every_round_aborted() -> None:
+    port = RefusingPort()
+    with pytest.raises(AgreementError, match="no common step"):
+        settle([port])
+    assert port.answers == [Proposal.ABORT] * agreement.ROUNDS_MAX
+    assert port.steps == sorted(port.steps)
+
+
+def test_a_node_lost_while_settling_frees_the_ranks_of_the_others() -> None:
+    board, handle = Board.create(1)
+    os.close(handle)
+    (record,) = board.records()
+    record.register(0, 0)
+    record.cross(4)
+    with pytest.raises(ConnectionError):
+        settle([BoardPort(board), RefusingPort(is_lost=True)])
+    assert board.proposal[0] is Proposal.ABORT
+
+
+def test_another_process_sees_the_same_words() -> None:
+    board, handle = Board.create(3)
+    path = f"/proc/{os.getpid()}/fd/{handle}"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            other = Board.open(path)
+            record = other.record(2)
+            record.register(2, 11)
+            record.cross(12, Phase.EVAL)
+            record.catch(15)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    record = board.record(2)
+    assert (record.pid, record.rank, record.resumed_step) == (child, 2, 11)
+    assert (record.completed, record.entering, record.phase) == (12, 13, Phase.EVAL)
+    assert (board.newest_entered, board.signals) == (13, 15)
+    assert 0 <= record.step_time_s < JOIN_S
+    assert board.record(0).entering == NOWHERE
+    board.reset()
+    assert (board.newest_entered, board.signals, record.pid) == (NOWHERE, 0, 0)
+    board.close()
+    os.close(handle)
+
+
+def test_a_board_is_refused_when_it_is_none(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(8192))
+    with pytest.raises(ValueError, match="not a Holdfast board"):
+        Board.open(str(other))
+    with pytest.raises(ValueError, match="0 ranks on one node"):
+        Board.create(0)
+    board, handle = Board.create(1)
+    os.close(handle)
+    with pytest.raises(ValueError, match="this board has 0 to 0"):
+        board.record(1)
+
+
+def test_stop_and_deadline_are_told() -> None:
+    board, handle = Board.create(1)
+    os.close(handle)
+    assert (board.stopping, board.deadline) == (False, None)
+    board.announce_stop(1234.5)
+    assert (board.stopping, board.deadline) == (True, 1234.5)
+    board.announce_stop(None)
+    assert (board.stopping, board.deadline) == (True, None)
+
+
+def test_a_boundary_costs_next_to_nothing() -> None:
+    """Two stores and a load, no collective, no lock: microseconds even on a busy machine."""
+    board, handle = Board.create(1)
+    os.close(handle)
+    (record,) = board.records()
+    record.register(0, 0)
+    count = 20_000
+    best = sys.float_info.max
+    for _ in range(5):
+        begun = time.perf_counter()
+        for step in range(count):
+            record.cross(step)
+        best = min(best, (time.perf_counter() - begun) / count)
+    assert best < 20e-6, f"{best * 1e6:.1f} µs for a boundary"
