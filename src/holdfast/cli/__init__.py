@@ -1,0 +1,1 @@
+"""The `holdfast` command: one small module for each group of subcommands."""

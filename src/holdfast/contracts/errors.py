@@ -4,6 +4,7 @@ HoldfastError
 ├── SpecError (ValueError)               a run spec, override or argument that cannot be meant
 ├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
 ├── RunConflictError (RuntimeError)      the name belongs to another live run
+├── RunFailedError (RuntimeError)        a run ended failed, with its cause
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
 ├── IllegalTransitionError (RuntimeError) a state change that the transition table does not have
 ├── CheckpointError (RuntimeError)
@@ -46,6 +47,10 @@ class PreflightError(HoldfastError, RuntimeError):
 
 class RunConflictError(HoldfastError, RuntimeError):
     """The name belongs to another live run, or to one that only `relaunch` continues."""
+
+
+class RunFailedError(HoldfastError, RuntimeError):
+    """A run that was waited for ended failed; the message carries the cause."""
 
 
 class NotFoundError(HoldfastError, LookupError):

@@ -1,0 +1,182 @@
+"""The Prefect side of a submission: the deployment, its work pool, and one flow run of it.
+
+Every call to the API is bounded, and every refusal says which command mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import WorkerStatus
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.utilities.urls import url_for
+
+from holdfast.contracts.errors import ServiceError
+
+FLOW: Final = "train"
+DEPLOYMENT: Final = "holdfast"
+POOL: Final = "holdfast"
+POOL_TYPE: Final = "process"
+API_S_MAX: Final = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRunStarted:
+    """A flow run that Prefect took; `warning` says why it may not start soon."""
+
+    id: str
+    name: str
+    url: str | None
+    warning: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceReport:
+    """What stands at the API: the deployment's pool, and how many of its workers are alive."""
+
+    url: str
+    pool: str | None
+    workers: int
+
+
+def api_url() -> str | None:
+    """The Prefect API of the environment or the active profile; None: there is none."""
+    url: str | None = PREFECT_API_URL.value()
+    return url
+
+
+def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) -> FlowRunStarted:
+    """Create a flow run of the deployment with the flow's `parameters`; returns at once.
+
+    Raises `ServiceError` when the API cannot be reached within `API_S_MAX` seconds, has no such
+    deployment, or refuses the parameters.
+    """
+    with open_client() as client:
+        deployment = _read_deployment(client)
+        if deployment.paused:
+            raise ServiceError(
+                f"deployment {FLOW}/{DEPLOYMENT} is paused; "
+                f"`prefect deployment resume {FLOW}/{DEPLOYMENT}` lets it run"
+            )
+        flow_run = client.create_flow_run_from_deployment(
+            deployment.id, parameters=parameters, name=name
+        )
+        pool = deployment.work_pool_name
+        warning = None
+        if pool and not _live_workers(client, pool):
+            warning = (
+                f"no worker polls pool {pool}; the run waits until one does: "
+                f"`prefect worker start --pool {pool}`"
+            )
+        return FlowRunStarted(
+            id=str(flow_run.id), name=flow_run.name, url=url_for(flow_run), warning=warning
+        )
+
+
+def check_service() -> ServiceReport:
+    """What a submission would meet. Raises `ServiceError` when it could not be made."""
+    with open_client() as client:
+        deployment = _read_deployment(client)
+        pool = deployment.work_pool_name
+        workers = _live_workers(client, pool) if pool else 0
+        return ServiceReport(url=str(client.api_url), pool=pool, workers=workers)
+
+
+def flow_run_state(flow_run: str) -> tuple[str, bool]:
+    """A flow run's state in Prefect's word, and True when it is final. Raises `ServiceError`."""
+    with open_client() as client:
+        state = client.read_flow_run(UUID(flow_run)).state
+        return (str(state.name), state.is_final()) if state else ("Unknown", False)
+
+
+def deploy(pool: str = POOL) -> str:
+    """Create the work pool, when it is missing, and the deployment; returns the latter's name.
+
+    Running it again brings the deployment up to date. Raises `ServiceError`.
+    """
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.types.entrypoint import EntrypointType
+    from prefect.workers.process import ProcessWorker
+
+    from holdfast.flows.train import train
+
+    with open_client() as client:
+        try:
+            client.read_work_pool(pool)
+        except ObjectNotFound:
+            template = ProcessWorker.get_default_base_job_template()
+            client.create_work_pool(
+                WorkPoolCreate(name=pool, type=POOL_TYPE, base_job_template=template)
+            )
+    # A module entry point runs the installed package; a file one would put its folder on the path.
+    deployment = train.to_deployment(
+        name=DEPLOYMENT,
+        work_pool_name=pool,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+        description="Carries one training job to its end over preemptions and failures.",
+    )
+    assert isinstance(deployment, RunnerDeployment), "called outside of any event loop"
+    with _said():
+        deployment.apply()
+    return f"{FLOW}/{DEPLOYMENT}"
+
+
+@contextmanager
+def open_client() -> Iterator[SyncPrefectClient]:
+    """A client of the API, once it has answered; its errors come out as `ServiceError`."""
+    url = api_url()
+    if not url:
+        raise ServiceError(
+            "PREFECT_API_URL is not set; start a server (`prefect server start`) and set "
+            "PREFECT_API_URL=http://127.0.0.1:4200/api, or leave it out and run locally"
+        )
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        _said(),
+        get_client(sync_client=True, httpx_settings={"timeout": API_S_MAX}) as client,
+    ):
+        failure = client.api_healthcheck()
+        if failure is not None:
+            raise ServiceError(
+                f"Prefect's API at {url} does not answer ({failure or type(failure).__name__}); "
+                "start it with `prefect server start`, or set PREFECT_API_URL to where it is"
+            )
+        yield client
+
+
+def _read_deployment(client: SyncPrefectClient) -> Any:
+    name = f"{FLOW}/{DEPLOYMENT}"
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound as error:
+        raise ServiceError(
+            f"Prefect has no deployment {name} at {api_url()}; `holdfast deploy` creates it"
+        ) from error
+
+
+def _live_workers(client: SyncPrefectClient, pool: str) -> int:
+    workers = client.read_workers_for_work_pool(pool)
+    return sum(worker.status is WorkerStatus.ONLINE for worker in workers)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Turn the client's errors into one that says where it happened and what Prefect said."""
+    try:
+        yield
+    except PrefectHTTPStatusError as error:
+        said = error.response.text[:500]
+        raise ServiceError(f"Prefect at {api_url()} refused: {said}") from error
+    except httpx.HTTPError as error:
+        raise ServiceError(
+            f"Prefect's API at {api_url()} cannot be used ({type(error).__name__}: {error}); see "
+            "that `prefect server start` runs there"
+        ) from error

@@ -1,0 +1,44 @@
+"""The lock on a run that the supervising flow holds; it is free as soon as its holder is dead."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class FlowLock:
+    """An exclusive `flock` on a run's `flow.lock`, taken when it can be had, never waited for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_held = False
+        self._handle: int | None = None
+
+    def __enter__(self) -> FlowLock:
+        # Close-on-exec, or a job started from here would keep the lock for its whole life.
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+        self._handle, self.is_held = None, False
+
+    def try_take(self) -> bool:
+        """True when this process holds the lock now; False when another one does."""
+        assert self._handle is not None, "use the lock in a with statement"
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self.is_held = True
+        return True
+
+
+def is_supervised(path: Path) -> bool:
+    """True when a living flow holds the lock at `path`."""
+    if not path.exists():
+        return False
+    with FlowLock(path) as lock:
+        return not lock.try_take()

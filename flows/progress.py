@@ -1,0 +1,67 @@
+"""Where a run is just now, in one line, from its history and its agents' heartbeats."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.journal import EventKind
+from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """One line for people, and a `key` that changes when something else than the step did."""
+
+    text: str
+    key: tuple[object, ...]
+    step: int | None = None
+
+
+def describe_progress(history: RunHistory) -> Progress:
+    """What the run is doing. Reads the heartbeats of a live attempt."""
+    name, last = history.paths.name, history.last_attempt
+    if last is None or last.state.is_terminal:
+        number = last.number if last else 0
+        words = f"{name}: {history.state}"
+        if last is not None:
+            words += f" after attempt {last.number} ({_ending(last)})"
+        return Progress(text=words, key=(history.state, number))
+    beats = read_heartbeats(history.paths.attempt(last.number))
+    return _of_attempt(history, last, beats)
+
+
+def _of_attempt(history: RunHistory, last: AttemptView, beats: list[NodeBeat]) -> Progress:
+    step, phase = newest_step(beats), _common_phase(beats)
+    committed = _committed_step(history)
+    parts = [f"{history.paths.name}: attempt {last.number} {last.state}"]
+    parts.append(f"{last.world_size} GPUs")
+    if step is not None:
+        parts.append(f"step {step}")
+    if phase:
+        parts.append(phase)
+    if committed is not None:
+        parts.append(f"committed {committed}")
+    key = (last.number, last.state, phase, committed)
+    return Progress(text=", ".join(parts), key=key, step=step)
+
+
+def _common_phase(beats: list[NodeBeat]) -> str:
+    """The phase that most ranks are in, in lower case."""
+    phases = Counter(rank.phase.lower() for beat in beats for rank in beat.ranks)
+    return phases.most_common(1)[0][0] if phases else ""
+
+
+def _committed_step(history: RunHistory) -> int | None:
+    """The newest step that the program reported as committed."""
+    steps = [
+        int(event.data["step"])
+        for event in history.events
+        if event.kind is EventKind.COMMITTED and "step" in event.data
+    ]
+    return max(steps, default=None)
+
+
+def _ending(attempt: AttemptView) -> str:
+    return f"{attempt.state}, {attempt.cause}" if attempt.cause else attempt.state.value

@@ -1,0 +1,97 @@
+"""Starting a flow for a run: by Prefect's deployment, or here in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.paths import RunPaths
+
+LOG_TAIL_BYTES: Final = 4096
+# A flow without an API starts Prefect's own small server; on a busy machine it is slow to answer.
+_ENVIRONMENT: Final = {
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A flow on its way: `flow_run` of Prefect's deployment, or `process` on this machine."""
+
+    flow_run: str | None = None
+    url: str | None = None
+    warning: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+    log: Path | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The facts for `--json`."""
+        return {
+            "flow_run": self.flow_run,
+            "url": self.url,
+            "pid": self.process.pid if self.process else None,
+            "log": str(self.log) if self.log else None,
+        }
+
+
+def has_service() -> bool:
+    """True when a Prefect API is configured, by the environment or the active profile."""
+    if os.environ.get("PREFECT_API_URL"):
+        return True
+    from holdfast.flows.deployments import api_url
+
+    return bool(api_url())
+
+
+def start_flow(paths: RunPaths) -> Started:
+    """Start a flow that carries the run at `paths` on, with the spec it was created with.
+
+    Raises `ServiceError` when a Prefect API is configured and cannot be used.
+    """
+    if not has_service():
+        return start_here(paths)
+    from holdfast.flows.deployments import submit_to_prefect
+
+    flow_run = submit_to_prefect(flow_parameters(paths), name=paths.name)
+    return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
+
+
+def flow_parameters(paths: RunPaths) -> dict[str, Any]:
+    """The parameters of the flow `train` for a run that exists."""
+    record = read_document(RunRecord, paths.spec)
+    if record is None:
+        raise NotFoundError(f"{paths.directory}: no run here (no spec.json)")
+    return {"spec": record.spec, "root": str(paths.directory.parent), "run": paths.name}
+
+
+def start_here(paths: RunPaths) -> Started:
+    """Start the flow in a process of its own session, which outlives this one and its terminal."""
+    environment = {**_ENVIRONMENT, **os.environ}
+    with open(paths.flow_log, "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.flows.detached", str(paths.directory)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    return Started(process=process, log=paths.flow_log)
+
+
+def log_tail(path: Path) -> str:
+    """The last `LOG_TAIL_BYTES` bytes of a flow's log, for a message."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as stream:
+        stream.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        return stream.read().decode(errors="replace").strip()

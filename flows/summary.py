@@ -1,0 +1,72 @@
+"""A run in a few lines: for a flow's result, for its log and for people who wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.states import RunState
+
+HEADINGS = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job")
+
+
+def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
+    """The run as plain data: its state, the last step that any rank finished, each attempt."""
+    last = history.last_attempt
+    return {
+        "run": history.paths.name,
+        "uid": history.record.uid,
+        "directory": str(history.paths.directory),
+        "state": history.state.value,
+        "reason": reason,
+        "step": last.last_step if last else None,
+        "attempts": [
+            {
+                "number": attempt.number,
+                "state": attempt.state.value,
+                "cause": attempt.cause.value if attempt.cause else None,
+                "world_size": attempt.world_size,
+                "first_step": attempt.first_step,
+                "last_step": attempt.last_step,
+                "resumed_from": attempt.resumed_from,
+                "job_id": attempt.job_id,
+            }
+            for attempt in history.attempts
+        ],
+    }
+
+
+def end_reason(history: RunHistory) -> str:
+    """Why a run ended, in one line: its last decision and the cause of its last attempt."""
+    last = history.last_attempt
+    decision = history.last_decision
+    reason = str(decision["reason"]) if decision else history.state.value
+    if history.state is RunState.COMPLETED or last is None or last.cause is None:
+        return reason
+    return f"{reason} (attempt {last.number} ended {last.state}, cause {last.cause})"
+
+
+def table_of_attempts(history: RunHistory) -> list[str]:
+    """The attempts as lines of equal columns, a heading first."""
+    rows = [HEADINGS, *(_cells(attempt) for attempt in history.attempts)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _cells(attempt: AttemptView) -> tuple[str, ...]:
+    return (
+        str(attempt.number),
+        attempt.state.value,
+        attempt.cause.value if attempt.cause else "-",
+        str(attempt.world_size),
+        f"{_or_dash(attempt.first_step)}–{_or_dash(attempt.last_step)}",
+        attempt.resumed_from or "-",
+        attempt.job_id or "-",
+    )
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)

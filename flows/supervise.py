@@ -1,0 +1,233 @@
+"""The supervisor: watch one run, decide what comes next, and act, until the run has ended.
+
+All that it knows is on disk and with the scheduler, so a supervisor that dies loses nothing: the
+next one reads the same history and goes on. One at a time acts on a run (`flow.lock`); a second
+one follows until it is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from holdfast.contracts.errors import (
+    LineageError,
+    NotFoundError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    ServiceError,
+)
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.progress import describe_progress
+from holdfast.lineage.database import Database
+from holdfast.lineage.ingest import ingest_run
+from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
+from holdfast.workers.executors import executor_for
+from holdfast.workers.policy import Decision, decide
+from holdfast.workers.reconcile import reconcile
+
+SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
+PROGRESS_S: Final = 30.0
+SOON_S: Final = 1.0
+REFUSALS_MAX: Final = 3
+JOURNAL: Final = "flow"
+Log = logging.Logger | logging.LoggerAdapter[Any]
+
+
+class Submit(Protocol):
+    """Submits the next attempt of the run at `paths`; the flow makes a task of it."""
+
+    def __call__(
+        self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
+    ) -> AttemptPaths: ...
+
+
+@dataclass
+class Supervisor:
+    """One process's supervision of one run. Times are seconds of the monotonic clock."""
+
+    paths: RunPaths
+    database: Database
+    log: Log
+    submit: Submit
+    flow_run: str = ""
+    is_acting: bool = False
+    _progress: tuple[object, float] = (None, 0.0)
+    _said: set[str] = field(default_factory=set)
+    _refusals: int = 0
+
+    def run(self) -> RunHistory:
+        """Supervise, or follow whoever does, until the run has ended; returns its last history.
+
+        Raises `ServiceError` after `SUPERVISION_S_MAX` seconds.
+        """
+        ends_at = time.monotonic() + SUPERVISION_S_MAX
+        with (
+            FlowLock(self.paths.flow_lock) as lock,
+            JournalWriter(self.paths.journal_of(JOURNAL)) as journal,
+        ):
+            while time.monotonic() < ends_at:
+                if not lock.is_held and lock.try_take():
+                    self._take_up(journal)
+                history = self._look()
+                wait_s = self._act(history, journal) if lock.is_held else self._follow(history)
+                if wait_s is None:
+                    return self._finish()
+                time.sleep(wait_s)
+        raise ServiceError(
+            f"{self.paths.name}: supervised for {SUPERVISION_S_MAX:.0f} s, the longest there is; "
+            "submit the same spec again to go on"
+        )
+
+    def _take_up(self, journal: JournalWriter) -> None:
+        self.is_acting = True
+        host, pid = socket.gethostname(), os.getpid()
+        journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
+        self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
+
+    def _look(self) -> RunHistory:
+        """What disk and scheduler say now, in the index too."""
+        history = reconcile(self.paths, writer=JOURNAL)
+        self._ingest()
+        return history
+
+    def _ingest(self) -> None:
+        """Bring the index up to date. One that is away does not stop the supervision."""
+        try:
+            ingest_run(self.database, self.paths)
+            self._said.discard("database")
+        except LineageError as error:
+            self._say_once("database", "not ingested now, again later: %s", error)
+
+    def _follow(self, history: RunHistory) -> float | None:
+        """The turn of a supervisor that another one keeps from acting."""
+        self._say_once("follow", "another flow supervises %s; following it", self.paths.name)
+        self._log_progress(history)
+        return history.spec.supervision.poll_s if history.state.is_live else None
+
+    def _act(self, history: RunHistory, journal: JournalWriter) -> float | None:
+        """One turn: the seconds until the next one, or None when the run has ended."""
+        poll_s = history.spec.supervision.poll_s
+        try:
+            last = history.last_attempt
+            if last is None or last.state.is_terminal:
+                wait_s = self._decide(history, journal)
+            else:
+                self._tend(history, journal)
+                wait_s = poll_s
+        except SchedulerUnavailableError as error:
+            self._say_once("scheduler", "the scheduler does not answer; waiting: %s", error)
+            return poll_s
+        except SchedulerError as error:
+            self._note_refusal(error, journal)
+            return poll_s
+        self._said.discard("scheduler")
+        return wait_s
+
+    def _tend(self, history: RunHistory, journal: JournalWriter) -> None:
+        """See to a live attempt: finish a submission that was cut short, tell how it goes."""
+        attempt = self.paths.list_attempts()[-1]
+        if is_unsubmitted(attempt):
+            try:
+                resume_submission(self.paths, journal)
+            except NotFoundError:
+                abandon_reservation(attempt, journal)
+            self._refusals = 0
+        self._log_progress(history)
+
+    def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
+        """Act on a run that has no live attempt, as the policy decides."""
+        executor = executor_for(history.spec.resources.executor)
+        now = time.time()
+        decision = decide(history, executor.capacity(history.spec.resources), now=now)
+        self._record(history, decision, journal)
+        poll_s = history.spec.supervision.poll_s
+        if decision.action == "stop":
+            self._record_end(decision, journal)
+            return None
+        due_s = _due_s(history, decision, now)
+        if decision.action == "wait" or due_s > 0:
+            return min(poll_s, due_s) if due_s > 0 else poll_s
+        self.submit(
+            self.paths, gpus=decision.gpus, reason=decision.reason, exclude=decision.exclude
+        )
+        self._refusals = 0
+        return min(poll_s, SOON_S)
+
+    def _note_refusal(self, error: SchedulerError, journal: JournalWriter) -> None:
+        """Try a refused submission again a few times; then the attempt has failed."""
+        self._refusals += 1
+        self.log.error("the scheduler refused (%d of %d): %s", self._refusals, REFUSALS_MAX, error)
+        attempt = self.paths.list_attempts()[-1]
+        if self._refusals < REFUSALS_MAX or not is_unsubmitted(attempt):
+            return
+        self._refusals = 0
+        journal.append(
+            EventKind.ATTEMPT_ENDED,
+            attempt=attempt.number,
+            state=AttemptState.FAILED.value,
+            cause=Cause.INFRASTRUCTURE.value,
+            evidence=[f"the scheduler refused the job {REFUSALS_MAX} times: {error}"],
+            ended_at=time.time(),
+        )
+
+    def _record(self, history: RunHistory, decision: Decision, journal: JournalWriter) -> None:
+        """Journal a decision, once: waiting on is the same decision."""
+        facts: dict[str, Any] = {
+            "action": decision.action,
+            "gpus": decision.gpus,
+            "exclude": list(decision.exclude),
+            "reason": decision.reason,
+        }
+        before = history.last_decision or {}
+        if any(before.get(key) != value for key, value in facts.items()):
+            last = history.last_attempt.number if history.last_attempt else 0
+            journal.append(
+                EventKind.DECISION, after_attempt=last, delay_s=decision.delay_s, **facts
+            )
+            self.log.info("%s: %s", decision.action, decision.reason)
+
+    def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
+        history = load_history(self.paths)
+        last = history.last_attempt.number if history.last_attempt else 0
+        told = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
+        facts: dict[str, Any] = {"state": history.state, "after_attempt": last}
+        if told and facts.items() <= told[-1].data.items():
+            return
+        journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
+
+    def _finish(self) -> RunHistory:
+        self._ingest()
+        return load_history(self.paths)
+
+    def _log_progress(self, history: RunHistory) -> None:
+        """Say where the live attempt is, when it changed its phase or `PROGRESS_S` passed."""
+        progress = describe_progress(history)
+        changed = progress.key != self._progress[0]
+        if changed or time.monotonic() - self._progress[1] >= PROGRESS_S:
+            self.log.info("%s", progress.text)
+            self._progress = (progress.key, time.monotonic())
+
+    def _say_once(self, topic: str, text: str, *values: object) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            self.log.warning(text, *values)
+
+
+def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
+    """Seconds until the decision may be acted on: its delay counts from the attempt's end.
+
+    So a supervisor that was started anew in between waits no longer than the first would have.
+    """
+    last = history.last_attempt
+    began = last.ended_at if last and last.ended_at else now
+    return max(0.0, began + decision.delay_s - now)

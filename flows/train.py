@@ -1,0 +1,114 @@
+"""The Prefect flow `train`: one run, from its spec to its end, over all of its attempts.
+
+Prefect shows and schedules it; it owns nothing. The same parameters again, whether by hand, by an
+automation or after a crash, take the same run up where disk says that it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, get_run_logger, task
+from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run as current_flow_run
+from prefect.states import Cancelled
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import RunConflictError, RunFailedError
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import RunState
+from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
+from holdfast.flows.parameters import load_spec
+from holdfast.flows.summary import end_reason, summarize, table_of_attempts
+from holdfast.flows.supervise import JOURNAL, Log, Supervisor
+from holdfast.lineage.database import open_database
+from holdfast.workers import attempts, preflight, runs
+
+
+@task(name="submit attempt", task_run_name="attempt with {gpus} GPUs", retries=0)
+def submit_attempt(
+    paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
+) -> AttemptPaths:
+    """Submit one attempt. A task so that the page shows it; Prefect never tries it again."""
+    history = load_history(paths)
+    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
+        return attempts.submit_attempt(
+            paths,
+            history.spec,
+            history.record,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            journal=journal,
+        )
+
+
+@flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)
+def train(
+    spec: dict[str, Any] | str,
+    overrides: list[str] | None = None,
+    root: str | None = None,
+    run: str | None = None,
+) -> dict[str, Any] | State[Any]:
+    """Carry a run to its end and return its summary.
+
+    `spec` is a run spec or the absolute path of one, `overrides` are `a.b.c=value`, `root` is
+    where runs live and `run` names the very folder to take up again, when there is one already.
+    Raises `RunFailedError` when the run failed; a cancelled run gives the state Cancelled.
+    """
+    log = get_run_logger()
+    run_spec = load_spec(spec, overrides or ())
+    home = Path(root).expanduser().absolute() if root else default_root()
+    database = open_database()
+    preflight.check(run_spec, home)
+    paths = take_up(run_spec, home, run)
+    supervisor = Supervisor(
+        paths=paths,
+        database=database,
+        log=log,
+        submit=submit_attempt,
+        flow_run=str(current_flow_run.id or ""),
+    )
+    with cancel_on_signal(paths, supervisor, log):
+        history = supervisor.run()
+    return conclude(history, log)
+
+
+def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
+    """The folder of the run: the one named, else the one that `spec` attaches to or creates.
+
+    Raises `RunConflictError` when the run named was created with another spec.
+    """
+    if run is None:
+        return runs.attach_or_create(spec, root, created_by="flow")[0]
+    paths = runs.find_run(root, run)
+    record = read_document(RunRecord, paths.spec)
+    if record is None or record.spec_digest != spec.digest:
+        raise RunConflictError(
+            f"{run}: created with another spec than the one given ({spec.digest[:12]}); leave "
+            f"the run out to create a new one, or give the spec in {paths.spec}"
+        )
+    return paths
+
+
+def conclude(history: RunHistory, log: Log) -> dict[str, Any] | State[Any]:
+    """Tell how the run ended, in the log and in the form that Prefect understands."""
+    for line in table_of_attempts(history):
+        log.info("%s", line)
+    reason = end_reason(history)
+    if history.state is RunState.COMPLETED:
+        return summarize(history, reason)
+    if history.state is RunState.CANCELLED:
+        return Cancelled(message=f"{history.paths.name}: {reason}")
+    last = history.last_attempt
+    if last and last.traceback:
+        rank = last.outcome.failed_rank if last.outcome else None
+        log.error(
+            "the first failing rank%s:\n%s", "" if rank is None else f" ({rank})", last.traceback
+        )
+    raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")

@@ -1,0 +1,160 @@
+"""`holdfast pin|unpin|prune|verify`: what is kept, and whether it is whole."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
+from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table
+from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.paths import checkpoint_id
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    for command in (pin, unpin, prune, verify):
+        app.command()(command)
+
+
+def pin(
+    checkpoint: CheckpointArgument,
+    note: Annotated[str, typer.Option("--note", help="Why, for the records.")] = "",
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a checkpoint whatever the rules say."""
+    from holdfast.workers import operator
+
+    paths, name = locate_checkpoint(checkpoint, root)
+    operator.pin(paths, name, by=user_name(), note=note)
+    facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": True}
+    answer(facts, as_json, lambda data: typer.echo(f"pinned {data['checkpoint']}"))
+
+
+def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Leave a checkpoint to the rules again."""
+    from holdfast.workers import operator
+
+    paths, name = locate_checkpoint(checkpoint, root)
+    operator.unpin(paths, name, by=user_name())
+    facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": False}
+    answer(facts, as_json, lambda data: typer.echo(f"unpinned {data['checkpoint']}"))
+
+
+def prune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the checkpoints that no rule, pin or use keeps; their manifests stay."""
+    from holdfast.workers import retention
+
+    paths = locate_run(run, root)
+    look_at(paths)
+    plan = retention.plan_run(paths)
+    doomed = [(name, why) for name, why in plan if why is not None]
+    if not dry_run:
+        gone = retention.apply(paths, by=user_name(), writer="cli")
+        doomed = [(name, why) for name, why, _ in gone]
+    names = {name for name, _ in doomed}
+    facts: dict[str, Any] = {
+        "run": paths.name,
+        "dry_run": dry_run,
+        "deleted": [{"checkpoint": name, "reason": why} for name, why in doomed],
+        "kept": [name for name, _ in plan if name not in names],
+    }
+    answer(facts, as_json, _render_prune)
+
+
+def verify(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT|DIR", help="A checkpoint's id or its directory.")
+    ],
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with what was committed."""
+    directory = _directory_of(checkpoint, root)
+    damaged: list[str] = []
+    manifest: Manifest | None = None
+    try:
+        manifest = read_manifest(directory)
+        if manifest is None:
+            damaged = ["manifest.json: missing: the checkpoint was never committed"]
+        else:
+            damaged = _damage(directory, manifest, show=not as_json)
+    except DamagedCheckpointError as error:
+        damaged = list(error.damaged)
+    facts: dict[str, Any] = {
+        "ok": not damaged,
+        "checkpoint": manifest.id if manifest else directory.name,
+        "path": str(directory),
+        "files": len(manifest.files) if manifest else 0,
+        "bytes": manifest.bytes if manifest else 0,
+        "damaged": damaged,
+    }
+    answer(facts, as_json, _render_verify)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _directory_of(checkpoint: str, root: str | None) -> Path:
+    """The directory meant; any that exists will do, for copies lie outside of runs."""
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    paths, name = locate_checkpoint(checkpoint, root)
+    directory = paths.checkpoint(name)
+    if directory.is_dir():
+        return directory
+    if paths.tombstone(name).is_file():
+        raise NotFoundError(
+            f"{checkpoint}: deleted; {paths.tombstone(name)} is the manifest it had, and "
+            f"`holdfast checkpoints {paths.name}` says why"
+        )
+    raise NotFoundError(
+        f"{checkpoint}: no such directory ({directory}); `holdfast checkpoints {paths.name}` "
+        "lists those there are"
+    )
+
+
+def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
+    """The damaged files; reading gigabytes takes a while, so a person is shown how far it is."""
+    if not show or not sys.stderr.isatty():
+        return find_damage(directory, manifest)
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("verify", total=manifest.bytes)
+        return find_damage(directory, manifest, progress=lambda count: progress.advance(bar, count))
+
+
+def _render_prune(facts: dict[str, Any]) -> None:
+    verb = "would be deleted" if facts["dry_run"] else "deleted"
+    rows = [(each["checkpoint"], verb, each["reason"]) for each in facts["deleted"]]
+    rows += [(name, "kept", "") for name in facts["kept"]]
+    print_table(("checkpoint", "", "reason"), sorted(rows))
+
+
+def _render_verify(facts: dict[str, Any]) -> None:
+    if facts["ok"]:
+        size = bytes_text(facts["bytes"])
+        typer.echo(f"{facts['checkpoint']}: {facts['files']} files, {size}: as committed")
+        return
+    typer.echo(f"{facts['checkpoint']}: damaged")
+    for line in facts["damaged"]:
+        typer.echo(f"  {line}")

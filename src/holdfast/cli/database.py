@@ -1,0 +1,77 @@
+"""`holdfast db upgrade|downgrade|current` and `holdfast reindex`: the index and its schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.index import choose_root, open_index
+from holdfast.cli.output import AsJson, answer, print_facts
+from holdfast.contracts.errors import NotFoundError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    group = typer.Typer(help="The database's schema.", no_args_is_help=True)
+    for command in (upgrade, downgrade, current):
+        group.command()(command)
+    app.add_typer(group, name="db")
+    app.command()(reindex)
+
+
+def upgrade(as_json: AsJson = False) -> None:
+    """Bring the schema up to date."""
+    from holdfast.lineage import database
+
+    revision = database.upgrade()
+    answer({"revision": revision}, as_json, _render_revision)
+
+
+def downgrade(
+    revision: Annotated[
+        str, typer.Argument(help="The revision to go back to; `base` takes the schema away.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Take the schema back to an older revision."""
+    from holdfast.lineage import database
+
+    answer({"revision": database.downgrade(None, revision)}, as_json, _render_revision)
+
+
+def current(as_json: AsJson = False) -> None:
+    """Say the schema's revision, and the one this version needs."""
+    from holdfast.lineage import database
+
+    found, head = database.current_revision(), database.head_revision()
+    facts = {"revision": found, "head": head, "ok": found == head}
+    answer(facts, as_json, _render_revision)
+    if found != head:
+        raise typer.Exit(1)
+
+
+def reindex(
+    root: Annotated[
+        Path | None, typer.Argument(metavar="ROOT", help="Where runs live; the default root.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build the index of all runs under ROOT again from disk alone."""
+    from holdfast.lineage.reindex import reindex as build_again
+
+    home = choose_root(str(root) if root else None)
+    if not home.is_dir():
+        raise NotFoundError(f"{home}: no such directory; give the root that holds the runs")
+    with open_index() as database:
+        report = build_again(database, home)
+    facts: dict[str, Any] = {"root": str(home), **vars(report)}
+    answer(facts, as_json, print_facts)
+
+
+def _render_revision(facts: dict[str, Any]) -> None:
+    head = facts.get("head")
+    told = facts["revision"] or "no schema"
+    behind = head is not None and head != facts["revision"]
+    typer.echo(f"{told}; this version needs {head}: `holdfast db upgrade`" if behind else told)

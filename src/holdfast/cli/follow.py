@@ -1,0 +1,132 @@
+"""Following a run on disk until it has ended: what `--wait` does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Final
+
+from holdfast.cli.index import look_at
+from holdfast.cli.output import warn
+from holdfast.contracts.errors import ServiceError
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.progress import describe_progress
+from holdfast.flows.start import Started, log_tail
+from holdfast.flows.summary import end_reason, summarize
+
+FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
+POLL_S: Final = 1.0
+ASK_FLOW_S: Final = 10.0
+ORPHAN_S: Final = 15.0
+
+
+def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, Any]:
+    """Wait until the run has ended and return its summary; Ctrl-C leaves the run going.
+
+    Raises `ServiceError` when the run is live but nobody supervises it any more, and after
+    `FOLLOW_S_MAX` seconds.
+    """
+    ends_at = time.monotonic() + FOLLOW_S_MAX
+    watch = _FlowWatch(paths, started)
+    with _Display(show) as display:
+        while time.monotonic() < ends_at:
+            history = look_at(paths)
+            display.update(history)
+            if not history.state.is_live:
+                return _summary(history)
+            watch.check()
+            time.sleep(POLL_S)
+    raise ServiceError(f"{paths.name}: followed for {FOLLOW_S_MAX:.0f} s, the longest there is")
+
+
+def _summary(history: RunHistory) -> dict[str, Any]:
+    return summarize(history, end_reason(history))
+
+
+class _FlowWatch:
+    """Notices that the flow has gone while the run is still live."""
+
+    def __init__(self, paths: RunPaths, started: Started) -> None:
+        self._paths = paths
+        self._started = started
+        self._asked_at = time.monotonic()
+        self._gone_since: float | None = None
+
+    def check(self) -> None:
+        """Raise `ServiceError` once the flow has been gone for `ORPHAN_S` seconds."""
+        gone = self._why_gone()
+        now = time.monotonic()
+        if gone is None:
+            self._gone_since = None
+        elif self._gone_since is None:
+            self._gone_since = now
+        elif now - self._gone_since > ORPHAN_S:
+            raise ServiceError(
+                f"{self._paths.name} is live, but its flow has ended: {gone}\nSubmit the same "
+                "spec again: a new flow takes the run up where it stands"
+            )
+
+    def _why_gone(self) -> str | None:
+        from holdfast.flows.flow_lock import is_supervised
+
+        process = self._started.process
+        if process is not None and process.poll() is not None:
+            if is_supervised(self._paths.flow_lock):
+                return None
+            log = self._started.log
+            return f"exit status {process.returncode}\n{log_tail(log) if log else ''}"
+        if self._started.flow_run is None or process is not None:
+            return None
+        return self._flow_run_ended()
+
+    def _flow_run_ended(self) -> str | None:
+        """Ask Prefect, at most every `ASK_FLOW_S` seconds; an API that is away says nothing."""
+        from holdfast.flows.deployments import flow_run_state
+        from holdfast.flows.flow_lock import is_supervised
+
+        now = time.monotonic()
+        if self._gone_since is None and now - self._asked_at < ASK_FLOW_S:
+            return None
+        self._asked_at = now
+        assert self._started.flow_run is not None
+        try:
+            name, is_final = flow_run_state(self._started.flow_run)
+        except ServiceError:
+            return None
+        if not is_final or is_supervised(self._paths.flow_lock):
+            return None
+        return f"Prefect's flow run {self._started.flow_run} is {name}"
+
+
+class _Display:
+    """One line that changes on a terminal; a line for each change elsewhere."""
+
+    def __init__(self, show: bool) -> None:
+        self._show = show
+        self._last: object = None
+        self._on_terminal = sys.stderr.isatty()
+        self._status: Any = None
+
+    def __enter__(self) -> _Display:
+        if self._show and self._on_terminal:
+            from rich.console import Console
+
+            self._status = Console(stderr=True).status("waiting")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, history: RunHistory) -> None:
+        """Show where the run is."""
+        if not self._show:
+            return
+        progress = describe_progress(history)
+        if self._status is not None:
+            self._status.update(progress.text)
+        elif progress.key != self._last:
+            warn(progress.text)
+        self._last = progress.key

@@ -1,0 +1,133 @@
+"""Which run or checkpoint is meant, and the index brought up to date with disk before it answers.
+
+Rows are never trusted over folders: what is asked about is first reconciled with the scheduler
+and ingested, so an answer is right also when every flow has long been killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.cli.output import warn
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import (
+    HoldfastError,
+    LineageError,
+    NotFoundError,
+)
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.paths import CheckpointName, RunPaths, default_root, list_runs
+
+# SQLAlchemy and submitit take most of a second to import: only the commands that use them pay.
+if TYPE_CHECKING:
+    from holdfast.lineage.database import Database
+
+WRITER = "cli"
+
+
+def choose_root(root: str | None) -> Path:
+    """The root given, else the default one; absolute."""
+    return Path(root).expanduser().absolute() if root else default_root()
+
+
+def user_name() -> str:
+    """Who runs the command, for the records."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
+
+
+def locate_run(name: str, root: str | None) -> RunPaths:
+    """The run that a folder's path, a folder's name, a spec's name or a uid means.
+
+    Raises `NotFoundError` with the names that come near.
+    """
+    folder = Path(name).expanduser()
+    if (folder / "spec.json").is_file() and ("/" in name or folder.is_absolute()):
+        return RunPaths(folder.absolute())
+    from holdfast.workers.runs import find_run
+
+    home = choose_root(root)
+    for paths in list_runs(home):
+        record = read_document(RunRecord, paths.spec)
+        if record and record.uid == name:
+            return paths
+    return find_run(home, name)
+
+
+def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
+    """Like `locate_run`, and a run of any other root that the index knows.
+
+    Raises `NotFoundError` when neither disk nor index has it.
+    """
+    from holdfast.lineage import queries
+
+    try:
+        return locate_run(name, root)
+    except NotFoundError:
+        if root is not None:
+            raise
+        with contextlib.suppress(NotFoundError):
+            return queries.find_run(database, name).paths
+        raise
+
+
+def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
+    """The run and the directory name of a checkpoint, given as its id or its path.
+
+    The directory need not exist: a deleted checkpoint is still spoken of. Raises
+    `NotFoundError` when `text` is neither.
+    """
+    run, colon, name = text.rpartition(":")
+    if colon and "/" not in name and CheckpointName.parse(name):
+        return locate_run(run, root), name
+    path = Path(text).expanduser().absolute()
+    if path.is_symlink():
+        path = path.resolve()
+    paths = RunPaths(path.parent.parent)
+    if CheckpointName.parse(path.name) and paths.spec.is_file():
+        return paths, path.name
+    raise NotFoundError(
+        f"{text!r}: not a checkpoint; expected <run>:<step-…> as `holdfast checkpoints RUN` lists "
+        "them, or the directory's path"
+    )
+
+
+def refresh(paths: RunPaths, database: Database) -> RunHistory:
+    """Reconcile one run with disk and scheduler, ingest it, and return its history."""
+    from holdfast.lineage.ingest import ingest_run
+
+    history = look_at(paths)
+    ingest_run(database, paths)
+    return history
+
+
+def look_at(paths: RunPaths) -> RunHistory:
+    """The run's history, with what disk and scheduler have to add; other processes may be dead."""
+    from holdfast.workers.reconcile import reconcile
+
+    return reconcile(paths, writer=WRITER)
+
+
+def refresh_all(folders: Iterable[RunPaths], database: Database) -> None:
+    """Refresh every run; one that cannot be read is named and passed over."""
+    for paths in folders:
+        try:
+            refresh(paths, database)
+        except LineageError:
+            raise
+        except HoldfastError as error:
+            warn(f"holdfast: {paths.name}: passed over: {error}")
+
+
+def open_index() -> Database:
+    """The database. Raises `LineageError` with what to do when it cannot be used."""
+    from holdfast.lineage.database import open_database
+
+    return open_database()

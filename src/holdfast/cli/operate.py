@@ -1,0 +1,90 @@
+"""`holdfast relaunch|stop|pause|resume|cancel`: an operator's word to a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.index import locate_run, look_at, user_name
+from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+
+if TYPE_CHECKING:
+    from holdfast.workers.operator import Action
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    for command in (relaunch, stop, pause, resume, cancel):
+        app.command()(command)
+
+
+def relaunch(
+    run: RunArgument,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="GPUs of the next attempt.")
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a run in a new attempt: a live one checkpoints first, an ended one goes on."""
+    _ask(run, "relaunch", root, as_json, gpus=gpus)
+
+
+def stop(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """End a run after one last checkpoint; `relaunch` continues it."""
+    _ask(run, "stop", root, as_json)
+
+
+def pause(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Give a run's GPUs back after one last checkpoint, until `resume`."""
+    _ask(run, "pause", root, as_json)
+
+
+def resume(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Continue a paused run; `relaunch --gpus` does so at another size."""
+    _ask(run, "resume", root, as_json)
+
+
+def cancel(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """End a run for good; what it has committed is kept."""
+    _ask(run, "cancel", root, as_json)
+
+
+def _ask(
+    name: str, action: Action, root: str | None, as_json: bool, *, gpus: int | None = None
+) -> None:
+    """Record the request; see that somebody is there to act on it; answer."""
+    from holdfast.workers import operator
+
+    paths = locate_run(name, root)
+    look_at(paths)
+    message = operator.request(paths, action, by=user_name(), gpus=gpus)
+    started = _start_if_needed(paths, action)
+    facts: dict[str, Any] = {
+        "run": paths.name,
+        "action": action,
+        "gpus": gpus,
+        "message": message,
+        "state": load_history(paths).state.value,
+        **started,
+    }
+    answer(facts, as_json, lambda data: typer.echo(data["message"]))
+
+
+def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:
+    """Start a flow for a request to go on; while one is there, the request alone suffices."""
+    from holdfast.flows.flow_lock import is_supervised
+    from holdfast.flows.start import Started, start_flow
+
+    goes_on = action in {"relaunch", "resume"}
+    started = Started()
+    if goes_on and not is_supervised(paths.flow_lock):
+        started = start_flow(paths)
+    if started.warning:
+        warn(f"holdfast: {started.warning}")
+    return started.as_json()

@@ -1,0 +1,200 @@
+"""`holdfast submit` and `holdfast fork`: a run begins."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.follow import follow_run
+from holdfast.cli.index import (
+    choose_root,
+    locate_checkpoint,
+    look_at,
+    open_index,
+    user_name,
+)
+from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec; repeatable."),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Follow the run until it has ended.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(submit)
+    app.command()(fork)
+
+
+def submit(
+    spec: Annotated[Path, typer.Argument(help="The run spec, a TOML or YAML file.")],
+    overrides: Overrides = None,
+    wait: Wait = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the first request as JSON; queue nothing.")
+    ] = False,
+    skip_preflight: Annotated[
+        bool,
+        typer.Option(
+            "--skip-preflight",
+            help="Leave the checks to the flow, where the cluster cannot be reached from here.",
+        ),
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a run, or attach to the live one that has the same name and spec."""
+    from holdfast.flows.parameters import load_spec
+
+    run_spec, home = load_spec(spec, overrides or ()), choose_root(root)
+    if dry_run:
+        answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
+        return
+    if not skip_preflight:
+        check_everything(run_spec, home)
+    from holdfast.workers.runs import attach_or_create
+
+    paths, created = attach_or_create(run_spec, home, created_by=user_name())
+    start_and_follow(paths, created=created, wait=wait, as_json=as_json)
+
+
+def fork(
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint to begin from: id or path.")],
+    name: Annotated[str, typer.Option("--name", help="The new run's name.")],
+    overrides: Overrides = None,
+    wait: Wait = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Begin a new run, under another name, from a committed checkpoint."""
+    from holdfast.flows.parameters import load_spec
+    from holdfast.workers.runs import ForkPoint, create_run, newest_generation
+
+    parent, directory = locate_checkpoint(checkpoint, root)
+    manifest = committed_manifest(parent, directory)
+    table = {**load_history(parent).record.spec, "name": name}
+    run_spec = load_spec(table, overrides or ())
+    home = choose_root(root) if root else parent.directory.parent
+    if newest_generation(home, run_spec.name) is not None:
+        raise RunConflictError(
+            f"{run_spec.name}: there is a run of this name under {home}; give another --name"
+        )
+    check_everything(run_spec, home)
+    origin = ForkPoint(
+        checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
+    )
+    paths = create_run(run_spec, home, created_by=user_name(), forked=origin)
+    record = load_history(paths).record
+    with JournalWriter(parent.journal_of("cli")) as journal:
+        journal.append(
+            EventKind.FORKED, checkpoint=directory, into_uid=record.uid, into_run=paths.name
+        )
+    start_and_follow(paths, created=True, wait=wait, as_json=as_json)
+
+
+def first_request(spec: RunSpec, root: Path) -> Request:
+    """What the first attempt would ask for. Nothing on disk changes; the uid is made up."""
+    from holdfast.workers.request import build_request
+
+    record = RunRecord(
+        uid="0" * 32,
+        run=spec.name,
+        name=spec.name,
+        root=str(root),
+        created_at=0.0,
+        spec=spec.model_dump(mode="json"),
+        spec_digest=spec.digest,
+    )
+    return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
+
+
+def check_everything(spec: RunSpec, root: Path) -> None:
+    """Find what would refuse the run later: cluster, program, root, database, Prefect.
+
+    Raises the error of the first part that has problems; nothing has been created then.
+    """
+    from holdfast.flows.start import has_service
+    from holdfast.workers.preflight import check
+
+    check(spec, root)
+    open_index().close()
+    if has_service():
+        from holdfast.flows.deployments import check_service
+
+        check_service()
+
+
+def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
+    """The manifest of a checkpoint that can be begun from.
+
+    Raises `NotFoundError` when there is no such directory and `CheckpointError` when it was
+    never committed.
+    """
+    folder = paths.checkpoint(directory)
+    if not folder.is_dir():
+        known = [path.name for path in paths.list_checkpoints()[-5:]]
+        raise NotFoundError(
+            f"{paths.name} has no checkpoint {directory}; the newest there are: "
+            f"{', '.join(known) or 'none'}"
+        )
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(
+            f"{folder} was never committed (no manifest.json); choose one that `holdfast "
+            f"checkpoints {paths.name}` lists as committed"
+        )
+    return manifest
+
+
+def start_and_follow(paths: RunPaths, *, created: bool, wait: bool, as_json: bool) -> None:
+    """Start a flow for the run unless one lives or nothing is left to do; then follow or end."""
+    from holdfast.flows.flow_lock import is_supervised
+    from holdfast.flows.start import Started, start_flow
+
+    history = look_at(paths)
+    started = Started()
+    if history.state.is_live and not is_supervised(paths.flow_lock):
+        started = start_flow(paths)
+    if started.warning:
+        warn(f"holdfast: {started.warning}")
+    facts: dict[str, Any] = {
+        "run": paths.name,
+        "uid": history.record.uid,
+        "directory": str(paths.directory),
+        "created": created,
+        "state": history.state.value,
+        "submitted_at": time.time(),
+        **started.as_json(),
+    }
+    if wait:
+        ended = follow_run(paths, started, show=not as_json)
+        facts.update(ended)
+        answer(facts, as_json, _render_end)
+        raise typer.Exit(0 if facts["state"] == "completed" else 1)
+    answer(facts, as_json, _render_submitted)
+
+
+def _render_submitted(facts: dict[str, Any]) -> None:
+    verb = "created" if facts["created"] else "attached to"
+    typer.echo(f"{verb} run {facts['run']} at {facts['directory']}")
+    if facts["url"]:
+        typer.echo(f"flow run: {facts['url']}")
+    elif facts["log"]:
+        typer.echo(f"supervised by process {facts['pid']}; its log is {facts['log']}")
+    typer.echo(f"`holdfast show {facts['run']}` says how it goes")
+
+
+def _render_end(facts: dict[str, Any]) -> None:
+    typer.echo(f"{facts['run']} {facts['state']}: {facts['reason']}")

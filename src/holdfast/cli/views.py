@@ -1,0 +1,204 @@
+"""`holdfast runs|show|checkpoints|lineage`: what there is and how it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.index import (
+    choose_root,
+    locate_known,
+    open_index,
+    refresh,
+    refresh_all,
+)
+from holdfast.cli.operate import RunArgument
+from holdfast.cli.output import (
+    AsJson,
+    RootOption,
+    answer,
+    bytes_text,
+    print_facts,
+    print_table,
+    seconds_text,
+    time_text,
+    warn,
+)
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.states import RunState
+
+DIGEST_CHARACTERS = 12
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    for command in (runs, show, checkpoints, lineage):
+        app.command()(command)
+
+
+def runs(
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="So many at most; all unless given.")
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs, newest first: those under the root, and all that the index knows."""
+    from holdfast.lineage import queries
+
+    home = choose_root(root)
+    with open_index() as database:
+        refresh_all(list_runs(home), database)
+        known = queries.list_runs(database)
+        elsewhere = [
+            RunPaths(choose_root(row["path"]))
+            for row in known
+            if RunState(row["state"]).is_live and row["root"] != str(home.resolve())
+        ]
+        refresh_all([paths for paths in elsewhere if paths.spec.is_file()], database)
+        found = queries.list_runs(database, root=home if root else None, limit=limit)
+    answer(found, as_json, _render_runs)
+
+
+def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Show one run: its state, its attempts with their causes, where its time went."""
+    from holdfast.lineage import queries
+
+    with open_index() as database:
+        directory = _brought_up_to_date(run, root, database)
+        answer(queries.show_run(database, directory), as_json, _render_run)
+
+
+def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """List a run's checkpoints, oldest first, each with the reason that keeps it."""
+    from holdfast.lineage import queries
+
+    with open_index() as database:
+        directory = _brought_up_to_date(run, root, database)
+        answer(queries.list_checkpoints(database, directory), as_json, _render_checkpoints)
+
+
+def lineage(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Show what a run came from and what came of it, as nodes and edges."""
+    from holdfast.lineage import queries
+
+    with open_index() as database:
+        directory = _brought_up_to_date(run, root, database)
+        answer(queries.lineage_graph(database, directory), as_json, render_lineage)
+
+
+def _brought_up_to_date(run: str, root: str | None, database: Any) -> str:
+    """The folder of the run that is meant, its rows in line with disk and scheduler."""
+    paths = locate_known(run, root, database)
+    if paths.spec.is_file():
+        refresh(paths, database)
+    else:
+        warn(f"holdfast: {paths.directory} is gone; shown as the index last knew it")
+    return str(paths.directory)
+
+
+def _render_runs(found: list[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            row["run"],
+            row["state"],
+            row["step"],
+            row["attempts"],
+            row["world_size"],
+            row["cause"],
+            time_text(row["created_at"]),
+            row["root"],
+        )
+        for row in found
+    ]
+    print_table(("run", "state", "step", "attempts", "GPUs", "cause", "created", "root"), rows)
+
+
+def _render_run(run: Mapping[str, Any]) -> None:
+    good = run["goodput"]
+    print_facts(
+        {
+            "run": run["run"],
+            "state": run["state"],
+            "reason": run["reason"],
+            "step": run["step"],
+            "folder": run["path"],
+            "created": f"{time_text(run['created_at'])} by {run['created_by']}",
+            "forked from": run["forked_from"],
+            "flow run": run["flow_run"],
+            "spec digest": _short(run["spec_digest"]),
+            "command digest": _short(run["command_digest"]),
+            "ETTR": f"{good['ettr']:.3f}",
+            "steps lost": good["steps_lost"],
+            "time": ", ".join(
+                f"{part} {seconds_text(good[f'{part}_s'])}"
+                for part in ("queued", "starting", "training", "blocked", "lost", "stopped")
+            ),
+            "GPU hours": f"{good['gpu_hours']:.2f}",
+            "cost": None if good["cost"] is None else f"{good['cost']:.2f} {good['currency']}",
+        }
+    )
+    headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
+    print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
+    _print_failures(run["attempts"])
+
+
+def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
+    steps = None
+    if attempt["first_step"] is not None:
+        steps = f"{attempt['first_step']}–{attempt['last_step'] or ''}"
+    return (
+        attempt["number"],
+        attempt["state"],
+        attempt["cause"],
+        attempt["world_size"],
+        steps,
+        attempt["resumed_from"],
+        attempt["job_id"],
+        time_text(attempt["started_at"]),
+    )
+
+
+def _print_failures(attempts: list[Mapping[str, Any]]) -> None:
+    """What the last attempt that ended badly had to say."""
+    ended = [a for a in attempts if a["cause"] not in {None, "preemption", "operator"}]
+    if not ended:
+        return
+    last = ended[-1]
+    for line in last["evidence"]:
+        typer.echo(f"attempt {last['number']}: {line}")
+    if last["traceback"]:
+        typer.echo(last["traceback"].rstrip())
+
+
+def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            row["id"],
+            row["step"],
+            row["state"],
+            row["reason"],
+            row["world_size"],
+            bytes_text(row["bytes"]),
+            seconds_text(row["blocked_s"]),
+            seconds_text(row["flush_s"]),
+            time_text(row["committed_at"]),
+        )
+        for row in found
+    ]
+    headings = ("checkpoint", "step", "state", "kept because", "GPUs", "size", "blocked", "flush")
+    print_table((*headings, "committed"), rows)
+
+
+def render_lineage(graph: Mapping[str, Any]) -> None:
+    """The graph as one line for each edge, and the nodes that no edge touches."""
+    edges = [(edge["from"], edge["kind"], edge["to"]) for edge in graph["edges"]]
+    touched = {end for edge in edges for end in (edge[0], edge[2])}
+    alone = [(node["id"], node["kind"], "") for node in graph["nodes"] if node["id"] not in touched]
+    print_table(("from", "", "to"), [*edges, *alone])
+
+
+def _short(digest: str | None) -> str | None:
+    return digest[:DIGEST_CHARACTERS] if digest else None
