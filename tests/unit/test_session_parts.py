@@ -1,0 +1,186 @@
+"""The session's small pure parts: cadence, command line, folder, settings, metrics, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts.board import Board
+from holdfast.contracts.errors import HoldfastError, SpecError
+from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.trainer.cadence import AUTO_INTERVAL_S, Cadence, Interval
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.config import config
+from holdfast.trainer.link import choose_directory
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.program import program_argv
+from holdfast.trainer.signals import FailureRecord, SignalFlags
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (50, Interval(steps=50)),
+        ("50", Interval(steps=50)),
+        ("300s", Interval(seconds=300)),
+        ("10m", Interval(seconds=600)),
+        ("auto", Interval(seconds=AUTO_INTERVAL_S)),
+    ],
+)
+def test_intervals_are_read(given: int | str, expected: Interval) -> None:
+    assert Interval.parse(given) == expected
+
+
+@pytest.mark.parametrize("given", [0, "soon", "0", "-5"])
+def test_an_interval_that_cannot_be_meant_is_refused(given: int | str) -> None:
+    with pytest.raises(SpecError, match="expected"):
+        Interval.parse(given)
+
+
+def test_steps_are_due_at_multiples_whatever_was_resumed() -> None:
+    cadence = Cadence(Interval(steps=10), step=13, now=0.0)
+    assert [step for step in range(14, 21) if cadence.is_due(step)] == [20]
+    assert cadence.decide(20, 5.0) == (True, 30)
+    cadence.settle(20, 30, saved=True, now=5.0)
+    assert not cadence.is_due(29)
+
+
+@pytest.mark.parametrize("slow_down", [1.0, 0.2, 7.0])
+def test_seconds_are_kept_though_steps_change_their_pace(slow_down: float) -> None:
+    cadence = Cadence(Interval(seconds=100), step=0, now=0.0)
+    now, saves, meetings = 0.0, [], 0
+    for step in range(1, 20_000):
+        now += 0.1 if step < 2500 else 0.1 * slow_down
+        if cadence.is_due(step):
+            meetings += 1
+            save, next_step = cadence.decide(step, now)
+            cadence.settle(step, next_step, saved=save, now=now)
+            saves += [now] if save else []
+    gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]
+    assert len(gaps) > 3
+    assert all(90 <= gap <= 102 + 50 * slow_down for gap in gaps)
+    # Only the gap in which the pace changed may be off by much: half of it was planned before.
+    assert sorted(gaps)[len(gaps) // 2] == pytest.approx(100, abs=4)
+    assert meetings <= 12 * len(saves) + 12
+
+
+@pytest.mark.parametrize(
+    ("original", "expected"),
+    [
+        (["python", "-u", "train.py", "a", "-m"], ["train.py", "a", "-m"]),
+        (["python", "-m", "pkg.train", "x"], ["-m", "pkg.train", "x"]),
+        (["python", "-um", "pkg.train"], ["-m", "pkg.train"]),
+        (["python", "-X", "dev", "-Wignore", "-W", "error", "t.py"], ["t.py"]),
+        (["python", "--check-hash-based-pycs", "always", "t.py"], ["t.py"]),
+        (["python", "-c", "print()", "x"], ["-c", "print()", "x"]),
+        (["python"], []),
+    ],
+)
+def test_the_programs_own_command_line(original: list[str], expected: list[str]) -> None:
+    assert program_argv(original) == expected
+
+
+def test_where_a_run_without_an_agent_lives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert choose_directory(None, {}, "train") == tmp_path / "runs" / "train"
+    assert choose_directory(None, {"HOLDFAST_ROOT": "/data"}, "train") == Path("/data/train")
+    assert choose_directory("here", {"HOLDFAST_ROOT": "/data"}, "train") == tmp_path / "here"
+
+
+def test_settings_come_from_the_environment_before_the_spec(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text('name = "x"\n[config]\nsteps = 3\n')
+    monkeypatch.delenv("HOLDFAST_CONFIG", raising=False)
+    assert config(spec) == {"steps": 3}
+    monkeypatch.setenv("HOLDFAST_CONFIG", '{"steps": 4}')
+    assert config(spec) == {"steps": 4}
+
+
+@pytest.mark.parametrize("given", ["[1]", "{", "3"])
+def test_settings_that_are_no_table_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_CONFIG", given)
+    with pytest.raises(SpecError, match="HOLDFAST_CONFIG"):
+        config()
+
+
+def test_settings_without_a_source_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HOLDFAST_CONFIG", raising=False)
+    with pytest.raises(SpecError, match="expected"):
+        config()
+    with pytest.raises(SpecError, match="cannot be read"):
+        config(tmp_path / "none.toml")
+
+
+def test_the_recorder_writes_lines_and_metrics(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "journal" / "rank0.jsonl", tmp_path / "metrics" / "m.jsonl")
+    recorder.event(EventKind.NOTE, text="hello")
+    recorder.log(7, {"loss": 1.5, "bad": float("nan")})
+    recorder.close()
+    events, _ = read_journal(tmp_path / "journal" / "rank0.jsonl")
+    assert [event.data for event in events] == [{"text": "hello"}]
+    line = json.loads((tmp_path / "metrics" / "m.jsonl").read_text())
+    assert (line["step"], line["loss"], line["bad"]) == (7, 1.5, "nan")
+    assert recorder.latest == {"loss": 1.5}
+
+
+def test_an_error_on_rank_0_is_raised_as_it_is() -> None:
+    def fail() -> int:
+        raise SpecError("no")
+
+    ranks = Ranks()
+    with pytest.raises(SpecError, match="no"):
+        ranks.share(fail)
+    with pytest.raises(HoldfastError, match="no"):
+        ranks.gather(fail)
+    assert ranks.gather(lambda: 3) == [3]
+    assert ranks.largest([True, 5]) == [1, 5]
+
+
+def test_a_signal_is_one_word_on_the_board() -> None:
+    board, handle = Board.create(1)
+    before = signal.getsignal(signal.SIGTERM)
+    flags = SignalFlags(board.record(0))
+    signal.raise_signal(signal.SIGTERM)
+    assert board.signals == signal.SIGTERM
+    flags.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    board.close()
+    os.close(handle)
+
+
+def test_an_exception_is_written_where_torchrun_looks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    record = FailureRecord()
+    error: Exception | None = None
+    try:
+        raise ValueError("a bad batch")
+    except ValueError as caught:
+        error = caught
+    trace = error.__traceback__
+    record.write(error)
+    record.close()
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ValueError: a bad batch"
+    assert "test_session_parts.py" in message["extraInfo"]["py_callstack"]
+    assert error.__traceback__ is trace
+
+
+def test_importing_the_trainer_does_not_import_torch() -> None:
+    code = "import sys, holdfast.trainer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,250 @@
+"""What a checkpoint holds of a program: plain state, random states, optimizer state."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer import plain, rng
+from holdfast.trainer.optimizers import materialise
+from holdfast.trainer.train_state import Progress, TrainState
+
+
+class Holder:
+    """An extra with any state at all."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def round_trip(value: Any) -> Any:
+    document, tensors = plain.encode(value, "x")
+    return plain.decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
+
+
+def test_plain_state_comes_back_as_it_was() -> None:
+    state = {
+        "list": [1, 2.5, True, None, "text"],
+        "tuple": (1, (2, "b")),
+        "milestones": Counter({10: 1, 20: 2}),
+        "bytes": b"\x00\xff",
+        "scalar": np.float64(1.5),
+        "$holdfast": "a key of ours as the user's own",
+    }
+    back = round_trip(state)
+    assert back == {**state, "milestones": {10: 1, 20: 2}}
+    assert isinstance(back["tuple"], tuple)
+
+
+def test_numbers_that_json_lacks_come_back() -> None:
+    back = round_trip([float("inf"), float("-inf"), float("nan")])
+    assert back[0] == float("inf")
+    assert back[1] == float("-inf")
+    assert back[2] != back[2]
+
+
+def test_tensors_and_arrays_travel_beside_the_document() -> None:
+    value = {"a": [torch.ones(3), np.arange(4)], 7: torch.zeros(2, dtype=torch.bfloat16)}
+    document, tensors = plain.encode(value, "extra.x")
+    assert set(tensors) == {"extra.x.a.0", "extra.x.a.1", "extra.x.7"}
+    back = plain.decode(document, tensors)
+    assert torch.equal(back["a"][0], value["a"][0])  # type: ignore[index]
+    assert np.array_equal(back["a"][1], np.arange(4))
+    blank = plain.templates(document, {})
+    assert {name: (t.shape, t.dtype) for name, t in blank.items()} == {
+        name: (t.shape, t.dtype) for name, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, {"deep": [{"x": complex(1)}]}])
+def test_what_only_a_pickle_could_hold_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^extra\.x.* cannot be saved without a pickle"):
+        plain.encode(value, "extra.x")
+
+
+def test_state_that_holds_itself_is_refused() -> None:
+    knot: list[Any] = []
+    knot.append(knot)
+    with pytest.raises(CheckpointError, match="does it hold itself"):
+        plain.encode(knot, "x")
+
+
+def draw() -> tuple[Any, ...]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.normal()),
+        int(np.random.randint(1 << 30)),
+        torch.randn(3).tolist(),
+    )
+
+
+def test_random_states_come_back_exactly() -> None:
+    rng.reseed(3, 1, 100)
+    # One draw of each first, so that the second halves of Gaussian pairs are pending.
+    draw()
+    saved = rng.capture()
+    expected = draw()
+    rng.reseed(9, 9, 9)
+    assert draw() != expected
+    blank = rng.empty_like_saved(saved)
+    for kind, tensor in blank.items():
+        assert (tensor.shape, tensor.dtype) == (saved[kind].shape, saved[kind].dtype)
+        tensor.copy_(saved[kind])
+    rng.restore(blank)
+    assert draw() == expected
+
+
+def test_ranks_and_steps_are_seeded_apart() -> None:
+    drawn = []
+    for rank, step in [(0, 10), (1, 10), (0, 11), (0, 10)]:
+        rng.reseed(0, rank, step)
+        drawn.append(draw())
+    assert drawn[0] == drawn[3]
+    assert len({str(each) for each in drawn}) == 3
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.AdamW(p, lr=0.1),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    lambda p: torch.optim.NAdam(p, lr=0.1),
+    lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
+    lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1), amsgrad=True),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_made_state_changes_nothing_that_training_sees(make: Any) -> None:
+    trained = []
+    for is_made in (False, True):
+        model = small()
+        optimizer = make(model.parameters())
+        if is_made:
+            assert materialise(optimizer) == 4
+            assert materialise(optimizer) == 0
+        for number in range(5):
+            model(torch.full((3, 4), 0.1 * number)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*trained)
+
+
+def test_made_state_leaves_gradients_and_other_parameters_alone() -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    first, untouched = model[0].weight, model[1].weight
+    first.grad = torch.ones_like(first)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    steps = optimizer.state[first]["step"].item()
+    assert materialise(optimizer) == 3
+    assert first.grad is not None
+    assert untouched.grad is None
+    assert optimizer.state[first]["step"].item() == steps
+    assert optimizer.state[untouched]["step"].item() == 0
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def make_state(rank: int, world_size: int, extra: Any) -> tuple[TrainState, nn.Module, Any]:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    state = TrainState(model, [optimizer], scheduler, extra, rank=rank, world_size=world_size)
+    return state, model, scheduler
+
+
+def train(model: nn.Module, scheduler: Any) -> None:
+    model(torch.randn(3, 4)).sum().backward()
+    scheduler.optimizer.step()
+    scheduler.optimizer.zero_grad()
+    scheduler.step()
+
+
+def copy_into(target: dict[str, Any], source: dict[str, Any]) -> None:
+    for key, value in target.items():
+        if isinstance(value, dict):
+            copy_into(value, source[key])
+        elif isinstance(value, torch.Tensor):
+            value.copy_(source[key])
+        else:
+            target[key] = source[key]
+
+
+def test_a_program_comes_back_whole() -> None:
+    ema = Holder({"weights": [torch.arange(3.0)], "decay": 0.99})
+    state, model, scheduler = make_state(0, 1, {"ema": ema})
+    for _ in range(3):
+        train(model, scheduler)
+    tensors, document = state.capture(Progress(step=3, seed=0, best={"value": 1.5}))
+    tensors = {k: dict(v) for k, v in tensors.items()}
+    document = json.loads(json.dumps(document))
+    expected = torch.randn(2)
+
+    other = Holder({"weights": [torch.zeros(3)], "decay": 0.0})
+    again, model_2, scheduler_2 = make_state(0, 1, {"ema": other})
+    target = again.template(document)
+    assert {k: set(v) for k, v in target.items()} == {k: set(v) for k, v in tensors.items()}
+    copy_into(target, tensors)
+    restored = again.apply(target, document)
+    assert restored.parts == ("model", "optimizer", "scheduler", "extra.ema", "rng")
+    assert torch.equal(torch.randn(2), expected)
+    assert other.state["decay"] == 0.99
+    assert torch.equal(other.state["weights"][0], torch.arange(3.0))
+    assert scheduler_2.last_epoch == 3
+    torch.manual_seed(5)
+    train(model, scheduler)
+    torch.manual_seed(5)
+    train(model_2, scheduler_2)
+    for one, two in zip(model.parameters(), model_2.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_new_rank_is_reseeded_and_a_lost_ranks_state_is_read() -> None:
+    state, _, _ = make_state(0, 2, {})
+    tensors, document = state.capture(Progress(step=0, seed=0))
+    wider, _, _ = make_state(2, 4, {})
+    target = wider.template(document)
+    assert "rng" not in target
+    assert wider.apply(target, document).reseeded
+    narrower, _, _ = make_state(0, 1, {})
+    assert set(narrower.template(document)["rng"]) == {"rank00000", "rank00001"}
+    assert set(tensors["rng"]) == {"rank00000"}
+
+
+def test_extras_that_came_or_went_are_named() -> None:
+    state, _, _ = make_state(0, 1, {"gone": Holder({"x": torch.ones(2)})})
+    tensors, document = state.capture(Progress(step=0, seed=0))
+    again, _, _ = make_state(0, 1, {"new": Holder({})})
+    target = again.template(document)
+    assert set(target["extra"]) == {"gone.x"}
+    copy_into(target, tensors)
+    restored = again.apply(target, document)
+    assert restored.missing == ("extra.new",)
+    assert restored.unused == ("extra.gone",)
+
+
+def test_a_document_of_another_format_is_refused() -> None:
+    state, _, _ = make_state(0, 1, {})
+    with pytest.raises(CheckpointError, match="format 99"):
+        state.template({"format": 99})
