@@ -4,8 +4,9 @@ Two conversations use it, both with the flusher:
 
 rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
     hello  {rank, local_rank, local_ranks, incarnation}            → welcome {}
-    slots  {bytes}      → slots {} with `SLOTS_PER_RANK` descriptors
-    sealed {slot, step}                                            (no answer: see the slot)
+    slots  {bytes}      → slots {numbers} with `SLOTS_PER_RANK` descriptors
+    sealed {step}                                                  (no answer: see the slot)
+    skipped {step}                     no slot was free: the step cannot become complete here
 
 keeper (the agent, or the Session that started the flusher) ↔ flusher, on an inherited socket
     keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
@@ -13,6 +14,8 @@ keeper (the agent, or the Session that started the flusher) ↔ flusher, on an i
     drain  {timeout_s}  → drained {committed: [steps], failed: [{step, error}]}
     committed {step, checkpoint, bytes, flush_s} / failed {step, checkpoint, error}
                                                                    flusher → keeper, as they occur
+    A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
+    its memory although a keeper still holds it; such a one need not be given back.
     The keeper closing its end tells the flusher to finish what is sealed and leave.
 """
 

@@ -1,0 +1,312 @@
+"""The checkpoint engine: what a rank calls to save, to learn what became of it, and to load.
+
+A save is planned together once. After that it is a copy into memory and a seal, without a word
+to another rank; the node's flusher does the rest while training goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import DamagedCheckpointError, SaveError
+from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
+from holdfast.contracts.slots import SlotState
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.layout import (
+    TRAIN_STATE_BYTES_MAX,
+    Layout,
+    check_unchanged,
+    files_of,
+    flatten,
+)
+from holdfast.trainer.planning import all_or_none, plan_together
+from holdfast.trainer.reader import LoadReport, load_state
+from holdfast.trainer.staging import FlusherLink, Stage, StagedSlot
+
+SAVE_TIMEOUT_S: Final = 1800.0
+POLL_S: Final = 0.002
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What became of one save: committed, or the reason why not."""
+
+    step: int
+    checkpoint: str
+    committed: bool
+    error: str | None = None
+
+
+class CheckpointEngine:
+    """One rank's saves and loads.
+
+    `flusher` is the socket name of the node's flusher, called at the first save. `group` is a
+    gloo group over all ranks, or None for a single process.
+    """
+
+    def __init__(
+        self,
+        *,
+        flusher: str,
+        run: RunPaths,
+        identity: Identity,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._run, self._identity, self._group = run, identity, group
+        self._link = FlusherLink(flusher, identity)
+        self._layout: Layout | None = None
+        self._stage: Stage | None = None
+        self._in_flight: dict[StagedSlot, CheckpointName] = {}
+        self._results: list[SaveResult] = []
+        self._last_committed: str | None = None
+
+    @property
+    def last_committed(self) -> str | None:
+        """Directory name of the newest save of this engine known to be committed."""
+        self._collect()
+        return self._last_committed
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps that are staged and neither committed nor failed yet."""
+        self._collect()
+        return tuple(sorted(name.step for name in self._in_flight.values()))
+
+    def save(
+        self,
+        state: dict[str, Any],
+        train_state: Mapping[str, Any],
+        *,
+        step: int,
+        reason: str,
+        parent: str | None,
+        metrics: Mapping[str, float] | None = None,
+        must: bool = False,
+        timeout_s: float = SAVE_TIMEOUT_S,
+        rebuild: bool = False,
+    ) -> str | None:
+        """Stage `state` as the checkpoint of `step` and return its directory name.
+
+        All ranks call it after the same step. On return the state may change; `poll` tells when
+        it is committed. `train_state` is JSON, written by rank 0. None means that both slots are
+        still being written and this save was passed over; with `must` it waits for a free one.
+        The first save plans with all ranks, and so does one with `rebuild`; others plan nothing.
+        Raises `SaveError` when the state cannot be saved, is another than was planned, does not
+        fit into memory, or no slot came free within `timeout_s` seconds.
+        """
+        began = time.monotonic()
+        layout, stage = self._layout, self._stage
+        if layout is None or stage is None or rebuild:
+            layout, stage = self._build(state, timeout_s)
+        flat = flatten(state)
+        check_unchanged(layout, flat)
+        document = self._encode_train_state(train_state)
+        staged = self._take_slot(stage, step, timeout_s if must else 0.0)
+        if staged is None and must:
+            raise SaveError(
+                f"step {step}: no staging slot came free within {timeout_s:.0f} s, steps "
+                f"{list(self.in_flight)} are still being written; storage may be hanging"
+            )
+        if staged is None:
+            self._link.notify("skipped", step=step)
+            return None
+        name = CheckpointName(step, self._identity.attempt, self._identity.incarnation)
+        try:
+            staged.fill(flat, document)
+        except BaseException:
+            staged.slot.state = SlotState.EMPTY
+            raise
+        table = self._make_table(name, layout, document, time.monotonic() - began)
+        if self._identity.rank == 0:
+            table["manifest"] = self._manifest_facts(name, reason, parent, metrics)
+        staged.slot.seal(table)
+        self._in_flight[staged] = name
+        self._link.notify("sealed", step=step)
+        return str(name)
+
+    def poll(self) -> list[SaveResult]:
+        """Results since the last call, oldest first; reads shared memory and nothing else."""
+        self._collect()
+        results, self._results = self._results, []
+        return results
+
+    def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> list[SaveResult]:
+        """Wait until nothing of this rank is in flight; returns results as `poll` does.
+
+        After `timeout_s` seconds it returns what there is; `in_flight` then names the rest.
+        """
+        give_up = time.monotonic() + timeout_s
+        while self.in_flight and time.monotonic() < give_up:
+            time.sleep(POLL_S)
+        return self.poll()
+
+    def load(self, directory: Path, state: dict[str, Any], *, strict: bool = True) -> LoadReport:
+        """Load a checkpoint, ours or stock DCP's, in place into `state`; see `load_state`."""
+        return load_state(directory, state, group=self._group, strict=strict)
+
+    def close(self) -> None:
+        """Let slots and flusher go; what is sealed is committed all the same."""
+        if self._stage is not None:
+            self._collect()
+            self._stage.close()
+            self._stage = self._layout = None
+            self._in_flight.clear()
+        self._link.close()
+
+    # --- the layout, together with all ranks ----------------------------------------------
+
+    def _build(self, state: dict[str, Any], timeout_s: float) -> tuple[Layout, Stage]:
+        """Plan with all ranks and get slots for the plan; all succeed or all raise."""
+        layout = plan_together(
+            state,
+            identity=self._identity,
+            group=self._group,
+            prepare=lambda: self._settle_old_stage(timeout_s),
+        )
+        pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in flatten(state).values())
+        stage = all_or_none(self._group, "slots", lambda: Stage(self._link, layout, pin=pin))
+        self._layout, self._stage = layout, stage
+        return layout, stage
+
+    def _settle_old_stage(self, timeout_s: float) -> None:
+        """Before a new plan: what was staged by the old one must be written, then let go."""
+        if self._stage is None:
+            return
+        self._results = self.wait(timeout_s)
+        if self._in_flight:
+            raise SaveError(
+                f"steps {list(self.in_flight)} were not written within {timeout_s:.0f} s, so the "
+                "layout cannot be built anew; storage may be hanging"
+            )
+        self._stage.close()
+        self._stage = self._layout = None
+
+    # --- one save -------------------------------------------------------------------------
+
+    def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._collect()
+            staged = stage.free()
+            if staged is not None:
+                staged.slot.begin(step)
+                return staged
+            if time.monotonic() >= give_up:
+                return None
+            time.sleep(POLL_S)
+
+    def _collect(self) -> None:
+        """Move what the flusher has decided from the slots to the results."""
+        for staged, name in sorted(self._in_flight.items(), key=lambda item: item[1]):
+            state = staged.slot.state
+            if state is SlotState.DONE:
+                self._results.append(SaveResult(name.step, str(name), True))
+                self._last_committed = str(name)
+            elif state is SlotState.FAILED:
+                self._results.append(SaveResult(name.step, str(name), False, staged.slot.error))
+            else:
+                continue
+            del self._in_flight[staged]
+
+    def _encode_train_state(self, train_state: Mapping[str, Any]) -> bytes | None:
+        if self._identity.rank != 0:
+            return None
+        try:
+            content = to_json(dict(train_state))
+        except (TypeError, ValueError) as error:
+            raise SaveError(
+                f"the train state is not JSON: {error}; put tensors into the state, and numbers, "
+                "text, lists and mappings here"
+            ) from error
+        if len(content) > TRAIN_STATE_BYTES_MAX:
+            raise SaveError(
+                f"the train state is {len(content)} bytes of JSON, expected "
+                f"{TRAIN_STATE_BYTES_MAX} or less; put bulk into the state as tensors"
+            )
+        return content
+
+    def _make_table(
+        self, name: CheckpointName, layout: Layout, document: bytes | None, blocked_s: float
+    ) -> dict[str, Any]:
+        who = self._identity
+        files = files_of(layout, None if document is None else len(document))
+        return {
+            "run_directory": str(self._run.directory.absolute()),
+            "checkpoint": str(name),
+            "step": name.step,
+            "rank": who.rank,
+            "local_rank": who.local_rank,
+            "local_ranks": who.local_ranks,
+            "node": who.node,
+            "nodes": who.nodes,
+            "world_size": who.world_size,
+            "staged_at": time.time(),
+            "blocked_s": blocked_s,
+            "files": [{"path": f.path, "offset": f.offset, "bytes": f.bytes} for f in files],
+        }
+
+    def _manifest_facts(
+        self,
+        name: CheckpointName,
+        reason: str,
+        parent: str | None,
+        metrics: Mapping[str, float] | None,
+    ) -> dict[str, Any]:
+        who = self._identity
+        return {
+            "run_uid": who.run_uid,
+            "run": who.run,
+            "name": str(name),
+            "step": name.step,
+            "attempt": who.attempt,
+            "incarnation": who.incarnation,
+            "world_size": who.world_size,
+            "parent": parent,
+            "reason": reason,
+            "command_digest": who.command_digest,
+            "versions": _versions(),
+            "topology": {"nodes": who.nodes, "ranks_per_node": who.local_ranks},
+            "metrics": {key: float(value) for key, value in (metrics or {}).items()},
+        }
+
+
+def read_train_state(directory: Path) -> dict[str, Any]:
+    """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
+
+    Raises `DamagedCheckpointError` when the file is there and is not a JSON object.
+    """
+    path = directory / TRAIN_STATE
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise DamagedCheckpointError(
+            f"{path}: not JSON: {error}; resume from another checkpoint",
+            damaged=[f"{TRAIN_STATE}: {error}"],
+        ) from error
+    if not isinstance(parsed, dict):
+        raise DamagedCheckpointError(
+            f"{path}: holds a {type(parsed).__name__}, expected a JSON object",
+            damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
+        )
+    return parsed
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "holdfast": importlib.metadata.version("holdfast"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }

@@ -1,0 +1,110 @@
+"""Which staged steps to write and which to give up: a pure function of what the slots say.
+
+A step is written when every local rank has sealed it, whether or not a rank still lives. It is
+given up when one of them never will: it ended, had no free slot, went on to a later step, or
+belongs to an incarnation that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.contracts.slots import SlotState
+
+SlotKey = tuple[int, int, int]
+"""(incarnation, rank, slot number)"""
+
+_HAS_STEP = frozenset(
+    {SlotState.COPYING, SlotState.SEALED, SlotState.FLUSHING, SlotState.DONE, SlotState.FAILED}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotView:
+    """One slot at one moment. The names of a step are known once it is sealed."""
+
+    key: SlotKey
+    state: SlotState
+    step: int
+    local_rank: int | None = None
+    local_ranks: int = 0
+    checkpoint: str = ""
+
+    @property
+    def incarnation(self) -> int:
+        return self.key[0]
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """The sealed slots of one step of one incarnation on this node."""
+
+    incarnation: int
+    step: int
+    checkpoint: str
+    slots: tuple[SlotKey, ...]
+
+
+@dataclass(frozen=True)
+class Departures:
+    """Why a rank may never seal a step: pairs and triples begin (incarnation, local rank)."""
+
+    gone: Collection[tuple[int, int]] = ()
+    skipped: Collection[tuple[int, int, int]] = ()
+    newest_incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class FlushPlan:
+    """`ready` in the order to write them; `dead` with the reason for people."""
+
+    ready: tuple[StepGroup, ...]
+    dead: tuple[tuple[StepGroup, str], ...]
+
+
+def plan(views: Sequence[SlotView], departures: Departures) -> FlushPlan:
+    """Sort the sealed steps into those to write, those to give up, and those to wait for."""
+    members: dict[tuple[int, int, str], list[SlotView]] = {}
+    for view in views:
+        if view.state is SlotState.SEALED and view.local_rank is not None:
+            key = (view.incarnation, view.step, view.checkpoint)
+            members.setdefault(key, []).append(view)
+    ready, dead = [], []
+    for (incarnation, step, checkpoint), sealed in sorted(members.items()):
+        group = StepGroup(incarnation, step, checkpoint, tuple(sorted(v.key for v in sealed)))
+        missing = set(range(sealed[0].local_ranks)) - {v.local_rank for v in sealed}
+        if not missing:
+            ready.append(group)
+        elif reason := _why_never(group, missing, views, departures):
+            dead.append((group, reason))
+    return FlushPlan(tuple(ready), tuple(dead))
+
+
+def _why_never(
+    group: StepGroup,
+    missing: Collection[int | None],
+    views: Sequence[SlotView],
+    departures: Departures,
+) -> str | None:
+    """Why the step can never be complete, or None while it still can."""
+    for local in sorted(rank for rank in missing if rank is not None):
+        if (group.incarnation, local, group.step) in departures.skipped:
+            return f"local rank {local} had no free slot at step {group.step}"
+        if (group.incarnation, local) in departures.gone:
+            return f"local rank {local} ended before it sealed step {group.step}"
+        newest = max(
+            (
+                v.step
+                for v in views
+                if v.incarnation == group.incarnation
+                and v.local_rank == local
+                and v.state in _HAS_STEP
+            ),
+            default=group.step,
+        )
+        if newest > group.step:
+            return f"local rank {local} went on to step {newest} without sealing {group.step}"
+    if group.incarnation < departures.newest_incarnation:
+        return f"incarnation {group.incarnation} ended before all its ranks sealed {group.step}"
+    return None

@@ -1,0 +1,441 @@
+"""The flusher: one small process per node that makes staged steps durable.
+
+    python -m holdfast.trainer.flusher --socket NAME --node I --nodes N [--keeper-fd FD]
+
+It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
+when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
+in shared memory, so a message that got lost costs a moment and never a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts import wire
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.flush_files import Committed, Image, commit_step, leave_failure
+from holdfast.trainer.flush_plan import (
+    Departures,
+    FlushPlan,
+    SlotKey,
+    SlotView,
+    StepGroup,
+    plan,
+)
+
+TICK_S: Final = 0.1
+KEEPER_SEND_TIMEOUT_S: Final = 5.0
+RANK_SEND_TIMEOUT_S: Final = 5.0
+IDLE_S: Final = 60.0
+LINGER_S: Final = 5.0
+IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+
+
+@dataclass
+class RankLink:
+    """A connected rank, as its hello said; `process` is a descriptor that tells its death."""
+
+    connection: socket.socket
+    process: int | None
+    rank: int = -1
+    local_rank: int = -1
+    incarnation: int = 0
+    slots: tuple[SlotKey, ...] = ()
+
+
+@dataclass
+class HeldSlot:
+    """A slot whose descriptor we hold; `resumed` marks one that an earlier flusher had begun."""
+
+    handle: int
+    slot: Slot
+    local_rank: int | None = None
+    resumed: bool = False
+    is_orphan: bool = False
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The writer's word on one step."""
+
+    group: StepGroup
+    committed: Committed | None
+    error: str
+
+
+class Flusher:
+    """Holds the slots of one node's ranks and sees each complete step through."""
+
+    def __init__(self, listener: socket.socket, keeper: socket.socket | None) -> None:
+        self._keeper = keeper
+        self._has_had_keeper = keeper is not None
+        self._links: list[RankLink] = []
+        self._held: dict[SlotKey, HeldSlot] = {}
+        self._skipped: set[tuple[int, int, int]] = set()
+        self._gone: set[tuple[int, int]] = set()
+        self._newest_incarnation = 0
+        self._busy: set[SlotKey] = set()
+        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | None] = queue.SimpleQueue()
+        self._finished: deque[Finished] = deque()
+        self._results: list[Finished] = []
+        self._drain_by: float | None = None
+        self._alone_since = time.monotonic()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._watch(listener, lambda: self._accept(listener))
+        self._watch(self._wake_reader, lambda: self._wake_reader.recv(4096))
+        if keeper is not None:
+            keeper.settimeout(KEEPER_SEND_TIMEOUT_S)
+            self._watch(keeper, self._hear_keeper)
+        self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
+
+    def run(self) -> None:
+        """Serve until the keeper hung up and all that was sealed is written, or nobody is left."""
+        self._writer.start()
+        while not self._is_over():
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            self._report_finished()
+            self._dispatch()
+            self._release_orphans()
+            self._answer_drain()
+        self._work.put(None)
+
+    # --- conversations --------------------------------------------------------------------
+
+    def _watch(self, source: socket.socket | int, act: Callable[[], object]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, act)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if not wire.is_same_user(connection):
+            connection.close()
+            return
+        connection.settimeout(RANK_SEND_TIMEOUT_S)
+        link = RankLink(connection, _open_process(connection))
+        self._links.append(link)
+        self._watch(connection, lambda: self._hear_rank(link))
+        if link.process is not None:
+            self._watch(link.process, lambda: self._hang_up(link))
+
+    def _hear_rank(self, link: RankLink) -> None:
+        try:
+            heard = wire.receive(link.connection)
+            if heard is None:
+                self._hang_up(link)
+                return
+            message, descriptors = heard
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._answer_rank(link, message)
+        except (OSError, ValueError, KeyError) as error:
+            # A rank that talks nonsense must not take the others' checkpoints along. It may live
+            # and still use its slots, so these stay as they are; it is free to call again.
+            _say(f"rank {link.rank} is cut off: {type(error).__name__}: {error}")
+            self._drop(link)
+
+    def _answer_rank(self, link: RankLink, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "hello":
+            link.rank, link.local_rank = message["rank"], message["local_rank"]
+            link.incarnation = message["incarnation"]
+            self._newest_incarnation = max(self._newest_incarnation, link.incarnation)
+            self._gone.discard((link.incarnation, link.local_rank))
+            link.slots = tuple(k for k in self._held if k[:2] == (link.incarnation, link.rank))
+            for key in link.slots:
+                self._held[key].local_rank = link.local_rank
+                self._held[key].is_orphan = False
+            wire.send(link.connection, "welcome")
+        elif kind == "slots":
+            self._give_slots(link, int(message["bytes"]))
+        elif kind == "skipped":
+            self._skipped.add((link.incarnation, link.local_rank, int(message["step"])))
+
+    def _give_slots(self, link: RankLink, data_bytes: int) -> None:
+        """New slots for a rank; those it had before are let go once they are written."""
+        for key in link.slots:
+            self._held[key].is_orphan = True
+        who = (link.incarnation, link.rank)
+        first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
+        keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
+        for key in keys:
+            handle = Slot.create(data_bytes)
+            self._held[key] = HeldSlot(handle, Slot(handle), link.local_rank)
+            self._tell_keeper("keep", (handle,), incarnation=key[0], rank=key[1], slot=key[2])
+        link.slots = keys
+        handles = tuple(self._held[key].handle for key in keys)
+        wire.send(link.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
+
+    def _hang_up(self, link: RankLink) -> None:
+        """A rank is gone: what it sealed stays, what it did not seal is worth nothing."""
+        if link not in self._links:
+            return
+        self._drop(link)
+        who = (link.incarnation, link.rank)
+        if link.rank < 0 or any((o.incarnation, o.rank) == who for o in self._links):
+            return
+        self._gone.add((link.incarnation, link.local_rank))
+        for key in link.slots:
+            self._held[key].is_orphan = True
+
+    def _drop(self, link: RankLink) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        if link.process is not None:
+            self._selector.unregister(link.process)
+            os.close(link.process)
+
+    def _hear_keeper(self) -> None:
+        assert self._keeper is not None
+        try:
+            heard = wire.receive(self._keeper)
+        except (OSError, ValueError) as error:
+            _say(f"the keeper is cut off: {error}")
+            heard = None
+        if heard is None:
+            self._selector.unregister(self._keeper)
+            self._keeper.close()
+            self._keeper = None
+            return
+        message, descriptors = heard
+        if message["kind"] == "kept":
+            for handle in descriptors:
+                self._adopt((message["incarnation"], message["rank"], message["slot"]), handle)
+        elif message["kind"] == "drain":
+            self._drain_by = time.monotonic() + float(message["timeout_s"])
+
+    def _adopt(self, key: SlotKey, handle: int) -> None:
+        """Take back a slot that a flusher before this one held."""
+        if key in self._held or os.fstat(handle).st_size <= DATA_OFFSET:
+            os.close(handle)
+            return
+        slot = Slot(handle)
+        resumed = slot.state is SlotState.FLUSHING
+        if resumed:
+            slot.state = SlotState.SEALED
+        self._held[key] = HeldSlot(handle, slot, resumed=resumed)
+
+    def _tell_keeper(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
+        if self._keeper is None:
+            return
+        try:
+            wire.send(self._keeper, kind, descriptors=descriptors, **data)
+        except OSError as error:
+            _say(f"the keeper did not take `{kind}`: {error}")
+
+    # --- decisions ------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Hand complete steps to the writer; give up those that will never be complete."""
+        found = self._plan()
+        for group in found.ready:
+            for key in group.slots:
+                self._held[key].slot.state = SlotState.FLUSHING
+            self._busy.update(group.slots)
+            self._work.put((group, None))
+        if not found.dead:
+            return
+        # A rank may have sealed while its slots were being read one after the other: only what
+        # a second look confirms is given up.
+        confirmed = {group for group, _ in self._plan().dead}
+        for group, reason in found.dead:
+            if group in confirmed:
+                for key in group.slots:
+                    self._held[key].slot.state = SlotState.FLUSHING
+                self._busy.update(group.slots)
+                self._work.put((group, reason))
+
+    def _plan(self) -> FlushPlan:
+        departures = Departures(
+            gone=frozenset(self._gone),
+            skipped=frozenset(self._skipped),
+            newest_incarnation=self._newest_incarnation,
+        )
+        views = [self._view(key, held) for key, held in self._held.items() if key not in self._busy]
+        return plan(views, departures)
+
+    def _view(self, key: SlotKey, held: HeldSlot) -> SlotView:
+        state, step = held.slot.state, held.slot.step
+        if state is not SlotState.SEALED:
+            return SlotView(key=key, state=state, step=step, local_rank=held.local_rank)
+        try:
+            table = held.slot.table
+            held.local_rank = int(table["local_rank"])
+            return SlotView(
+                key=key,
+                state=state,
+                step=step,
+                local_rank=held.local_rank,
+                local_ranks=int(table["local_ranks"]),
+                checkpoint=str(table["checkpoint"]),
+            )
+        except (ValueError, KeyError) as error:
+            held.slot.fail(f"its table cannot be read: {error}")
+            return SlotView(key=key, state=SlotState.FAILED, step=step, local_rank=held.local_rank)
+
+    def _report_finished(self) -> None:
+        while self._finished:
+            result = self._finished.popleft()
+            self._busy.difference_update(result.group.slots)
+            self._results.append(result)
+            step, name = result.group.step, result.group.checkpoint
+            if result.committed is not None:
+                done = result.committed
+                self._tell_keeper(
+                    "committed", step=step, checkpoint=name, bytes=done.bytes, flush_s=done.flush_s
+                )
+            else:
+                _say(f"{name} is not committed: {result.error}")
+                error = result.error[: wire.MESSAGE_BYTES_MAX // 8]
+                self._tell_keeper("failed", step=step, checkpoint=name, error=error)
+
+    def _answer_drain(self) -> None:
+        """Answer a keeper that waits once nothing complete is left to write, or time is up."""
+        if self._drain_by is None or self._finished:
+            return
+        idle = not self._busy and not self._plan().ready
+        if not idle and time.monotonic() < self._drain_by:
+            return
+        self._drain_by = None
+        self._tell_keeper(
+            "drained",
+            committed=[r.group.step for r in self._results if r.committed],
+            failed=[
+                {"step": r.group.step, "error": r.error[:500]}
+                for r in self._results
+                if not r.committed
+            ],
+        )
+        self._results.clear()
+
+    def _release_orphans(self) -> None:
+        """Give back the memory of slots that no rank will fill again.
+
+        The file is cut short, which frees its pages although the keeper holds it too.
+        """
+        for key, held in list(self._held.items()):
+            is_old = held.is_orphan or key[0] < self._newest_incarnation
+            kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
+            if not is_old or kept or key in self._busy:
+                continue
+            del self._held[key]
+            held.slot.state = SlotState.EMPTY
+            with contextlib.suppress(BufferError):
+                held.slot.close()
+            os.ftruncate(held.handle, DATA_OFFSET)
+            os.close(held.handle)
+            for link in self._links:
+                link.slots = tuple(k for k in link.slots if k != key)
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if self._keeper is not None or self._busy or self._finished or self._plan().ready:
+            self._alone_since = now
+            return False
+        if not self._has_had_keeper:
+            if self._links:
+                self._alone_since = now
+            return now - self._alone_since > IDLE_S
+        return not self._links or now - self._alone_since > LINGER_S
+
+    # --- the writer's thread --------------------------------------------------------------
+
+    def _write_steps(self) -> None:
+        while (item := self._work.get()) is not None:
+            group, given_up = item
+            result = self._write_step(group, given_up)
+            self._finished.append(result)
+            self._wake_writer.send(b"\0")
+
+    def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
+        slots = [self._held[key] for key in group.slots]
+        try:
+            images = [Image(held.slot.table, held.slot.data) for held in slots]
+            if given_up is not None:
+                _leave_word(images[0].table, given_up)
+                committed, error = None, given_up
+            else:
+                resumed = any(held.resumed for held in slots)
+                abandoned = self._abandonment_of(group)
+                committed, error = commit_step(images, resumed=resumed, abandoned=abandoned), ""
+        except (OSError, HoldfastError) as problem:
+            committed, error = None, str(problem)
+        except Exception as problem:
+            # The edge of the writer's thread: a bug in one step must fail that step and not
+            # leave every later one waiting for a thread that is gone.
+            committed, error = None, f"{type(problem).__name__}: {problem}"
+        for held in slots:
+            held.resumed = False
+            if committed is not None:
+                held.slot.state = SlotState.DONE
+            else:
+                held.slot.fail(error)
+        return Finished(group, committed, error)
+
+    def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
+        def reason() -> str | None:
+            if group.incarnation < self._newest_incarnation:
+                return "a new incarnation began while other nodes' parts were missing"
+            return None
+
+        return reason
+
+
+def _leave_word(table: dict[str, Any], reason: str) -> None:
+    """Tell other nodes, where there are some, that this step will not be complete here."""
+    if table["nodes"] > 1:
+        directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
+        leave_failure(directory, table["node"], reason)
+
+
+def _open_process(connection: socket.socket) -> int | None:
+    """A descriptor that becomes readable when the peer's process ends, where the kernel has it.
+
+    A rank's forked children hold its socket open, so the socket alone may tell too late.
+    """
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    try:
+        return os.pidfd_open(int.from_bytes(credentials[:4], sys.byteorder))
+    except OSError:
+        return None
+
+
+def _say(text: str) -> None:
+    print(f"holdfast flusher: {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, leave the starter's session and serve."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.flusher")
+    parser.add_argument("--socket", required=True, help="abstract socket name to listen on")
+    parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
+    parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
+    given = parser.parse_args(argv)
+    with contextlib.suppress(OSError):
+        os.setsid()
+    keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
+    Flusher(wire.listen(given.socket), keeper).run()
+
+
+if __name__ == "__main__":
+    main()

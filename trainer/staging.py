@@ -1,0 +1,217 @@
+"""Copying a rank's state into memory that outlives it: the flusher's slots.
+
+`FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
+tensor, so that a save is `Tensor.copy_` into them and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from holdfast.contracts import wire
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.slots import SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.layout import Layout, encode_number, local_part
+
+CONNECT_TIMEOUT_S: Final = 30.0
+ANSWER_TIMEOUT_S: Final = 60.0
+RETRY_S: Final = 0.02
+FREE_STATES: Final = frozenset({SlotState.EMPTY, SlotState.DONE, SlotState.FAILED})
+
+
+class FlusherLink:
+    """This rank's line to the node's flusher; it calls again when the flusher was restarted."""
+
+    def __init__(self, name: str, identity: Identity) -> None:
+        self._name, self._identity = name, identity
+        self._connection: socket.socket | None = None
+
+    def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Say hello, if that is not done; raises `SaveError` when nobody answers in time."""
+        if self._connection is not None:
+            return
+        give_up = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection = wire.connect(self._name, ANSWER_TIMEOUT_S)
+                break
+            except OSError as error:
+                # It may be starting, or starting anew.
+                if time.monotonic() > give_up:
+                    raise SaveError(
+                        f"no flusher listens on {self._name!r} after {timeout_s:.0f} s "
+                        f"({error.strerror}); its keeper should have started one: see the node's "
+                        "log for what it said"
+                    ) from error
+                time.sleep(RETRY_S)
+        who = self._identity
+        self._ask(
+            "hello",
+            rank=who.rank,
+            local_rank=who.local_rank,
+            local_ranks=who.local_ranks,
+            incarnation=who.incarnation,
+        )
+
+    def request_slots(self, data_bytes: int) -> list[int]:
+        """Descriptors of new slots for `data_bytes` each, ours to close."""
+        self.connect()
+        handles = self._ask("slots", bytes=data_bytes)
+        if len(handles) != SLOTS_PER_RANK:
+            raise SaveError(
+                f"the flusher gave {len(handles)} slots, expected {SLOTS_PER_RANK}; "
+                "agent and program must use one version of Holdfast"
+            )
+        return list(handles)
+
+    def notify(self, kind: str, **data: Any) -> None:
+        """Tell without waiting; what a flusher misses it finds in shared memory itself."""
+        with contextlib.suppress(OSError, SaveError):
+            if self._has_hung_up():
+                self.close()
+                self.connect(timeout_s=0.0)
+            if self._connection is not None:
+                wire.send(self._connection, kind, **data)
+
+    def close(self) -> None:
+        """Hang up; what is sealed is written all the same."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, kind: str, **data: Any) -> tuple[int, ...]:
+        assert self._connection is not None
+        try:
+            wire.send(self._connection, kind, **data)
+            heard = wire.receive(self._connection)
+        except OSError as error:
+            heard, problem = None, str(error)
+        else:
+            problem = "it hung up"
+        if heard is None:
+            self.close()
+            raise SaveError(
+                f"the flusher {self._name!r} gave no answer to `{kind}`: {problem}; nothing is "
+                "saved until its keeper has started it anew"
+            )
+        return heard[1]
+
+    def _has_hung_up(self) -> bool:
+        """The flusher never speaks unasked, so anything to be read is the end."""
+        if self._connection is None:
+            return True
+        readable, _, _ = select.select([self._connection], [], [], 0)
+        return bool(readable)
+
+
+class StagedSlot:
+    """One slot, mapped and cut into a view for each tensor of the layout."""
+
+    def __init__(self, handle: int, layout: Layout, pin: bool) -> None:
+        try:
+            self.slot = Slot(handle)
+        finally:
+            os.close(handle)
+        self._layout = layout
+        memory = torch.frombuffer(self.slot.data, dtype=torch.uint8)
+        self._pinned = _pin(memory[: layout.used_bytes]) if pin else 0
+        self._views = [
+            memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
+            for place in layout.tensors
+        ]
+        self._numbers: dict[str, str] = {}
+        for at, content in layout.fixed:
+            self.slot.data[at : at + len(content)] = content
+
+    def fill(self, flat: Mapping[str, Any], train_state: bytes | None) -> None:
+        """Copy the state in; on return every byte is in the slot.
+
+        Raises `SaveError` when a number or the train state has outgrown its place.
+        """
+        sources = [local_part(flat[place.key]) for place in self._layout.tensors]
+        copy_tensors(self._views, sources)
+        self._fill_numbers(flat)
+        if train_state is not None and self._layout.train_state_at is not None:
+            at = self._layout.train_state_at
+            self.slot.data[at : at + len(train_state)] = train_state
+
+    def close(self) -> None:
+        """Let the memory go from this process."""
+        self._views.clear()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+        # The last view may still wait for the garbage collector; the mapping then goes with it.
+        with contextlib.suppress(BufferError):
+            self.slot.close()
+
+    def _fill_numbers(self, flat: Mapping[str, Any]) -> None:
+        """Write the numbers that changed since this slot was last filled."""
+        encoded: dict[tuple[str, int], bytes] = {}
+        for place in self._layout.numbers:
+            value = flat[place.key]
+            text = repr(value)
+            if self._numbers.get(place.key) == text:
+                continue
+            content = encoded.get((text, place.bytes))
+            if content is None:
+                content = encoded[text, place.bytes] = encode_number(value, place.bytes)
+            self.slot.data[place.at : place.at + place.bytes] = content
+            self._numbers[place.key] = text
+
+
+class Stage:
+    """A rank's slots, and which of them are in flight."""
+
+    def __init__(self, link: FlusherLink, layout: Layout, *, pin: bool) -> None:
+        handles = link.request_slots(layout.image_bytes)
+        self.slots = [StagedSlot(handle, layout, pin) for handle in handles]
+
+    def free(self) -> StagedSlot | None:
+        """A slot that nobody writes from, or None."""
+        return next((s for s in self.slots if s.slot.state in FREE_STATES), None)
+
+    def close(self) -> None:
+        """Let all slots go from this process."""
+        for staged in self.slots:
+            staged.close()
+
+
+def copy_tensors(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its view; returns when the bytes are there.
+
+    From a GPU the copies run on a side stream that waits for what is queued on the current one,
+    so they are ordered after the optimizer's kernels.
+    """
+    device = next((s.device for s in sources if s.device.type == "cuda"), None)
+    with torch.no_grad():
+        if device is None:
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source)
+            return
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            for view, source in zip(views, sources, strict=True):
+                view.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+def _pin(memory: torch.Tensor) -> int:
+    """Page-lock a slot for copies from a GPU; its address, or 0 when the driver declines.
+
+    Unpinned copies are slower and as right, so declining is no error.
+    """
+    address = memory.data_ptr()
+    status = torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0)
+    return address if int(status) == 0 else 0
