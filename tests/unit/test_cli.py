@@ -1,0 +1,407 @@
+"""The command line: exit statuses, what is refused and why, and the shape of each JSON answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli.main import main
+from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
+from holdfast.contracts.digests import file_checksum
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.attempts import reserve
+from holdfast.workers.request import build_request
+from holdfast.workers.runs import create_run
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one call of the command gave."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Holdfast home of its own, without a Prefect API."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    for name in ("HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command in this process."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Answer(ended.value.code, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def root(home: Path) -> Path:
+    return home / "home" / "runs"
+
+
+def write_spec(folder: Path, **more: Any) -> Path:
+    """A spec whose program exists, in `folder`."""
+    (folder / "train.py").write_text("print('hello')\n")
+    path = folder / "spec.yaml"
+    spec = {"name": "kelp", "command": ["train.py"], "resources": {"gpus_per_node": 2}}
+    path.write_text(json.dumps({**spec, **more}))
+    return path
+
+
+def add_checkpoint(paths: RunPaths, step: int, parent: str | None = None) -> str:
+    """A committed checkpoint of one file; returns its directory's name."""
+    name = CheckpointName(step, 1, 1)
+    directory = paths.checkpoint(name)
+    directory.mkdir(parents=True)
+    data = directory / "__0_0.distcp"
+    data.write_bytes(bytes(range(256)) * 4)
+    manifest = Manifest(
+        run_uid=load_history(paths).record.uid,
+        run=paths.name,
+        name=str(name),
+        step=step,
+        attempt=1,
+        incarnation=1,
+        world_size=2,
+        parent=parent,
+        files=(FileEntry(path=data.name, bytes=1024, checksum=file_checksum(data)),),
+        blocked_s=0.01,
+        flush_s=0.2,
+        committed_at=time.time(),
+    )
+    (directory / MANIFEST).write_bytes(to_json(manifest.model_dump(mode="json")))
+    return str(name)
+
+
+@pytest.fixture
+def ended_run(root: Path, home: Path) -> RunPaths:
+    """A run whose one attempt was preempted after two commits; no process of it lives."""
+    spec = RunSpec.model_validate(
+        {
+            "name": "kelp",
+            "command": ["train.py"],
+            "resources": {"gpus_per_node": 2},
+            "launch": {"working_directory": str(home)},
+            "checkpoint": {"keep": {"last": 1}},
+        }
+    )
+    paths = create_run(spec, root, created_by="tester")
+    record = load_history(paths).record
+    attempt = reserve(paths, 1)
+    assert attempt is not None
+    request = build_request(record, spec, attempt=1, gpus=2, reason="first")
+    write_document(attempt.request, request)
+    now = time.time()
+    host = socket.gethostname()
+    job = Submission(job_id="77", executor="local", submitted_at=now, pid=2**22 + 1)
+    write_document(attempt.submission, job)
+    claim = Claim(
+        job_id="77", pid=2**22 + 1, process_started_at=1.0, boot_id="x", host=host, claimed_at=now
+    )
+    write_document(attempt.claim, claim)
+    outcome = Outcome(
+        state=AttemptState.PREEMPTED,
+        cause=Cause.PREEMPTION,
+        job_id="77",
+        hosts=(host,),
+        world_size=2,
+        command_digest=request.command_digest,
+        first_step=1,
+        last_step=20,
+        committed_step=20,
+        started_at=now,
+        stop_requested_at=now,
+        stop_committed_at=now + 1,
+        ended_at=now + 2,
+    )
+    write_document(attempt.outcome, outcome)
+    with JournalWriter(attempt.journal / "rank0.jsonl") as journal:
+        journal.append(EventKind.RESUMED, attempt=1, incarnation=1, checkpoint=None, step=0)
+    first = add_checkpoint(paths, 10)
+    add_checkpoint(paths, 20, parent=f"kelp:{first}")
+    return paths
+
+
+WRONG_CALLS: list[tuple[Sequence[str], str]] = [
+    (["show"], "Missing argument"),
+    (["show", "nobody"], "no run 'nobody'"),
+    (["nonsense"], "No such command"),
+    (["submit", "/nonexistent/spec.toml"], "no such file"),
+    (["relaunch", "x", "--gpus", "0"], "Invalid value"),
+    (["pin", "not-a-checkpoint"], "not a checkpoint"),
+    (["verify", "kelp:step-00000001.a0001.i01"], "no run 'kelp'"),
+    (["reindex", "/nonexistent/root"], "no such directory"),
+    (["fork", "nonsense", "--name", "x"], "not a checkpoint"),
+    (["logs", "nobody"], "no run 'nobody'"),
+    (["deploy"], "PREFECT_API_URL is not set"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), WRONG_CALLS)
+def test_a_wrong_call_ends_with_2_and_says_why(
+    call: Call, arguments: Sequence[str], reason: str
+) -> None:
+    answer = call(*arguments)
+    assert answer.status == 2
+    assert reason in answer.err
+    assert answer.out == ""
+
+
+def test_help_and_version_are_no_errors(call: Call) -> None:
+    assert call("--version").status == 0
+    for command in ("submit", "show", "runs", "logs", "relaunch", "prune", "db", "doctor"):
+        answer = call(command, "--help")
+        assert answer.status == 0, command
+        assert "Usage" in answer.out
+
+
+def test_a_wrong_spec_lists_every_problem_and_queues_nothing(
+    call: Call, tmp_path: Path, root: Path
+) -> None:
+    spec = write_spec(tmp_path, nam="x", resources={"gpus_per_nod": 2})
+    answer = call("submit", spec)
+    assert answer.status == 2
+    assert "did you mean name?" in answer.err
+    assert "did you mean resources.gpus_per_node?" in answer.err
+    assert not root.exists()
+
+
+def test_a_missing_program_is_refused_before_anything_is_queued(
+    call: Call, tmp_path: Path, root: Path
+) -> None:
+    spec = write_spec(tmp_path, command=["tarin.py"])
+    answer = call("submit", spec)
+    assert answer.status == 2
+    assert "tarin.py is no file under" in answer.err
+    assert not (root / "kelp").exists()
+
+
+def test_a_root_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    answer = call("submit", write_spec(tmp_path), "--root", tmp_path / "file" / "runs")
+    assert answer.status == 2
+    assert "cannot be written" in answer.err
+
+
+def test_an_unreachable_prefect_is_refused_before_anything_is_queued(
+    home: Path, tmp_path: Path, root: Path
+) -> None:
+    # A process of its own: Prefect reads its settings once, when it is imported.
+    command = [sys.executable, "-m", "holdfast.cli.main", "submit", str(write_spec(tmp_path))]
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/api"
+        environment = {**os.environ, "PREFECT_API_URL": url}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2
+    assert url in done.stderr
+    assert "prefect server start" in done.stderr
+    assert not (root / "kelp").exists()
+
+
+@pytest.mark.parametrize("command", ["submit", "runs", "show", "checkpoints", "lineage"])
+def test_an_unreachable_database_is_said(
+    call: Call, ended_run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    url = "postgresql://nobody@127.0.0.1:1/none?connect_timeout=2"
+    monkeypatch.setenv("HOLDFAST_DATABASE_URL", url)
+    spec = write_spec(tmp_path, name="other")
+    arguments = {"submit": [spec], "runs": []}.get(command, ["kelp"])
+    answer = call(command, *arguments)
+    assert answer.status == 2
+    assert "127.0.0.1:1" in answer.err
+    assert not (ended_run.directory.parent / "other").exists()
+
+
+def test_a_dry_run_prints_the_request_and_touches_nothing(
+    call: Call, tmp_path: Path, root: Path
+) -> None:
+    answer = call("submit", write_spec(tmp_path), "--dry-run", "--set", "resources.gpus_per_node=3")
+    assert answer.status == 0
+    request = answer.json
+    assert (request["run"], request["attempt"], request["gpus_per_node"]) == ("kelp", 1, 3)
+    assert request["command"] == ["train.py"]
+    assert len(request["command_digest"]) == 64
+    assert not root.exists()
+
+
+def test_show_finds_an_ended_attempt_with_every_flow_dead(call: Call, ended_run: RunPaths) -> None:
+    answer = call("show", "kelp", "--json")
+    assert answer.status == 0, answer.err
+    run = answer.json
+    wanted = {"run", "name", "state", "spec_digest", "command_digest", "step", "goodput"}
+    assert wanted <= set(run)
+    (attempt,) = run["attempts"]
+    assert (attempt["state"], attempt["cause"]) == ("preempted", "preemption")
+    assert (attempt["first_step"], attempt["last_step"], attempt["world_size"]) == (1, 20, 2)
+    assert attempt["signal_to_commit_s"] == pytest.approx(1.0)
+    assert run["state"] == "waiting"
+
+
+@pytest.mark.parametrize("command", ["show", "checkpoints", "lineage", "runs"])
+def test_every_view_has_a_form_for_people(call: Call, ended_run: RunPaths, command: str) -> None:
+    answer = call(command, *([] if command == "runs" else ["kelp"]))
+    assert answer.status == 0, answer.err
+    assert "kelp" in answer.out
+
+
+def test_a_run_is_found_by_folder_path_and_uid(call: Call, ended_run: RunPaths) -> None:
+    uid = load_history(ended_run).record.uid
+    for name in ("kelp", uid, str(ended_run.directory)):
+        assert call("show", name, "--json").json["uid"] == uid
+
+
+def test_checkpoints_are_listed_oldest_first(call: Call, ended_run: RunPaths) -> None:
+    found = call("checkpoints", "kelp", "--json").json
+    assert [each["step"] for each in found] == [10, 20]
+    wanted = {"id", "step", "path", "state", "reason", "parent", "attempt", "world_size", "bytes"}
+    wanted |= {"checksum", "blocked_s", "flush_s", "committed_at", "pinned"}
+    assert wanted <= set(found[0])
+    assert found[1]["parent"] == found[0]["id"]
+
+
+def test_lineage_has_nodes_and_edges(call: Call, ended_run: RunPaths) -> None:
+    graph = call("lineage", "kelp", "--json").json
+    kinds = {node["kind"] for node in graph["nodes"]}
+    assert {"checkpoint", "attempt"} <= kinds
+    assert {"from", "to", "kind"} == set(graph["edges"][0])
+    assert any(edge["kind"] == "parent" for edge in graph["edges"])
+
+
+def test_runs_come_newest_first(call: Call, ended_run: RunPaths, root: Path, home: Path) -> None:
+    time.sleep(0.01)
+    spec = RunSpec.model_validate({"name": "wrack", "command": ["train.py"]})
+    create_run(spec, root, created_by="tester")
+    assert [row["run"] for row in call("runs", "--json").json] == ["wrack", "kelp"]
+    assert [row["run"] for row in call("runs", "--limit", 1, "--json").json] == ["wrack"]
+
+
+def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
+    first, second = (path.name for path in ended_run.list_checkpoints())
+    assert call("pin", f"kelp:{first}", "--note", "best", "--json").json["pinned"] is True
+    assert call("prune", "kelp", "--dry-run", "--json").json["deleted"] == []
+    assert call("unpin", ended_run.checkpoint(first), "--json").json["pinned"] is False
+    plan = call("prune", "kelp", "--dry-run", "--json").json
+    assert [each["checkpoint"] for each in plan["deleted"]] == [first]
+    assert ended_run.checkpoint(first).is_dir()
+    done = call("prune", "kelp", "--json").json
+    assert [each["checkpoint"] for each in done["deleted"]] == [first]
+    assert done["kept"] == [second]
+    assert not ended_run.checkpoint(first).exists()
+    gone, kept = call("checkpoints", "kelp", "--json").json
+    assert (gone["state"], kept["state"]) == ("deleted", "committed")
+    assert call("verify", f"kelp:{first}").status == 2
+
+
+def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> None:
+    first, second = ended_run.list_checkpoints()
+    whole = call("verify", f"kelp:{first.name}", "--json")
+    assert whole.status == 0
+    assert whole.json["ok"] is True
+    assert whole.json["files"] == 1
+    data = second / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[500] ^= 1
+    data.write_bytes(content)
+    damaged = call("verify", second, "--json")
+    assert damaged.status == 1
+    assert damaged.json["ok"] is False
+    assert "__0_0.distcp: checksum" in damaged.json["damaged"][0]
+    (second / MANIFEST).unlink()
+    assert call("verify", second).status == 1
+
+
+def test_an_operators_request_that_makes_no_sense_is_refused(
+    call: Call, ended_run: RunPaths
+) -> None:
+    assert call("cancel", "kelp", "--json").json["state"] == "cancelled"
+    answer = call("pause", "kelp")
+    assert answer.status == 2
+    assert "cancelled already" in answer.err
+    assert call("relaunch", "kelp", "--gpus", 64).status == 2
+
+
+def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> None:
+    attempt = ended_run.attempt(1)
+    for rank in (0, 1):
+        path = attempt.rank_log(0, 1, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"hello from {rank}\n")
+    assert call("logs", "kelp").out == "hello from 0\n"
+    assert call("logs", "kelp", "--rank", 1).out == "hello from 1\n"
+    told = call("logs", "kelp", "--rank", 1, "--json").json
+    assert told["logs"][0]["text"] == "hello from 1\n"
+    assert "has written nothing" in call("logs", "kelp", "--rank", 9).err
+    assert call("logs", "kelp", "--attempt", 3).status == 2
+
+
+def test_reindex_builds_the_same_rows_again(call: Call, ended_run: RunPaths, root: Path) -> None:
+    with JournalWriter(ended_run.journal_of("flow")) as journal:
+        journal.append(EventKind.NOTE, text="seen")
+    before = call("show", "kelp", "--json").json
+    report = call("reindex", root, "--json")
+    assert report.status == 0
+    assert report.json["runs"] == ["kelp"]
+    after = call("show", "kelp", "--json").json
+    assert {k: v for k, v in after.items() if k != "goodput"} == {
+        k: v for k, v in before.items() if k != "goodput"
+    }
+
+
+def test_db_goes_up_and_down(call: Call) -> None:
+    assert call("db", "current").status == 1
+    head = call("db", "upgrade", "--json").json["revision"]
+    assert call("db", "current", "--json").json == {"revision": head, "head": head, "ok": True}
+    assert call("db", "downgrade", "base", "--json").json["revision"] is None
+    assert call("db", "downgrade", "nonsense").status == 2
+
+
+def test_doctor_checks_everything(call: Call, tmp_path: Path) -> None:
+    found = call("doctor", "--json")
+    levels = {check["name"]: check["level"] for check in found.json["checks"]}
+    assert {"python", "root", "database", "prefect", "slurm", "disk space"} <= set(levels)
+    assert levels["database"] == "ok"
+    (tmp_path / "file").write_text("")
+    bad = call("doctor", "--root", tmp_path / "file" / "x")
+    assert bad.status == 1
+    assert "next: give a writable directory" in bad.out
