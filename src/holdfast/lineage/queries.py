@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Select, and_, func, or_, select
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.spec import Keep
-from holdfast.contracts.states import RunState
+from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage import views
 from holdfast.lineage.database import Database
 from holdfast.lineage.goodput import Launch, Span, account
@@ -338,6 +338,14 @@ def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
         .order_by(EDGES.c.id)
     )
     uses: dict[str, dict[str, None]] = defaultdict(dict)
+    ended = [str(state) for state in AttemptState if state.is_terminal]
+    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
+        ATTEMPTS.c.run_uid == run["uid"],
+        ATTEMPTS.c.state.not_in(ended),
+        ATTEMPTS.c.resumed_from.is_not(None),
+    )
+    for number, identity in connection.execute(resumed):
+        uses[identity.rpartition(":")[2]][f"in use: attempt {number} resumed from it"] = None
     for edge in _rows(connection, query):
         # A fork whose folder this index has not seen may be live for all it knows.
         is_live = edge["state"] in (None, *live)

@@ -45,9 +45,9 @@ def _explain(row: Row, on_branch: Sequence[str], uses: Sequence[str], keep: Keep
 
 def _rule(row: Row, on_branch: Sequence[str], keep: Keep) -> str:
     if keep.last is None:
-        return "" if row["rolled_back"] else "kept by rule: all"
+        return "kept by rule: all"
     if row["name"] in on_branch[-keep.last :]:
         return f"kept by rule: last {keep.last}"
-    if keep.every_steps and row["name"] in on_branch and row["step"] % keep.every_steps == 0:
+    if keep.every_steps and row["step"] % keep.every_steps == 0:
         return f"kept by rule: every {keep.every_steps} steps"
     return ""

@@ -98,11 +98,11 @@ def whole(value: object) -> int | None:
 def clean(value: Any) -> Any:
     """`value` as every database can store it.
 
-    PostgreSQL takes neither NUL characters nor NaN in a document, neither database lone
-    surrogates; programs' tracebacks and metrics have all three.
+    PostgreSQL takes neither NUL characters nor NaN in a document; programs' tracebacks and
+    metrics have both.
     """
     if isinstance(value, str):
-        return value.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+        return value.replace("\0", "\ufffd")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

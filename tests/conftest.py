@@ -1,0 +1,21 @@
+"""Fixtures that tests of several folders share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# At the end, so that no folder of ours can hide an installed package.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from tests.postgres import PostgresServer, postgres_server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server of this test session; take a database of your own from it."""
+    with postgres_server() as server:
+        yield server

@@ -1,0 +1,163 @@
+"""A real PostgreSQL server for tests: temporary, on loopback, gone with its context."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psycopg
+
+START_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 30.0
+INITDB_TIMEOUT_S: Final = 120.0
+POLL_S: Final = 0.05
+STARTS_MAX: Final = 3
+SUPERUSER: Final = "postgres"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostgresServer:
+    """A running server; `host` is the directory of its socket."""
+
+    directory: Path
+    port: int
+    _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def url(self, database: str, *, host: str = "127.0.0.1") -> str:
+        """The URL of one of its databases, by way of loopback."""
+        return f"postgresql://{SUPERUSER}@{host}:{self.port}/{database}"
+
+    @contextlib.contextmanager
+    def database(self) -> Iterator[str]:
+        """The URL of a new, empty database that is dropped afterwards."""
+        name = f"test_{next(self._serial)}"
+        self.execute(f"CREATE DATABASE {name}")
+        try:
+            yield self.url(name)
+        finally:
+            self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def execute(self, statement: str) -> None:
+        """Run one statement outside any transaction, in the server's own database."""
+        with psycopg.connect(self.url("postgres"), autocommit=True, connect_timeout=10) as session:
+            session.execute(statement.encode())
+
+
+@contextlib.contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    """A server with a new, empty cluster in a folder of its own; nothing of it stays.
+
+    Raises `RuntimeError` when PostgreSQL is not installed or does not come up.
+    """
+    programs = _programs()
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-pg-"))
+    try:
+        if os.geteuid() == 0:
+            shutil.chown(directory, SUPERUSER, SUPERUSER)
+        data = directory / "data"
+        _initdb(programs, data)
+        for attempt in range(STARTS_MAX):
+            # The port can be taken between our look and the server's; then another is tried.
+            process, server = _start(programs, directory)
+            try:
+                if _is_up(process, server):
+                    yield server
+                    return
+            finally:
+                _stop(process)
+            if attempt == STARTS_MAX - 1:
+                raise RuntimeError(f"postgres did not start:\n{_log(directory).read_text()}")
+    finally:
+        shutil.rmtree(directory)
+
+
+def _programs() -> Path:
+    """The folder with initdb and postgres, of the newest version installed."""
+    found = shutil.which("initdb")
+    if found:
+        return Path(found).resolve().parent
+    installed = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda p: int(p.parts[-3])
+    )
+    if not installed:
+        raise RuntimeError("PostgreSQL is not installed; run `apt-get install postgresql`")
+    return installed[-1].parent
+
+
+def _as_server_user(*command: str) -> list[str]:
+    """The command as a user that PostgreSQL agrees to run as, to end when this process does."""
+    become = ["--reuid", SUPERUSER, "--regid", SUPERUSER, "--clear-groups"]
+    return [
+        *("setpriv", "--pdeathsig", "INT"),
+        *(become if os.geteuid() == 0 else []),
+        *command,
+    ]
+
+
+def _initdb(programs: Path, data: Path) -> None:
+    arguments = ("-D", str(data), "-U", SUPERUSER, "-A", "trust", "-E", "UTF8", "--no-locale", "-N")
+    done = subprocess.run(
+        _as_server_user(str(programs / "initdb"), *arguments),
+        cwd=data.parent,
+        capture_output=True,
+        text=True,
+        timeout=INITDB_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"initdb failed:\n{done.stdout}{done.stderr}")
+
+
+def _start(programs: Path, directory: Path) -> tuple[subprocess.Popen[bytes], PostgresServer]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = {
+        "listen_addresses": "127.0.0.1",
+        "port": str(port),
+        "unix_socket_directories": str(directory),
+        "fsync": "off",
+        "max_connections": "50",
+        "shared_buffers": "16MB",
+    }
+    options = [part for key, value in settings.items() for part in ("-c", f"{key}={value}")]
+    command = _as_server_user(str(programs / "postgres"), "-D", str(directory / "data"), *options)
+    with open(_log(directory), "ab") as log:
+        process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
+    return process, PostgresServer(directory=directory, port=port)
+
+
+def _is_up(process: subprocess.Popen[bytes], server: PostgresServer) -> bool:
+    give_up = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < give_up:
+        with contextlib.suppress(psycopg.OperationalError):
+            server.execute("SELECT 1")
+            return True
+        time.sleep(POLL_S)
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Fast shutdown (INT), at once (QUIT) when that takes too long."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGQUIT)
+        process.wait(STOP_TIMEOUT_S)
+
+
+def _log(directory: Path) -> Path:
+    return directory / "postgres.log"

@@ -1,0 +1,346 @@
+"""Ingest and reindex on real databases, SQLite and PostgreSQL, from real run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+from tests.postgres import PostgresServer
+from tests.runs import RunFolder, storied_run
+
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import MANIFEST, RunPaths, list_runs
+from holdfast.lineage import models, queries
+from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.reindex import reindex
+
+Dump = Mapping[str, list[dict[str, Any]]]
+
+PROCESSES: Final = 3
+ROUNDS: Final = 12
+PROCESS_TIMEOUT_S: Final = 120
+
+# Ingests every run of a root over and over, as `show` does while the flow does the same.
+INGEST_PROGRAM: Final = """
+import sys
+from pathlib import Path
+from holdfast.contracts.paths import list_runs
+from holdfast.lineage.database import open_database
+from holdfast.lineage.ingest import ingest_run
+url, root, rounds = sys.argv[1:]
+print("ready", flush=True)
+with open_database(url) as database:
+    for _ in range(int(rounds)):
+        for paths in list_runs(Path(root)):
+            ingest_run(database, paths, fresh=True)
+"""
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a new database with an up-to-date schema."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'index.db'}"
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    with server.database() as address:
+        upgrade(address)
+        yield address
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    with open_database(url) as opened:
+        yield opened
+
+
+def dump(database: Database) -> Dump:
+    """Every row of every table, in the order of the keys."""
+    tables: list[Any] = [model.__table__ for model in models.TABLES]
+    with database.reading() as connection:
+        return {
+            table.name: [
+                dict(row)
+                for row in connection.execute(
+                    table.select().order_by(*table.primary_key.columns)
+                ).mappings()
+            ]
+            for table in tables
+        }
+
+
+def clear(database: Database) -> None:
+    with database.writing() as connection:
+        connection.execute(text("DELETE FROM runs"))
+
+
+def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for folder in storied_run(root):
+        ingest_run(database, folder.paths)
+        # The origin hears of its fork, too.
+        ingest_run(database, RunPaths(root / "gpt"))
+    live = dump(database)
+    for paths in list_runs(root):
+        ingest_run(database, paths)
+    assert dump(database) == live, "a second ingest changed rows"
+    clear(database)
+    assert not any(dump(database).values()), "the run's rows hang together by their keys"
+    report = reindex(database, root)
+    assert (report.runs, report.failed, report.removed) == (["gpt", "gpt-b"], {}, [])
+    rebuilt = dump(database)
+    for table, rows in live.items():
+        assert rows, f"the story leaves {table} empty"
+        assert rebuilt[table] == rows, table
+    assert dump(database) == live
+    reindex(database, root)
+    assert dump(database) == live, "a second reindex changed rows"
+
+
+def test_what_the_story_adds_up_to(database: Database, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    *_, fork = storied_run(root)
+    reindex(database, root)
+    rows = dump(database)
+    states = {row["name"]: row["state"] for row in rows["checkpoints"]}
+    assert states["step-00000120.a0001.i02"] == "deleted"
+    assert "step-00000110.a0001.i02" not in states, "a directory without a manifest is no row"
+    shown = queries.show_run(database, "gpt")
+    assert (shown["state"], shown["step"]) == ("completed", 200)
+    causes = [(a["state"], a["cause"], a["last_step"]) for a in shown["attempts"]]
+    assert causes == [
+        ("preempted", "preemption", 120),
+        ("node_failed", "node_failure", 170),
+        ("completed", None, 200),
+    ]
+    assert [a["nodes"] for a in shown["attempts"]] == [["node-a"]] * 3
+    assert shown["attempts"][0]["signal_to_commit_s"] == 2.0
+    assert [i["last_step"] for i in shown["attempts"][0]["incarnations"]] == [113, 120]
+    # 13 steps to the crash, 50 to the lost node and its rollback.
+    assert shown["goodput"]["steps_lost"] == 13 + 50
+    assert queries.show_run(database, "gpt-b")["path"] == str(fork.paths.directory)
+    assert {a["command_digest"] for a in shown["attempts"]} == {"d" * 64}
+
+
+def test_checkpoints_oldest_first_with_reasons(database: Database, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    for _ in storied_run(root):
+        pass
+    reindex(database, root)
+    found = queries.list_checkpoints(database, "gpt")
+    assert [c["step"] for c in found] == [50, 100, 120, 150, 200]
+    reasons = [c["reason"] for c in found]
+    assert reasons[0] == "pinned, kept by rule: all"
+    assert reasons[1] == "in use as the parent of run gpt-b, kept by rule: all"
+    assert reasons[2] == "deleted: keep.last 2: step 120 is older"
+    assert reasons[3].startswith("rolled back")
+    assert reasons[4].startswith("newest, exported to /exports/gpt.pt")
+    assert [c["pinned"] for c in found] == [True, False, False, False, False]
+    assert found[1]["parent"] == found[0]["id"]
+    assert all(c["bytes"] and c["checksum"] and c["committed_at"] for c in found)
+    assert found[2]["metrics"] == {"loss": 2.5}
+
+
+def test_ancestry_and_graph_go_through_forks_and_deletions(
+    database: Database, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    for _ in storied_run(root):
+        pass
+    reindex(database, root)
+    line = queries.ancestry(database, "gpt-b:step-00000150.a0001.i01")
+    assert [c["id"] for c in line] == [
+        "gpt-b:step-00000150.a0001.i01",
+        "gpt:step-00000100.a0001.i01",
+        "gpt:step-00000050.a0001.i01",
+    ]
+    last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.i01"))
+    assert [c["step"] for c in last] == [200, 120, 100, 50]
+    for run in ("gpt", "gpt-b"):
+        graph = queries.lineage_graph(database, run)
+        ids = [node["id"] for node in graph["nodes"]]
+        assert len(ids) == len(set(ids))
+        ends = {end for edge in graph["edges"] for end in (edge["from"], edge["to"])}
+        assert ends <= set(ids), "an edge leads nowhere"
+        fork = {"from": "gpt-b", "to": "gpt:step-00000100.a0001.i01", "kind": "forked_from"}
+        assert graph["edges"].count(fork) == 1, "told by both runs, shown once"
+    kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
+    assert kinds == {kind.value for kind in models.EdgeKind}
+
+
+def test_several_processes_at_once_leave_the_same_rows(url: str, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    story = storied_run(root)
+    next(story)
+    command = [sys.executable, "-c", INGEST_PROGRAM, url, str(root), str(ROUNDS)]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(PROCESSES)
+    ]
+    try:
+        assert all(p.stdout and p.stdout.readline() == b"ready\n" for p in processes)
+        for _ in story:
+            pass
+        said = [p.communicate(timeout=PROCESS_TIMEOUT_S)[1].decode() for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [p.returncode for p in processes] == [0] * PROCESSES, said
+    with open_database(url) as database:
+        for paths in list_runs(root):
+            ingest_run(database, paths)
+        together = dump(database)
+        clear(database)
+        reindex(database, root)
+        assert dump(database) == together
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_order_of_partial_folders_ends_in_the_same_rows(
+    database: Database, tmp_path: Path, data: st.DataObject
+) -> None:
+    root, kept = tmp_path / "runs", tmp_path / "snapshots"
+    if not kept.exists():
+        for number, _ in enumerate(storied_run(root)):
+            shutil.copytree(root, kept / f"{number:02d}")
+    snapshots = sorted(kept.iterdir())
+    _put(snapshots[-1], root)
+    clear(database)
+    reindex(database, root)
+    wanted = dump(database)
+    clear(database)
+    some = data.draw(st.lists(st.sampled_from(snapshots), max_size=4))
+    cut = data.draw(st.integers(min_value=0, max_value=400))
+    for snapshot in [*some, snapshots[-1]]:
+        _put(snapshot, root)
+        if snapshot is not snapshots[-1]:
+            journal = root / "gpt" / "journal" / "flow.jsonl"
+            if journal.exists():
+                os.truncate(journal, max(0, journal.stat().st_size - cut))
+        for paths in list_runs(root) * 2:
+            ingest_run(database, paths)
+    assert dump(database) == wanted
+
+
+def _put(snapshot: Path, root: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(snapshot, root)
+
+
+def test_unchanged_folder_is_not_read_again(database: Database, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "quiet", "c" * 32)
+    folder.submit(1, 2, 1_700_000_000.0)
+    name = folder.commit(10, 1)
+    ingest_run(database, folder.paths)
+    with database.writing() as connection:
+        connection.execute(text("UPDATE checkpoints SET bytes = 0"))
+    ingest_run(database, folder.paths)
+    rows = dump(database)["checkpoints"]
+    assert [(row["name"], row["bytes"]) for row in rows] == [(name, 0)]
+    ingest_run(database, folder.paths, fresh=True)
+    assert dump(database)["checkpoints"][0]["bytes"] > 0
+
+
+def test_damage_is_told_from_manifest_and_from_resumes(database: Database, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "hurt", "e" * 32)
+    folder.submit(1, 2, 1_700_000_000.0)
+    torn, rotten = folder.commit(10, 1), folder.commit(20, 1)
+    (folder.paths.checkpoint(torn) / MANIFEST).write_text('{"format": 1')
+    ingest_run(database, folder.paths)
+    assert [c["state"] for c in queries.list_checkpoints(database, "hurt")] == [
+        "damaged",
+        "committed",
+    ]
+    folder.tell(
+        "rank0", EventKind.RESUMED, attempt=1, checkpoint=None, step=0, skipped=[f"{rotten}: gone"]
+    )
+    ingest_run(database, folder.paths)
+    found = queries.list_checkpoints(database, "hurt")
+    assert [c["state"] for c in found] == ["damaged", "damaged"]
+    assert found[1]["detail"] == f"{rotten}: gone"
+    folder.tell("rank0", EventKind.RESUMED, attempt=1, checkpoint=f"hurt:{rotten}", step=20)
+    ingest_run(database, folder.paths)
+    assert queries.list_checkpoints(database, "hurt")[1]["state"] == "committed"
+
+
+def test_what_is_gone_from_disk_is_gone_from_the_index(database: Database, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "gone", "f" * 32)
+    folder.submit(1, 2, 1_700_000_000.0)
+    name = folder.commit(10, 1)
+    ingest_run(database, folder.paths)
+    shutil.rmtree(folder.paths.checkpoint(name))
+    ingest_run(database, folder.paths)
+    assert queries.list_checkpoints(database, "gone") == []
+    again = shutil.move(folder.paths.directory, tmp_path / "elsewhere")
+    RunFolder(tmp_path, "gone", "9" * 32)
+    ingest_run(database, folder.paths)
+    assert [run["uid"] for run in queries.list_runs(database)] == ["9" * 32]
+    shutil.rmtree(again)
+    shutil.rmtree(folder.paths.directory)
+    assert reindex(database, tmp_path).removed == ["gone"]
+    assert queries.list_runs(database) == []
+    with pytest.raises(NotFoundError, match=r"no spec\.json"):
+        ingest_run(database, folder.paths)
+
+
+def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, "odd", "8" * 32)
+    folder.tell("flow", EventKind.NOTE, text="nul \0")
+    with open(folder.paths.journal_of("flow"), "a") as journal:
+        line = {"writer": "flow", "incarnation": 9, "sequence": 0, "time": 5e9, "kind": "note"}
+        journal.write(json.dumps({**line, "data": {"value": [float("nan"), 10**30]}}) + "\n")
+    ingest_run(database, folder.paths)
+    first, second = queries.list_events(database, "odd")
+    assert first["data"] == {"text": "nul \ufffd"}
+    assert second["data"] == {"value": ["nan", 10**30]}
+
+
+def test_a_run_that_cannot_be_read_does_not_stop_the_others(
+    database: Database, tmp_path: Path
+) -> None:
+    RunFolder(tmp_path, "good", "7" * 32)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "spec.json").write_text("not JSON")
+    seen: list[str] = []
+    report = reindex(database, tmp_path, seen.append)
+    assert (report.runs, seen, report.ok) == (["good"], ["bad", "good"], False)
+    assert "RunRecord" in report.failed["bad"]
+    with pytest.raises(NotFoundError, match="no such folder"):
+        reindex(database, tmp_path / "nowhere")
+
+
+def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path: Path) -> None:
+    for number, (root, at) in enumerate((("one", 10.0), ("two", 30.0), ("three", 20.0))):
+        folder = RunFolder(tmp_path / root, "same", f"{number}" * 32, created_at=at)
+        ingest_run(database, folder.paths)
+    assert queries.find_run(database, "same").root == str(tmp_path / "two")
+    assert queries.find_run(database, "same", tmp_path / "one").uid == "0" * 32
+    assert queries.find_run(database, str(tmp_path / "three" / "same")).uid == "2" * 32
+    assert queries.find_run(database, "1" * 32).paths.directory == tmp_path / "two" / "same"
+    assert [run["created_at"][14:19] for run in queries.list_runs(database)] == [
+        "00:30",
+        "00:20",
+        "00:10",
+    ]
+    assert len(queries.list_runs(database, limit=1)) == 1
+    assert len(queries.list_runs(database, root=tmp_path / "one")) == 1
+    with pytest.raises(NotFoundError, match="did you mean same"):
+        queries.find_run(database, "sane")
+    with pytest.raises(NotFoundError, match="expected <run>:step"):
+        queries.find_checkpoint(database, "same:latest")
