@@ -195,7 +195,10 @@ class RunSpec(SpecPart):
     def _sizes_fit_together(self) -> RunSpec:
         low, high = self.gpus_min, self.gpus_max
         if low > high:
-            raise ValueError(f"elastic.min_gpus {low} is above elastic.max_gpus {high}")
+            raise ValueError(
+                f"elastic.min_gpus {low} is above elastic.max_gpus {high}; the one that was not "
+                "given is the smallest or largest of all counts in the spec"
+            )
         if self.resources.executor == "local" and self.resources.nodes > 1:
             raise ValueError("the local executor has one node; give resources.nodes = 1")
         for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):

@@ -93,10 +93,13 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]]
     """
     try:
         content, descriptors, _, _ = socket.recv_fds(
-            connection, MESSAGE_BYTES_MAX + 1, DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
+            connection, MESSAGE_BYTES_MAX + 1, DESCRIPTORS_MAX
         )
     except ConnectionError:
         return None
+    for descriptor in descriptors:
+        # A program that this process starts must not keep a slot's memory alive.
+        os.set_inheritable(descriptor, False)
     if not content:
         for descriptor in descriptors:
             with contextlib.suppress(OSError):

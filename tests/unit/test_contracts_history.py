@@ -1,0 +1,246 @@
+"""The fold of a run's history: from documents and journal lines to one state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.attempt import (
+    Claim,
+    Outcome,
+    Request,
+    RunRecord,
+    Submission,
+    write_document,
+)
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.history import (
+    AttemptView,
+    excluded_checkpoints,
+    fold_run_state,
+    load_history,
+    pinned_checkpoints,
+)
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause, RunState
+
+A, R = AttemptState, RunState
+
+
+def view(state: AttemptState, cause: Cause | None = None, number: int = 1) -> AttemptView:
+    return AttemptView(number=number, state=state, request=None, job_id="7", cause=cause)
+
+
+GO_ON = {"action": "relaunch", "gpus": 2}
+STOP = {"action": "stop"}
+WAIT = {"action": "wait"}
+
+
+@pytest.mark.parametrize(
+    ("last", "action", "decision", "expected"),
+    [
+        (None, None, None, R.QUEUED),
+        (None, "cancel", None, R.CANCELLED),
+        (None, "pause", None, R.PAUSED),
+        (None, "relaunch", None, R.WAITING),
+        (view(A.CREATED), None, None, R.QUEUED),
+        (view(A.SUBMITTED), None, None, R.QUEUED),
+        (view(A.PENDING), None, None, R.QUEUED),
+        (view(A.RUNNING), None, None, R.RUNNING),
+        (view(A.STOPPING), None, None, R.RUNNING),
+        # While an attempt lives, the operator's word is a wish and not yet the state.
+        (view(A.STOPPING), "pause", None, R.RUNNING),
+        (view(A.PENDING), "cancel", None, R.QUEUED),
+        (view(A.COMPLETED), None, None, R.COMPLETED),
+        # It was done before the word arrived.
+        (view(A.COMPLETED), "cancel", None, R.COMPLETED),
+        (view(A.COMPLETED), "pause", STOP, R.COMPLETED),
+        (view(A.PREEMPTED, Cause.PREEMPTION), None, None, R.WAITING),
+        (view(A.PREEMPTED, Cause.PREEMPTION), None, GO_ON, R.WAITING),
+        (view(A.PREEMPTED, Cause.PREEMPTION), None, WAIT, R.WAITING),
+        (view(A.PREEMPTED, Cause.PREEMPTION), "pause", None, R.PAUSED),
+        (view(A.PREEMPTED, Cause.PREEMPTION), "stop", None, R.CANCELLED),
+        (view(A.FAILED, Cause.USER_ERROR), None, STOP, R.FAILED),
+        (view(A.FAILED, Cause.USER_ERROR), None, None, R.WAITING),
+        (view(A.FAILED, Cause.USER_ERROR), "cancel", STOP, R.CANCELLED),
+        (view(A.FAILED, Cause.USER_ERROR), "relaunch", STOP, R.WAITING),
+        (view(A.HUNG, Cause.HANG), None, STOP, R.FAILED),
+        (view(A.LOST, Cause.UNKNOWN), None, STOP, R.FAILED),
+        (view(A.CANCELLED, Cause.OPERATOR), None, None, R.CANCELLED),
+        (view(A.CANCELLED, Cause.OPERATOR), None, STOP, R.CANCELLED),
+        (view(A.CANCELLED, Cause.OPERATOR), "pause", None, R.PAUSED),
+        (view(A.CANCELLED, Cause.OPERATOR), "resume", None, R.WAITING),
+    ],
+)
+def test_where_a_run_stands(
+    last: AttemptView | None,
+    action: str | None,
+    decision: dict[str, Any] | None,
+    expected: RunState,
+) -> None:
+    request = {"action": action} if action else None
+    assert fold_run_state([last] if last else [], request, decision) is expected
+
+
+def test_the_last_attempt_alone_decides() -> None:
+    first = view(A.FAILED, Cause.USER_ERROR)
+    assert fold_run_state([first, view(A.RUNNING, number=2)], None, STOP) is R.RUNNING
+
+
+def make_run(root: Path) -> RunPaths:
+    run = RunPaths(root / "run")
+    run.directory.mkdir()
+    spec = RunSpec(name="run", command=("train.py",))
+    record = RunRecord(
+        uid="a" * 32,
+        run="run",
+        name="run",
+        root=str(root),
+        created_at=1.0,
+        spec=spec.model_dump(mode="json"),
+        spec_digest=spec.digest,
+    )
+    write_document(run.spec, record)
+    return run
+
+
+def reserve(run: RunPaths, number: int) -> None:
+    attempt = run.attempt(number)
+    attempt.directory.mkdir(parents=True)
+    spec = RunSpec(name="run", command=("train.py",))
+    request = Request(
+        run_uid="a" * 32,
+        run="run",
+        run_directory=str(run.directory),
+        attempt=number,
+        job_name=f"run-{number}",
+        executor="local",
+        nodes=2,
+        gpus_per_node=4,
+        command=spec.command,
+        working_directory="/",
+        environment={},
+        config={},
+        launch=spec.launch,
+        resources=spec.resources,
+        supervision=spec.supervision,
+        command_digest="d",
+        scheduler={},
+        created_at=2.0,
+        reason="first",
+    )
+    write_document(attempt.request, request)
+
+
+def claim(run: RunPaths, number: int) -> None:
+    document = Claim(
+        job_id="7", pid=1, process_started_at=1.0, boot_id="b", host="n1", claimed_at=4.0
+    )
+    write_document(run.attempt(number).claim, document)
+
+
+def say(run: RunPaths, kind: EventKind, **data: Any) -> None:
+    with JournalWriter(run.journal_of("flow")) as writer:
+        writer.append(kind, **data)
+
+
+def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert load_history(run).state is R.QUEUED
+    reserve(run, 1)
+    assert load_history(run).attempts[0].state is A.CREATED
+    submission = Submission(job_id="7", executor="local", submitted_at=3.0)
+    write_document(run.attempt(1).submission, submission)
+    assert load_history(run).attempts[0].state is A.SUBMITTED
+    say(run, EventKind.ATTEMPT_STATE, attempt=1, state="pending")
+    assert load_history(run).attempts[0].state is A.PENDING
+    claim(run, 1)
+    assert load_history(run).state is R.RUNNING
+    with JournalWriter(run.attempt(1).journal / "rank0.jsonl") as rank0:
+        rank0.append(EventKind.RESUMED, attempt=1, step=40, checkpoint="run:x", command_digest="dd")
+    with JournalWriter(run.attempt(1).node_journal(0)) as agent:
+        agent.append(EventKind.SIGNAL, attempt=1, source="slurm", name="SIGTERM")
+    assert load_history(run).attempts[0].state is A.STOPPING
+    outcome = Outcome(
+        state=A.PREEMPTED,
+        cause=Cause.PREEMPTION,
+        job_id="7",
+        hosts=("n1", "n2"),
+        world_size=8,
+        last_step=55,
+        started_at=4.0,
+        ended_at=9.0,
+        traceback="boom",
+    )
+    write_document(run.attempt(1).outcome, outcome)
+    say(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="preemption")
+    history = load_history(run)
+    last = history.last_attempt
+    assert last is not None
+    assert (last.state, last.cause) == (A.PREEMPTED, Cause.PREEMPTION)
+    assert (last.world_size, last.hosts, last.traceback) == (8, ("n1", "n2"), "boom")
+    assert (last.resumed_from, last.command_digest) == ("run:x", "dd")
+    assert (last.first_step, last.last_step) == (41, 55)
+    assert (last.submitted_at, last.started_at, last.ended_at) == (3.0, 4.0, 9.0)
+    assert history.state is R.WAITING
+    say(run, EventKind.DECISION, after_attempt=1, action="stop", reason="no budget")
+    assert load_history(run).state is R.FAILED
+
+
+def test_an_operators_word_holds_until_an_attempt_answers_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    reserve(run, 1)
+    say(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="operator")
+    say(run, EventKind.OPERATOR_REQUEST, action="pause", by="me", after_attempt=1)
+    assert load_history(run).state is R.PAUSED
+    say(run, EventKind.OPERATOR_REQUEST, action="relaunch", by="me", after_attempt=1, gpus=2)
+    history = load_history(run)
+    assert history.state is R.WAITING
+    assert (history.pending_request or {})["gpus"] == 2
+    reserve(run, 2)
+    claim(run, 2)
+    history = load_history(run)
+    assert (history.pending_request, history.state) == (None, R.RUNNING)
+
+
+def test_a_decision_speaks_of_the_attempt_it_names(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    reserve(run, 1)
+    say(run, EventKind.DECISION, after_attempt=1, action="stop")
+    reserve(run, 2)
+    say(run, EventKind.ATTEMPT_ENDED, attempt=2, state="failed", cause="node_failure")
+    history = load_history(run)
+    assert history.last_decision is None
+    assert history.state is R.WAITING
+
+
+def test_an_attempt_that_was_reserved_and_never_asked_for_is_seen(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.attempt(1).directory.mkdir(parents=True)
+    (attempt,) = load_history(run).attempts
+    assert (attempt.state, attempt.request, attempt.world_size) == (A.CREATED, None, 0)
+
+
+def test_pins_and_rollbacks_are_folded_from_events(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for kind, name in [
+        (EventKind.PINNED, "a"),
+        (EventKind.PINNED, "b"),
+        (EventKind.UNPINNED, "a"),
+        (EventKind.UNPINNED, "b"),
+        (EventKind.PINNED, "b"),
+    ]:
+        say(run, kind, checkpoint=name, by="me")
+    say(run, EventKind.ROLLED_BACK, to="x", excluded=["y", "z"])
+    events = load_history(run).events
+    assert pinned_checkpoints(events) == {"b"}
+    assert excluded_checkpoints(events) == {"y", "z"}
+
+
+def test_no_run_is_said_with_what_to_do_next(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="holdfast runs"):
+        load_history(RunPaths(tmp_path / "none"))

@@ -1,0 +1,179 @@
+"""Manifests: what was committed is believed, and whatever differs from it is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from holdfast.contracts.digests import file_checksum, new_checksum
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.manifest import FileEntry, Manifest, find_damage, read_manifest
+from holdfast.contracts.paths import MANIFEST, CheckpointName
+
+CONTENTS = {".metadata": b"m" * 100, "__0_0.distcp": bytes(range(256)) * 64, "pp0/a.json": b"{}"}
+
+
+def commit(under: Path, **changes: Any) -> tuple[Path, Manifest]:
+    """A committed checkpoint of step 7 in the folder `under`, with real files."""
+    name = str(CheckpointName(7, 1, 1))
+    directory = under / name
+    for path, content in CONTENTS.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
+    files = tuple(
+        FileEntry(path=path, bytes=len(content), checksum=file_checksum(directory / path))
+        for path, content in CONTENTS.items()
+    )
+    facts: dict[str, Any] = {
+        "run_uid": "u" * 32,
+        "run": "run",
+        "name": name,
+        "step": 7,
+        "attempt": 1,
+        "incarnation": 1,
+        "world_size": 2,
+        "files": files,
+        "committed_at": 1.5,
+    }
+    manifest = Manifest(**(facts | changes))
+    (directory / MANIFEST).write_bytes(to_json(manifest.model_dump(mode="json")))
+    return directory, manifest
+
+
+def test_a_manifest_is_read_back_and_verifies(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path, parent="run:step-00000003.a0001.i01")
+    seen: list[int] = []
+    assert read_manifest(directory) == manifest
+    assert find_damage(directory, manifest, progress=seen.append) == []
+    assert sum(seen) == manifest.bytes == sum(map(len, CONTENTS.values()))
+    assert manifest.id == f"run:{directory.name}"
+
+
+def test_a_directory_without_a_manifest_was_never_committed(tmp_path: Path) -> None:
+    assert read_manifest(tmp_path) is None
+    assert read_manifest(tmp_path / "none") is None
+
+
+def flip_a_bit(directory: Path) -> None:
+    path = directory / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[5000] ^= 4
+    path.write_bytes(content)
+
+
+def cut(directory: Path) -> None:
+    path = directory / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lead_outside(directory: Path) -> None:
+    outside = directory.parent / "outside"
+    (directory / ".metadata").rename(outside)
+    (directory / ".metadata").symlink_to(outside)
+
+
+def make_a_folder_of_it(directory: Path) -> None:
+    (directory / "pp0/a.json").unlink()
+    (directory / "pp0/a.json").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (flip_a_bit, "__0_0.distcp: checksum "),
+        (cut, "__0_0.distcp: 16383 bytes, expected 16384"),
+        (lambda d: (d / "pp0/a.json").unlink(), "pp0/a.json: missing"),
+        (lead_outside, ".metadata: leads outside the checkpoint"),
+        (make_a_folder_of_it, "pp0/a.json: "),
+    ],
+)
+def test_damage_is_found_and_named(
+    damage: Callable[[Path], None], line: str, tmp_path: Path
+) -> None:
+    directory, manifest = commit(tmp_path)
+    damage(directory)
+    found = find_damage(directory, manifest)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+def test_sizes_alone_do_not_see_a_flipped_bit(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path)
+    flip_a_bit(directory)
+    assert find_damage(directory, manifest, contents=False) == []
+    cut(directory)
+    assert len(find_damage(directory, manifest, contents=False)) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a/.", "a\\b", "a/"]
+)
+def test_a_path_that_leads_out_is_refused(path: str) -> None:
+    with pytest.raises(ValidationError, match="expected a relative path inside"):
+        FileEntry(path=path, bytes=1, checksum="0")
+
+
+def test_a_manifest_in_another_directory_is_not_believed(tmp_path: Path) -> None:
+    directory, _ = commit(tmp_path)
+    moved = directory.rename(tmp_path / str(CheckpointName(8, 1, 1)))
+    with pytest.raises(DamagedCheckpointError, match="expected the directory's own"):
+        read_manifest(moved)
+
+
+def test_a_manifest_whose_step_is_another_is_not_believed(tmp_path: Path) -> None:
+    directory, _ = commit(tmp_path, step=8)
+    with pytest.raises(DamagedCheckpointError) as raised:
+        read_manifest(directory)
+    assert raised.value.damaged == (f"{MANIFEST}: belongs to {directory.name}",)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"format": 1}'])
+def test_a_torn_manifest_is_damage_and_not_absence(content: bytes, tmp_path: Path) -> None:
+    directory, _ = commit(tmp_path)
+    (directory / MANIFEST).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="not a manifest of format 1"):
+        read_manifest(directory)
+
+
+def test_a_newer_format_is_refused_and_newer_keys_are_not(tmp_path: Path) -> None:
+    directory, manifest = commit(tmp_path)
+    document = json.loads((directory / MANIFEST).read_bytes())
+    (directory / MANIFEST).write_text(json.dumps({**document, "colour": "blue"}))
+    assert read_manifest(directory) == manifest
+    (directory / MANIFEST).write_text(json.dumps({**document, "format": 2}))
+    with pytest.raises(DamagedCheckpointError, match="not a manifest of format 1: format"):
+        read_manifest(directory)
+
+
+def test_a_metric_that_is_not_a_number_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    directory, _ = commit(tmp_path, metrics={"loss": math.nan, "norm": math.inf, "lr": 0.5})
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert manifest.metrics == {"lr": 0.5}
+    assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
+
+
+def test_equal_checksums_mean_equal_contents(tmp_path: Path) -> None:
+    _, first = commit(tmp_path / "a")
+    _, second = commit(tmp_path / "b", committed_at=99.0, run="other")
+    turned = first.model_copy(update={"files": first.files[::-1]})
+    changed = first.model_copy(update={"files": first.files[1:]})
+    assert first.checksum == second.checksum == turned.checksum != changed.checksum
+
+
+def test_a_file_checksum_is_that_of_its_bytes_in_any_pieces(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 40_000
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    running = new_checksum()
+    for start in range(0, len(content), 77_777):
+        running.update(content[start : start + 77_777])
+    assert file_checksum(path) == running.hexdigest()
+    assert len(running.hexdigest()) == 32
