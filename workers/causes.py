@@ -188,7 +188,7 @@ def text_cause(text: str) -> Cause | None:
 
 def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:
     """The agent's own account, corrected where only the scheduler can know."""
-    evidence = [*outcome.evidence, *(status.evidence if status and status.has_ended else ())]
+    evidence = [*outcome.evidence, *(status.evidence if status and said_so(status) else ())]
     if outcome.state is _S.COMPLETED:
         return Ending(state=_S.COMPLETED, cause=None, evidence=_cut(evidence))
     cause = outcome.cause
@@ -200,6 +200,11 @@ def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:
         if not (sure and said is Cause.OPERATOR):
             return _ending(said, evidence)
     return Ending(state=outcome.state, cause=cause, evidence=_cut(evidence))
+
+
+def said_so(status: JobStatus) -> bool:
+    """True when the scheduler gave a reason for the end, and not just the end."""
+    return status.has_ended and status.raw in _OF_SCHEDULER
 
 
 def _ending(cause: Cause, evidence: Sequence[str], state: AttemptState | None = None) -> Ending:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from holdfast.contracts.history import AttemptView, RunHistory
-from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import RankFailure, first_failure, text_cause
 from holdfast.workers.sizes import choose_gpus

@@ -181,8 +181,7 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
     if resources.gpus_per_node > most:
         return [
             (
-                f"resources.gpus_per_node {resources.gpus_per_node}: no node "
-                f"{'of partition ' + resources.partition if resources.partition else 'of the cluster'} "
+                f"resources.gpus_per_node {resources.gpus_per_node}: no node of {where} "
                 f"has more than {most}; on CPU nodes set resources.gres = '{NO_GRES}'"
             )
         ]

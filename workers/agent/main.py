@@ -2,7 +2,60 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+from holdfast.contracts.attempt import create_document
+from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.journal import JournalWriter
+from holdfast.workers.agent.claim import claim
+from holdfast.workers.agent.context import AgentContext, load_context
+from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.nodes import follow
+from holdfast.workers.agent.outcome import build_outcome, failed_outcome
+from holdfast.workers.agent.runtime import NodeRuntime
+from holdfast.workers.agent.signals import SignalBox
+
 
 def run_agent(request_path: str) -> str:
-    """Run this node's part of the attempt whose `request.json` is at `request_path`."""
-    raise NotImplementedError(request_path)
+    """Run this node's part of the attempt whose `request.json` is at `request_path`.
+
+    Returns how it ended, in words, for submitit's result file.
+    """
+    signals = SignalBox()
+    signals.install()
+    context = load_context(Path(request_path))
+    if not context.is_lead:
+        return follow(context, signals)
+    with JournalWriter(context.attempt.node_journal(0)) as journal:
+        if not claim(context, journal):
+            return f"attempt {context.attempt.number} belongs to another job"
+        try:
+            return _lead(context, signals, journal)
+        except Exception:
+            # The edge of the process: whatever it was, the attempt must not be left without an
+            # outcome, or people would have to guess.
+            create_document(
+                context.attempt.outcome, failed_outcome(context, traceback.format_exc())
+            )
+            raise
+
+
+def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> str:
+    """Gather the nodes, run the attempt, write its outcome, let everybody go."""
+    runtime = NodeRuntime(context)
+    host = None
+    try:
+        if context.nodes > 1:
+            host = ChannelHost(context.attempt.channel, context.nodes)
+            host.wait_for_peers()
+        lead = Lead(context, signals, journal, runtime, host)
+        lead.run()
+        outcome = build_outcome(lead)
+        create_document(context.attempt.outcome, outcome)
+        lead.finish()
+    finally:
+        runtime.close()
+        if host is not None:
+            host.close()
+    return f"attempt {context.attempt.number}: {outcome.state}"

@@ -1,0 +1,55 @@
+"""The claim: one job runs an attempt, whoever else was started for it ends before it trains."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+from holdfast.contracts.attempt import Claim, create_document, read_document
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.processes import name_process
+
+CLAIM_WAIT_S: Final = 300.0
+POLL_S: Final = 0.2
+
+
+def claim(context: AgentContext, journal: JournalWriter) -> bool:
+    """Take the attempt for this job; False, and journaled, when another job has it."""
+    own = name_process(os.getpid())
+    assert own is not None
+    document = Claim(
+        job_id=context.job_id,
+        pid=own.pid,
+        process_started_at=own.started_at,
+        boot_id=own.boot_id,
+        host=context.host,
+        claimed_at=time.time(),
+    )
+    number = context.attempt.number
+    if context.attempt.outcome.exists() or not create_document(context.attempt.claim, document):
+        holder = read_document(Claim, context.attempt.claim)
+        who = f"job {holder.job_id} on {holder.host}" if holder else "a job that has ended"
+        journal.append(
+            EventKind.NOTE,
+            attempt=number,
+            text=f"job {context.job_id} on {context.host} ended before training: attempt {number} "
+            f"belongs to {who}",
+        )
+        return False
+    journal.append(
+        EventKind.CLAIMED, attempt=number, job_id=context.job_id, host=context.host, pid=own.pid
+    )
+    return True
+
+
+def wait_for_claim(context: AgentContext) -> bool:
+    """Another node's agent: wait until node 0 has claimed; True when it did so for this job."""
+    give_up = time.monotonic() + CLAIM_WAIT_S
+    while time.monotonic() < give_up:
+        holder = read_document(Claim, context.attempt.claim)
+        if holder is not None:
+            return holder.job_id == context.job_id
+        time.sleep(POLL_S)
+    return False

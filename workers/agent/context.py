@@ -1,0 +1,59 @@
+"""Where this agent is: its attempt, node and job, from the request and the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentContext:
+    """One agent's place in the attempt. `started_at` is Unix seconds."""
+
+    request: Request
+    run: RunPaths
+    attempt: AttemptPaths
+    node: int
+    nodes: int
+    job_id: str
+    host: str
+    started_at: float
+
+    @property
+    def is_lead(self) -> bool:
+        """True on node 0, whose agent leads the others."""
+        return self.node == 0
+
+
+def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -> AgentContext:
+    """Read the request and find out which node of which job this is.
+
+    Raises `NotFoundError` when there is no request at `request_path`.
+    """
+    variables = os.environ if environ is None else environ
+    request = read_document(Request, request_path)
+    if request is None:
+        raise NotFoundError(
+            f"{request_path}: no request here; is the run's root shared with this node?"
+        )
+    on_slurm = request.executor == "slurm"
+    attempt = AttemptPaths(request_path.parent)
+    return AgentContext(
+        request=request,
+        run=RunPaths(request_path.parent.parent.parent),
+        attempt=attempt,
+        node=int(variables.get("SLURM_PROCID", "0")) if on_slurm else 0,
+        nodes=request.nodes,
+        job_id=variables.get("SLURM_JOB_ID" if on_slurm else "SUBMITIT_LOCAL_JOB_ID", "")
+        or str(os.getpid()),
+        host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
+        started_at=time.time(),
+    )

@@ -1,0 +1,193 @@
+"""The flusher's keeper: starts it, holds its staging slots, starts it again with them.
+
+The slots are memory files. While the keeper holds their descriptors, neither a rank's nor the
+flusher's death loses a step that was sealed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from holdfast.contracts import wire
+from holdfast.workers.agent.context import AgentContext
+
+STARTS_MAX: Final = 5
+REPLY_MARGIN_S: Final = 5.0
+LEAVE_WAIT_S: Final = 10.0
+POLL_S: Final = 0.05
+MODULE: Final = "holdfast.trainer.flusher"
+
+
+@dataclass
+class Flushed:
+    """What the flusher told: `committed` and `failed` messages as they came."""
+
+    committed: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[dict[str, Any]] = field(default_factory=list)
+
+
+class FlusherKeeper:
+    """One node's flusher, kept alive; safe for its reader thread and the agent's loop."""
+
+    def __init__(self, context: AgentContext) -> None:
+        token = secrets.token_hex(4)
+        self.socket_name = f"holdfast-{context.request.run_uid[:12]}-{context.job_id}-{token}"
+        self.told = Flushed()
+        self._context = context
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, int, int], int] = {}
+        self._drained: dict[str, Any] | None = None
+        self._starts = 0
+        self._closing = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._start()
+
+    @property
+    def problem(self) -> str:
+        """Why there is no flusher, or an empty string."""
+        if self._starts < STARTS_MAX or self.is_running:
+            return ""
+        log = self._context.attempt.node_logs(self._context.node) / "flusher.log"
+        return f"the flusher ended {self._starts} times; see {log}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """The flusher's process number."""
+        return self._process.pid if self._process else None
+
+    def tend(self) -> None:
+        """Start the flusher again when it has ended, with all slots; `STARTS_MAX` times."""
+        if not self.is_running and not self._closing and self._starts < STARTS_MAX:
+            self._start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything sealed and complete is committed; False when time ran out."""
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up and self._starts < STARTS_MAX:
+            left_s = give_up - time.monotonic()
+            if self._ask_drain(left_s):
+                return True
+            self.tend()
+            time.sleep(POLL_S)
+        return False
+
+    def forget(self, incarnation: int) -> None:
+        """Give back the slots of an incarnation that is over and drained."""
+        with self._lock:
+            for key in [key for key in self._slots if key[2] <= incarnation]:
+                os.close(self._slots.pop(key))
+
+    def close(self) -> None:
+        """Hang up: the flusher finishes what is sealed and leaves, or is killed after a while."""
+        self._closing = True
+        self._hang_up()
+        if self._process is not None:
+            try:
+                self._process.wait(LEAVE_WAIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(LEAVE_WAIT_S)
+        self.forget(sys.maxsize)
+
+    def _start(self) -> None:
+        self._hang_up()
+        self._starts += 1
+        ours, theirs = wire.pair()
+        logs = self._context.attempt.node_logs(self._context.node)
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", MODULE, "--socket", self.socket_name]
+        command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
+        command += ["--keeper-fd", str(theirs.fileno())]
+        with open(logs / "flusher.log", "ab") as log, theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._connection = ours
+        self._give_back(ours)
+        threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
+
+    def _give_back(self, connection: socket.socket) -> None:
+        """Hand every kept slot to a flusher that was started anew."""
+        with self._lock:
+            for (rank, slot, incarnation), handle in self._slots.items():
+                with contextlib.suppress(OSError):
+                    wire.send(
+                        connection,
+                        "kept",
+                        descriptors=(handle,),
+                        rank=rank,
+                        slot=slot,
+                        incarnation=incarnation,
+                    )
+
+    def _ask_drain(self, timeout_s: float) -> bool:
+        """One question; False when the flusher ended before it answered, or was late."""
+        connection, process = self._connection, self._process
+        if connection is None or process is None:
+            return False
+        self._drained = None
+        try:
+            wire.send(connection, "drain", timeout_s=max(timeout_s - REPLY_MARGIN_S, timeout_s / 2))
+        except OSError:
+            return False
+        give_up = time.monotonic() + timeout_s
+        while time.monotonic() < give_up:
+            if self._drained is not None:
+                return True
+            if process.poll() is not None:
+                return False
+            time.sleep(POLL_S)
+        return False
+
+    def _read(self, connection: socket.socket) -> None:
+        """The reader thread: keeps slots and notes what was committed, until the end."""
+        while True:
+            try:
+                received = wire.receive(connection)
+            except (OSError, ValueError):
+                return
+            if received is None:
+                return
+            message, descriptors = received
+            self._note(message, descriptors)
+
+    def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
+        kind = message["kind"]
+        if kind == "keep" and descriptors:
+            key = (int(message["rank"]), int(message["slot"]), int(message["incarnation"]))
+            with self._lock:
+                if key in self._slots:
+                    os.close(self._slots[key])
+                self._slots[key] = descriptors[0]
+        elif kind == "drained":
+            self._drained = message
+        elif kind == "committed":
+            self.told.committed.append(message)
+        elif kind == "failed":
+            self.told.failed.append(message)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+            self._connection = None

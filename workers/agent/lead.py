@@ -1,0 +1,357 @@
+"""Node 0's agent: leads every node through incarnations, a stop or a crash, to the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.contracts.agreement import ROUNDS_MAX, settle
+from holdfast.contracts.attempt import IncarnationRecord
+from holdfast.contracts.board import AT_START, NOWHERE
+from holdfast.contracts.channel import ChannelHost
+from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.nodes import RemoteNode
+from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
+from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.stops import StopWatch, StopWish
+from holdfast.workers.policy import Decision, decide_in_place
+
+POLL_S: Final = 0.05
+REMOTE_POLL_S: Final = 0.25
+# The first node that fails may only be complaining of another; its neighbours get this long.
+NEIGHBOUR_WAIT_S: Final = 2.0
+SETTLE_TRIES_MAX: Final = 20
+SETTLE_PAUSE_S: Final = 0.5
+# What is kept of the grace for writing the outcome before the scheduler's KILL.
+RESERVE_S: Final = 1.5
+CRASH_DRAIN_S: Final = 300.0
+RESTART_PAUSE_S: Final = 1.0
+INCARNATIONS_MAX: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How one incarnation ended: completed, stopped, crashed or killed."""
+
+    ending: str
+    exit_code: int | None
+    reports: tuple[NodeReport, ...]
+    wreck: Wreck
+
+    @property
+    def completed(self) -> int:
+        """The last step that any rank finished, or `NOWHERE`."""
+        return max((r.completed for r in self.reports), default=NOWHERE)
+
+    @property
+    def resumed(self) -> int:
+        """The step after which this incarnation began, or `NOWHERE`."""
+        return max((r.resumed for r in self.reports), default=NOWHERE)
+
+
+class Lead:
+    """One attempt, led. Everything it does is journaled in node 0's journal."""
+
+    def __init__(
+        self,
+        context: AgentContext,
+        signals: SignalBox,
+        journal: JournalWriter,
+        runtime: NodeRuntime,
+        host: ChannelHost | None,
+    ) -> None:
+        self.context = context
+        self.wish: StopWish | None = None
+        self.lost: list[str] = []
+        self.incarnations: list[IncarnationRecord] = []
+        self.last: Ended | None = None
+        self.verdict = ""
+        self._signals, self._journal, self._runtime = signals, journal, runtime
+        self._stops = StopWatch(context)
+        self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
+        self._reports: dict[str, NodeReport] = {}
+        self._remote_at = 0.0
+        self._serial = 1
+        self._tries = 0
+        self._settled = False
+        self._settle_at = 0.0
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that are still there, this one first."""
+        return [self._runtime, *(r for r in self._remotes if r.name not in self.lost)]
+
+    def run(self) -> None:
+        """Start incarnations until training ends, is stopped, or is not worth another one."""
+        for restarts in range(INCARNATIONS_MAX):
+            number = self._take_number()
+            ended = self._run_incarnation(number)
+            self.last = ended
+            if ended.ending != "crashed" or self.wish is not None:
+                return
+            decision = self._decide(ended, restarts)
+            self.verdict = decision.reason
+            self._note(f"{decision.action} in place: {decision.reason}")
+            if decision.action != "restart":
+                return
+            self._look_for_stops(self._signals.wait(RESTART_PAUSE_S))
+            if self.wish is not None:
+                return
+
+    def finish(self) -> None:
+        """Let the other nodes' agents go."""
+        for remote in self._remotes:
+            if remote.name not in self.lost:
+                with contextlib.suppress(ConnectionError):
+                    remote.finish()
+
+    # --- one incarnation --------------------------------------------------------------------
+
+    def _run_incarnation(self, number: int) -> Ended:
+        started_at = time.time()
+        self._settled, self._tries, self._serial = False, 0, 1
+        port, address = _free_port(), self._address()
+        self._journal.append(
+            EventKind.INCARNATION_STARTED,
+            attempt=self.context.attempt.number,
+            incarnation=number,
+            world_size=self.context.request.world_size,
+        )
+        for node in reversed(self.nodes):
+            with self._losing(node):
+                node.start(number, address, port)
+        ending = self._watch()
+        ended = self._end_incarnation(ending)
+        self._journal.append(
+            EventKind.INCARNATION_ENDED,
+            attempt=self.context.attempt.number,
+            incarnation=number,
+            ending=ended.ending,
+            exit_code=ended.exit_code,
+        )
+        self.incarnations.append(
+            IncarnationRecord(
+                number=number,
+                started_at=started_at,
+                ended_at=time.time(),
+                exit_code=ended.exit_code,
+                first_step=ended.resumed + 1 if ended.resumed > NOWHERE else None,
+                last_step=ended.completed if ended.completed > ended.resumed else None,
+                ending=ended.ending,
+            )
+        )
+        return ended
+
+    def _watch(self) -> str:
+        """Wait for the incarnation's end: bounded by the stop's deadline, else by training."""
+        while True:
+            names = self._signals.wait(POLL_S)
+            self._poll_nodes()
+            names += [name for r in self._reports.values() for name in r.signals]
+            self._look_for_stops(names)
+            if self.lost:
+                return "crashed"
+            codes = [report.exit_code for report in self._reports.values()]
+            if any(code not in {None, 0} for code in codes):
+                self._wait_for_neighbours()
+                return "crashed" if self.wish is None else "stopped"
+            if codes and all(code == 0 for code in codes):
+                stopped = any("STOP" in r.phases for r in self._reports.values())
+                return "stopped" if stopped else "completed"
+            if self.wish is None:
+                continue
+            self._settle()
+            if time.time() > self._kill_at(self.wish):
+                return "killed"
+
+    def _end_incarnation(self, ending: str) -> Ended:
+        """End every node's processes, let the flushers finish, gather what is known."""
+        for node in self.nodes:
+            with self._losing(node):
+                node.kill()
+        drain_s = self._drain_s()
+        for node in self.nodes:
+            with self._losing(node):
+                if not node.drain(drain_s):
+                    self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
+        failures, kills = [], 0
+        for node in self.nodes:
+            with self._losing(node):
+                self._reports[node.name] = node.report()
+                if ending in {"crashed", "stopped"}:
+                    wreck = node.wreck()
+                    failures += wreck.failures
+                    kills += wreck.oom_kills
+        codes = [r.exit_code for r in self._reports.values()]
+        return Ended(
+            ending=ending,
+            exit_code=next((code for code in codes if code), codes[0] if codes else None),
+            reports=tuple(self._reports.values()),
+            wreck=Wreck(failures=failures, oom_kills=kills),
+        )
+
+    def _poll_nodes(self) -> None:
+        """This node's report at every look, the others' a few times a second."""
+        self._reports[self._runtime.name] = self._runtime.report()
+        if time.monotonic() - self._remote_at < REMOTE_POLL_S:
+            return
+        self._remote_at = time.monotonic()
+        for node in self.nodes[1:]:
+            with self._losing(node):
+                self._reports[node.name] = node.report()
+
+    def _wait_for_neighbours(self) -> None:
+        """After a failure: time for the node that caused it to fail as well."""
+        give_up = time.monotonic() + (NEIGHBOUR_WAIT_S if len(self.nodes) > 1 else 0.0)
+        while time.monotonic() < give_up:
+            time.sleep(POLL_S)
+            self._poll_nodes()
+
+    # --- stopping ---------------------------------------------------------------------------
+
+    def _look_for_stops(self, heard: list[str]) -> None:
+        """Take up every reason to stop that has come since the last look."""
+        now = time.time()
+        for name in heard:
+            if self.wish is not None:
+                # Signals repeat, and the second of a pair says nothing new.
+                continue
+            wish, judgement = self._stops.from_signal(name, now)
+            if wish is None:
+                self._note(f"{name}: a warning of the time limit ({judgement.detail})")
+            else:
+                self._take_up(wish)
+        for wish in (self._stops.from_file(now), self._stops.from_limit(now)):
+            if wish is not None:
+                self._take_up(wish)
+
+    def _take_up(self, wish: StopWish) -> None:
+        if self.wish is not None:
+            self.wish = self.wish.hurried_by(wish)
+        else:
+            self.wish = wish
+            self._journal.append(
+                EventKind.SIGNAL,
+                attempt=self.context.attempt.number,
+                source=wish.source,
+                name=wish.name,
+                cause=wish.cause.value,
+                deadline=wish.deadline,
+                detail=wish.detail,
+            )
+        for node in self.nodes:
+            with self._losing(node):
+                node.announce(self.wish.deadline)
+
+    def _settle(self) -> None:
+        """Bring all ranks to one step; tried again, bounded, until it holds."""
+        if self._settled or self._tries >= SETTLE_TRIES_MAX or time.monotonic() < self._settle_at:
+            return
+        self._tries += 1
+        began = time.monotonic()
+        try:
+            step, rounds = settle(self.nodes, first_serial=self._serial)
+        except AgreementError as error:
+            newest = max((r.completed for r in self._reports.values()), default=NOWHERE)
+            self._journal.append(
+                EventKind.STOP_FAILED,
+                attempt=self.context.attempt.number,
+                reason=str(error),
+                newest_step=newest,
+            )
+            self._serial += ROUNDS_MAX
+            self._settle_at = time.monotonic() + SETTLE_PAUSE_S
+            return
+        except ConnectionError:
+            # The node is found lost at the next look, and training ends for that reason.
+            return
+        self._settled = True
+        self._journal.append(
+            EventKind.STOP_AGREED,
+            attempt=self.context.attempt.number,
+            step=None if step == AT_START else step,
+            rounds=rounds,
+            waited_s=round(time.monotonic() - began, 6),
+        )
+
+    def _kill_at(self, wish: StopWish) -> float:
+        """Unix seconds after which what still runs is ended by force.
+
+        A program that never spoke to the board cannot be stopped with a checkpoint: it gets the
+        grace and no more.
+        """
+        supervision = self.context.request.supervision
+        limit_s = supervision.flush_timeout_s
+        if not any(report.registered for report in self._reports.values()):
+            limit_s = supervision.grace_s
+        by_patience = wish.requested_at + limit_s
+        return by_patience if wish.deadline is None else min(wish.deadline - RESERVE_S, by_patience)
+
+    def _drain_s(self) -> float:
+        """Seconds that the flushers get to finish what is sealed."""
+        longest_s = self.context.request.supervision.flush_timeout_s
+        if self.wish is not None and self.wish.deadline is not None:
+            return max(1.0, min(self.wish.deadline - time.time(), longest_s))
+        return min(CRASH_DRAIN_S, longest_s) if self.wish is None else longest_s
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _decide(self, ended: Ended, restarts: int) -> Decision:
+        gained = ended.completed > ended.resumed
+        return decide_in_place(
+            ended.wreck.failures,
+            restarts=restarts,
+            restarts_max=self.context.request.supervision.restarts_in_place,
+            oom_kills=ended.wreck.oom_kills,
+            lost_nodes=self.lost,
+            gained_steps=gained,
+        )
+
+    def _take_number(self) -> int:
+        """The next free incarnation number, taken by exclusive creation of its folder."""
+        for number in range(1, INCARNATIONS_MAX + 1):
+            folder = self.context.attempt.incarnation(number)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return number
+        raise AgreementError(f"{INCARNATIONS_MAX} incarnations in one attempt: something is wrong")
+
+    def _address(self) -> str:
+        """Under which name the ranks of all nodes reach this one."""
+        for node in self.nodes[1:]:
+            with self._losing(node):
+                return node.report().host_address or socket.gethostname()
+        return socket.gethostname() if self.context.nodes > 1 else "127.0.0.1"
+
+    @contextlib.contextmanager
+    def _losing(self, node: Node) -> Iterator[None]:
+        """A node that does not answer is lost, journaled once, and asked nothing more."""
+        try:
+            yield
+        except ConnectionError as error:
+            if node.name not in self.lost:
+                self.lost.append(node.name)
+                self._journal.append(
+                    EventKind.NODE_LOST,
+                    attempt=self.context.attempt.number,
+                    node=getattr(node, "number", 0),
+                    host=node.name,
+                    detail=str(error),
+                )
+
+    def _note(self, text: str) -> None:
+        self._journal.append(EventKind.NOTE, attempt=self.context.attempt.number, text=text)
+
+
+def _free_port() -> int:
+    """A port that was free a moment ago; were it taken since, the incarnation is started again."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

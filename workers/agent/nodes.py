@@ -1,0 +1,139 @@
+"""The other nodes: node 0's agent leads, the others do what it asks and nothing else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any, Final
+
+from holdfast.contracts.attempt import Claim, read_document
+from holdfast.contracts.board import Proposal
+from holdfast.contracts.channel import (
+    CALL_TIMEOUT_S,
+    ChannelMember,
+    Peer,
+    answer_for_board,
+)
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.workers.agent.claim import wait_for_claim
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
+from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.torchrun import KILL_WAIT_S
+
+POLL_S: Final = 0.05
+FINISH_TIMEOUT_S: Final = 30.0
+ORPHAN_DRAIN_S: Final = 60.0
+# Node 0 asks several times a second; it is silent only while it waits for a flush.
+SILENCE_MARGIN_S: Final = 300.0
+
+
+class RemoteNode:
+    """Another node, led over the channel. Every call may raise `ConnectionError`."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self.number = int(peer.hello["node"])
+        self.name = str(peer.hello["host"])
+
+    def start(self, incarnation: int, address: str, port: int) -> None:
+        self._peer.call("start", incarnation=incarnation, address=address, port=port)
+
+    def report(self) -> NodeReport:
+        return NodeReport.from_json(self._peer.call("report"))
+
+    def announce(self, deadline: float | None) -> None:
+        self._peer.call("announce", deadline=deadline)
+
+    def kill(self) -> None:
+        self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        answer = self._peer.call("drain", timeout_s=timeout_s + CALL_TIMEOUT_S, drain_s=timeout_s)
+        return bool(answer["done"])
+
+    def wreck(self) -> Wreck:
+        return Wreck.from_json(self._peer.call("wreck"))
+
+    def finish(self) -> None:
+        """Let the node's agent go."""
+        self._peer.call("finish", timeout_s=FINISH_TIMEOUT_S)
+
+    def newest_entered(self) -> int:
+        return self._peer.newest_entered()
+
+    def propose(self, serial: int, step: int) -> bool:
+        return self._peer.propose(serial, step)
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self._peer.answer(serial, state)
+
+
+def follow(context: AgentContext, signals: SignalBox) -> str:
+    """The agent of a node other than 0: join, obey, leave. Returns how it ended, in words."""
+    if not wait_for_claim(context):
+        holder = read_document(Claim, context.attempt.claim)
+        return f"node {context.node} leaves: the attempt is of job {holder and holder.job_id}"
+    runtime = NodeRuntime(context)
+    try:
+        hello = {"node": context.node, "host": context.host, "job_id": context.job_id}
+        member = ChannelMember(context.attempt.channel, hello)
+        try:
+            _obey(runtime, member, signals)
+        finally:
+            member.close()
+    except ConnectionError as error:
+        # Node 0 is gone, so nobody can commit a step or start training again.
+        _journal_loss(context, error)
+        runtime.kill()
+        runtime.drain(ORPHAN_DRAIN_S)
+        return f"node {context.node} leaves: {error}"
+    finally:
+        runtime.close()
+    return f"node {context.node} was let go"
+
+
+def _obey(runtime: NodeRuntime, member: ChannelMember, signals: SignalBox) -> None:
+    """Answer node 0's questions until it says `finish`; `ConnectionError` when it is gone."""
+    silence_s = runtime.context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
+    heard_at = time.monotonic()
+    while time.monotonic() - heard_at < silence_s:
+        for name in signals.wait(0.0):
+            runtime.hear(name)
+        question = member.receive(POLL_S)
+        if question is None:
+            continue
+        heard_at = time.monotonic()
+        member.reply(**_reply(runtime, member, question))
+        if question["kind"] == "finish":
+            return
+    raise ConnectionError(f"node 0 said nothing for {silence_s:.0f} s")
+
+
+def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]) -> dict[str, Any]:
+    """What this node answers, after doing what was asked."""
+    kind = question["kind"]
+    if kind == "start":
+        runtime.start(question["incarnation"], question["address"], question["port"])
+        return {}
+    if kind == "report":
+        return {**asdict(runtime.report()), "host_address": member.host_address}
+    if kind == "kill":
+        runtime.kill()
+        return {}
+    if kind == "drain":
+        return {"done": runtime.drain(question["drain_s"])}
+    if kind == "wreck":
+        return runtime.wreck().to_json()
+    return answer_for_board(runtime.board, question) or {}
+
+
+def _journal_loss(context: AgentContext, error: ConnectionError) -> None:
+    with JournalWriter(context.attempt.node_journal(context.node)) as journal:
+        journal.append(
+            EventKind.NODE_LOST,
+            attempt=context.attempt.number,
+            node=0,
+            host="",
+            detail=str(error),
+        )

@@ -1,0 +1,130 @@
+"""`outcome.json`: what node 0's agent knows of the attempt when it is over."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.contracts.attempt import IncarnationRecord, Outcome
+from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.stops import StopWish
+from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure, classify_crash
+from holdfast.workers.checkpoints import newest_committed
+
+
+def build_outcome(lead: Lead) -> Outcome:
+    """The outcome of an attempt that was led to its end."""
+    context, last = lead.context, lead.last
+    ending, first = judge_ending(lead)
+    resumes = _resumes(context)
+    incarnations = tuple(_with_resume(r, resumes.get(r.number)) for r in lead.incarnations)
+    committed = newest_committed(context.run, context.attempt.number)
+    steps = [i.last_step for i in incarnations if i.last_step is not None]
+    digests = [i.command_digest for i in incarnations if i.command_digest]
+    wish = lead.wish
+    return Outcome(
+        state=ending.state,
+        cause=ending.cause,
+        evidence=ending.evidence,
+        job_id=context.job_id,
+        hosts=tuple(dict.fromkeys([*(node.name for node in lead.nodes), *lead.lost])),
+        world_size=context.request.world_size,
+        command_digest=digests[-1] if digests else None,
+        resumed_from=incarnations[0].resumed_from if incarnations else None,
+        first_step=incarnations[0].first_step if incarnations else None,
+        last_step=max(steps, default=None),
+        committed_step=committed.step if committed else None,
+        started_at=context.started_at,
+        stop_requested_at=wish.requested_at if wish else None,
+        stop_committed_at=_committed_at(lead, committed.committed_at if committed else None),
+        ended_at=time.time(),
+        traceback=first.text or None if first else None,
+        failed_rank=first.rank if first else None,
+        incarnations=incarnations if last else (),
+    )
+
+
+def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
+    """State, cause and evidence of the attempt, and the rank that failed first, if one did."""
+    last, wish = lead.last, lead.wish
+    if wish is not None and last is not None and last.ending == "crashed":
+        lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
+        return _stopped(wish, lost or "asked for while training was being started again"), None
+    assert last is not None
+    if last.ending == "completed":
+        return Ending(state=AttemptState.COMPLETED, cause=None), None
+    if last.ending == "crashed" or wish is None:
+        if wish is None and last.ending == "stopped":
+            words = "the ranks stopped early, and nothing had asked this agent for it"
+            return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
+        failures, kills = last.wreck.failures, last.wreck.oom_kills
+        ending, first = classify_crash(failures, oom_kills=kills, lost_nodes=lead.lost)
+        evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
+        return Ending(state=ending.state, cause=ending.cause, evidence=evidence), first
+    if last.ending == "killed":
+        return _stopped(wish, "training had not ended at the deadline and was killed"), None
+    _, first = classify_crash(last.wreck.failures)
+    if first is not None and last.exit_code:
+        return _stopped(wish, f"rank {first.rank} failed while stopping"), first
+    return _stopped(wish), None
+
+
+def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
+    """The outcome when the agent itself failed."""
+    committed = newest_committed(context.run, context.attempt.number)
+    last = next((ln for ln in reversed(traceback.splitlines()) if ln.strip()), "")
+    return Outcome(
+        state=AttemptState.FAILED,
+        cause=Cause.INFRASTRUCTURE,
+        evidence=(f"the agent of node 0 failed: {last}",),
+        job_id=context.job_id,
+        hosts=(context.host,),
+        world_size=context.request.world_size,
+        committed_step=committed.step if committed else None,
+        started_at=context.started_at,
+        ended_at=time.time(),
+        traceback=traceback,
+    )
+
+
+def _stopped(wish: StopWish, words: str = "") -> Ending:
+    what = f"{wish.source}: {wish.name}" + (f" ({wish.detail})" if wish.detail else "")
+    evidence = (what, words) if words else (what,)
+    return Ending(state=STATE_OF_CAUSE[wish.cause], cause=wish.cause, evidence=evidence)
+
+
+def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
+    """When the last step was durable, for an attempt that was stopped and lost no step.
+
+    A step that was durable before anybody asked counts as durable when it was asked for.
+    """
+    wish, last = lead.wish, lead.last
+    newest = newest_committed(lead.context.run, lead.context.attempt.number)
+    if wish is None or last is None or newest is None or committed_at is None:
+        return None
+    return max(committed_at, wish.requested_at) if newest.step >= last.completed else None
+
+
+def _resumes(context: AgentContext) -> dict[int, Event]:
+    """Each incarnation's `resumed` line, from whichever journal of the attempt has it."""
+    found: dict[int, Event] = {}
+    for path in sorted(context.attempt.journal.glob("*.jsonl")):
+        for event in read_journal(path)[0]:
+            if event.kind is EventKind.RESUMED:
+                found[int(event.data.get("incarnation", 0))] = event
+    return found
+
+
+def _with_resume(record: IncarnationRecord, event: Event | None) -> IncarnationRecord:
+    if event is None:
+        return record
+    data, step = event.data, event.data.get("step")
+    return record.model_copy(
+        update={
+            "resumed_from": data.get("checkpoint"),
+            "command_digest": data.get("command_digest"),
+            "first_step": record.first_step or (step + 1 if step is not None else None),
+        }
+    )

@@ -1,0 +1,159 @@
+"""What an agent does on its own node; node 0's agent asks the others for the same by channel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from holdfast.contracts.agreement import BoardPort, NodePort
+from holdfast.contracts.board import NOWHERE, Board
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.flusher_keeper import FlusherKeeper
+from holdfast.workers.agent.guard import adopt_orphans, kill_all_below
+from holdfast.workers.agent.heartbeat import Heartbeat
+from holdfast.workers.agent.memory import oom_kills
+from holdfast.workers.agent.torchrun import Handles, Torchrun
+from holdfast.workers.causes import RankFailure
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """A node at one moment. Steps are `NOWHERE` before any rank has said one."""
+
+    exit_code: int | None
+    phases: tuple[str, ...]
+    registered: int
+    completed: int
+    resumed: int
+    signals: tuple[str, ...] = ()
+    problem: str = ""
+    host_address: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NodeReport:
+        """A report that came over the channel."""
+        data = {**data, "phases": tuple(data["phases"]), "signals": tuple(data["signals"])}
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wreck:
+    """What is known of a node's crash."""
+
+    failures: list[RankFailure] = field(default_factory=list)
+    oom_kills: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"failures": [asdict(f) for f in self.failures], "oom_kills": self.oom_kills}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Wreck:
+        failures = [RankFailure(**failure) for failure in data["failures"]]
+        return cls(failures=failures, oom_kills=int(data["oom_kills"]))
+
+
+class Node(NodePort, Protocol):
+    """One node of the attempt as node 0's agent leads it. A remote one may raise
+    `ConnectionError`."""
+
+    name: str
+
+    def start(self, incarnation: int, address: str, port: int) -> None:
+        """Start torchrun for a new incarnation."""
+        ...
+
+    def report(self) -> NodeReport:
+        """How the node is."""
+        ...
+
+    def announce(self, deadline: float | None) -> None:
+        """Tell the ranks that a stop is wanted, by `deadline` (Unix seconds)."""
+        ...
+
+    def kill(self) -> None:
+        """End torchrun and everything below it, by force."""
+        ...
+
+    def drain(self, timeout_s: float) -> bool:
+        """Let the flusher commit what is sealed; False when it was not done in time."""
+        ...
+
+    def wreck(self) -> Wreck:
+        """What is known of a crash; asked after `kill`."""
+        ...
+
+
+class NodeRuntime(BoardPort):
+    """This node: board, flusher, heartbeat and, during an incarnation, torchrun."""
+
+    def __init__(self, context: AgentContext) -> None:
+        adopt_orphans()
+        self.context = context
+        self.name = context.host
+        self.board, self._board_handle = Board.create(context.request.gpus_per_node)
+        super().__init__(self.board)
+        self.keeper = FlusherKeeper(context)
+        self._heartbeat = Heartbeat(context, self.board)
+        self._torchrun: Torchrun | None = None
+        self._oom_kills_before = 0
+        self._heard: list[str] = []
+
+    def hear(self, name: str) -> None:
+        """Note a signal that came to this node's agent, for node 0 to judge."""
+        self._heard.append(name)
+
+    def start(self, incarnation: int, address: str, port: int) -> None:
+        self.keeper.forget(incarnation - 1)
+        self.keeper.tend()
+        self.board.reset()
+        self._heartbeat.incarnation = incarnation
+        self._oom_kills_before = oom_kills()
+        self._torchrun = Torchrun(
+            self.context,
+            incarnation,
+            address=address,
+            port=port,
+            handles=Handles(self._board_handle, self.keeper.socket_name),
+        )
+
+    def report(self) -> NodeReport:
+        self.keeper.tend()
+        records = self.board.records()
+        seen = [r for r in records if r.pid]
+        heard, self._heard = tuple(self._heard), []
+        return NodeReport(
+            exit_code=self._torchrun.poll() if self._torchrun else None,
+            phases=tuple(r.phase.name for r in seen),
+            registered=len(seen),
+            completed=max((r.completed for r in seen), default=NOWHERE),
+            resumed=max((r.resumed_step for r in seen), default=NOWHERE),
+            signals=heard,
+            problem=self.keeper.problem,
+        )
+
+    def announce(self, deadline: float | None) -> None:
+        self.board.announce_stop(deadline)
+
+    def kill(self) -> None:
+        if self._torchrun is not None:
+            self._torchrun.kill()
+
+    def drain(self, timeout_s: float) -> bool:
+        return self.keeper.drain(timeout_s)
+
+    def wreck(self) -> Wreck:
+        failures = self._torchrun.failures() if self._torchrun else []
+        return Wreck(failures=failures, oom_kills=oom_kills() - self._oom_kills_before)
+
+    def close(self) -> None:
+        """End all that this agent started; the flusher finishes what is sealed first."""
+        self.kill()
+        self.keeper.close()
+        self._heartbeat.close()
+        # Only what escaped from a guard that was itself killed can be left here.
+        kill_all_below(os.getpid())
+        with contextlib.suppress(BufferError):
+            self.board.close()
+        os.close(self._board_handle)

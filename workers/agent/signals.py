@@ -1,0 +1,118 @@
+"""Signals to the agent: the handler sets a flag, the loop reads it, the judgement is pure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Final
+
+from holdfast.contracts.states import Cause
+from holdfast.workers.slurm_client import parse_time
+from holdfast.workers.slurm_states import bare_word
+
+HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+# Slurm sends the warning up to a minute early, and its clock of minutes adds to that.
+WARNING_EARLY_S: Final = 90.0
+# A TERM this close to the end of the job is its time limit's.
+LIMIT_NEAR_S: Final = 5.0
+KILL_WAIT_S: Final = 30.0
+_OF_STATE: Final = {
+    "PREEMPTED": Cause.PREEMPTION,
+    "CANCELLED": Cause.OPERATOR,
+    "TIMEOUT": Cause.TIME_LIMIT,
+    "DEADLINE": Cause.TIME_LIMIT,
+    "NODE_FAIL": Cause.NODE_FAILURE,
+    "BOOT_FAIL": Cause.NODE_FAILURE,
+}
+
+
+class SignalBox:
+    """Collects the signals that were sent to this process; the main thread must install it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def install(self) -> None:
+        """Replace every handler, submitit's included, by one that only sets a flag."""
+        # The interpreter writes the number into the pipe: that is the flag, and wakes the loop.
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in HEARD:
+            signal.signal(number, _do_nothing)
+        signal.signal(signal.SIGCONT, signal.SIG_IGN)
+
+    def wait(self, timeout_s: float) -> list[str]:
+        """Names of the signals that came, in order, after up to `timeout_s` for the first."""
+        with contextlib.suppress(InterruptedError):
+            select.select([self._read], [], [], timeout_s)
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self._read, 4096)
+        return [signal.Signals(n).name for n in dict.fromkeys(numbers) if n in set(HEARD)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What a signal means. `cause` None: a warning of a limit that the agent keeps by itself."""
+
+    cause: Cause | None
+    deadline: float
+    detail: str
+
+
+def judge(
+    name: str,
+    *,
+    job: Mapping[str, str] | None,
+    on_slurm: bool,
+    now: float,
+    grace_s: float,
+    end_at: float | None,
+    warning_s: float,
+) -> Judgement:
+    """What signal `name` means at Unix time `now`.
+
+    `job` holds Slurm's fields of the job at that moment, None where there was no answer.
+    `end_at` is when the job's time is up, `warning_s` how long before that USR2 was asked for.
+    """
+    by_grace = now + grace_s
+    if job is None:
+        return _judge_alone(name, on_slurm=on_slurm, now=now, by_grace=by_grace, end_at=end_at)
+    state = bare_word(job.get("JobState", ""))
+    end = parse_time(job.get("EndTime", ""))
+    preempted_at = parse_time(job.get("PreemptTime", ""))
+    seen = f"JobState={state} EndTime={job.get('EndTime')} PreemptTime={job.get('PreemptTime')}"
+    if preempted_at is not None:
+        return Judgement(cause=Cause.PREEMPTION, deadline=max(end or by_grace, now), detail=seen)
+    if state in _OF_STATE:
+        deadline = now + min(grace_s, KILL_WAIT_S)
+        return Judgement(cause=_OF_STATE[state], deadline=deadline, detail=seen)
+    left_s = end - now if end is not None else None
+    if name in {"SIGUSR2", "SIGUSR1"} and left_s is not None:
+        if left_s <= warning_s + WARNING_EARLY_S:
+            return Judgement(cause=None, deadline=now + left_s, detail=seen)
+    elif left_s is not None and left_s <= LIMIT_NEAR_S:
+        return Judgement(cause=Cause.TIME_LIMIT, deadline=now + KILL_WAIT_S, detail=seen)
+    if name == "SIGINT":
+        return Judgement(cause=Cause.OPERATOR, deadline=by_grace, detail=seen)
+    return Judgement(cause=Cause.PREEMPTION, deadline=by_grace, detail=seen)
+
+
+def _judge_alone(
+    name: str, *, on_slurm: bool, now: float, by_grace: float, end_at: float | None
+) -> Judgement:
+    """The judgement without a scheduler's word."""
+    words = "Slurm did not answer" if on_slurm else "no scheduler to ask"
+    if name == "SIGINT":
+        return Judgement(cause=Cause.OPERATOR, deadline=by_grace, detail="interrupted")
+    if end_at is not None and end_at - now <= LIMIT_NEAR_S:
+        return Judgement(cause=Cause.TIME_LIMIT, deadline=by_grace, detail=words)
+    return Judgement(cause=Cause.PREEMPTION, deadline=by_grace, detail=words)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """The handler: the wake-up descriptor has the number already."""

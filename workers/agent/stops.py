@@ -1,0 +1,143 @@
+"""What may ask an attempt to stop: signals, an operator's file, the time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from holdfast.contracts.attempt import StopRequest, read_document
+from holdfast.contracts.errors import HoldfastError, SchedulerError
+from holdfast.contracts.states import Cause
+from holdfast.workers import slurm_client
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.signals import Judgement, judge
+from holdfast.workers.checkpoints import newest_committed
+from holdfast.workers.request import WARNING_MARGIN_S
+
+FILE_POLL_S: Final = 0.5
+LIMIT_POLL_S: Final = 5.0
+EVIDENCE_TIMEOUT_S: Final = 5.0
+# A slow flush last time means that this one needs as long again, and some more.
+FLUSH_FACTOR: Final = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopWish:
+    """Something asked the attempt to stop. `deadline` is Unix seconds, None for no hurry."""
+
+    source: str
+    name: str
+    cause: Cause
+    requested_at: float
+    deadline: float | None
+    detail: str = ""
+
+    def hurried_by(self, other: StopWish) -> StopWish:
+        """This wish with the earlier of two deadlines; who asked first stays the reason."""
+        known = [d for d in (self.deadline, other.deadline) if d is not None]
+        return replace(self, deadline=min(known, default=None))
+
+
+class StopWatch:
+    """Looks for reasons to stop; cheap to call many times a second."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._on_slurm = context.request.executor == "slurm"
+        self._file_at = self._limit_at = 0.0
+        self._file_seen = False
+        self.end_at = self._find_end(context.started_at)
+
+    def from_signal(self, name: str, heard_at: float) -> tuple[StopWish | None, Judgement]:
+        """The wish behind a signal; None for a warning of the limit, which is kept anyhow."""
+        supervision = self._context.request.supervision
+        judgement = judge(
+            name,
+            job=self._job(),
+            on_slurm=self._on_slurm,
+            now=heard_at,
+            grace_s=supervision.grace_s,
+            end_at=self.end_at,
+            warning_s=supervision.grace_s + WARNING_MARGIN_S,
+        )
+        if judgement.cause is None:
+            self.end_at = judgement.deadline
+            return None, judgement
+        wish = StopWish(
+            source="signal",
+            name=name,
+            cause=judgement.cause,
+            requested_at=heard_at,
+            deadline=judgement.deadline,
+            detail=judgement.detail,
+        )
+        return wish, judgement
+
+    def from_file(self, now: float) -> StopWish | None:
+        """An operator's `stop.json`, once."""
+        if self._file_seen or now - self._file_at < FILE_POLL_S:
+            return None
+        self._file_at = now
+        try:
+            asked = read_document(StopRequest, self._context.attempt.stop)
+        except HoldfastError as error:
+            # Somebody wanted a stop, whatever the rest of the file was.
+            asked = StopRequest(action="stop", by="?", requested_at=now, detail=str(error))
+        if asked is None:
+            return None
+        self._file_seen = True
+        deadline = asked.requested_at + asked.deadline_s if asked.deadline_s else None
+        return StopWish(
+            source="stop_file",
+            name=asked.action,
+            cause=Cause.OPERATOR,
+            requested_at=asked.requested_at,
+            deadline=deadline,
+            detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
+        )
+
+    def from_limit(self, now: float) -> StopWish | None:
+        """The attempt's own stop before its time is up, early enough for the last flush."""
+        if self.end_at is None or now - self._limit_at < LIMIT_POLL_S:
+            return None
+        self._limit_at = now
+        lead_s = self._lead_s()
+        if now < self.end_at - lead_s:
+            return None
+        # Limits can be changed while a job runs; asked only now, when it matters.
+        self.end_at = self._find_end(self._context.started_at, known=self.end_at)
+        if self.end_at is None or now < self.end_at - lead_s:
+            return None
+        return StopWish(
+            source="time_limit",
+            name="time limit",
+            cause=Cause.TIME_LIMIT,
+            requested_at=now,
+            deadline=self.end_at,
+            detail=f"the job's time is up in {self.end_at - now:.0f} s",
+        )
+
+    def _lead_s(self) -> float:
+        """Seconds before the end at which the stop begins."""
+        manifest = newest_committed(self._context.run, self._context.attempt.number)
+        flush_s = manifest.flush_s if manifest else 0.0
+        return max(self._context.request.supervision.grace_s, FLUSH_FACTOR * flush_s) + LIMIT_POLL_S
+
+    def _find_end(self, started_at: float, known: float | None = None) -> float | None:
+        """Unix seconds at which the job's time is up, None without a limit."""
+        if not self._on_slurm:
+            limit = self._context.request.resources.time_limit_min
+            return started_at + 60.0 * limit if limit else None
+        job = self._job()
+        return slurm_client.parse_time(job.get("EndTime", "")) if job else known
+
+    def _job(self) -> Mapping[str, str] | None:
+        """Slurm's fields of this job now; None off Slurm and where it does not answer in time."""
+        if not self._on_slurm:
+            return None
+        try:
+            line = slurm_client.show_job(self._context.job_id, EVIDENCE_TIMEOUT_S)
+        except SchedulerError:
+            return None
+        return line.fields if line else None

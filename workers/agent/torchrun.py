@@ -1,0 +1,222 @@
+"""One launch of torchrun on this node: its command, environment, logs and account of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts import environment
+from holdfast.contracts.attempt import Request
+from holdfast.contracts.durable import make_directory
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.causes import RankFailure
+from holdfast.workers.processes import descendants, end_processes
+
+KILL_WAIT_S: Final = 30.0
+MONITOR_INTERVAL_S: Final = 0.1
+TAIL_BYTES: Final = 64 * 1024
+REPORT_BYTES: Final = 1024 * 1024
+TRACEBACK_CHARACTERS_MAX: Final = 20_000
+_TRACEBACK: Final = "Traceback (most recent call last)"
+# The report that torchrun prints of its workers that failed; the same in 1.9 to 2.13.
+_FAILURE = re.compile(
+    r"^\[\d+\]:\n\s*time\s*: .*\n\s*host\s*: .*\n\s*rank\s*: (?P<rank>\d+) "
+    r"\(local_rank: (?P<local>\d+)\)\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
+    re.MULTILINE,
+)
+
+
+class Torchrun:
+    """torchrun on this node, under a guard that lets nothing outlive it."""
+
+    def __init__(
+        self, context: AgentContext, incarnation: int, *, address: str, port: int, handles: Handles
+    ) -> None:
+        self._context = context
+        self._incarnation = incarnation
+        self._logs = log_directory(context, incarnation)
+        self._linked: set[int] = set()
+        make_directory(self._logs)
+        command = build_command(
+            context.request,
+            node=context.node,
+            incarnation=incarnation,
+            address=address,
+            port=port,
+            logs=self._logs,
+        )
+        variables = build_environment(context, incarnation, handles, os.environ)
+        with open(self._logs / "torchrun.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=context.request.working_directory,
+                env=variables,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """torchrun's exit code, None while it runs; also puts its logs where `paths` says."""
+        self._link_logs()
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """KILL everything below, bounded by `KILL_WAIT_S` seconds. The guard does it."""
+        if self._process.stdin and not self._process.stdin.closed:
+            self._process.stdin.close()
+        try:
+            self._process.wait(KILL_WAIT_S)
+        except subprocess.TimeoutExpired:
+            guard = psutil.Process(self._process.pid)
+            end_processes([*descendants(guard), guard], term_wait_s=0)
+
+    def failures(self) -> list[RankFailure]:
+        """What went wrong on this node's ranks: torchrun's report, error files, last words."""
+        report = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
+        found: dict[int, RankFailure] = {}
+        for match in _FAILURE.finditer(report):
+            local = int(match["local"])
+            found[local] = self._failure(int(match["rank"]), local, int(match["code"]), match)
+        if not found:
+            first = self._context.node * self._context.request.gpus_per_node
+            for local in range(self._context.request.gpus_per_node):
+                failure = self._failure(first + local, local, 1, {"pid": "0"})
+                if failure.traceback:
+                    found[local] = failure
+        return list(found.values())
+
+    def _failure(
+        self, rank: int, local: int, code: int, match: re.Match[str] | Mapping[str, str]
+    ) -> RankFailure:
+        folder = self._rank_folder(local)
+        traceback, timestamp = ("", 0.0) if folder is None else _error_file(folder / "error.json")
+        last = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
+        if not traceback and _TRACEBACK in last:
+            traceback = last[last.rindex(_TRACEBACK) :]
+        return RankFailure(
+            rank=rank,
+            exit_code=code,
+            timestamp=timestamp,
+            traceback=traceback[-TRACEBACK_CHARACTERS_MAX:],
+            pid=int(match["pid"]),
+            stderr_tail=last[-TRACEBACK_CHARACTERS_MAX // 5 :],
+        )
+
+    def _rank_folder(self, local: int) -> Path | None:
+        """torchrun's own folder for a local rank: `<id>_<random>/attempt_0/<local>`."""
+        return next(iter(sorted(self._logs.glob(f"*/attempt_0/{local}"))), None)
+
+    def _link_logs(self) -> None:
+        """Give each rank's output the name that `paths.rank_log` promises."""
+        if len(self._linked) == self._context.request.gpus_per_node:
+            return
+        first = self._context.node * self._context.request.gpus_per_node
+        for local in range(self._context.request.gpus_per_node):
+            folder = self._rank_folder(local)
+            if local in self._linked or folder is None:
+                continue
+            for stream in ("stdout", "stderr"):
+                name = self._context.attempt.rank_log(
+                    self._context.node, self._incarnation, first + local, stream
+                )
+                name.unlink(missing_ok=True)
+                name.symlink_to(os.path.relpath(folder / f"{stream}.log", name.parent))
+            self._linked.add(local)
+
+
+class Handles:
+    """Where the ranks find the node's board and flusher."""
+
+    def __init__(self, board: int, flusher: str) -> None:
+        self.board = f"/proc/{os.getpid()}/fd/{board}"
+        self.flusher = flusher
+
+
+def log_directory(context: AgentContext, incarnation: int) -> Path:
+    """The folder of one incarnation's logs on this node."""
+    return context.attempt.rank_log(context.node, incarnation, 0).parent
+
+
+def build_command(
+    request: Request, *, node: int, incarnation: int, address: str, port: int, logs: Path
+) -> list[str]:
+    """torchrun's command line for one node: pure.
+
+    Rendezvous is static: node 0's agent picked the port anew, so that nothing of an earlier
+    incarnation can answer there.
+    """
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={request.nodes}",
+        f"--nproc-per-node={request.gpus_per_node}",
+        f"--node-rank={node}",
+        "--rdzv-backend=static",
+        f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{incarnation}",
+        f"--master-addr={address}",
+        f"--master-port={port}",
+        "--max-restarts=0",
+        f"--monitor-interval={MONITOR_INTERVAL_S}",
+        "--signals-to-handle=SIGQUIT",
+        f"--log-dir={logs}",
+        "--redirects=3",
+        *(["--module", *request.command[1:]] if request.command[0] == "-m" else request.command),
+    ]
+
+
+def build_environment(
+    context: AgentContext, incarnation: int, handles: Handles, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of torchrun and its ranks: pure."""
+    request = context.request
+    own = {
+        environment.RUN_DIRECTORY: str(context.run.directory),
+        environment.ATTEMPT: str(request.attempt),
+        environment.INCARNATION: str(incarnation),
+        environment.NODE: str(context.node),
+        environment.NODES: str(context.nodes),
+        environment.BOARD: handles.board,
+        environment.FLUSHER: handles.flusher,
+        environment.CONFIG: json.dumps(request.config),
+        environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
+    }
+    if request.keep_last is not None:
+        own[environment.CHECKPOINT_KEEP_LAST] = str(request.keep_last)
+    threads = str(request.resources.cpus_per_gpu or 1)
+    kept = {k: v for k, v in inherited.items() if not k.startswith(("TORCHELASTIC_", "HOLDFAST_"))}
+    return {"OMP_NUM_THREADS": threads, **kept, **request.environment, **own}
+
+
+def read_tail(path: Path, size_max: int) -> str:
+    """The last `size_max` bytes of a file as text; empty when there is none."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - size_max))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _error_file(path: Path) -> tuple[str, float]:
+    """(traceback, Unix seconds) of torchrun's error file; empty when there is none."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return "", 0.0
+    message = content.get("message", "")
+    if not isinstance(message, dict):
+        return str(message), float(content.get("timestamp", 0))
+    extra = message.get("extraInfo", {})
+    text = str(extra.get("py_callstack") or message.get("message", ""))
+    return text, float(extra.get("timestamp", 0))
