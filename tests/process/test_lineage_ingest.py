@@ -21,7 +21,7 @@ from tests.runs import RunFolder, storied_run
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import MANIFEST, RunPaths, list_runs
-from holdfast.lineage import models, queries
+from holdfast.lineage import models, queries, views
 from holdfast.lineage.database import Database, open_database, upgrade
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
@@ -174,7 +174,11 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
         assert len(ids) == len(set(ids))
         ends = {end for edge in graph["edges"] for end in (edge["from"], edge["to"])}
         assert ends <= set(ids), "an edge leads nowhere"
-        fork = {"from": "gpt-b", "to": "gpt:step-00000100.a0001.i01", "kind": "forked_from"}
+        fork: views.Edge = {
+            "from": "gpt-b",
+            "to": "gpt:step-00000100.a0001.i01",
+            "kind": "forked_from",
+        }
         assert graph["edges"].count(fork) == 1, "told by both runs, shown once"
     kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
     assert kinds == {kind.value for kind in models.EdgeKind}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ NETWORK_FILESYSTEMS: Final = frozenset(
     )
 )
 _WRITES: Final = "holdfast_writes"
+# Alembic keeps what it works on in module globals, so a process migrates in one thread at a time.
+_MIGRATING: Final = threading.Lock()
 
 
 def database_url() -> str:
@@ -267,7 +270,7 @@ def _migrate(url: str | None, act: Any, revision: str) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
-    with connect_for_migration(url) as connection:
+    with _MIGRATING, connect_for_migration(url) as connection:
         config.attributes["connection"] = connection
         try:
             act(config, revision)

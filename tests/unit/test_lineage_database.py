@@ -1,0 +1,202 @@
+"""Which database, whether it may be used, and its schema against the models and the words."""
+
+from __future__ import annotations
+
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import create_engine, inspect, text
+from tests.postgres import PostgresServer
+
+from holdfast.contracts.errors import LineageError
+from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.lineage.database import (
+    MIGRATIONS,
+    connect_for_migration,
+    current_revision,
+    database_url,
+    downgrade,
+    head_revision,
+    network_filesystem,
+    open_database,
+    upgrade,
+)
+from holdfast.lineage.models import Base, CheckpointState, EdgeKind
+
+PEOPLE_AT_ONCE = 6
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The URL of a database that has no schema."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'new' / 'index.db'}"
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    with server.database() as address:
+        yield address
+
+
+def test_migrations_give_the_models_and_go_back(url: str) -> None:
+    assert current_revision(url) is None
+    assert upgrade(url) == head_revision() == current_revision(url)
+    with connect_for_migration(url) as connection:
+        context = MigrationContext.configure(connection, opts={"render_as_batch": True})
+        assert compare_metadata(context, Base.metadata) == []
+    assert downgrade(url, "base") is None
+    with connect_for_migration(url) as connection:
+        assert set(inspect(connection).get_table_names()) <= {"alembic_version"}
+    assert upgrade(url) == head_revision(), "and up again"
+    assert upgrade(url) == head_revision(), "twice is no harm"
+
+
+WORDS: list[tuple[str, str, type[StrEnum]]] = [
+    ("runs", "state", RunState),
+    ("attempts", "state", AttemptState),
+    ("attempts", "cause", Cause),
+    ("checkpoints", "state", CheckpointState),
+    ("checkpoint_edges", "kind", EdgeKind),
+]
+
+
+def test_the_database_knows_every_word_and_no_other(url: str) -> None:
+    upgrade(url)
+    with connect_for_migration(url) as connection:
+        found = {
+            (table, str(check["name"])): str(check["sqltext"])
+            for table in inspect(connection).get_table_names()
+            for check in inspect(connection).get_check_constraints(table)
+        }
+    for table, column, words in WORDS:
+        told = found[(table, f"ck_{table}_{column}")].split("'")[1::2]
+        assert sorted(told) == sorted(words), f"{table}.{column} needs a migration"
+
+
+def test_an_unknown_state_is_refused_by_the_database(url: str) -> None:
+    upgrade(url)
+    with open_database(url) as database:
+        row = "'u', 'r', 'r', '/', '/r', 'asleep', '{}', 'd', 1.0, '', ''"
+        columns = (
+            "uid, run, name, root, directory, state, spec, spec_digest, created_at, "
+            "created_by, fingerprint"
+        )
+        with pytest.raises(LineageError, match="ck_runs_state"), database.writing() as connection:
+            connection.execute(text(f"INSERT INTO runs ({columns}) VALUES ({row})"))
+
+
+def test_sqlite_is_made_on_first_use_by_many_at_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'deep' / 'down' / 'index.db'}"
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            with open_database(url) as database, database.writing() as connection:
+                connection.execute(text("DELETE FROM runs"))
+        except LineageError as error:
+            failures.append(error)
+
+    people = [threading.Thread(target=use) for _ in range(PEOPLE_AT_ONCE)]
+    for one in people:
+        one.start()
+    for one in people:
+        one.join(60)
+    assert failures == []
+    with open_database(url) as database, database.reading() as connection:
+        assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+        assert connection.scalar(text("PRAGMA foreign_keys")) == 1
+
+
+def test_postgresql_is_upgraded_by_the_command_only(postgres: PostgresServer) -> None:
+    with postgres.database() as url:
+        with pytest.raises(LineageError, match="holdfast db upgrade"):
+            open_database(url)
+        upgrade(url)
+        with open_database(url.replace("postgresql://", "postgres://")) as database:
+            assert database.is_postgresql
+
+
+def test_a_newer_schema_is_not_touched(url: str) -> None:
+    upgrade(url)
+    with connect_for_migration(url) as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.commit()
+    with pytest.raises(LineageError, match="newer"):
+        open_database(url)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("mysql://me@there/x", "expected sqlite"),
+        ("not a url", "expected sqlite"),
+        ("sqlite://", "expected sqlite"),
+        ("postgresql://me:secret@127.0.0.1:9/x?connect_timeout=2", "see that the server runs"),
+        ("sqlite:////proc/nowhere/index.db", "cannot be created"),
+    ],
+)
+def test_a_database_that_cannot_be_used_says_what_to_do(given: str, words: str) -> None:
+    with pytest.raises(LineageError, match=words) as caught:
+        open_database(given)
+    assert "HOLDFAST_DATABASE_URL" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_said_to_be_an_index_only(tmp_path: Path) -> None:
+    path = tmp_path / "index.db"
+    path.write_bytes(b"something else entirely" * 100)
+    with pytest.raises(LineageError, match="holdfast reindex"):
+        open_database(f"sqlite:///{path}")
+    assert path.read_bytes().startswith(b"something else"), "it is not ours to overwrite"
+
+
+def test_the_default_lies_under_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    assert database_url() == f"sqlite:///{tmp_path}/holdfast.db"
+    open_database().close()
+    assert create_engine(database_url()).url.database == f"{tmp_path}/holdfast.db"
+    assert (tmp_path / "holdfast.db").is_file()
+    monkeypatch.setenv("HOLDFAST_DATABASE_URL", "postgresql://team/holdfast")
+    assert database_url() == "postgresql://team/holdfast"
+
+
+MOUNTS = [
+    ("/", "ext4"),
+    ("/home", "nfs4"),
+    ("/home/me/local", "xfs"),
+    ("/scratch", "fuse.juicefs"),
+    ("/homes", "tmpfs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/me/.holdfast/holdfast.db", "nfs4"),
+        ("/home/me/local/holdfast.db", None),
+        ("/homes/me/holdfast.db", None),
+        ("/scratch/me/holdfast.db", "fuse.juicefs"),
+        ("/var/lib/holdfast.db", None),
+    ],
+)
+def test_network_file_systems_are_told_by_the_nearest_mount(path: str, kind: str | None) -> None:
+    assert network_filesystem(Path(path), MOUNTS) == kind
+
+
+def test_a_network_home_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mount = type("Mount", (), {"mountpoint": "/", "fstype": "lustre"})
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mount])
+    with pytest.raises(LineageError, match=r"lustre.*PostgreSQL"):
+        open_database(f"sqlite:///{tmp_path / 'index.db'}")
+    assert not (tmp_path / "index.db").exists()
+
+
+def test_the_migrations_are_inside_the_package() -> None:
+    assert (MIGRATIONS / "env.py").is_file()
+    assert MIGRATIONS.parent.name == "lineage"
+    assert not (MIGRATIONS / "__init__.py").exists(), "it would hide the library"

@@ -1,0 +1,101 @@
+"""Why a checkpoint is kept, and whose checkpoint an id means, by table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.spec import Keep
+from holdfast.lineage.reasons import explain
+from holdfast.lineage.rows import Origins, clean
+from holdfast.lineage.views import iso
+
+
+def row(step: int, state: str = "committed", **fields: Any) -> dict[str, Any]:
+    blank = {"pinned": False, "rolled_back": False, "detail": None, "deleted_reason": None}
+    return {"name": f"s{step}", "step": step, "state": state, **blank, **fields}
+
+
+ROWS = [
+    row(10, "deleted", deleted_reason="keep.last 2"),
+    row(20, pinned=True),
+    row(30),
+    row(40, "damaged", detail="manifest.json: torn"),
+    row(50),
+    row(60),
+    row(70, rolled_back=True),
+]
+
+
+def test_every_reason_that_holds_is_given() -> None:
+    assert explain(ROWS, {"s30": ["in use as the parent of run b"]}, Keep(last=2)) == [
+        "deleted: keep.last 2",
+        "pinned",
+        "in use as the parent of run b",
+        "damaged: manifest.json: torn",
+        "kept by rule: last 2",
+        "newest, kept by rule: last 2",
+        "rolled back",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        (Keep(), "kept by rule: all"),
+        (Keep(last=1, every_steps=15), "kept by rule: every 15 steps"),
+        (Keep(last=1, every_steps=7), "no rule keeps it; the next prune deletes it"),
+        (Keep(last=3), "kept by rule: last 3"),
+    ],
+)
+def test_rules(keep: Keep, reason: str) -> None:
+    assert explain([row(30), row(50), row(60)], {}, keep)[0] == reason
+
+
+@pytest.mark.parametrize(
+    ("identity", "found"),
+    [
+        ("gpt:step-1", ("own", "gpt", "step-1")),
+        ("step-1", ("own", "gpt", "step-1")),
+        ("base:step-9", ("origin", "base", "step-9")),
+        ("base:step-8", (None, "base", "step-8")),
+        (None, (None, None, None)),
+        ("", (None, None, None)),
+    ],
+)
+def test_ids_are_resolved(identity: str | None, found: tuple[str | None, ...]) -> None:
+    assert Origins(record("base:step-9"), {"step-1"}).find(identity) == found
+
+
+def test_a_fork_of_a_namesake_in_another_root() -> None:
+    origins = Origins(record("gpt:step-9"), {"step-1"})
+    assert origins.find("gpt:step-9") == ("origin", "gpt", "step-9")
+    assert origins.find("gpt:step-1") == ("own", "gpt", "step-1")
+
+
+def record(forked_from: str) -> RunRecord:
+    return RunRecord(
+        uid="own",
+        run="gpt",
+        name="gpt",
+        root=str(Path("/")),
+        created_at=0,
+        spec={},
+        spec_digest="",
+        forked_from=forked_from,
+        forked_uid="origin",
+    )
+
+
+def test_clean_keeps_what_is_plain_and_mends_what_is_not() -> None:
+    plain = {"a": [1, 2.5, None, True, "text"], "b": {"c": 10**30}}
+    assert clean(plain) == plain
+    assert clean({"x\0": (float("-inf"), "\0")}) == {"x\ufffd": ["-inf", "\ufffd"]}
+
+
+def test_times_are_iso_in_utc() -> None:
+    assert iso(1_700_000_000.25) == "2023-11-14T22:13:20.250Z"
+    assert iso(None) is None
