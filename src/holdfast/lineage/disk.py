@@ -7,6 +7,7 @@ taken first, so that whatever changed after it is seen the next time.
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,4 +175,4 @@ def _stamp(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     # A directory's time and size say what lies beside our files; that it exists is enough.
-    return "directory" if path.is_dir() else f"{status.st_size} {status.st_mtime_ns}"
+    return "directory" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} {status.st_mtime_ns}"
