@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.board import Phase, RankRecord
@@ -135,17 +136,22 @@ class Saver:
                 print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
         self._parent = checkpoint_id(self._link.run.name, result.checkpoint)
-        if self._recorder is not None:
-            manifest = read_manifest(self._link.run.checkpoint(result.checkpoint))
-            if manifest is not None:
-                facts |= {"bytes": manifest.bytes, "flush_s": manifest.flush_s}
-            self._note(EventKind.COMMITTED, **facts)
+        directory = self._link.run.checkpoint(result.checkpoint)
+        self._note(EventKind.COMMITTED, lambda: _measured(directory), **facts)
 
-    def _note(self, kind: EventKind, **data: Any) -> None:
+    def _note(
+        self, kind: EventKind, more: Callable[[], dict[str, Any]] | None = None, **data: Any
+    ) -> None:
         if self._recorder is not None:
             identity = self._link.identity
             facts = {"attempt": identity.attempt, "incarnation": identity.incarnation}
-            self._recorder.event(kind, **facts, **data)
+            self._recorder.event(kind, more, **facts, **data)
+
+
+def _measured(directory: Path) -> dict[str, Any]:
+    """What the manifest says of a committed save; nothing when it was deleted meanwhile."""
+    manifest = read_manifest(directory)
+    return {"bytes": manifest.bytes, "flush_s": manifest.flush_s} if manifest else {}
 
 
 def document_bytes(state: State) -> int:

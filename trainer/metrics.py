@@ -12,18 +12,20 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
 
 FLUSH_S: Final = 1.0
 QUEUE_MAX: Final = 100_000
 CLOSE_TIMEOUT_S: Final = 30.0
 
-_Item = tuple[EventKind | None, dict[str, Any]]
+_More = Callable[[], dict[str, Any]]
+_Item = tuple[EventKind | None, dict[str, Any], _More | None]
 
 
 class Recorder:
@@ -40,16 +42,16 @@ class Recorder:
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
 
-    def event(self, kind: EventKind, **data: Any) -> None:
-        """Queue one journal line."""
-        self._queue.put((kind, data))
+    def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
+        """Queue one journal line; `more` is called by the thread for what takes a while to find."""
+        self._queue.put((kind, data, more))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue one line of metrics; dropped, and counted, when the storage is far behind."""
         self.latest.update({k: float(v) for k, v in values.items() if math.isfinite(v)})
         line = {"step": step, "time": time.time(), **{k: _number(v) for k, v in values.items()}}
         try:
-            self._queue.put_nowait((None, line))
+            self._queue.put_nowait((None, line, None))
         except queue.Full:
             self._dropped += 1
 
@@ -69,9 +71,9 @@ class Recorder:
             try:
                 item = self._queue.get(timeout=FLUSH_S)
             except queue.Empty:
-                item = (None, {})
+                item = (None, {}, None)
             if item is not None and item[0] is not None:
-                self._append(item[0], item[1])
+                self._append(item[0], item[1], item[2])
             elif item is not None and item[1]:
                 lines.append(json.dumps(item[1]))
             if lines and (item is None or time.monotonic() - flushed_at >= FLUSH_S):
@@ -80,10 +82,10 @@ class Recorder:
             if item is None:
                 return
 
-    def _append(self, kind: EventKind, data: dict[str, Any]) -> None:
+    def _append(self, kind: EventKind, data: dict[str, Any], more: _More | None) -> None:
         try:
-            self._journal.append(kind, **data)
-        except OSError as error:
+            self._journal.append(kind, **data, **(more() if more else {}))
+        except (OSError, HoldfastError) as error:
             self._complain(f"{self._journal.path}: {error}")
 
     def _write(self, lines: list[str]) -> None:

@@ -1,0 +1,95 @@
+"""A small elastic program for the session's tests: FSDP2 under torchrun, plain without it.
+
+Its settings are one JSON argument, so that its command line is the same in every launch. Each
+rank appends a line per step to `records/rank<r>.jsonl`, and its pid to `pids/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from holdfast.trainer import Session
+
+SAMPLES = 512
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    is_joined = "WORLD_SIZE" in os.environ and not settings.get("forget_group")
+    if is_joined:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 4)
+    dropout = nn.Dropout(settings.get("dropout", 0.0))
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), dropout, nn.Linear(16, 4))
+    if is_joined:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
+    session = Session(
+        model, optimizer, scheduler, seed=3, directory=settings["directory"], best=("loss", "min")
+    )
+    note_pid(session)
+    with session, open_record(session) as record:
+        for step in session.steps(settings["steps"]):
+            if settings.get("fail_at") == [session.rank, step]:
+                raise RuntimeError(f"a bad batch at step {step}")
+            ids = session.batch(SAMPLES, 12)
+            loss = F.mse_loss(model(inputs[ids]), targets[ids])
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            mean = float(loss.detach()) / session.world_size
+            if is_joined:
+                total = torch.tensor(mean, dtype=torch.float64)
+                dist.all_reduce(total)
+                mean = total.item()
+            session.log(loss=mean)
+            write(record, step=step, ids=ids.tolist(), loss=mean, world=session.world_size)
+            time.sleep(settings.get("sleep_s", 0.0))
+        write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
+    if is_joined:
+        dist.destroy_process_group()
+
+
+def note_pid(session: Session) -> None:
+    folder = session.run_directory / "pids"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{session.rank}-{os.getpid()}").touch()
+
+
+def open_record(session: Session) -> Any:
+    folder = Path(session.run_directory) / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    return open(folder / f"rank{session.rank}.jsonl", "a")
+
+
+def write(stream: Any, **line: Any) -> None:
+    stream.write(json.dumps(line) + "\n")
+    stream.flush()
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Of this rank's own shards, bit for bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(local.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The session in real processes: torchrun, gloo, kills and signals, and no agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.paths import RunPaths
+
+PROGRAM = Path(__file__).with_name("session_program.py")
+STEPS = 40
+WAIT_S = 60.0
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Launch:
+    """One launch of the program; use as a context manager, so that nothing is left behind."""
+
+    def __init__(self, directory: Path, *, ranks: int, interval: str = "5", **more: Any) -> None:
+        self.run = RunPaths(directory)
+        settings = {"steps": STEPS, "directory": str(directory), **more}
+        command = [sys.executable, str(PROGRAM), json.dumps(settings, sort_keys=True)]
+        if ranks:
+            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+            torchrun += ["--log-dir", str(directory.parent / "logs"), "--master-port", "0"]
+            torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+            command[1:1] = torchrun
+        self._output = directory.parent / f"output-{time.monotonic_ns()}.txt"
+        ours = {"HOLDFAST_CHECKPOINT_INTERVAL": interval, "OMP_NUM_THREADS": "1"}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+        with open(self._output, "wb") as stream:
+            self.process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, env=env | ours, start_new_session=True
+            )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            kill(self.rank_pids())
+        self.process.wait(WAIT_S)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def wait(self) -> int:
+        return self.process.wait(WAIT_S)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Live processes of the newest launch, by rank."""
+        pids = [path.name.split("-") for path in (self.run.directory / "pids").glob("*-*")]
+        return {int(rank): int(pid) for rank, pid in pids if Path(f"/proc/{pid}").exists()}
+
+    def wait_until(self, step: int, *, committed: int = 0) -> None:
+        """Wait until rank 0 recorded `step` and a checkpoint of `committed` or later is there."""
+        give_up = time.monotonic() + WAIT_S
+        while True:
+            lines = steps_of(self.run, 0) if (self.run.directory / "records").exists() else []
+            newest = max((line["step"] for line in lines), default=0)
+            if newest >= step and max(committed_steps(self.run), default=0) >= committed:
+                return
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < give_up, self.output
+            time.sleep(0.02)
+
+
+def kill(pids: dict[int, int]) -> None:
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+
+
+def lines_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
+    text = (run.directory / "records" / f"rank{rank}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def steps_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
+    return [line for line in lines_of(run, rank) if "step" in line]
+
+
+def ends_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
+    return [line for line in lines_of(run, rank) if "end" in line]
+
+
+def committed_steps(run: RunPaths) -> list[int]:
+    manifests = [read_manifest(path) for path in run.list_checkpoints()]
+    return [manifest.step for manifest in manifests if manifest]
+
+
+def events_of(run: RunPaths, kind: EventKind) -> list[Event]:
+    events, _ = read_journal(run.attempt(0).rank_journal)
+    return [event for event in events if event.kind is kind]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """Two ranks, with dropout, from the first step to the last."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    with Launch(directory, ranks=2, dropout=0.2) as launch:
+        assert launch.wait() == 0, launch.output
+    return launch.run
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """One rank, without dropout, from the first step to the last."""
+    directory = tmp_path_factory.mktemp("single") / "run"
+    with Launch(directory, ranks=1) as launch:
+        assert launch.wait() == 0, launch.output
+    return launch.run
+
+
+def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=2, dropout=0.2, sleep_s=0.05) as launch:
+        launch.wait_until(17, committed=10)
+        kill(launch.rank_pids())
+        assert launch.wait() != 0
+    with Launch(directory, ranks=2, dropout=0.2, sleep_s=0.05) as launch:
+        assert launch.wait() == 0, launch.output
+    for rank in range(2):
+        whole, resumed = steps_of(uninterrupted, rank), steps_of(launch.run, rank)
+        redone = {line["step"]: line for line in resumed}
+        assert [redone[line["step"]] for line in whole] == whole
+        assert ends_of(launch.run, rank) == ends_of(uninterrupted, rank)
+    first, second = events_of(launch.run, EventKind.RESUMED)
+    assert (first.data["checkpoint"], first.data["step"]) == (None, 0)
+    step = second.data["step"]
+    assert step >= 10
+    assert step % 5 == 0
+    assert second.data["checkpoint"] == f"run:step-{step:08d}.a0000.i01"
+    assert second.data["restored"] == ["model", "optimizer", "scheduler", "rng"]
+    assert second.data["world_size"] == 2
+    assert second.data["attempt"] == 0
+    assert second.data["argv"][0] == str(PROGRAM)
+    assert first.data["command_digest"] == second.data["command_digest"]
+    assert f"goes on after step {step} from run:step-{step:08d}.a0000.i01" in launch.output
+
+
+def test_the_journal_and_manifests_tell_every_save(uninterrupted: RunPaths) -> None:
+    staged = events_of(uninterrupted, EventKind.STAGED)
+    committed = events_of(uninterrupted, EventKind.COMMITTED)
+    assert [event.data["step"] for event in committed] == list(range(5, STEPS + 1, 5))
+    assert [e.data["checkpoint"] for e in staged] == [e.data["checkpoint"] for e in committed]
+    assert all(event.data["attempt"] == 0 for event in (*staged, *committed))
+    parent = None
+    for path in uninterrupted.list_checkpoints():
+        manifest = read_manifest(path)
+        assert manifest is not None
+        assert find_damage(path, manifest) == []
+        assert manifest.parent in {None, parent} or manifest.parent < f"run:{path.name}"
+        assert "loss" in manifest.metrics
+        parent = manifest.id
+    document = json.loads((path / "train_state.json").read_text())
+    assert document["step"] == STEPS
+    assert document["data"]["position"] == STEPS * 12
+    losses = {line["step"]: line["loss"] for line in steps_of(uninterrupted, 0)}
+    assert document["best"]["value"] == min(losses.values())
+    assert losses[document["best"]["step"]] == document["best"]["value"]
+
+
+@pytest.mark.parametrize(("number", "signalled"), [(signal.SIGTERM, [0, 1]), (signal.SIGUSR2, [1])])
+def test_signalled_ranks_stop_together_and_fewer_ranks_go_on(
+    number: signal.Signals, signalled: list[int], single: RunPaths, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=2, sleep_s=0.05) as launch:
+        launch.wait_until(8)
+        pids = launch.rank_pids()
+        for rank in signalled:
+            os.kill(pids[rank], number)
+        assert launch.wait() == 0, launch.output
+    run = launch.run
+    (end,) = ends_of(run, 0)
+    assert end["stop"] is True
+    assert [line["end"] for line in ends_of(run, 1)] == [end["end"]]
+    assert 8 <= end["end"] < STEPS
+    assert max(committed_steps(run)) == end["end"]
+    (agreed,) = events_of(run, EventKind.STOP_AGREED)
+    assert agreed.data["step"] == end["end"]
+    assert events_of(run, EventKind.SIGNAL)[0].data["name"] == number.name
+
+    with Launch(directory, ranks=1) as launch:
+        assert launch.wait() == 0, launch.output
+    resumed, expected = steps_of(run, 0), steps_of(single, 0)
+    assert [line["step"] for line in resumed] == list(range(1, STEPS + 1))
+    for line, wanted in zip(resumed, expected, strict=True):
+        share = len(line["ids"])
+        assert line["ids"] == wanted["ids"][:share]
+        assert line["loss"] == pytest.approx(wanted["loss"], abs=1e-4)
+    assert {line["world"] for line in resumed} == {1, 2}
+
+
+def test_more_ranks_than_saved_are_reseeded_and_the_line_says_so(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=1, steps=6) as launch:
+        assert launch.wait() == 0, launch.output
+    with Launch(directory, ranks=2, steps=9) as launch:
+        assert launch.wait() == 0, launch.output
+    assert "ranks 1 had no saved random state" in launch.output
+    assert [line["end"] for line in ends_of(launch.run, 1)] == [9]
+
+
+def test_a_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=0, sleep_s=0.05) as launch:
+        launch.wait_until(3)
+        launch.run.stop_file.touch()
+        assert launch.wait() == 0, launch.output
+    (end,) = ends_of(launch.run, 0)
+    assert end["stop"] is True
+    assert max(committed_steps(launch.run)) == end["end"] < STEPS
+    assert not launch.run.stop_file.exists()
+    with Launch(directory, ranks=0) as launch:
+        assert launch.wait() == 0, launch.output
+    assert [line["step"] for line in steps_of(launch.run, 0)] == list(range(1, STEPS + 1))
+
+
+def test_an_interval_in_seconds_is_agreed_by_all_ranks(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", ranks=2, interval="0.5s", sleep_s=0.05) as launch:
+        assert launch.wait() == 0, launch.output
+    steps = committed_steps(launch.run)
+    assert 3 <= len(steps) <= 8
+    assert max(steps) == STEPS
+
+
+def test_a_failing_rank_leaves_its_traceback_and_saves_nothing(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", ranks=2, fail_at=[1, 8]) as launch:
+        assert launch.wait() == 1
+    errors = [json.loads(p.read_text()) for p in (tmp_path / "logs").rglob("error.json")]
+    messages = [error["message"]["message"] for error in errors]
+    assert "RuntimeError: a bad batch at step 8" in messages
+    failed = errors[messages.index("RuntimeError: a bad batch at step 8")]
+    assert "session_program.py" in failed["message"]["extraInfo"]["py_callstack"]
+    assert committed_steps(launch.run) == [5]
+
+
+def test_ranks_without_a_process_group_are_told_what_to_do(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", ranks=2, forget_group=True) as launch:
+        assert launch.wait() == 1
+    assert "call torch.distributed.init_process_group() before Session" in launch.output
+
+
+def test_two_launches_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=0, sleep_s=0.1) as first:
+        first.wait_until(5)
+        with Launch(directory, ranks=0, sleep_s=0.1) as second:
+            assert first.wait() == 0, first.output
+            assert second.wait() == 0, second.output
+    # The second waited for the first, and found nothing left to do.
+    assert [line["end"] for line in ends_of(first.run, 0)] == [STEPS, STEPS]
+    assert len(steps_of(first.run, 0)) == STEPS
