@@ -1,0 +1,133 @@
+"""A real Prefect server with a process worker, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+SERVER_S_MAX: Final = 120.0
+COMMAND_S_MAX: Final = 120.0
+WORKER_S_MAX: Final = 60.0
+# The worker gives its flows some seconds to end, the server closes its database.
+END_S_MAX: Final = 40.0
+POOL: Final = "holdfast"
+# Nothing is reported to anybody, no update is looked for, and the worker asks for work often.
+QUIET: Final = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_CLI_PROMPT": "false",
+    "PREFECT_WORKER_QUERY_SECONDS": "2",
+    "PREFECT_LOGGING_LEVEL": "INFO",
+}
+
+
+class PrefectService:
+    """The server and what is started around it. `environment` is for whoever talks to it."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.api = f"http://127.0.0.1:{self.port}/api"
+        self.environment = {
+            **environment,
+            **QUIET,
+            "PREFECT_HOME": str(folder / "prefect"),
+            "PREFECT_API_URL": self.api,
+        }
+
+    def command(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a program of this environment, such as `prefect`, and return what it said."""
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / arguments[0]), *arguments[1:]],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S_MAX,
+            check=False,
+        )
+        if check and done.returncode:
+            raise RuntimeError(
+                f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stdout}{done.stderr}"
+            )
+        return done
+
+    @contextlib.contextmanager
+    def background(self, name: str, arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """A program of this environment in a session of its own, ended with the block."""
+        program = [str(Path(sys.executable).parent / arguments[0]), *arguments[1:]]
+        with open(self.folder / f"{name}.log", "ab") as log:
+            process = subprocess.Popen(
+                program,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            end_session(process)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """The server, from its first answer on."""
+        start = ("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
+        with self.background("server", start) as process:
+            self._wait_for_answer(process)
+            yield
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[subprocess.Popen[bytes]]:
+        """A process worker that polls the pool, from its first heartbeat on."""
+        start = ("prefect", "worker", "start", "--pool", POOL, "--type", "process")
+        with self.background("worker", start) as process:
+            log = self.folder / "worker.log"
+            seen = log.stat().st_size
+            ends_at = time.monotonic() + WORKER_S_MAX
+            while b"started!" not in log.read_bytes()[seen:]:
+                if process.poll() is not None or time.monotonic() > ends_at:
+                    raise RuntimeError(f"the worker did not start:\n{log.read_text()[-2000:]}")
+                time.sleep(0.2)
+            yield process
+
+    def _wait_for_answer(self, process: subprocess.Popen[bytes]) -> None:
+        ends_at = time.monotonic() + SERVER_S_MAX
+        while time.monotonic() < ends_at:
+            with contextlib.suppress(urllib.error.URLError, OSError):
+                urllib.request.urlopen(f"{self.api}/health", timeout=2)
+                return
+            if process.poll() is not None:
+                break
+            time.sleep(0.3)
+        log = (self.folder / "server.log").read_text()[-2000:]
+        raise RuntimeError(f"the Prefect server did not answer at {self.api}:\n{log}")
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process to end, then end what is left of its session."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S_MAX)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(END_S_MAX)
