@@ -305,13 +305,13 @@ def test_what_is_gone_from_disk_is_gone_from_the_index(database: Database, tmp_p
 
 def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "odd", "8" * 32)
-    folder.tell("flow", EventKind.NOTE, text="nul \0")
+    folder.tell("flow", EventKind.NOTE, text="nul \0 half \udc80")
     with open(folder.paths.journal_of("flow"), "a") as journal:
         line = {"writer": "flow", "incarnation": 9, "sequence": 0, "time": 5e9, "kind": "note"}
         journal.write(json.dumps({**line, "data": {"value": [float("nan"), 10**30]}}) + "\n")
     ingest_run(database, folder.paths)
     first, second = queries.list_events(database, "odd")
-    assert first["data"] == {"text": "nul \ufffd"}
+    assert first["data"] == {"text": "nul \ufffd half ?"}
     assert second["data"] == {"value": ["nan", 10**30]}
 
 

@@ -16,7 +16,9 @@ READ_BYTES_MAX = 8 * 1024 * 1024
 
 def canonical_json(document: Any) -> bytes:
     """JSON with sorted keys and no spaces: equal documents give equal bytes."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    # Arguments that are no UTF-8 hold lone surrogates; they stay distinct.
+    return text.encode(errors="surrogatepass")
 
 
 def document_digest(document: Any) -> str:

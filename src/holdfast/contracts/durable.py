@@ -73,5 +73,8 @@ def create_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> bool:
 
 
 def to_json(document: Any) -> bytes:
-    """`document` as readable JSON, keys in their own order, with a final newline."""
-    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    """`document` as readable JSON, keys in their own order, with a final newline.
+
+    File names and output that are no UTF-8 leave lone surrogates, which become `?`.
+    """
+    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(errors="replace")

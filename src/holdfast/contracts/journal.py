@@ -101,7 +101,8 @@ class JournalWriter:
                 data=data,
             )
             line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
-            content = f"{prefix}{line}\n".encode()
+            # A traceback may name a file whose name is no UTF-8: the line is worth more than it.
+            content = f"{prefix}{line}\n".encode(errors="replace")
             written = os.write(self._handle, content)
             if written != len(content):
                 raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
