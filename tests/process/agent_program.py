@@ -1,0 +1,56 @@
+"""A small program for the agent's tests: one linear layer, trained with a Session.
+
+Its settings are one JSON argument. `session` false leaves the Session out: the program then only
+sleeps, as one does that has never heard of Holdfast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+SAMPLES = 64
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    if not settings.get("session", True):
+        print("without a session", flush=True)
+        time.sleep(settings["sleep_s"])
+        if settings.get("fail_at") is not None:
+            raise RuntimeError("a bad program")
+        return
+    train(settings)
+
+
+def train(settings: dict[str, float]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from holdfast.trainer import Session
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(model, optimizer, seed=1) as session:
+        for step in session.steps(int(settings["steps"])):
+            ids = session.batch(SAMPLES, 4)
+            if step == settings.get("fail_at"):
+                raise RuntimeError(f"a bad batch at step {step}")
+            inputs = torch.as_tensor(ids, dtype=torch.float32).unsqueeze(1).expand(-1, 8) / SAMPLES
+            loss = model(inputs).square().mean()
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(settings["sleep_s"])
+        print(f"rank {os.environ['RANK']} ends after step {session.step}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Runs on this machine for tests: real submitit jobs, real agents, real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import psutil
+
+from holdfast.contracts.attempt import Claim, Outcome, read_document
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.workers import attempts, runs
+from holdfast.workers.executors import executor_for
+from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
+from holdfast.workers.reconcile import reconcile
+
+PROGRAM: Final = Path(__file__).with_name("agent_program.py")
+T = TypeVar("T")
+WAIT_S: Final = 90.0
+POLL_S: Final = 0.1
+
+
+class LocalRun:
+    """One run under `root`, with what tests ask of it."""
+
+    def __init__(
+        self, root: Path, *, gpus: int = 2, grace_s: float = 15.0, **settings: Any
+    ) -> None:
+        defaults = {"steps": 40, "sleep_s": 0.02}
+        self.spec = RunSpec(
+            name="tried",
+            command=(PROGRAM.name, json.dumps({**defaults, **settings})),
+            launch={"working_directory": str(PROGRAM.parent)},
+            resources={"gpus_per_node": gpus},
+            elastic={"min_gpus": 1},
+            supervision={"grace_s": grace_s, "heartbeat_s": 0.2, "backoff_s": 0},
+            checkpoint={"interval": 1000},
+        )
+        self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")
+
+    def submit(self, gpus: int | None = None) -> AttemptPaths:
+        """The next attempt, submitted."""
+        with JournalWriter(self.paths.journal_of("flow")) as journal:
+            return attempts.submit_attempt(
+                self.paths,
+                self.spec,
+                runs.read_record(self.paths),
+                gpus=gpus or self.spec.gpus,
+                reason="a test",
+                journal=journal,
+            )
+
+    def history(self) -> RunHistory:
+        return reconcile(self.paths)
+
+    def wait_for_end(self) -> AttemptView:
+        """The last attempt once it has ended."""
+        return wait_until(lambda: _ended(self.history()), "the attempt's end")
+
+    def beats(self, attempt: AttemptPaths) -> list[NodeBeat]:
+        return read_heartbeats(attempt)
+
+    def wait_for_step(self, attempt: AttemptPaths, step: int) -> int:
+        """The step that training has come to, `step` or later."""
+        return wait_until(lambda: _reached(attempt, step), f"step {step}")
+
+    def claim(self, attempt: AttemptPaths) -> Claim:
+        return wait_until(lambda: read_document(Claim, attempt.claim), "the claim")
+
+    def outcome(self, attempt: AttemptPaths) -> Outcome:
+        return wait_until(lambda: read_document(Outcome, attempt.outcome), "the outcome")
+
+    def events(self, kind: EventKind) -> list[Event]:
+        return [event for event in self.history().events if event.kind is kind]
+
+    def end_all(self) -> None:
+        """End whatever a failed test left behind."""
+        for view in self.history().attempts:
+            if view.request is not None and not view.state.is_terminal:
+                executor = executor_for(view.request.executor)
+                found = executor.find(view.request)
+                if found is not None:
+                    executor.cancel(view.request, found)
+
+
+def processes_of(paths: RunPaths) -> list[psutil.Process]:
+    """Every live process that bears the run's folder in its command line or environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = [*process.cmdline(), *process.environ().values()]
+            alive = process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        if alive and any(str(paths.directory) in word for word in words):
+            found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
+
+
+def wait_until(look: Callable[[], T | None], what: str, wait_s: float = WAIT_S) -> T:
+    """What `look` finds, as soon as it finds it."""
+    give_up = time.monotonic() + wait_s
+    while time.monotonic() < give_up:
+        found = look()
+        if found:
+            return found
+        time.sleep(POLL_S)
+    raise AssertionError(f"{what} did not come within {wait_s:.0f} s")
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    os.kill(pid, number)
+
+
+def _ended(history: RunHistory) -> AttemptView | None:
+    last = history.last_attempt
+    return last if last is not None and last.state.is_terminal else None
+
+
+def _reached(attempt: AttemptPaths, step: int) -> int | None:
+    newest = newest_step(read_heartbeats(attempt))
+    return newest if newest is not None and newest >= step else None

@@ -1,0 +1,164 @@
+"""The agent on this machine: real jobs, real torchrun, real signals."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.attempt import StopRequest, write_document
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers import operator
+from holdfast.workers.checkpoints import newest_committed
+from holdfast.workers.policy import decide
+
+from .local_runs import LocalRun, processes_of, send, wait_until
+
+pytestmark = pytest.mark.timeout(150)
+Make = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes runs, and ends what they left."""
+    made: list[LocalRun] = []
+
+    def make_run(**settings: Any) -> LocalRun:
+        made.append(LocalRun(tmp_path / f"root{len(made)}", **settings))
+        return made[-1]
+
+    yield make_run
+    for run in made:
+        run.end_all()
+
+
+def test_a_job_completes_and_leaves_nothing_running(make: Make) -> None:
+    run = make(steps=30)
+    attempt = run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.COMPLETED, None)
+    assert (view.first_step, view.last_step) == (1, 30)
+    assert view.facts["committed_step"] == 30
+    assert view.request is not None
+    assert view.facts["command_digest"] == view.request.command_digest
+    assert {rank.rank for beat in run.beats(attempt) for rank in beat.ranks} == {0, 1}
+    log = attempt.rank_log(0, 1, 1)
+    assert "rank 1 ends after step 30" in log.read_text()
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+
+
+def test_a_preempted_job_loses_no_step_and_the_next_goes_on(make: Make) -> None:
+    run = make(steps=400, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 5)
+    send(run.claim(attempt).pid, signal.SIGTERM)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    outcome = run.outcome(attempt)
+    assert outcome.last_step == outcome.committed_step
+    assert outcome.stop_requested_at is not None
+    assert outcome.stop_committed_at is not None
+    assert outcome.stop_committed_at - outcome.stop_requested_at < 10
+    assert len(run.events(EventKind.STOP_AGREED)) == 1
+    decision = decide(run.history(), None, now=time.time())
+    assert (decision.action, decision.delay_s) == ("relaunch", 0.0)
+    again = run.submit(gpus=1)
+    run.wait_for_step(again, (outcome.last_step or 0) + 2)
+    operator.request(run.paths, "stop", by="tester")
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    assert view.first_step == (outcome.last_step or 0) + 1
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+
+
+def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
+    run = make(steps=60, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 5)
+    victim = next(rank.pid for beat in run.beats(attempt) for rank in beat.ranks if rank.rank == 1)
+    send(victim, signal.SIGKILL)
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED
+    outcome = run.outcome(attempt)
+    assert [i.ending for i in outcome.incarnations] == ["crashed", "completed"]
+    assert outcome.last_step == 60
+
+
+def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> None:
+    run = make(steps=30, fail_at=7)
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
+    assert "RuntimeError: a bad batch at step 7" in (view.traceback or "")
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+    assert len(run.events(EventKind.INCARNATION_STARTED)) == 1
+
+
+def test_an_operators_pause_commits_and_is_no_failure(make: Make) -> None:
+    run = make(steps=400, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    operator.request(run.paths, "pause", by="tester")
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    newest = newest_committed(run.paths, 1)
+    assert newest is not None
+    assert newest.step == view.last_step
+    assert run.history().state == "paused"
+    operator.request(run.paths, "resume", by="tester")
+    assert decide(run.history(), None, now=time.time()).action == "relaunch"
+
+
+def test_a_program_without_a_session_is_killed_when_the_grace_is_over(make: Make) -> None:
+    run = make(session=False, sleep_s=300, grace_s=4.0)
+    attempt = run.submit()
+    wait_until(lambda: _said_hello(run, attempt), "the program's first words")
+    began = time.monotonic()
+    send(run.claim(attempt).pid, signal.SIGTERM)
+    view = run.wait_for_end()
+    assert time.monotonic() - began < 12
+    assert (view.state, view.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    assert any("killed" in line for line in view.evidence)
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+
+
+def test_an_error_of_a_program_without_a_session_is_found_in_its_output(make: Make) -> None:
+    run = make(session=False, sleep_s=0.1, fail_at=1, gpus=1)
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
+    assert "RuntimeError: a bad program" in (view.traceback or "")
+
+
+def test_no_process_outlives_an_agent_that_was_killed(make: Make) -> None:
+    run = make(steps=2000, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    send(run.claim(attempt).pid, signal.SIGKILL)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.LOST, Cause.UNKNOWN)
+    assert view.last_step is not None
+    assert view.last_step >= 3
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 20)
+
+
+def test_a_stop_file_with_a_deadline_is_kept(make: Make) -> None:
+    run = make(session=False, sleep_s=300, gpus=1)
+    attempt = run.submit()
+    wait_until(lambda: _said_hello(run, attempt), "the program's first words")
+    now = time.time()
+    asked = StopRequest(action="drain", by="tester", requested_at=now, deadline_s=4.0)
+    write_document(attempt.stop, asked)
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    assert time.time() - now < 12
+
+
+def _said_hello(run: LocalRun, attempt: Any) -> bool:
+    log = attempt.rank_log(0, 1, 0)
+    return log.exists() and "without a session" in log.read_text()
