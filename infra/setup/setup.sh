@@ -33,11 +33,14 @@ find_python() {
             return
         fi
     done
-    die "found $(python3 --version 2>&1 || echo 'no python3'); expected Python $PYTHON_MIN or newer." \
-        "Install one (Debian: apt-get install python3 python3-venv), or name it: HOLDFAST_PYTHON=/path/to/python3"
+    die "found $(python3 --version 2>&1 || echo 'no python3'); expected Python $PYTHON_MIN" \
+        "or newer. Install one (Debian: apt-get install python3 python3-venv)," \
+        "or name it: HOLDFAST_PYTHON=/path/to/python3"
 }
 
-wanted_stamp() { cat requirements.lock pyproject.toml infra/setup/setup.sh | sha256sum | cut -c1-32; }
+wanted_stamp() {
+    cat requirements.lock pyproject.toml infra/setup/setup.sh | sha256sum | cut -c1-32
+}
 
 make_environment() {
     local stamp python
@@ -52,7 +55,8 @@ make_environment() {
     if [[ ! -x .venv/bin/pip ]]; then
         python="$(find_python)"
         say "making .venv with $python"
-        "$python" -m venv .venv || die "python's venv module failed; Debian: apt-get install python3-venv"
+        "$python" -m venv .venv ||
+            die "python's venv module failed; Debian: apt-get install python3-venv"
     fi
     say "installing requirements.lock into .venv (a few minutes the first time)"
     .venv/bin/pip install -qq --disable-pip-version-check --retries "$PIP_RETRIES" \
@@ -80,23 +84,26 @@ add_cluster_packages() {
         sudo=(sudo -n)
     fi
     if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
-        say "not installed: ${missing[*]}. The tests in tests/slurm and those on PostgreSQL need them" \
-            "and will fail; make demo does not. Install them as root, then try again"
+        say "not installed: ${missing[*]}. The tests in tests/slurm and those on PostgreSQL" \
+            "need them and will fail; make demo does not. Install them as root, then try again"
         return 0
     fi
     say "installing ${missing[*]} (for the tests on Slurm and PostgreSQL)"
     local quiet=(-qq -o "DPkg::Lock::Timeout=$APT_WAIT_S" -o "Dpkg::Use-Pty=0")
-    "${sudo[@]}" apt-get update "${quiet[@]}" || say "apt-get update failed; trying with what is known"
+    "${sudo[@]}" apt-get update "${quiet[@]}" ||
+        say "apt-get update failed; trying with what is known"
     "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y \
         --no-install-recommends "${quiet[@]}" "${missing[@]}" >.setup/apt.log 2>&1 ||
-        say "apt-get could not install ${missing[*]} (see .setup/apt.log); tests that need them will fail"
+        say "apt-get could not install ${missing[*]} (see .setup/apt.log):" \
+            "the tests that need them will fail"
 }
 
 main() {
     mkdir -p .setup
     # Two targets at once must not build one environment twice.
     exec 9>.setup/lock
-    flock -w "$LOCK_WAIT_S" 9 || die "another setup has held .setup/lock for $LOCK_WAIT_S s; end it first"
+    flock -w "$LOCK_WAIT_S" 9 ||
+        die "another setup has held .setup/lock for $LOCK_WAIT_S s; end it first"
     make_environment
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages

@@ -1,5 +1,6 @@
 """Processes of a test cluster: start, find, wait for and end them, by pid and start time."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -90,10 +91,9 @@ def is_alive(record: ProcessRecord) -> bool:
         return False
     if stat.state not in ("Z", "X"):
         return True
-    try:
+    # When another process started it, its parent or init reaps it.
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(record.pid, os.WNOHANG)
-    except ChildProcessError:
-        pass  # Another process started it; its parent or init reaps it.
     return False
 
 
@@ -110,10 +110,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 def send_signal(record: ProcessRecord, number: int) -> None:
     """Send a signal to that very process; nothing happens when it is gone."""
     if is_alive(record):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def stop_process(record: ProcessRecord, term_wait_s: float) -> None:

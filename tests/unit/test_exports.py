@@ -1,0 +1,101 @@
+"""What the package offers by name: its exports, its version, its errors, its commands."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points, metadata
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.contracts import errors
+from holdfast.contracts.journal import EventKind
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+TREE_LINE = re.compile(r"^([│├└─ ]*)(\w+)(?: \((\w+)\))? ", re.MULTILINE)
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(holdfast.__path__, "holdfast.")
+    # A program's entry point runs when it is imported.
+    return sorted(module.name for module in found if not module.name.endswith("__main__"))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_imports_and_exports_what_it_names(name: str) -> None:
+    module = importlib.import_module(name)
+    missing = [export for export in getattr(module, "__all__", ()) if not hasattr(module, export)]
+    assert not missing
+
+
+def test_the_session_is_reached_by_its_public_name() -> None:
+    from holdfast.trainer import Session
+
+    assert inspect.isclass(Session)
+    with pytest.raises(AttributeError, match="has no attribute"):
+        getattr(importlib.import_module("holdfast.trainer"), "Sesion")  # noqa: B009
+
+
+def test_there_is_one_version() -> None:
+    assert holdfast.__version__ == PROJECT["version"] == metadata("holdfast")["Version"]
+
+
+def test_the_command_is_installed() -> None:
+    (script,) = [e for e in entry_points(group="console_scripts") if e.name == "holdfast"]
+    assert callable(script.load())
+
+
+def test_the_error_tree_is_as_drawn() -> None:
+    """The drawing at the top of errors.py names every class, its parent and its builtin."""
+    drawn: dict[str, tuple[str, str | None]] = {}
+    path = ["HoldfastError"]
+    for indent, name, builtin in TREE_LINE.findall(f"{errors.__doc__} "):
+        depth = len(indent) // 4
+        if name.endswith("Error") and depth:
+            path[depth:] = [name]
+            drawn[name] = (path[depth - 1], builtin or None)
+    classes = dict(inspect.getmembers(errors, inspect.isclass))
+    assert set(drawn) | {"HoldfastError"} == {n for n in classes if n.endswith("Error")}
+    for name, (parent, builtin) in drawn.items():
+        bases = [base.__name__ for base in classes[name].__bases__]
+        assert bases[0] == parent, f"{name} is drawn under {parent}"
+        assert builtin is None or bases[1] == builtin
+
+
+def test_every_kind_of_event_says_its_keys() -> None:
+    source = inspect.getsource(EventKind)
+    bare = [kind.name for kind in EventKind if not re.search(rf"{kind.name} = .*  # ", source)]
+    assert not bare
+
+
+def test_every_command_named_in_the_pages_exists() -> None:
+    pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")]
+    named = {
+        command
+        for page in pages
+        for command in re.findall(r"(?:^|[`$/ ])holdfast ([a-z]+)\b", code_of(page.read_text()))
+    }
+    done = subprocess.run(
+        [Path(sys.executable).with_name("holdfast"), "--help"],
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    known = set(re.findall(r"^\W*([a-z]+)\b", done.stdout, re.MULTILINE))
+    assert named <= known, f"no such commands: {sorted(named - known)}"
+
+
+def code_of(page: str) -> str:
+    """The parts of a page that are set as code."""
+    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page, flags=re.DOTALL))

@@ -1,0 +1,150 @@
+"""Who may import whom: import-linter's contracts, and where each large library may appear."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Part → its folder. The three that stand at the top level are links inside the package.
+PARTS = {
+    "contracts": "src/holdfast/contracts",
+    "lineage": "src/holdfast/lineage",
+    "api": "src/holdfast/api",
+    "cli": "src/holdfast/cli",
+    "flows": "flows",
+    "workers": "workers",
+    "trainer": "trainer",
+    "migrations": "alembic",
+}
+LIBRARIES = {
+    "torch": {"trainer"},
+    "prefect": {"flows", "cli"},
+    "sqlalchemy": {"lineage", "migrations"},
+    "alembic": {"lineage", "migrations"},
+    "submitit": {"workers"},
+}
+CLOSED = {
+    "contracts": {"holdfast", "pydantic", "xxhash"},
+    "trainer": {"holdfast", "pydantic", "torch", "numpy", "psutil"},
+}
+
+
+@cache
+def imports_of(part: str) -> list[tuple[str, str]]:
+    """(place, module) of every import in a part, those inside functions too."""
+    found = []
+    for path in sorted((CHECKOUT / PARTS[part]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            place = f"{path.relative_to(CHECKOUT)}:{getattr(node, 'lineno', 0)}"
+            found += [(place, name) for name in imported(node)]
+    return found
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"a relative import of {node.module}: expected holdfast.…"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_the_import_contracts_are_kept() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [linter, "--no-cache", "--no-logo"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("library", sorted(LIBRARIES))
+def test_a_library_stays_in_its_parts(library: str) -> None:
+    strays = [
+        f"{place} imports {module}"
+        for part in PARTS
+        if part not in LIBRARIES[library]
+        for place, module in imports_of(part)
+        if top(module) == library
+    ]
+    assert not strays, "\n".join(strays)
+
+
+@pytest.mark.parametrize("part", sorted(CLOSED))
+def test_a_closed_part_needs_nothing_more(part: str) -> None:
+    allowed = CLOSED[part] | set(sys.stdlib_module_names)
+    strays = [f"{place} imports {m}" for place, m in imports_of(part) if top(m) not in allowed]
+    others = [
+        f"{place} imports {module}"
+        for place, module in imports_of(part)
+        if top(module) == "holdfast"
+        and not f"{module}.".startswith((f"holdfast.{part}.", "holdfast.contracts."))
+        and module != "holdfast.__version__"
+    ]
+    assert not strays + others, "\n".join(strays + others)
+
+
+def test_nobody_but_programs_and_tests_imports_the_trainer() -> None:
+    strays = [
+        f"{place} imports {module}"
+        for part in PARTS
+        if part != "trainer"
+        for place, module in imports_of(part)
+        if f"{module}.".startswith("holdfast.trainer.")
+    ]
+    assert not strays, "\n".join(strays)
+
+
+def test_the_parts_have_one_import_name() -> None:
+    strays = [
+        f"{place} imports {module}: expected holdfast.{module}"
+        for part in PARTS
+        for place, module in imports_of(part)
+        if top(module) in {"flows", "workers", "trainer"}
+    ]
+    assert not strays, "\n".join(strays)
+    done = subprocess.run(
+        [sys.executable, "-c", "import trainer"],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "import holdfast.trainer, not trainer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("holdfast.contracts.history", {"torch", "numpy", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.trainer", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.trainer.flusher", {"torch", "numpy", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.trainer.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
+        ("holdfast.cli.main", {"torch", "prefect", "sqlalchemy"}),
+    ],
+)
+def test_what_must_start_quickly_loads_little(module: str, absent: set[str]) -> None:
+    program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not absent & set(json.loads(done.stdout.splitlines()[-1]))
