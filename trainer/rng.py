@@ -30,7 +30,7 @@ def capture() -> dict[str, torch.Tensor]:
     Only the CUDA device that this rank computes on is asked, and only when it is in use.
     """
     states = {PYTHON: _python_state(), NUMPY: _numpy_state(), TORCH: torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states[CUDA] = torch.cuda.get_rng_state()
     return states
 

@@ -38,7 +38,7 @@ from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.restore import chosen_interval, resume
 from holdfast.trainer.sampler import ElasticSampler
 from holdfast.trainer.settler import Settler
-from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
 from holdfast.trainer.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
@@ -228,6 +228,15 @@ class Session:
             last_step=total,
         )
 
+    @staticmethod
+    def worker_init(_worker: int) -> None:
+        """Give it as a DataLoader's `worker_init_fn`: stop signals must not kill its workers.
+
+        torchrun sends them to whole process groups. Workers still end when the loader or the
+        rank does. Under an agent they ignore these signals in any case.
+        """
+        ignore_stop_signals()
+
     # --- metrics --------------------------------------------------------------------------
 
     def log(self, **values: float) -> None:
@@ -289,7 +298,10 @@ class Session:
     def _note(self, kind: Any, **data: Any) -> None:
         if self._recorder is not None:
             identity = self._link.identity
-            facts = {"attempt": identity.attempt, "incarnation": identity.incarnation}
+            facts: dict[str, Any] = {
+                "attempt": identity.attempt,
+                "incarnation": identity.incarnation,
+            }
             self._recorder.event(kind, **facts, **data)
 
     def _order_of(self, dataset_size: int, global_batch: int) -> DataOrder:

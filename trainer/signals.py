@@ -6,6 +6,7 @@ whole tree, and the agent turns them into the stop agreement.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -34,12 +35,25 @@ class SignalFlags:
 
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, catch)
+        os.register_at_fork(after_in_child=self._forget_in_child)
 
     def close(self) -> None:
         """Put back the handlers that were there before."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+
+    def _forget_in_child(self) -> None:
+        """A forked child shares the board: `terminate()` on it must not stop the run."""
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+        self._previous.clear()
+
+
+def ignore_stop_signals() -> None:
+    """Let this process, a helper of a rank, outlive the signals that stop the run."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class FailureRecord:

@@ -48,7 +48,7 @@ def main() -> None:
                 raise RuntimeError(f"a bad batch at step {step}")
             ids = session.batch(SAMPLES, 12)
             loss = F.mse_loss(model(inputs[ids]), targets[ids])
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,28 @@ def test_a_signal_is_one_word_on_the_board() -> None:
     assert board.signals == signal.SIGTERM
     flags.close()
     assert signal.getsignal(signal.SIGTERM) is before
+    board.close()
+    os.close(handle)
+
+
+def test_a_signal_to_a_forked_helper_is_no_wish_to_stop() -> None:
+    board, handle = Board.create(1)
+    flags = SignalFlags(board.record(0))
+    context = multiprocessing.get_context("fork")
+    is_up = context.Event()
+
+    def work() -> None:
+        is_up.set()
+        time.sleep(60)
+
+    helper = context.Process(target=work, daemon=True)
+    helper.start()
+    assert is_up.wait(30)
+    helper.terminate()
+    helper.join(30)
+    assert helper.exitcode == -signal.SIGTERM
+    assert board.signals == 0
+    flags.close()
     board.close()
     os.close(handle)
 

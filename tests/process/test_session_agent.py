@@ -1,0 +1,150 @@
+"""The session under an agent, and on several nodes without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.agreement import BoardPort, settle
+from holdfast.contracts.board import Board, Phase
+from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.keeper import FlusherKeeper
+
+PROGRAM = Path(__file__).with_name("session_program.py")
+STEPS = 60
+WAIT_S = 60.0
+FREE_PORT = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def start(run: RunPaths, env: dict[str, str], *torchrun: str) -> subprocess.Popen[bytes]:
+    settings = {"steps": STEPS, "directory": str(run.directory), "sleep_s": 0.05}
+    command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+    command += [str(PROGRAM), json.dumps(settings)]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+    return subprocess.Popen(
+        command, env=clean | {"OMP_NUM_THREADS": "1"} | env, start_new_session=True
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait(WAIT_S)
+
+
+def steps_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
+    path = run.directory / "records" / f"rank{rank}.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if "ids" in line]
+
+
+def wait_for_step(run: RunPaths, step: int, process: subprocess.Popen[bytes]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while len(steps_of(run, 0)) < step:
+        assert process.poll() is None
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def rank_pid(run: RunPaths, rank: int) -> int:
+    (path,) = (run.directory / "pids").glob(f"{rank}-*")
+    return int(path.name.split("-")[1])
+
+
+def newest_committed(run: RunPaths) -> int:
+    manifests = [read_manifest(path) for path in run.list_checkpoints()]
+    return max(manifest.step for manifest in manifests if manifest)
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
+    tmp_path: Path,
+) -> None:
+    run = RunPaths(tmp_path / "elsewhere" / "gpt")
+    attempt = run.attempt(3)
+    name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+    keeper = FlusherKeeper(name, node=0, nodes=1, log=attempt.flusher_log(0))
+    board, handle = Board.create(2)
+    env = {
+        "HOLDFAST_BOARD": f"/proc/{os.getpid()}/fd/{handle}",
+        "HOLDFAST_FLUSHER": name,
+        "HOLDFAST_RUN_DIR": str(run.directory),
+        "HOLDFAST_ATTEMPT": "3",
+        "HOLDFAST_INCARNATION": "2",
+        "HOLDFAST_NODE": "0",
+        "HOLDFAST_NODES": "1",
+        "HOLDFAST_CHECKPOINT_INTERVAL": "10",
+    }
+    # As an agent starts torchrun: what is ignored stays ignored in every descendant.
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR2)}
+    ignore_signals()
+    try:
+        torchrun = ("--nproc-per-node", "2", "--signals-to-handle=SIGQUIT")
+        process = start(run, env, *torchrun, *FREE_PORT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    try:
+        wait_for_step(run, 8, process)
+        for rank in range(2):
+            os.kill(rank_pid(run, rank), signal.SIGTERM)
+        wait_for_step(run, 15, process)
+        assert board.signals == 0
+        board.announce_stop(None)
+        step, _ = settle([BoardPort(board)])
+        assert process.wait(WAIT_S) == 0
+    finally:
+        end(process)
+        keeper.close(wait=True)
+    assert newest_committed(run) == step == board.record(1).completed
+    assert [record.phase for record in board.records()] == [Phase.STOP, Phase.STOP]
+    assert len(steps_of(run, 0)) == len(steps_of(run, 1)) == step
+    events, _ = read_journal(attempt.rank_journal)
+    assert {event.data["attempt"] for event in events} == {3}
+    assert events[-1].kind is EventKind.COMMITTED
+    assert events[-1].data["checkpoint"] == f"step-{step:08d}.a0003.i02"
+    board.close()
+    os.close(handle)
+
+
+def test_nodes_without_an_agent_stop_together(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "run")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    env = {"HOLDFAST_CHECKPOINT_INTERVAL": "10"}
+    place = ("--master-addr", "localhost", "--master-port", str(port))
+    size = ("--nnodes", "2", "--nproc-per-node", "1")
+    nodes = [start(run, env, *size, *place, "--node-rank", str(node)) for node in range(2)]
+    try:
+        wait_for_step(run, 8, nodes[0])
+        os.kill(rank_pid(run, 1), signal.SIGTERM)
+        assert [node.wait(WAIT_S) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            end(node)
+    stopped = len(steps_of(run, 0))
+    assert 8 <= stopped < STEPS
+    assert len(steps_of(run, 1)) == stopped == newest_committed(run)
+    events, _ = read_journal(run.attempt(0).rank_journal)
+    kinds = [event.kind for event in events]
+    assert EventKind.SIGNAL in kinds
+    assert EventKind.STOP_AGREED in kinds
