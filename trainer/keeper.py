@@ -88,12 +88,25 @@ class FlusherKeeper:
             self._hold_until_hang_up()
             if self._is_closing:
                 return
-            self._process.wait()
+            self._end_former()
             self._socket.close()
             self._process, self._socket = self._start()
-            for (rank, slot, incarnation), descriptor in self._kept.items():
-                facts = {"rank": rank, "slot": slot, "incarnation": incarnation}
-                wire.send(self._socket, "kept", descriptors=(descriptor,), **facts)
+            # One that dies at once is met by the next round of the loop.
+            with contextlib.suppress(OSError):
+                self._give_back()
+
+    def _end_former(self) -> None:
+        """It hung up, so it is as good as gone: its name must be free for the next."""
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _give_back(self) -> None:
+        for (rank, slot, incarnation), descriptor in self._kept.items():
+            facts = {"rank": rank, "slot": slot, "incarnation": incarnation}
+            wire.send(self._socket, "kept", descriptors=(descriptor,), **facts)
 
     def _hold_until_hang_up(self) -> None:
         while (packet := wire.receive(self._socket)) is not None:

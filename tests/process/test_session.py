@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.contracts.journal import Event, EventKind, read_journal
@@ -228,6 +229,18 @@ def test_a_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
     with Launch(directory, ranks=0) as launch:
         assert launch.wait() == 0, launch.output
     assert [line["step"] for line in steps_of(launch.run, 0)] == list(range(1, STEPS + 1))
+
+
+def test_a_killed_flusher_is_replaced_and_saves_go_on(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", ranks=2, sleep_s=0.05) as launch:
+        launch.wait_until(8, committed=5)
+        (parent,) = (psutil.Process(pid) for rank, pid in launch.rank_pids().items() if rank == 0)
+        (flusher,) = (c for c in parent.children() if "holdfast.trainer.flusher" in c.cmdline())
+        flusher.kill()
+        assert launch.wait() == 0, launch.output
+    assert max(committed_steps(launch.run)) == STEPS
+    # At most the one save is missing that the flusher was told of as it died.
+    assert len(committed_steps(launch.run)) >= STEPS // 5 - 1
 
 
 def test_an_interval_in_seconds_is_agreed_by_all_ranks(tmp_path: Path) -> None:
