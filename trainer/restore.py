@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.contracts import environment
 from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.trainer.cadence import Interval
 from holdfast.trainer.collective import Ranks
@@ -102,14 +103,19 @@ def describe(run: str, found: Resumed, restored: list[Restored], skipped: tuple[
     )
 
 
-def _choose(run: RunPaths) -> _Choice:
-    choice = choose(run)
-    skips = parse_skips(
+def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
+    """The data that rollbacks passed over: `skip` of each, pairs [first_step, steps]."""
+    return parse_skips(
         pair
-        for event in load_events(run)
+        for event in events
         if event.kind is EventKind.ROLLED_BACK
         for pair in event.data.get("skip") or ()
     )
+
+
+def _choose(run: RunPaths) -> _Choice:
+    choice = choose(run)
+    skips = recorded_skips(load_events(run))
     if choice.directory is None or choice.manifest is None:
         return _Choice(None, None, choice.skipped, skips, {})
     name = checkpoint_id(choice.manifest.run, choice.manifest.name)

@@ -10,19 +10,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.contracts.board import Board
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.trainer.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.config import config
+from holdfast.trainer.data import SkipWindow
 from holdfast.trainer.link import choose_directory
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.program import program_argv
+from holdfast.trainer.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.train_state import Restored
 
 
 @pytest.mark.parametrize(
@@ -203,6 +207,28 @@ def test_an_exception_is_written_where_torchrun_looks(
     assert message["message"] == "ValueError: a bad batch"
     assert "test_session_parts.py" in message["extraInfo"]["py_callstack"]
     assert error.__traceback__ is trace
+
+
+def test_the_line_says_what_came_back_and_what_did_not() -> None:
+    found = Resumed(step=40, checkpoint="gpt:step-00000040.a0001.i01")
+    own = Restored(parts=("model", "optimizer"), missing=("extra.ema",), unused=("scheduler",))
+    restored = [own, Restored(parts=("model",), reseeded=True)]
+    line = describe("gpt", found, restored, ("step-00000050.a0001.i01: never committed",))
+    assert line == (
+        "holdfast: gpt goes on after step 40 from gpt:step-00000040.a0001.i01: restored model, "
+        "optimizer; extra.ema was not in the checkpoint; the checkpoint's scheduler is not used; "
+        "ranks 1 had no saved random state and were seeded from (seed, rank, step); passed over "
+        "step-00000050.a0001.i01: never committed"
+    )
+
+
+def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
+    rollbacks: list[dict[str, Any]] = [{"skip": [[41, 10]]}, {"skip": None}, {"skip": [[90, 1]]}]
+    events = [
+        Event(writer="cli", incarnation=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
+        for n, d in enumerate(rollbacks)
+    ]
+    assert recorded_skips(events) == (SkipWindow(41, 10), SkipWindow(90, 1))
 
 
 def test_importing_the_trainer_does_not_import_torch() -> None:
