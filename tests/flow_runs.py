@@ -1,0 +1,114 @@
+"""Runs through a real Prefect server and process worker: submitting them, watching them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from examples.demo_service import PrefectService
+
+from holdfast.contracts.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.workers.executors import executor_for
+from holdfast.workers.heartbeats import newest_step, read_heartbeats
+
+PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
+WAIT_S: Final = 120.0
+POLL_S: Final = 0.2
+
+
+class FlowRuns:
+    """Submits runs to one Prefect server and asks after them. `folder` holds their specs."""
+
+    def __init__(self, service: PrefectService, folder: Path) -> None:
+        self.service = service
+        self.folder = folder
+        self.root = Path(service.environment["HOLDFAST_ROOT"])
+        self.made: list[RunPaths] = []
+
+    def write_spec(self, name: str, settings: dict[str, Any], **more: Any) -> Path:
+        """A spec of the small program at two ranks, polled fast."""
+        path = self.folder / f"{name}.yaml"
+        spec = {
+            "name": name,
+            "command": [PROGRAM.name, json.dumps(settings)],
+            "launch": {"working_directory": str(PROGRAM.parent)},
+            "resources": {"gpus_per_node": 2},
+            "environment": {"OMP_NUM_THREADS": "1"},
+            "checkpoint": {"interval": 10},
+            "supervision": {"poll_s": 0.5, "heartbeat_s": 0.3},
+            **more,
+        }
+        path.write_text(json.dumps(spec))
+        return path
+
+    def deploy_run(self, spec: Path, name: str = "", overrides: tuple[str, ...] = ()) -> RunPaths:
+        """`prefect deployment run`, as a person would type it."""
+        more = ("--param", f"overrides={json.dumps(list(overrides))}") if overrides else ()
+        self.service.command(
+            *("prefect", "deployment", "run", "train/holdfast", "--param", f"spec={spec}", *more)
+        )
+        paths = RunPaths(self.root / (name or spec.stem))
+        self.made.append(paths)
+        return paths
+
+    def holdfast(self, *arguments: str, check: bool = True) -> Any:
+        """The JSON answer of the command."""
+        done = self.service.command("holdfast", *arguments, "--json", check=check)
+        return json.loads(done.stdout)
+
+    def flow_state(self, flow_run: str) -> str:
+        """The state of a flow run, in Prefect's own word."""
+        told = self.service.command("prefect", "flow-run", "inspect", flow_run, "--output", "json")
+        return str(json.loads(told.stdout)["state"]["type"])
+
+    def end_all(self) -> None:
+        """Leave no job behind, whatever a failed test left running."""
+        for paths in self.made:
+            for attempt in paths.list_attempts():
+                request = read_document(Request, attempt.request)
+                submission = read_document(Submission, attempt.submission)
+                if request and submission and not attempt.outcome.exists():
+                    executor_for(request.executor).cancel(request, submission)
+
+
+def wait_for(what: str, is_so: Callable[[], Any], wait_s: float = WAIT_S) -> Any:
+    """The first true value; fails with `what` after `wait_s` seconds."""
+    ends_at = time.monotonic() + wait_s
+    while time.monotonic() < ends_at:
+        if value := is_so():
+            return value
+        time.sleep(POLL_S)
+    raise AssertionError(f"{what} did not come within {wait_s} s")
+
+
+def step_of(paths: RunPaths, attempt: int = 1) -> int:
+    """The last step that any rank of the attempt finished, by the heartbeats."""
+    return newest_step(read_heartbeats(paths.attempt(attempt))) or 0
+
+
+def state_of(paths: RunPaths) -> str:
+    """The run's state on disk, empty before the run exists."""
+    return load_history(paths).state.value if paths.spec.is_file() else ""
+
+
+def claim_of(paths: RunPaths, attempt: int = 1) -> Claim:
+    """Who runs the attempt."""
+    claim = read_document(Claim, paths.attempt(attempt).claim)
+    assert claim is not None, f"attempt {attempt} should have been claimed"
+    return claim
+
+
+def supervisions(paths: RunPaths) -> list[dict[str, Any]]:
+    """What each flow that took the run up wrote about itself."""
+    return [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
+
+
+def submissions(paths: RunPaths) -> int:
+    """How many jobs were ever submitted for the run, by its journal."""
+    return sum(e.kind is EventKind.ATTEMPT_SUBMITTED for e in load_events(paths))
