@@ -17,7 +17,13 @@ from holdfast.contracts.attempt import (
 )
 from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
-from holdfast.contracts.history import AttemptView, RunHistory, load_history, pinned_checkpoints
+from holdfast.contracts.history import (
+    AttemptView,
+    RunHistory,
+    excluded_checkpoints,
+    load_history,
+    pinned_checkpoints,
+)
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, AttemptPaths, RunPaths, checkpoint_id
@@ -178,8 +184,9 @@ def _kept_because(history: RunHistory, checkpoint: str) -> str:
     """Why a checkpoint may not be deleted, or an empty string."""
     if checkpoint in pinned_checkpoints(history.events):
         return "pinned"
-    manifests = committed_checkpoints(history.paths)
-    if manifests and manifests[-1].name == checkpoint:
+    excluded = excluded_checkpoints(history.events)
+    branch = [m.name for m in committed_checkpoints(history.paths) if m.name not in excluded]
+    if branch and branch[-1] == checkpoint:
         return "the newest"
     if checkpoint in parents_in_use(history):
         return "what a live attempt resumed from"

@@ -33,21 +33,21 @@ def plan_prune(
     ordered = sorted(manifests, key=lambda m: (m.step, m.attempt, m.incarnation))
     branch = [m for m in ordered if m.name not in excluded]
     newest = {m.name for m in branch[-(keep.last or len(branch) or 1) :]}
-    return [(m.name, _reason(m, keep, newest, pins, in_use)) for m in ordered]
+    return [(m.name, _reason(m, keep, newest, {*pins, *in_use}, excluded)) for m in ordered]
 
 
 def _reason(
     manifest: Manifest,
     keep: Keep,
     newest: Collection[str],
-    pins: Collection[str],
-    in_use: Collection[str],
+    needed: Collection[str],
+    excluded: Collection[str],
 ) -> str | None:
     """Why one checkpoint is to be deleted, or None when something keeps it."""
-    if keep.last is None or manifest.name in newest:
+    if keep.last is None or manifest.name in newest or manifest.name in needed:
         return None
-    if manifest.name in pins or manifest.name in in_use:
-        return None
+    if manifest.name in excluded:
+        return f"keep.last {keep.last}: step {manifest.step} was rolled back"
     if keep.every_steps and manifest.step % keep.every_steps == 0:
         return None
     every = f" and not a multiple of {keep.every_steps}" if keep.every_steps else ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.attempt import StopRequest, write_document
 from holdfast.contracts.journal import EventKind
@@ -16,8 +17,6 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.policy import decide
-
-from .local_runs import LocalRun, processes_of, send, wait_until
 
 pytestmark = pytest.mark.timeout(150)
 Make = Callable[..., LocalRun]

@@ -1,0 +1,135 @@
+"""Local jobs: submitted once, outliving their submitter, found again by anybody, cancelled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.process.local_runs import LocalRun, processes_of, wait_until
+
+from holdfast.contracts.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers import attempts
+from holdfast.workers.executors import executor_for
+
+pytestmark = pytest.mark.timeout(120)
+
+# What a flow does, in a process that is then killed with all its group.
+SUBMITTER = """
+import sys, time
+from pathlib import Path
+from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.workers import attempts, runs
+paths = RunPaths(Path(sys.argv[1]))
+record = runs.read_record(paths)
+spec = RunSpec.model_validate(record.spec)
+with JournalWriter(paths.journal_of("flow")) as journal:
+    attempts.submit_attempt(paths, spec, record, gpus=1, reason="x", journal=journal)
+print("submitted", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[LocalRun]:
+    """A run whose program sleeps, and never touches torch.distributed."""
+    one = LocalRun(tmp_path, gpus=1, session=False, sleep_s=3)
+    yield one
+    one.end_all()
+
+
+def request_of(run: LocalRun) -> Request:
+    request = read_document(Request, run.paths.attempt(1).request)
+    assert request is not None
+    return request
+
+
+def test_a_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None:
+    flow = subprocess.Popen(
+        [sys.executable, "-c", SUBMITTER, str(run.paths.directory)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert flow.stdout is not None
+    assert flow.stdout.readline() == b"submitted\n"
+    os.killpg(flow.pid, signal.SIGKILL)
+    flow.wait(10)
+    claim = run.claim(run.paths.attempt(1))
+    found = executor_for("local").find(request_of(run))
+    assert found is not None
+    assert found.job_id == claim.job_id
+    assert run.history().attempts[0].state is AttemptState.RUNNING
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED
+
+
+def test_a_job_is_found_before_it_has_claimed_and_submitted_once(run: LocalRun) -> None:
+    attempt = run.submit()
+    written = read_document(Submission, attempt.submission)
+    assert written is not None
+    # As a crash between the start and the writing of the submission would leave it.
+    attempt.submission.unlink()
+    with JournalWriter(run.paths.journal_of("flow")) as journal:
+        resumed = attempts.resume_submission(run.paths, journal)
+    assert resumed == attempt
+    again = read_document(Submission, attempt.submission)
+    assert again is not None
+    assert again.job_id == written.job_id
+    run.wait_for_end()
+    assert len(run.events(EventKind.CLAIMED)) == 1
+
+
+def test_a_second_job_of_the_same_attempt_ends_before_it_trains(run: LocalRun) -> None:
+    attempt = run.submit()
+    first = run.claim(attempt)
+    second = executor_for("local").submit(attempt, request_of(run))
+    assert second.job_id != first.job_id
+    notes = wait_until(
+        lambda: [e for e in run.events(EventKind.NOTE) if "belongs to job" in e.data["text"]],
+        "the second job's note",
+    )
+    assert f"job {second.job_id}" in notes[0].data["text"]
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED
+    assert len(run.events(EventKind.CLAIMED)) == 1
+    assert len(run.events(EventKind.INCARNATION_STARTED)) == 1
+    assert read_document(Claim, attempt.claim) == first
+
+
+def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
+    attempt = run.submit()
+    run.claim(attempt)
+    executor = executor_for("local")
+    submission = read_document(Submission, attempt.submission)
+    assert submission is not None
+    began = time.monotonic()
+    executor.cancel(request_of(run), submission)
+    assert time.monotonic() - began < 30
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+    executor.cancel(request_of(run), submission)
+    view = run.wait_for_end()
+    assert view.state in {AttemptState.LOST, AttemptState.PREEMPTED}
+    assert view.cause in {Cause.UNKNOWN, Cause.PREEMPTION}
+
+
+def test_a_number_used_again_is_not_the_job(run: LocalRun) -> None:
+    attempt = run.submit()
+    run.wait_for_end()
+    submission = read_document(Submission, attempt.submission)
+    assert submission is not None
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+    other = submission.model_copy(update={"pid": os.getpid(), "process_started_at": 1.0})
+    executor = executor_for("local")
+    assert executor.status(request_of(run), other).has_ended
+    # This process would not live to see the test's end.
+    executor.cancel(request_of(run), other)
+    assert read_document(Submission, attempt.submission) == submission

@@ -1,0 +1,219 @@
+"""`classify`, `classify_crash` and the judgement of signals: tables over records."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.attempt import Outcome, StopRequest
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.agent.signals import judge
+from holdfast.workers.causes import (
+    STATE_OF_CAUSE,
+    RankFailure,
+    classify,
+    classify_crash,
+    text_cause,
+)
+from holdfast.workers.executors import JobStatus
+from holdfast.workers.slurm_states import translate
+
+STOP = StopRequest(action="pause", by="ann", requested_at=1.0)
+PREEMPTED = {"cause": "preemption", "name": "SIGTERM", "source": "signal"}
+
+
+def outcome_of(cause: Cause | None, *evidence: str) -> Outcome:
+    state = STATE_OF_CAUSE[cause] if cause else AttemptState.COMPLETED
+    return Outcome(
+        state=state,
+        cause=cause,
+        evidence=evidence,
+        job_id="7",
+        world_size=2,
+        started_at=0,
+        ended_at=1,
+    )
+
+
+def slurm(word: str) -> JobStatus:
+    return JobStatus(state=translate(word), raw=word, evidence=(f"Slurm: job 7 is {word}",))
+
+
+GONE = JobStatus(state=AttemptState.LOST, raw="gone", evidence=("the process is gone",))
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_every_cause_has_a_terminal_state(cause: Cause) -> None:
+    assert STATE_OF_CAUSE[cause].is_terminal
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "cause"),
+    [
+        (outcome_of(None), slurm("COMPLETED"), None),
+        (outcome_of(None), slurm("CANCELLED"), None),
+        (outcome_of(None), None, None),
+        (outcome_of(Cause.PREEMPTION), slurm("COMPLETED"), Cause.PREEMPTION),
+        (outcome_of(Cause.PREEMPTION), slurm("FAILED"), Cause.PREEMPTION),
+        (outcome_of(Cause.PREEMPTION), slurm("CANCELLED"), Cause.OPERATOR),
+        (
+            outcome_of(Cause.PREEMPTION, "PreemptTime=2026-01-01T00:00:00"),
+            slurm("CANCELLED"),
+            Cause.PREEMPTION,
+        ),
+        (outcome_of(Cause.PREEMPTION), slurm("TIMEOUT"), Cause.TIME_LIMIT),
+        (outcome_of(Cause.PREEMPTION), slurm("NODE_FAIL"), Cause.NODE_FAILURE),
+        (outcome_of(Cause.OPERATOR), slurm("PREEMPTED"), Cause.OPERATOR),
+        (outcome_of(Cause.TIME_LIMIT), slurm("CANCELLED"), Cause.TIME_LIMIT),
+        (outcome_of(Cause.USER_ERROR), slurm("CANCELLED"), Cause.USER_ERROR),
+        (outcome_of(Cause.USER_ERROR), slurm("FAILED"), Cause.USER_ERROR),
+        (outcome_of(Cause.INFRASTRUCTURE), slurm("OUT_OF_MEMORY"), Cause.HOST_OOM),
+        (outcome_of(Cause.INFRASTRUCTURE), slurm("CANCELLED"), Cause.INFRASTRUCTURE),
+        (outcome_of(Cause.UNKNOWN), slurm("NODE_FAIL"), Cause.NODE_FAILURE),
+        (outcome_of(Cause.PREEMPTION), GONE, Cause.PREEMPTION),
+    ],
+)
+def test_endings_with_an_outcome(
+    outcome: Outcome, status: JobStatus | None, cause: Cause | None
+) -> None:
+    ending = classify(outcome=outcome, status=status, stop=STOP, claimed=True)
+    assert ending.cause is cause
+    expected = AttemptState.COMPLETED if cause is None else STATE_OF_CAUSE[cause]
+    assert ending.state is expected
+
+
+@pytest.mark.parametrize(
+    ("status", "signals", "stop", "claimed", "state", "cause"),
+    [
+        (slurm("PREEMPTED"), [], None, True, "preempted", Cause.PREEMPTION),
+        (slurm("PREEMPTED"), [], None, False, "preempted", Cause.PREEMPTION),
+        (slurm("TIMEOUT"), [PREEMPTED], None, True, "timed_out", Cause.TIME_LIMIT),
+        (slurm("NODE_FAIL"), [], None, True, "node_failed", Cause.NODE_FAILURE),
+        (slurm("BOOT_FAIL"), [], None, False, "node_failed", Cause.NODE_FAILURE),
+        (slurm("OUT_OF_MEMORY"), [], None, True, "failed", Cause.HOST_OOM),
+        (slurm("CANCELLED"), [], None, True, "cancelled", Cause.OPERATOR),
+        (slurm("CANCELLED"), [PREEMPTED], None, True, "preempted", Cause.PREEMPTION),
+        (slurm("CANCELLED"), [], STOP, False, "cancelled", Cause.OPERATOR),
+        (slurm("COMPLETED"), [], None, True, "lost", Cause.UNKNOWN),
+        (slurm("FAILED"), [PREEMPTED], None, True, "preempted", Cause.PREEMPTION),
+        (slurm("FAILED"), [], None, False, "lost", Cause.INFRASTRUCTURE),
+        (slurm("LAUNCH_FAILED"), [], None, False, "failed", Cause.INFRASTRUCTURE),
+        (GONE, [], None, True, "lost", Cause.UNKNOWN),
+        (GONE, [], None, False, "lost", Cause.INFRASTRUCTURE),
+        (GONE, [PREEMPTED], None, True, "preempted", Cause.PREEMPTION),
+        (GONE, [], STOP, True, "cancelled", Cause.OPERATOR),
+        (None, [], None, True, "lost", Cause.UNKNOWN),
+    ],
+)
+def test_endings_without_an_outcome(
+    status: JobStatus | None,
+    signals: list[dict[str, Any]],
+    stop: StopRequest | None,
+    claimed: bool,
+    state: str,
+    cause: Cause,
+) -> None:
+    ending = classify(outcome=None, status=status, signals=signals, stop=stop, claimed=claimed)
+    assert (ending.state, ending.cause) == (state, cause)
+    assert ending.evidence
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", Cause.GPU_OOM),
+        ("OSError: [Errno 28] No space left on device", Cause.STORAGE_FULL),
+        ("MemoryError", Cause.HOST_OOM),
+        ("RuntimeError: DefaultCPUAllocator: can't allocate memory", Cause.HOST_OOM),
+        ("FloatingPointError: loss is not finite", Cause.NUMERICS),
+        ("torch.distributed.DistBackendError: NCCL error", Cause.INFRASTRUCTURE),
+        ("RuntimeError: [gloo] Connection closed by peer [1.2.3.4]", Cause.INFRASTRUCTURE),
+        ("KeyError: 'loss'", None),
+        ("", None),
+    ],
+)
+def test_what_a_traceback_gives_away(text: str, cause: Cause | None) -> None:
+    assert text_cause(f"Traceback (most recent call last):\n{text}") is cause
+
+
+@pytest.mark.parametrize(
+    ("failures", "fields", "cause", "rank"),
+    [
+        ([RankFailure(rank=3, exit_code=-9)], {}, Cause.INFRASTRUCTURE, 3),
+        ([RankFailure(rank=3, exit_code=-11)], {}, Cause.UNKNOWN, 3),
+        ([RankFailure(rank=3, exit_code=-9)], {"oom_kills": 2}, Cause.HOST_OOM, 3),
+        ([RankFailure(rank=3, exit_code=1)], {"lost_nodes": ["n2"]}, Cause.NODE_FAILURE, None),
+        ([RankFailure(rank=0, exit_code=3)], {}, Cause.USER_ERROR, 0),
+        ([], {}, Cause.INFRASTRUCTURE, None),
+        (
+            [
+                RankFailure(rank=0, exit_code=1, traceback="Connection reset by peer", timestamp=1),
+                RankFailure(rank=1, exit_code=1, traceback="ValueError: x", timestamp=2),
+            ],
+            {},
+            Cause.USER_ERROR,
+            1,
+        ),
+    ],
+)
+def test_crashes(
+    failures: list[RankFailure], fields: dict[str, Any], cause: Cause, rank: int | None
+) -> None:
+    ending, first = classify_crash(failures, **fields)
+    assert ending.cause is cause
+    assert ending.evidence
+    assert (first.rank if first else None) == rank
+
+
+def at(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s).isoformat(timespec="seconds")
+
+
+NOW = 1_700_000_000.0
+
+
+def job(state: str = "RUNNING", end_s: float = 3600, preempted: bool = False) -> dict[str, str]:
+    preempt = at(NOW) if preempted else "None"
+    return {"JobState": state, "EndTime": at(NOW + end_s), "PreemptTime": preempt}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "end_in_s", "cause", "deadline_in_s"),
+    [
+        ("SIGTERM", job(preempted=True, end_s=15), None, Cause.PREEMPTION, 15),
+        ("SIGUSR2", job(preempted=True, end_s=15), None, Cause.PREEMPTION, 15),
+        ("SIGTERM", job("CANCELLED"), None, Cause.OPERATOR, 20),
+        ("SIGTERM", job("TIMEOUT"), None, Cause.TIME_LIMIT, 20),
+        ("SIGTERM", job("PREEMPTED"), None, Cause.PREEMPTION, 20),
+        ("SIGTERM", job(), None, Cause.PREEMPTION, 20),
+        ("SIGTERM", job(end_s=1), None, Cause.TIME_LIMIT, 30),
+        ("SIGUSR2", job(end_s=60), None, None, 60),
+        ("SIGUSR2", job(end_s=3600), None, Cause.PREEMPTION, 20),
+        ("SIGINT", job(), None, Cause.OPERATOR, 20),
+        ("SIGTERM", None, None, Cause.PREEMPTION, 20),
+        ("SIGTERM", None, 2, Cause.TIME_LIMIT, 20),
+        ("SIGTERM", None, 500, Cause.PREEMPTION, 20),
+        ("SIGINT", None, None, Cause.OPERATOR, 20),
+        ("SIGHUP", None, None, Cause.PREEMPTION, 20),
+    ],
+)
+def test_what_a_signal_means(
+    name: str,
+    fields: dict[str, str] | None,
+    end_in_s: float | None,
+    cause: Cause | None,
+    deadline_in_s: float,
+) -> None:
+    judgement = judge(
+        name,
+        job=fields,
+        on_slurm=True,
+        now=NOW,
+        grace_s=20,
+        end_at=None if end_in_s is None else NOW + end_in_s,
+        warning_s=50,
+    )
+    assert judgement.cause is cause
+    assert judgement.deadline == pytest.approx(NOW + deadline_in_s, abs=1)

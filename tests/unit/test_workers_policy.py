@@ -1,0 +1,215 @@
+"""`decide`: tables over causes, budgets, progress, operators' words and sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.histories import NOW, attempt_of, growing, history_of, spec_of
+
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.causes import RankFailure
+from holdfast.workers.policy import (
+    BACKOFF_S_MAX,
+    BUDGETS,
+    EXCLUDE_S,
+    UNLIMITED,
+    decide,
+    decide_in_place,
+)
+from holdfast.workers.sizes import allowed_sizes, problem_with
+
+
+def test_the_first_attempt_uses_the_specs_gpus() -> None:
+    decision = decide(history_of(spec_of()), None, now=NOW)
+    assert (decision.action, decision.gpus, decision.reason) == ("relaunch", 4, "first")
+
+
+@pytest.mark.parametrize("state", [s for s in AttemptState if not s.is_terminal])
+def test_a_live_attempt_is_waited_for(state: AttemptState) -> None:
+    spec = spec_of()
+    history = history_of(spec, attempt_of(spec, 1, None, state=state), asked={"action": "relaunch"})
+    assert decide(history, 0, now=NOW).action == "wait"
+
+
+def test_a_completed_run_stops_whatever_was_asked() -> None:
+    spec = spec_of()
+    history = history_of(spec, attempt_of(spec, 1, None), asked={"action": "relaunch", "gpus": 4})
+    assert decide(history, None, now=NOW).reason == "completed"
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_every_cause_is_forgiven_as_often_as_its_budget_says(cause: Cause) -> None:
+    spec, budget = spec_of(), BUDGETS[cause]
+    within = 30 if budget == UNLIMITED else budget
+    if within:
+        history = history_of(spec, *growing(spec, cause, within))
+        assert decide(history, None, now=NOW).action == "relaunch"
+    if budget != UNLIMITED:
+        beyond = history_of(spec, *growing(spec, cause, within + 1))
+        decision = decide(beyond, None, now=NOW)
+        assert decision.action == "stop"
+        assert decision.reason
+
+
+def test_a_spec_may_set_its_own_budgets() -> None:
+    spec = spec_of(supervision={"budgets": {"user_error": 2, "preemption": 1}})
+    errors = history_of(spec, *growing(spec, Cause.USER_ERROR, 2))
+    assert decide(errors, None, now=NOW).action == "relaunch"
+    preempted = history_of(spec, *growing(spec, Cause.PREEMPTION, 2))
+    assert decide(preempted, None, now=NOW).action == "stop"
+
+
+def test_an_operators_relaunch_begins_the_budgets_anew() -> None:
+    spec = spec_of()
+    first = attempt_of(spec, 1, Cause.USER_ERROR, committed=10)
+    assert decide(history_of(spec, first), None, now=NOW).action == "stop"
+    asked = {"action": "relaunch", "after_attempt": 1}
+    later = attempt_of(spec, 2, Cause.PREEMPTION, committed=20)
+    history = history_of(spec, first, later, asked=asked)
+    assert decide(history, None, now=NOW).action == "relaunch"
+
+
+@pytest.mark.parametrize(
+    ("asked", "action", "words"),
+    [
+        ({"action": "pause"}, "wait", "paused by ann"),
+        ({"action": "stop"}, "stop", "stop by ann"),
+        ({"action": "cancel"}, "stop", "cancel by ann"),
+        ({"action": "resume"}, "relaunch", "resume"),
+        ({"action": "relaunch", "gpus": 2}, "relaunch", "2 GPUs"),
+    ],
+)
+def test_an_operators_word_comes_before_every_rule(
+    asked: dict[str, Any], action: str, words: str
+) -> None:
+    spec = spec_of()
+    failed = attempt_of(spec, 1, Cause.USER_ERROR)
+    decision = decide(history_of(spec, failed, asked=asked), None, now=NOW)
+    assert decision.action == action
+    assert words in decision.reason
+    if action == "relaunch":
+        assert decision.gpus == asked.get("gpus", 4)
+
+
+def test_a_run_cancelled_behind_our_back_is_not_relaunched() -> None:
+    spec = spec_of()
+    decision = decide(history_of(spec, attempt_of(spec, 1, Cause.OPERATOR)), None, now=NOW)
+    assert decision.action == "stop"
+
+
+@pytest.mark.parametrize("cause", [Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.NODE_FAILURE])
+def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> None:
+    spec = spec_of()
+    began = attempt_of(spec, 1, cause, committed=50)
+    stuck = [attempt_of(spec, n, cause, committed=c) for n, c in ((2, 50), (3, None), (4, 40))]
+    two = history_of(spec, began, *stuck[:2])
+    assert decide(two, None, now=NOW).action == "relaunch"
+    three = decide(history_of(spec, began, *stuck), None, now=NOW)
+    assert three.action == "stop"
+    assert "3 attempts in a row committed no new step" in three.reason
+
+
+def test_preemptions_before_the_first_step_count_for_the_breaker() -> None:
+    spec = spec_of()
+    never = [attempt_of(spec, n, Cause.PREEMPTION) for n in (1, 2, 3)]
+    assert decide(history_of(spec, *never[:2]), None, now=NOW).action == "relaunch"
+    assert decide(history_of(spec, *never), None, now=NOW).action == "stop"
+
+
+def test_attempts_max_is_kept() -> None:
+    spec = spec_of(supervision={"attempts_max": 3})
+    history = history_of(spec, *growing(spec, Cause.PREEMPTION, 3))
+    assert "attempts_max" in decide(history, None, now=NOW).reason
+
+
+def test_backoff_doubles_is_bounded_and_always_the_same() -> None:
+    spec = spec_of(supervision={"budgets": {"infrastructure": 50}, "backoff_s": 10})
+    delays = [
+        decide(history_of(spec, *growing(spec, Cause.INFRASTRUCTURE, n)), None, now=NOW).delay_s
+        for n in (1, 2, 3, 20)
+    ]
+    assert 7.5 <= delays[0] <= 12.5
+    assert 15 <= delays[1] <= 25
+    assert 30 <= delays[2] <= 50
+    assert delays[3] <= BACKOFF_S_MAX
+    again = decide(history_of(spec, *growing(spec, Cause.INFRASTRUCTURE, 1)), None, now=NOW)
+    assert again.delay_s == delays[0]
+    preempted = decide(history_of(spec, *growing(spec, Cause.PREEMPTION, 1)), None, now=NOW)
+    assert preempted.delay_s == 0
+
+
+@pytest.mark.parametrize(
+    ("elastic", "current", "preemptions", "capacity", "gpus"),
+    [
+        ({}, 4, 1, 0, 4),
+        ({}, 4, 1, None, 4),
+        ({"on_preemption": [2]}, 4, 1, None, 2),
+        ({"on_preemption": [2]}, 2, 2, 8, 2),
+        ({"on_preemption": [3, 2]}, 3, 2, None, 2),
+        ({"min_gpus": 1, "max_gpus": 4}, 4, 1, 3, 3),
+        ({"min_gpus": 1, "max_gpus": 4}, 2, 1, 9, 4),
+        ({"min_gpus": 2, "max_gpus": 4}, 4, 1, 1, 2),
+        ({"min_gpus": 2, "max_gpus": 4}, 3, 1, None, 3),
+        ({"choices": [1, 2, 4]}, 4, 1, 3, 2),
+        ({"choices": [2, 4]}, 4, 1, 1, 2),
+    ],
+)
+def test_the_size_after_a_preemption(
+    elastic: dict[str, Any], current: int, preemptions: int, capacity: int | None, gpus: int
+) -> None:
+    spec = spec_of(elastic=elastic)
+    attempts = growing(spec, Cause.PREEMPTION, preemptions, gpus=current)
+    assert decide(history_of(spec, *attempts), capacity, now=NOW).gpus == gpus
+
+
+def test_sizes_over_several_nodes_fill_whole_nodes() -> None:
+    resources = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
+    spec = spec_of(resources=resources, elastic={"min_gpus": 2, "max_gpus": 16})
+    assert allowed_sizes(spec) == (2, 3, 4, 8, 12, 16)
+    assert problem_with(spec, 8) is None
+    assert "multiple of 4" in (problem_with(spec, 6) or "")
+    assert "outside elastic 2 to 16" in (problem_with(spec, 32) or "")
+
+
+def test_failed_nodes_are_shut_out_for_a_while() -> None:
+    spec = spec_of(resources={"executor": "slurm", "nodes": 2, "gpus_per_node": 4})
+    lost = attempt_of(spec, 1, Cause.NODE_FAILURE, committed=1, hosts=("n1", "n2"), lost=("n2",))
+    assert decide(history_of(spec, lost), None, now=NOW).exclude == ("n2",)
+    later = NOW + EXCLUDE_S
+    assert decide(history_of(spec, lost), None, now=later).exclude == ()
+    unnamed = attempt_of(spec, 1, Cause.NODE_FAILURE, committed=1, hosts=("n1", "n2"))
+    assert decide(history_of(spec, unnamed), None, now=NOW).exclude == ()
+
+
+KILLED = RankFailure(rank=1, exit_code=-9)
+ERROR = RankFailure(rank=0, exit_code=1, traceback="Traceback\nValueError: no", timestamp=5)
+PEER = RankFailure(
+    rank=0, exit_code=1, traceback="RuntimeError: Connection closed by peer", timestamp=1
+)
+
+
+@pytest.mark.parametrize(
+    ("failures", "fields", "action"),
+    [
+        ([KILLED], {}, "restart"),
+        ([PEER, KILLED], {}, "restart"),
+        ([PEER], {}, "restart"),
+        ([], {}, "restart"),
+        ([ERROR], {}, "stop"),
+        ([PEER, ERROR], {}, "stop"),
+        ([KILLED], {"oom_kills": 1}, "stop"),
+        ([KILLED], {"lost_nodes": ("n1",)}, "stop"),
+        ([KILLED], {"restarts": 3}, "stop"),
+        ([KILLED], {"restarts": 1, "gained_steps": False}, "stop"),
+        ([KILLED], {"restarts": 1}, "restart"),
+        ([KILLED], {"restarts_max": 0}, "stop"),
+    ],
+)
+def test_restarts_in_place(
+    failures: list[RankFailure], fields: dict[str, Any], action: str
+) -> None:
+    given: dict[str, Any] = {"restarts": 0, "restarts_max": 3, **fields}
+    decision = decide_in_place(failures, **given)
+    assert decision.action == action
+    assert decision.reason

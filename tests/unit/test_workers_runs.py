@@ -1,0 +1,467 @@
+"""Runs, attempts, operators' requests and retention on real folders; nothing is started."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.histories import spec_of
+from tests.runs import T0, RunFolder
+
+from holdfast.contracts.attempt import (
+    Outcome,
+    RunRecord,
+    StopRequest,
+    Submission,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.errors import (
+    NotFoundError,
+    PreflightError,
+    RunConflictError,
+    SchedulerUnavailableError,
+    SpecError,
+)
+from holdfast.contracts.history import load_history, pinned_checkpoints
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.spec import Keep, RunSpec
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers import attempts, executors, operator, preflight, retention, runs
+from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.executors import Executor, JobStatus, executor_for
+from holdfast.workers.reconcile import reconcile
+from holdfast.workers.request import build_request
+
+
+def end_run(paths: RunPaths, cause: Cause | None, *, decision: bool = True) -> None:
+    """Give the run an attempt that ended, and the decision to leave it at that."""
+    attempt = attempts.reserve(paths, len(paths.list_attempts()) + 1)
+    assert attempt is not None
+    state = AttemptState.COMPLETED if cause is None else AttemptState.FAILED
+    with JournalWriter(paths.journal_of("flow")) as journal:
+        journal.append(
+            EventKind.ATTEMPT_ENDED, attempt=attempt.number, state=state.value, cause=cause
+        )
+        if decision:
+            journal.append(EventKind.DECISION, after_attempt=attempt.number, action="stop")
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
+def test_the_same_spec_attaches_to_its_live_run(tmp_path: Path) -> None:
+    spec = spec_of()
+    first, created = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    assert created
+    again, created = runs.attach_or_create(spec, tmp_path, created_by="bob")
+    assert (again, created) == (first, False)
+    record = runs.read_record(first)
+    assert (record.created_by, record.spec_digest) == ("ann", spec.digest)
+
+
+def test_another_spec_under_a_live_name_is_refused(tmp_path: Path) -> None:
+    runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    with pytest.raises(RunConflictError, match="fork"):
+        runs.attach_or_create(spec_of(config={"a": 1}), tmp_path, created_by="ann")
+
+
+def test_a_completed_run_of_the_same_spec_is_returned(tmp_path: Path) -> None:
+    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    end_run(paths, None)
+    assert runs.attach_or_create(spec_of(), tmp_path, created_by="ann") == (paths, False)
+
+
+def test_a_failed_run_of_the_same_spec_wants_relaunch(tmp_path: Path) -> None:
+    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    end_run(paths, Cause.USER_ERROR)
+    with pytest.raises(RunConflictError, match="holdfast relaunch r"):
+        runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+
+
+def test_another_spec_after_the_end_is_a_new_generation(tmp_path: Path) -> None:
+    names = []
+    for seed in range(3):
+        paths, created = runs.attach_or_create(
+            spec_of(config={"seed": seed}), tmp_path, created_by="ann"
+        )
+        assert created
+        end_run(paths, None)
+        names.append(paths.name)
+    assert names == ["r", "r.r2", "r.r3"]
+    assert runs.newest_generation(tmp_path, "r") == paths
+    assert runs.find_run(tmp_path, "r.r2").name == "r.r2"
+    assert runs.find_run(tmp_path, "r").name == "r"
+
+
+def test_one_of_many_creators_wins_and_the_others_say_so(tmp_path: Path) -> None:
+    spec, results = spec_of(), []
+    barrier = threading.Barrier(6)
+
+    def create() -> None:
+        barrier.wait(10)
+        try:
+            runs.create_run(spec, tmp_path, created_by="ann")
+            results.append("created")
+        except RunConflictError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=create) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(results) == ["created"] + ["refused"] * 5
+
+
+def test_a_folder_that_a_crash_left_empty_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    paths, created = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    assert created
+    assert read_document(RunRecord, paths.spec) is not None
+
+
+def test_an_unknown_run_is_answered_with_near_names(tmp_path: Path) -> None:
+    runs.attach_or_create(RunSpec(name="gpt-small", command=("t",)), tmp_path, created_by="ann")
+    with pytest.raises(NotFoundError, match="did you mean gpt-small"):
+        runs.find_run(tmp_path, "gpt-smal")
+    with pytest.raises(NotFoundError):
+        runs.find_run(tmp_path, "../etc")
+
+
+def test_a_snapshot_holds_what_git_tracks(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    (code / "sub").mkdir(parents=True)
+    for name in ("train.py", "sub/model.py", "secret.txt"):
+        (code / name).write_text(name)
+    for command in (["init", "-q"], ["add", "train.py", "sub/model.py"]):
+        subprocess.run(["git", "-C", str(code), *command], check=True, timeout=60)
+    launch = {"code": "snapshot", "working_directory": str(code)}
+    paths, _ = runs.attach_or_create(spec_of(launch=launch), tmp_path / "root", created_by="ann")
+    copied = sorted(p.relative_to(paths.code) for p in paths.code.rglob("*") if p.is_file())
+    assert copied == [Path("sub/model.py"), Path("train.py")]
+    (code / "train.py").write_text("changed since")
+    assert (paths.code / "train.py").read_text() == "train.py"
+
+
+# --- attempts ---------------------------------------------------------------------------------
+
+
+class Scheduler(Executor):
+    """A scheduler at the outermost edge: it remembers names, and may be silent."""
+
+    kind = "fake"
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, str] = {}
+        self.is_silent = False
+        self.loses_answers = False
+
+    def submit(self, paths: AttemptPaths, request: Any) -> Submission:
+        self.jobs[request.job_name] = str(100 + len(self.jobs))
+        if self.loses_answers:
+            raise SchedulerUnavailableError("the answer was lost")
+        return Submission(job_id=self.jobs[request.job_name], executor="fake", submitted_at=1)
+
+    def find(self, request: Any) -> Submission | None:
+        if self.is_silent:
+            raise SchedulerUnavailableError("no answer")
+        job = self.jobs.get(request.job_name)
+        return Submission(job_id=job, executor="fake", submitted_at=1) if job else None
+
+    def status(self, request: Any, submission: Submission | None) -> JobStatus:
+        if self.is_silent:
+            raise SchedulerUnavailableError("no answer")
+        return JobStatus(state=AttemptState.PENDING, raw="PENDING")
+
+    def cancel(self, request: Any, submission: Submission) -> None:
+        self.jobs.clear()
+
+    def capacity(self, resources: Any) -> int | None:
+        return None
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    one = Scheduler()
+    monkeypatch.setitem(executors._KINDS, "local", lambda: one)
+    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    return one
+
+
+def submit(paths: RunPaths, spec: RunSpec) -> AttemptPaths:
+    with JournalWriter(paths.journal_of("flow")) as journal:
+        return attempts.submit_attempt(
+            paths, spec, runs.read_record(paths), gpus=spec.gpus, reason="x", journal=journal
+        )
+
+
+def resume(paths: RunPaths) -> AttemptPaths | None:
+    with JournalWriter(paths.journal_of("flow")) as journal:
+        return attempts.resume_submission(paths, journal)
+
+
+def test_an_attempt_is_reserved_by_one_process_alone(tmp_path: Path) -> None:
+    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    assert attempts.reserve(paths, 1) is not None
+    assert attempts.reserve(paths, 1) is None
+
+
+def test_a_lost_answer_is_looked_up_and_nothing_is_submitted_twice(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    scheduler.loses_answers = True
+    with pytest.raises(SchedulerUnavailableError):
+        submit(paths, spec)
+    scheduler.is_silent = True
+    with pytest.raises(SchedulerUnavailableError):
+        resume(paths)
+    scheduler.is_silent = False
+    attempt = resume(paths)
+    assert attempt is not None
+    found = read_document(Submission, attempt.submission)
+    assert found is not None
+    assert found.job_id == "100"
+    assert len(scheduler.jobs) == 1
+    assert resume(paths) is None
+
+
+def test_a_reservation_without_a_job_is_submitted_later(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = attempts.reserve(paths, 1)
+    assert attempt is not None
+    record = runs.read_record(paths)
+    write_document(attempt.request, build_request(record, spec, attempt=1, gpus=4, reason="x"))
+    assert resume(paths) == attempt
+    assert len(scheduler.jobs) == 1
+    kinds = [event.kind for event in load_history(paths).events]
+    assert kinds == [EventKind.ATTEMPT_SUBMITTED]
+
+
+def test_a_reservation_without_a_request_is_given_up_by_the_flow(tmp_path: Path) -> None:
+    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    attempt = attempts.reserve(paths, 1)
+    assert attempt is not None
+    with pytest.raises(NotFoundError, match="abandon_reservation"):
+        resume(paths)
+    with JournalWriter(paths.journal_of("flow")) as journal:
+        attempts.abandon_reservation(attempt, journal)
+    assert load_history(paths).attempts[0].state is AttemptState.LOST
+
+
+def test_a_silent_scheduler_changes_nothing(tmp_path: Path, scheduler: Scheduler) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    submit(paths, spec)
+    scheduler.is_silent = True
+    assert reconcile(paths).attempts[0].state is AttemptState.SUBMITTED
+    scheduler.is_silent = False
+    assert reconcile(paths).attempts[0].state is AttemptState.PENDING
+
+
+def test_one_ending_is_written_however_many_look(tmp_path: Path, scheduler: Scheduler) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = submit(paths, spec)
+    outcome = Outcome(
+        state=AttemptState.COMPLETED, job_id="100", world_size=4, started_at=1, ended_at=2
+    )
+    write_document(attempt.outcome, outcome)
+    threads = [
+        threading.Thread(target=reconcile, args=(paths,), kwargs={"writer": f"w{n}"})
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    endings = [e for e in load_history(paths).events if e.kind is EventKind.ATTEMPT_ENDED]
+    assert len(endings) == 1
+    assert load_history(paths).state == "completed"
+
+
+def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: Scheduler) -> None:
+    spec = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = submit(paths, spec)
+    assert "taken back" in operator.request(paths, "cancel", by="ann")
+    assert not scheduler.jobs
+    stop = read_document(StopRequest, attempt.stop)
+    assert stop is not None
+    assert stop.action == "cancel"
+
+
+# --- operators --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ending", "action", "gpus", "words"),
+    [
+        (None, "relaunch", None, "is completed"),
+        (None, "stop", None, "is completed"),
+        (Cause.USER_ERROR, "stop", None, "failed already"),
+        (Cause.USER_ERROR, "resume", None, "not paused"),
+        (Cause.USER_ERROR, "relaunch", 3, "outside elastic 2 to 4|not among"),
+        (Cause.USER_ERROR, "relaunch", 8, "outside elastic"),
+        (Cause.USER_ERROR, "jump", None, "expected one of"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    tmp_path: Path, ending: Cause | None, action: Any, gpus: int | None, words: str
+) -> None:
+    spec = spec_of(elastic={"choices": [2, 4]})
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    end_run(paths, ending)
+    before = len(load_history(paths).events)
+    with pytest.raises(SpecError, match=words):
+        operator.request(paths, action, by="ann", gpus=gpus)
+    assert len(load_history(paths).events) == before
+
+
+def test_a_failed_run_may_be_relaunched_at_another_size(tmp_path: Path) -> None:
+    spec = spec_of(elastic={"choices": [2, 4]})
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    end_run(paths, Cause.USER_ERROR)
+    assert "2 GPUs" in operator.request(paths, "relaunch", by="ann", gpus=2)
+    history = load_history(paths)
+    assert history.state == "waiting"
+    assert history.pending_request is not None
+    assert history.pending_request["gpus"] == 2
+
+
+# --- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 2}}})
+    for step in (10, 20, 30, 40):
+        run.commit(step, 1, at=T0 + step)
+    return run
+
+
+def names(paths: RunPaths) -> list[str]:
+    return [manifest.name for manifest in committed_checkpoints(paths)]
+
+
+def test_pruning_keeps_the_newest_pins_and_says_why(folder: RunFolder) -> None:
+    paths = folder.paths
+    first, second, *_ = names(paths)
+    operator.pin(paths, first, by="ann", note="paper")
+    deleted = retention.apply(paths, by="ann")
+    assert [(name, reason[:11]) for name, reason, _ in deleted] == [(second, "keep.last 2")]
+    assert names(paths) == [first, "step-00000030.a0001.i01", "step-00000040.a0001.i01"]
+    assert paths.tombstone(second).exists()
+    assert not paths.checkpoint(second).exists()
+    event = next(e for e in load_history(paths).events if e.kind == "checkpoint_deleted")
+    assert event.data["reason"].startswith("keep.last 2")
+    assert retention.apply(paths, by="ann") == []
+
+
+def test_pins_and_unpins(folder: RunFolder) -> None:
+    paths = folder.paths
+    name = names(paths)[0]
+    assert operator.pin(paths, name, by="ann") == f"kept:{name}"
+    with pytest.raises(SpecError, match="it is pinned"):
+        operator.delete_checkpoint(paths, name, reason="room", by="ann")
+    operator.unpin(paths, name, by="ann")
+    assert pinned_checkpoints(load_history(paths).events) == frozenset()
+    with pytest.raises(SpecError, match="not pinned"):
+        operator.unpin(paths, name, by="ann")
+    assert operator.delete_checkpoint(paths, name, reason="room", by="ann") > 0
+    with pytest.raises(NotFoundError):
+        operator.pin(paths, name, by="ann")
+
+
+def test_a_checkpoint_that_was_rolled_back_is_not_the_newest(folder: RunFolder) -> None:
+    paths = folder.paths
+    *_, third, fourth = names(paths)
+    with JournalWriter(paths.journal_of("cli")) as journal:
+        journal.append(EventKind.ROLLED_BACK, to=third, excluded=[fourth])
+    deleted = {name: reason for name, reason, _ in retention.apply(paths, by="ann")}
+    assert "rolled back" in deleted[fourth]
+    assert names(paths)[-1] == third
+
+
+def test_the_newest_checkpoint_is_never_deleted(folder: RunFolder) -> None:
+    with pytest.raises(SpecError, match="it is the newest"):
+        operator.delete_checkpoint(folder.paths, names(folder.paths)[-1], reason="x", by="ann")
+
+
+@pytest.mark.parametrize(
+    ("keep", "pins", "in_use", "excluded", "deleted"),
+    [
+        (Keep(), (), (), (), []),
+        (Keep(last=1), (), (), (), [10, 20, 30]),
+        (Keep(last=2, every_steps=20), (), (), (), [10]),
+        (Keep(last=1), (), (20,), (), [10, 30]),
+        (Keep(last=1), (10,), (), (), [20, 30]),
+        (Keep(last=1), (), (), (40,), [10, 20, 40]),
+        (Keep(last=9), (), (), (), []),
+    ],
+)
+def test_what_the_keep_rules_let_go(
+    folder: RunFolder,
+    keep: Keep,
+    pins: tuple[int, ...],
+    in_use: tuple[int, ...],
+    excluded: tuple[int, ...],
+    deleted: list[int],
+) -> None:
+    def named(steps: tuple[int, ...]) -> list[str]:
+        return [f"step-{step:08d}.a0001.i01" for step in steps]
+
+    plan = retention.plan_prune(
+        committed_checkpoints(folder.paths),
+        keep=keep,
+        pins=named(pins),
+        in_use=named(in_use),
+        excluded=named(excluded),
+    )
+    assert [name for name, reason in plan if reason] == named(tuple(deleted))
+    assert len(plan) == 4
+
+
+# --- preflight --------------------------------------------------------------------------------
+
+
+def test_preflight_tells_every_problem_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = spec_of(launch={"working_directory": str(tmp_path), "python": "/no/such/python"})
+    with pytest.raises(PreflightError) as caught:
+        preflight.check(spec, tmp_path / "file" / "root")
+    text = "\n".join(caught.value.problems)
+    assert "cannot be written" in text
+    assert "/no/such/python: no such interpreter" in text
+    assert len(caught.value.problems) == 2
+
+
+def test_preflight_finds_a_missing_program_and_module(tmp_path: Path) -> None:
+    spec = spec_of(launch={"working_directory": str(tmp_path)})
+    with pytest.raises(PreflightError, match=r"t\.py is no file under"):
+        preflight.check(spec, tmp_path / "root")
+    named = RunSpec(
+        name="r", command=("-m", "no_such_module"), launch={"working_directory": str(tmp_path)}
+    )
+    with pytest.raises(PreflightError, match="has no module no_such_module"):
+        preflight.check(named, tmp_path / "root")
+
+
+def test_preflight_passes_a_run_that_can_start(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("")
+    preflight.check(spec_of(launch={"working_directory": str(tmp_path)}), tmp_path / "root")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_an_unknown_executor_is_answered_with_the_list() -> None:
+    with pytest.raises(SpecError, match="expected one of local, slurm"):
+        executor_for("kubernetes")
