@@ -1,0 +1,24 @@
+"""Fixtures that process tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from examples.demo_service import PrefectService
+
+
+@pytest.fixture(scope="module")
+def prefect_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectService]:
+    """A real Prefect server with the deployment and a process worker, for one module's tests."""
+    folder: Path = tmp_path_factory.mktemp("prefect")
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    environment.pop("HOLDFAST_DATABASE_URL", None)
+    environment |= {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
+    service = PrefectService(folder, environment)
+    with service.serving():
+        service.command("holdfast", "deploy")
+        with service.working():
+            yield service
