@@ -336,7 +336,6 @@ class Flusher:
             if not is_old or kept or key in self._busy:
                 continue
             del self._held[key]
-            held.slot.state = SlotState.EMPTY
             with contextlib.suppress(BufferError):
                 held.slot.close()
             os.ftruncate(held.handle, DATA_OFFSET)

@@ -17,11 +17,13 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
 from holdfast.trainer.layout import flatten
@@ -49,7 +51,7 @@ class KeyComparison:
     reshaped: tuple[str, ...]
 
 
-class HoldfastReader(dcp.FileSystemReader):
+class HoldfastReader(FileSystemReader):
     """Stock DCP's reader, but for `.metadata`, which was read and checked before."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
@@ -69,7 +71,7 @@ class HoldfastReader(dcp.FileSystemReader):
         return self._metadata
 
 
-class HoldfastLoadPlanner(dcp.DefaultLoadPlanner):
+class HoldfastLoadPlanner(DefaultLoadPlanner):
     """Stock DCP's planner, but byte entries are read with `weights_only=True`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -116,7 +118,7 @@ def load_state(
         with warnings.catch_warnings():
             # Stock DCP warns of a load without process group, which is what one process wants.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
+            load_with_dcp(
                 state,
                 storage_reader=HoldfastReader(directory, metadata),
                 planner=HoldfastLoadPlanner(allow_partial_load=True),

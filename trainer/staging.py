@@ -148,7 +148,7 @@ class StagedSlot:
         """Let the memory go from this process."""
         self._views.clear()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
         # The last view may still wait for the garbage collector; the mapping then goes with it.
         with contextlib.suppress(BufferError):
             self.slot.close()
@@ -197,9 +197,9 @@ def copy_tensors(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
             for view, source in zip(views, sources, strict=True):
                 view.copy_(source)
             return
-        ready = torch.cuda.Event()
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(device))
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
             for view, source in zip(views, sources, strict=True):
@@ -213,5 +213,6 @@ def _pin(memory: torch.Tensor) -> int:
     Unpinned copies are slower and as right, so declining is no error.
     """
     address = memory.data_ptr()
-    status = torch.cuda.cudart().cudaHostRegister(address, memory.numel(), 0)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, memory.numel(), 0)
     return address if int(status) == 0 else 0

@@ -1,0 +1,226 @@
+"""A keeper of a real flusher, and ranks without torch, for tests of what outlives the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts import wire
+from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.slots import Slot, SlotState
+
+WAIT_S = 20.0
+
+
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    """Poll until `is_so()`; fails the test naming `what` when it does not come true in time."""
+    give_up = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < give_up, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.002)
+
+
+class Keeper:
+    """Starts a flusher, holds the slots' descriptors, and can start it anew with them."""
+
+    def __init__(self, name: str, *, node: int = 0, nodes: int = 1) -> None:
+        self.name, self._node, self._nodes = name, node, nodes
+        self.kept: dict[tuple[int, int, int], int] = {}
+        self.heard: list[dict[str, Any]] = []
+        self.start()
+
+    def start(self) -> None:
+        """Start a flusher and give it back what an earlier one had."""
+        self._socket, theirs = wire.pair()
+        options = ["--socket", self.name, "--keeper-fd", str(theirs.fileno())]
+        options += ["--node", str(self._node), "--nodes", str(self._nodes)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.trainer.flusher", *options],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        for (incarnation, rank, slot), handle in self.kept.items():
+            self.send("kept", (handle,), incarnation=incarnation, rank=rank, slot=slot)
+        self._thread = threading.Thread(target=self._listen, args=(self._socket,), daemon=True)
+        self._thread.start()
+
+    def send(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
+        """Tell the flusher something."""
+        wire.send(self._socket, kind, descriptors=descriptors, **data)
+
+    def drain(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
+        """Ask the flusher to finish, and wait for its answer."""
+        self.heard = [message for message in self.heard if message["kind"] != "drained"]
+        self.send("drain", timeout_s=timeout_s)
+        wait_until(lambda: self.of_kind("drained"), "the answer to drain", timeout_s + 5)
+        return self.of_kind("drained")[-1]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """What the flusher said of one kind, in order."""
+        return [message for message in list(self.heard) if message["kind"] == kind]
+
+    def signal(self, number: int) -> None:
+        """Send the flusher a signal."""
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """Kill the flusher as the out-of-memory killer would."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        self._hang_up()
+
+    def leave(self) -> int:
+        """Hang up and wait for the flusher's own end; returns its exit status."""
+        self._hang_up()
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever the test did."""
+        self._hang_up()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+        for handle in self.kept.values():
+            os.close(handle)
+        self.kept.clear()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(WAIT_S)
+        self._socket.close()
+
+    def _listen(self, connection: socket.socket) -> None:
+        while True:
+            try:
+                found = wire.receive(connection)
+            except OSError:
+                return
+            if found is None:
+                return
+            message, handles = found
+            for handle in handles:
+                self.kept[message["incarnation"], message["rank"], message["slot"]] = handle
+            self.heard.append(message)
+
+
+class FakeRank:
+    """A rank that stages plain bytes as its one file; rank 0 adds the manifest's facts."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        run: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        local_ranks: int | None = None,
+        node: int = 0,
+        nodes: int = 1,
+        incarnation: int = 1,
+        data_bytes: int = 1 << 20,
+    ) -> None:
+        self.run, self.rank, self.world_size, self.incarnation = run, rank, world_size, incarnation
+        self.node, self.nodes = node, nodes
+        self.local_ranks = local_ranks or world_size // nodes
+        wait_until(lambda: self._dial(keeper.name), "the flusher to listen")
+        wire.send(
+            self.connection,
+            "hello",
+            rank=rank,
+            local_rank=rank % self.local_ranks,
+            local_ranks=self.local_ranks,
+            incarnation=incarnation,
+        )
+        assert wire.receive(self.connection) is not None
+        wire.send(self.connection, "slots", bytes=data_bytes)
+        answer = wire.receive(self.connection)
+        assert answer is not None
+        self.slots = [Slot(handle) for handle in answer[1]]
+        for handle in answer[1]:
+            os.close(handle)
+
+    def stage(self, step: int, content: bytes, *, slot: int = 0, seal: bool = True) -> Slot:
+        """Fill a slot with the step's bytes and, unless told otherwise, seal it."""
+        staged = self.slots[slot]
+        staged.begin(step)
+        staged.data[: len(content)] = content
+        if seal:
+            staged.seal(self.table(step, len(content)))
+            with contextlib.suppress(OSError):
+                wire.send(self.connection, "sealed", step=step)
+        return staged
+
+    def table(self, step: int, size: int) -> dict[str, Any]:
+        """What a rank says of a sealed step."""
+        name = str(CheckpointName(step, 1, self.incarnation))
+        table = {
+            "run_directory": str(self.run),
+            "checkpoint": name,
+            "step": step,
+            "rank": self.rank,
+            "local_rank": self.rank % self.local_ranks,
+            "local_ranks": self.local_ranks,
+            "node": self.node,
+            "nodes": self.nodes,
+            "world_size": self.world_size,
+            "staged_at": time.time(),
+            "blocked_s": 0.25 * (self.rank + 1),
+            "files": [{"path": f"__{self.rank}_0.distcp", "offset": 0, "bytes": size}],
+        }
+        if self.rank == 0:
+            table["manifest"] = {
+                "run_uid": "0" * 32,
+                "run": self.run.name,
+                "name": name,
+                "step": step,
+                "attempt": 1,
+                "incarnation": self.incarnation,
+                "world_size": self.world_size,
+            }
+        return table
+
+    def close(self) -> None:
+        """End as a rank does that exits."""
+        self.connection.close()
+        for slot in self.slots:
+            slot.close()
+
+    def _dial(self, name: str) -> bool:
+        try:
+            self.connection = wire.connect(name, WAIT_S)
+        except OSError:
+            return False
+        return True
+
+
+def wait_for(slot: Slot, state: SlotState) -> None:
+    """Wait until the flusher has brought the slot to `state`."""
+    wait_until(lambda: slot.state is state, f"{state.name}, the slot is {slot.state.name}")
+
+
+def fork(act: Callable[[int], None], argument: int) -> int:
+    """Run `act(argument)` in a forked child that never returns here; its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act(argument)
+        finally:
+            os._exit(1)
+    return child
+
+
+def kill_process(pid: int) -> None:
+    """SIGKILL, and wait for the end of a child."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)

@@ -1,0 +1,276 @@
+"""The flusher as a process: what ranks sealed is committed, whoever dies; nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.flusher_keeper import FakeRank, Keeper, fork, kill_process, wait_for, wait_until
+
+from holdfast.contracts import wire
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.slots import DATA_OFFSET, SlotState
+
+NAME = "step-00000007.a0001.i01"
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def checkpoint(run: Path, step: int = 7, incarnation: int = 1) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}.a0001.i{incarnation:02d}"
+
+
+def test_a_step_is_committed_when_every_local_rank_sealed_it(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    first = ranks[0].stage(7, b"zero" * 9000)
+    time.sleep(0.3)
+    assert first.state is SlotState.SEALED
+    assert not checkpoint(run).exists()
+    second = ranks[1].stage(7, b"one" * 5000)
+    wait_for(first, SlotState.DONE)
+    wait_for(second, SlotState.DONE)
+    manifest = read_manifest(checkpoint(run))
+    assert manifest is not None
+    assert find_damage(checkpoint(run), manifest) == []
+    assert [(f.path, f.bytes) for f in manifest.files] == [
+        ("__0_0.distcp", 36000),
+        ("__1_0.distcp", 15000),
+    ]
+    assert manifest.blocked_s == 0.5
+    assert sorted(os.listdir(checkpoint(run))) == ["__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert os.readlink(run / "checkpoints" / "latest") == NAME
+    wait_until(lambda: keeper.of_kind("committed"), "word of the commit")
+    assert keeper.of_kind("committed")[0]["checkpoint"] == NAME
+    for rank in ranks:
+        rank.close()
+
+
+def test_sealed_steps_are_committed_although_all_ranks_are_killed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ready, tell = os.pipe()
+    children, said = [], []
+
+    def be_a_rank(rank: int) -> None:
+        fake = FakeRank(keeper, run, rank=rank, world_size=2)
+        if rank == 1:
+            keeper.signal(signal.SIGSTOP)
+        os.write(tell, b"g")
+        fake.stage(7, bytes([rank]) * 50_000)
+        fake.stage(8, bytes([rank]) * 50_000, slot=1, seal=rank == 0)
+        os.write(tell, b"s")
+        signal.pause()
+
+    try:
+        for rank in range(2):
+            children.append(fork(be_a_rank, rank))
+            said.append(os.read(ready, 1))
+        said += [os.read(ready, 1) for _ in range(2)]
+        assert sorted(said) == [b"g", b"g", b"s", b"s"]
+    finally:
+        for child in children:
+            kill_process(child)
+    keeper.signal(signal.SIGCONT)
+    answer = keeper.drain()
+    wait_until(lambda: keeper.of_kind("failed"), "the torn step to be given up")
+    assert answer["committed"] == [7]
+    assert read_manifest(checkpoint(run)) is not None
+    assert not checkpoint(run, 8).exists()
+    assert "before it sealed step 8" in keeper.of_kind("failed")[0]["error"]
+    # Four slots were handed out; with their ranks gone, none holds memory any longer.
+    wait_until(
+        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in keeper.kept.values()),
+        "the slots' memory to be freed",
+    )
+    assert len(keeper.kept) == 4
+
+
+def test_a_killed_flusher_is_replaced_and_finishes_what_was_sealed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    rank = FakeRank(keeper, run)
+    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
+    keeper.signal(signal.SIGSTOP)
+    sealed = rank.stage(7, b"x" * 100_000)
+    begun = rank.stage(8, b"y" * 100_000, slot=1)
+    begun.state = SlotState.FLUSHING
+    checkpoint(run, 8).mkdir(parents=True)
+    (checkpoint(run, 8) / "__0_0.distcp").write_bytes(b"written, not yet in a manifest")
+    (checkpoint(run, 8) / "__0_0.distcp.tmp").write_bytes(b"torn")
+    keeper.kill()
+    keeper.start()
+    wait_for(sealed, SlotState.DONE)
+    wait_for(begun, SlotState.DONE)
+    for step in (7, 8):
+        manifest = read_manifest(checkpoint(run, step))
+        assert manifest is not None
+        assert find_damage(checkpoint(run, step), manifest) == []
+    assert not (checkpoint(run, 8) / "__0_0.distcp.tmp").exists()
+    # The new flusher serves the living rank's next step too.
+    again = FakeRank(keeper, run, incarnation=2)
+    wait_for(again.stage(9, b"z" * 10), SlotState.DONE)
+    rank.close()
+    again.close()
+
+
+def test_a_commit_that_the_killed_flusher_had_made_is_recognised(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    rank = FakeRank(keeper, run)
+    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
+    slot = rank.stage(7, b"x" * 100)
+    wait_for(slot, SlotState.DONE)
+    before = (checkpoint(run) / "manifest.json").read_bytes()
+    keeper.kill()
+    slot.state = SlotState.FLUSHING
+    keeper.start()
+    wait_for(slot, SlotState.DONE)
+    assert (checkpoint(run) / "manifest.json").read_bytes() == before
+    rank.close()
+
+
+def test_a_step_that_a_rank_skipped_is_given_up_and_the_next_is_committed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    lonely = ranks[0].stage(7, b"x")
+    wire.send(ranks[1].connection, "skipped", step=7)
+    wait_for(lonely, SlotState.FAILED)
+    assert "had no free slot" in lonely.error
+    ranks[0].stage(8, b"x", slot=1)
+    wait_for(ranks[1].stage(9, b"x"), SlotState.SEALED)
+    wait_for(ranks[0].slots[1], SlotState.FAILED)
+    assert "went on to step 9" in ranks[0].slots[1].error
+    wait_for(ranks[0].stage(9, b"x"), SlotState.DONE)
+    assert [p.name for p in (run / "checkpoints").iterdir() if p.is_dir() and "9" in p.name]
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_directory_that_is_there_is_never_overwritten(
+    keeper: Keeper, tmp_path: Path, committed: bool
+) -> None:
+    run = tmp_path / "r"
+    rank = FakeRank(keeper, run)
+    if committed:
+        wait_for(rank.stage(7, b"mine" * 10), SlotState.DONE)
+    else:
+        checkpoint(run).mkdir(parents=True)
+        (checkpoint(run) / "__0_0.distcp").write_bytes(b"mine" * 10)
+    slot = rank.stage(7, b"other" * 10, slot=1)
+    wait_for(slot, SlotState.FAILED)
+    assert "never overwritten" in slot.error
+    assert (checkpoint(run) / "__0_0.distcp").read_bytes() == b"mine" * 10
+    wait_for(rank.stage(8, b"next"), SlotState.DONE)
+    rank.close()
+
+
+@contextlib.contextmanager
+def little_room(run: Path, keeper: Keeper, bytes_max: int) -> Iterator[int]:
+    """Storage that refuses more than `bytes_max`; yields the errno that it refuses with.
+
+    A small tmpfs where one may be mounted, else a limit on the flusher's own files.
+    """
+    run.mkdir(exist_ok=True)
+    size = f"size={bytes_max}"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(run)], capture_output=True, check=False
+    )
+    if mounted.returncode == 0:
+        try:
+            yield errno.ENOSPC
+        finally:
+            subprocess.run(["umount", "-l", str(run)], check=True)
+        return
+    _, hard = resource.prlimit(keeper.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(keeper.process.pid, resource.RLIMIT_FSIZE, (bytes_max, hard))
+    yield errno.EFBIG
+
+
+def test_full_storage_is_reported_and_the_next_save_works(keeper: Keeper, tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    with little_room(run, keeper, 256 * 1024) as code:
+        rank = FakeRank(keeper, run)
+        wait_for(rank.stage(6, b"a" * 10_000), SlotState.DONE)
+        slot = rank.stage(7, b"b" * 1_000_000)
+        wait_for(slot, SlotState.FAILED)
+        assert os.strerror(code) in slot.error
+        assert read_manifest(checkpoint(run)) is None
+        assert os.readlink(run / "checkpoints" / "latest") == "step-00000006.a0001.i01"
+        wait_for(rank.stage(8, b"c" * 10_000), SlotState.DONE)
+        wait_until(lambda: keeper.of_kind("failed"), "word of the failure")
+        assert keeper.of_kind("failed")[0]["step"] == 7
+        rank.close()
+
+
+def test_two_nodes_commit_one_manifest_over_the_shared_directory(tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    stem = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+    keepers = [Keeper(f"{stem}-{node}", node=node, nodes=2) for node in range(2)]
+    try:
+        ranks = [FakeRank(keepers[n], run, rank=n, world_size=2, node=n, nodes=2) for n in range(2)]
+        waiting = ranks[1].stage(7, b"one" * 1000)
+        wait_until(lambda: (checkpoint(run) / "parts" / "node-0001.json").exists(), "node 1's part")
+        assert waiting.state is SlotState.FLUSHING
+        slots = [waiting, ranks[0].stage(7, b"zero" * 1000)]
+        for slot in slots:
+            wait_for(slot, SlotState.DONE)
+        manifest = read_manifest(checkpoint(run))
+        assert manifest is not None
+        assert find_damage(checkpoint(run), manifest) == []
+        assert {f.path for f in manifest.files} == {"__0_0.distcp", "__1_0.distcp"}
+        wait_until(lambda: not (checkpoint(run) / "parts").exists(), "the parts to be removed")
+        # One node's storage fails: the other learns it from the shared directory, at once.
+        (checkpoint(run, 8)).mkdir()
+        (checkpoint(run, 8) / "__1_0.distcp").write_bytes(b"in the way")
+        slots = [rank.stage(8, b"x", slot=1) for rank in ranks]
+        for slot in slots:
+            wait_for(slot, SlotState.FAILED)
+        assert "node 1" in slots[0].error
+        # One node passes over a step: the other sees that it went on.
+        lonely = ranks[0].stage(9, b"x")
+        ranks[1].stage(10, b"x")
+        wait_for(lonely, SlotState.FAILED)
+        assert "nodes [1] went on" in lonely.error
+        wait_for(ranks[0].stage(10, b"x", slot=1), SlotState.DONE)
+        for rank in ranks:
+            rank.close()
+    finally:
+        for keeper in keepers:
+            keeper.close()
+
+
+def test_it_ignores_signals_and_ends_when_keeper_and_work_are_gone(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    rank = FakeRank(keeper, run)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        keeper.signal(number)
+    slot = rank.stage(7, b"x" * 500_000)
+    rank.connection.close()
+    assert keeper.leave() == 0
+    assert slot.state is SlotState.DONE
+    assert json.loads((checkpoint(run) / "manifest.json").read_bytes())["step"] == 7
