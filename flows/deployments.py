@@ -26,6 +26,7 @@ DEPLOYMENT: Final = "holdfast"
 POOL: Final = "holdfast"
 POOL_TYPE: Final = "process"
 API_S_MAX: Final = 10.0
+WORKERS_MAX: Final = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,8 @@ def _read_deployment(client: SyncPrefectClient) -> Any:
 
 
 def _live_workers(client: SyncPrefectClient, pool: str) -> int:
-    workers = client.read_workers_for_work_pool(pool)
+    # Both given: the client would send null for them, which the server's FastAPI may refuse.
+    workers = client.read_workers_for_work_pool(pool, offset=0, limit=WORKERS_MAX)
     return sum(worker.status is WorkerStatus.ONLINE for worker in workers)
 
 

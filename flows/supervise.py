@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from holdfast.contracts.errors import (
+    HoldfastError,
     LineageError,
     NotFoundError,
     SchedulerError,
@@ -27,9 +28,9 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.index import Index
 from holdfast.flows.progress import describe_progress
-from holdfast.lineage.database import Database
-from holdfast.lineage.ingest import ingest_run
+from holdfast.workers import retention
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
 from holdfast.workers.executors import executor_for
 from holdfast.workers.policy import Decision, decide
@@ -39,6 +40,8 @@ SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
 SOON_S: Final = 1.0
 REFUSALS_MAX: Final = 3
+FAILURES_MAX: Final = 30
+FAILURE_WAIT_S: Final = 10.0
 JOURNAL: Final = "flow"
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -56,7 +59,7 @@ class Supervisor:
     """One process's supervision of one run. Times are seconds of the monotonic clock."""
 
     paths: RunPaths
-    database: Database
+    index: Index
     log: Log
     submit: Submit
     flow_run: str = ""
@@ -64,6 +67,8 @@ class Supervisor:
     _progress: tuple[object, float] = (None, 0.0)
     _said: set[str] = field(default_factory=set)
     _refusals: int = 0
+    _failures: int = 0
+    _pruned_at: int = -1
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -76,10 +81,7 @@ class Supervisor:
             JournalWriter(self.paths.journal_of(JOURNAL)) as journal,
         ):
             while time.monotonic() < ends_at:
-                if not lock.is_held and lock.try_take():
-                    self._take_up(journal)
-                history = self._look()
-                wait_s = self._act(history, journal) if lock.is_held else self._follow(history)
+                wait_s = self._turn(lock, journal)
                 if wait_s is None:
                     return self._finish()
                 time.sleep(wait_s)
@@ -88,25 +90,55 @@ class Supervisor:
             "submit the same spec again to go on"
         )
 
+    def _turn(self, lock: FlowLock, journal: JournalWriter) -> float | None:
+        """Look once and act once: the seconds until the next turn, None at the run's end.
+
+        A shared file system can be away for a while: only `FAILURES_MAX` turns that fail one
+        after another end the supervision.
+        """
+        try:
+            if not lock.is_held and lock.try_take():
+                self._take_up(journal)
+            history = reconcile(self.paths, writer=JOURNAL)
+            self._ingest()
+            self._prune(history)
+            wait_s = self._act(history, journal) if lock.is_held else self._follow(history)
+        except OSError as error:
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                raise
+            self.log.warning("(%d of %d) %s", self._failures, FAILURES_MAX, error)
+            return FAILURE_WAIT_S
+        self._failures = 0
+        return wait_s
+
     def _take_up(self, journal: JournalWriter) -> None:
         self.is_acting = True
         host, pid = socket.gethostname(), os.getpid()
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
         self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
 
-    def _look(self) -> RunHistory:
-        """What disk and scheduler say now, in the index too."""
-        history = reconcile(self.paths, writer=JOURNAL)
-        self._ingest()
-        return history
-
     def _ingest(self) -> None:
         """Bring the index up to date. One that is away does not stop the supervision."""
         try:
-            ingest_run(self.database, self.paths)
+            self.index.update(self.paths)
             self._said.discard("database")
         except LineageError as error:
             self._say_once("database", "not ingested now, again later: %s", error)
+
+    def _prune(self, history: RunHistory) -> None:
+        """Apply the spec's keep rules when the number of checkpoints has changed."""
+        if not self.is_acting or history.spec.checkpoint.keep.last is None:
+            return
+        count = len(self.paths.list_checkpoints())
+        if count == self._pruned_at:
+            return
+        try:
+            for name, reason, _ in retention.apply(self.paths, by="keep rules", writer=JOURNAL):
+                self.log.info("deleted %s: %s", name, reason)
+        except HoldfastError as error:
+            self.log.warning("not pruned: %s", error)
+        self._pruned_at = len(self.paths.list_checkpoints())
 
     def _follow(self, history: RunHistory) -> float | None:
         """The turn of a supervisor that another one keeps from acting."""

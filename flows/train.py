@@ -23,10 +23,10 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
+from holdfast.flows.index import Index
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import JOURNAL, Log, Supervisor
-from holdfast.lineage.database import open_database
 from holdfast.workers import attempts, preflight, runs
 
 
@@ -64,19 +64,34 @@ def train(
     log = get_run_logger()
     run_spec = load_spec(spec, overrides or ())
     home = Path(root).expanduser().absolute() if root else default_root()
-    database = open_database()
-    preflight.check(run_spec, home)
-    paths = take_up(run_spec, home, run)
-    supervisor = Supervisor(
-        paths=paths,
-        database=database,
-        log=log,
-        submit=submit_attempt,
-        flow_run=str(current_flow_run.id or ""),
-    )
-    with cancel_on_signal(paths, supervisor, log):
-        history = supervisor.run()
+    with Index() as index:
+        if not has_live_job(home, run_spec, run):
+            index.open()
+            preflight.check(run_spec, home)
+        paths = take_up(run_spec, home, run)
+        supervisor = Supervisor(
+            paths=paths,
+            index=index,
+            log=log,
+            submit=submit_attempt,
+            flow_run=str(current_flow_run.id or ""),
+        )
+        with cancel_on_signal(paths, supervisor, log):
+            history = supervisor.run()
     return conclude(history, log)
+
+
+def has_live_job(root: Path, spec: RunSpec, run: str | None) -> bool:
+    """True when the run has a job that was submitted and has not ended: it must be watched.
+
+    What a new run would be refused for, such as a scheduler or a database that is away just now,
+    is no reason to leave it alone.
+    """
+    paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
+    if paths is None or not paths.spec.is_file():
+        return False
+    last = load_history(paths).last_attempt
+    return last is not None and not last.state.is_terminal
 
 
 def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:

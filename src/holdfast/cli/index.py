@@ -122,7 +122,8 @@ def refresh_all(folders: Iterable[RunPaths], database: Database) -> None:
             refresh(paths, database)
         except LineageError:
             raise
-        except HoldfastError as error:
+        # What foreign or damaged files in one run's folder raise must not hide the other runs.
+        except (HoldfastError, OSError, ValueError, LookupError) as error:
             warn(f"holdfast: {paths.name}: passed over: {error}")
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import checkpoints, database, deploy, doctor, logs, operate, submit, views
-from holdfast.cli.output import exit_status, print_error
+from holdfast.cli.output import exit_status, print_error, warn
 from holdfast.contracts.errors import HoldfastError
 
 app = typer.Typer(
@@ -50,6 +50,10 @@ def main() -> None:
     except HoldfastError as error:
         print_error(error)
         sys.exit(exit_status(error))
+    # Files that cannot be read or written are the caller's business: a full disk, a lacking right.
+    except OSError as error:
+        warn(f"holdfast: {error}")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

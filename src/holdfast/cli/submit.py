@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -24,6 +24,8 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
+
+INTERRUPTED: Final = 130
 
 Overrides = Annotated[
     list[str] | None,
@@ -179,8 +181,11 @@ def start_and_follow(paths: RunPaths, *, created: bool, wait: bool, as_json: boo
         **started.as_json(),
     }
     if wait:
-        ended = follow_run(paths, started, show=not as_json)
-        facts.update(ended)
+        try:
+            facts.update(follow_run(paths, started, show=not as_json))
+        except KeyboardInterrupt:
+            warn(f"holdfast: no longer followed; {paths.name} goes on (`holdfast stop` ends it)")
+            raise typer.Exit(INTERRUPTED) from None
         answer(facts, as_json, _render_end)
         raise typer.Exit(0 if facts["state"] == "completed" else 1)
     answer(facts, as_json, _render_submitted)

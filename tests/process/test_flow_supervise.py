@@ -1,0 +1,187 @@
+"""The supervisor without Prefect: real jobs of the local executor, real files, real outages."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.contracts.errors import LineageError
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.flows.flow_lock import FlowLock, is_supervised
+from holdfast.flows.index import Index
+from holdfast.flows.supervise import JOURNAL, REFUSALS_MAX, Supervisor
+from holdfast.lineage import queries
+from holdfast.workers import operator
+from holdfast.workers.attempts import reserve, submit_attempt
+from holdfast.workers.runs import create_run
+
+WAIT_S = 60.0
+LOG = logging.getLogger("holdfast.test")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    """An index of its own, on SQLite."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    with Index() as made:
+        yield made
+
+
+def make_run(folder: Path, program: str, **more: Any) -> RunPaths:
+    """A run of `program`, a script that knows nothing of Holdfast, on one rank."""
+    (folder / "program.py").write_text(program)
+    spec = {
+        "name": "kelp",
+        "command": ["program.py"],
+        "launch": {"working_directory": str(folder)},
+        "supervision": {"poll_s": 0.2, "heartbeat_s": 0.3, "backoff_s": 0.1},
+        **more,
+    }
+    return create_run(RunSpec.model_validate(spec), folder / "runs", created_by="tester")
+
+
+def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+    history = load_history(paths)
+    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
+        return submit_attempt(
+            paths,
+            history.spec,
+            history.record,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            journal=journal,
+        )
+
+
+def supervise_in_thread(paths: RunPaths, index: Index) -> tuple[threading.Thread, Supervisor]:
+    supervisor = Supervisor(paths=paths, index=index, log=LOG, submit=submit)
+    thread = threading.Thread(target=supervisor.run, daemon=True)
+    thread.start()
+    return thread, supervisor
+
+
+def wait_for(what: str, is_so: Callable[[], Any]) -> None:
+    ends_at = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < ends_at, f"{what} did not come within {WAIT_S} s"
+        time.sleep(0.05)
+
+
+def kinds(paths: RunPaths) -> list[EventKind]:
+    return [event.kind for event in load_events(paths)]
+
+
+def test_a_job_is_carried_to_its_end_and_into_the_index(tmp_path: Path, index: Index) -> None:
+    paths = make_run(tmp_path, "print('hello')\n")
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    assert history.state is RunState.COMPLETED
+    assert kinds(paths).count(EventKind.DECISION) == 2
+    assert kinds(paths).count(EventKind.RUN_ENDED) == 1
+    shown = queries.show_run(index.open(), str(paths.directory))
+    assert shown["state"] == "completed"
+    again = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    assert len(again.attempts) == 1
+    assert kinds(paths).count(EventKind.RUN_ENDED) == 1
+
+
+def test_an_outage_of_the_database_does_not_stop_the_supervision(
+    tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = make_run(tmp_path, "import time; time.sleep(3)\n")
+    database = index.open()
+    file = tmp_path / "home" / "holdfast.db"
+    thread, _ = supervise_in_thread(paths, index)
+    wait_for("the job", lambda: bool(paths.list_attempts()))
+    database.close()
+    for name in (file, *file.parent.glob("holdfast.db-*")):
+        name.write_bytes(b"not a database" * 1000)
+    with pytest.raises(LineageError):
+        index.update(paths)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert load_history(paths).state is RunState.COMPLETED
+    assert caplog.text.count("not ingested now") == 1
+    database.close()
+    for name in file.parent.glob("holdfast.db*"):
+        name.unlink()
+    with Index() as later:
+        later.update(paths)
+        assert queries.show_run(later.open(), str(paths.directory))["state"] == "completed"
+    assert sqlite3.connect(file).execute("select count(*) from runs").fetchone() == (1,)
+
+
+def test_a_second_supervisor_follows_until_the_first_is_gone(
+    tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = make_run(tmp_path, "print('hello')\n")
+    assert not is_supervised(paths.flow_lock)
+    with FlowLock(paths.flow_lock) as lock:
+        assert lock.try_take()
+        assert is_supervised(paths.flow_lock)
+        thread, supervisor = supervise_in_thread(paths, index)
+        wait_for("the follower", lambda: "another flow supervises" in caplog.text)
+        assert not supervisor.is_acting
+        assert not paths.list_attempts()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert supervisor.is_acting
+    assert load_history(paths).state is RunState.COMPLETED
+
+
+def test_a_job_that_cannot_be_started_fails_with_the_schedulers_words(
+    tmp_path: Path, index: Index
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no such environment >&2\nexit 3\n")
+    python.chmod(0o755)
+    paths = make_run(
+        tmp_path,
+        "",
+        launch={"working_directory": str(tmp_path), "python": str(python)},
+        supervision={"poll_s": 0.05, "backoff_s": 0.0, "budgets": {"infrastructure": 1}},
+    )
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    assert history.state is RunState.FAILED
+    assert [a.state for a in history.attempts] == [AttemptState.FAILED] * 2
+    assert history.attempts[0].cause is Cause.INFRASTRUCTURE
+    (evidence,) = history.attempts[0].evidence
+    assert f"refused the job {REFUSALS_MAX} times" in evidence
+    assert "no such environment" in evidence
+
+
+def test_what_a_dead_flow_left_half_done_is_finished(tmp_path: Path, index: Index) -> None:
+    paths = make_run(tmp_path, "print('hello')\n")
+    # The flow died right after it had reserved a number: no request, so no job.
+    assert reserve(paths, 1) is not None
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    assert [a.state for a in history.attempts] == [AttemptState.LOST, AttemptState.COMPLETED]
+    assert history.state is RunState.COMPLETED
+
+
+def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Index) -> None:
+    paths = make_run(tmp_path, "print('hello')\n")
+    operator.request(paths, "pause", by="tester")
+    thread, _ = supervise_in_thread(paths, index)
+    wait_for("the pause", lambda: EventKind.DECISION in kinds(paths))
+    time.sleep(1.0)
+    assert load_history(paths).state is RunState.PAUSED
+    assert kinds(paths).count(EventKind.DECISION) == 1
+    assert not paths.list_attempts()
+    operator.request(paths, "cancel", by="tester")
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert load_history(paths).state is RunState.CANCELLED
+    assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
