@@ -18,6 +18,7 @@ import pytest
 import holdfast
 from holdfast.contracts import errors
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.spec import RunSpec, SpecPart
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
@@ -94,6 +95,23 @@ def test_every_command_named_in_the_pages_exists() -> None:
     assert done.returncode == 0, done.stderr
     known = set(re.findall(r"^\W*([a-z]+)\b", done.stdout, re.MULTILINE))
     assert named <= known, f"no such commands: {sorted(named - known)}"
+
+
+def spec_keys(model: type[SpecPart], prefix: str = "") -> set[str]:
+    """Dotted names of all keys of a spec."""
+    keys: set[str] = set()
+    for name, field in model.model_fields.items():
+        part = field.annotation
+        if isinstance(part, type) and issubclass(part, SpecPart):
+            keys |= spec_keys(part, f"{prefix}{name}.")
+        else:
+            keys.add(f"{prefix}{name}")
+    return keys
+
+
+def test_the_page_of_a_specs_keys_has_all_of_them_and_no_other() -> None:
+    page = (CHECKOUT / "docs" / "spec.md").read_text()
+    assert set(re.findall(r"(?m)^\| `([a-z_.]+)` \|", page)) == spec_keys(RunSpec)
 
 
 def code_of(page: str) -> str:
