@@ -74,7 +74,7 @@ def attempt_of(
 def history_of(
     spec: RunSpec, *attempts: AttemptView, asked: dict[str, Any] | None = None
 ) -> RunHistory:
-    events = ()
+    events: tuple[Event, ...] = ()
     if asked is not None:
         data = {"after_attempt": len(attempts), "by": "ann", **asked}
         events = (

@@ -48,7 +48,8 @@ _OF_SCHEDULER: Final[dict[str, Cause]] = {
 }
 
 # What an agent cannot tell apart by itself, and the scheduler's word does.
-_CORRECTABLE: Final = frozenset({Cause.PREEMPTION, Cause.INFRASTRUCTURE, Cause.UNKNOWN, None})
+_GUESSES: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN})
+_PREEMPT_TIME: Final = re.compile(r"PreemptTime=\d")
 
 _PATTERNS: Final[tuple[tuple[re.Pattern[str], Cause], ...]] = (
     (
@@ -191,15 +192,30 @@ def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:
     evidence = [*outcome.evidence, *(status.evidence if status and said_so(status) else ())]
     if outcome.state is _S.COMPLETED:
         return Ending(state=_S.COMPLETED, cause=None, evidence=_cut(evidence))
-    cause = outcome.cause
     said = _OF_SCHEDULER.get(status.raw) if status else None
-    crashed = outcome.state is _S.FAILED
-    # After a crash of its own, a job that Slurm then calls cancelled was not cancelled first.
-    if said and cause in _CORRECTABLE and not (crashed and said is Cause.OPERATOR):
-        sure = any("PreemptTime" in line for line in outcome.evidence)
-        if not (sure and said is Cause.OPERATOR):
-            return _ending(said, evidence)
-    return Ending(state=outcome.state, cause=cause, evidence=_cut(evidence))
+    if said is not None and _may_correct(outcome, said):
+        return _ending(said, evidence)
+    return Ending(state=outcome.state, cause=outcome.cause, evidence=_cut(evidence))
+
+
+def _may_correct(outcome: Outcome, said: Cause) -> bool:
+    """True when the scheduler's last word is worth more than what the agent made of it."""
+    if said is Cause.OPERATOR and outcome.state is _S.FAILED:
+        # It had crashed by itself before anybody could cancel it.
+        return False
+    return outcome.cause in _GUESSES or (heard_a_signal(outcome) and not is_certain(outcome))
+
+
+def heard_a_signal(outcome: Outcome) -> bool:
+    """True when a signal made the agent stop: the reason for it is a judgement."""
+    return any(line.startswith("signal:") for line in outcome.evidence)
+
+
+def is_certain(outcome: Outcome) -> bool:
+    """True when the agent saw the scheduler preempt the job, or nothing needs a second word."""
+    if any(_PREEMPT_TIME.search(line) for line in outcome.evidence):
+        return True
+    return not heard_a_signal(outcome) and outcome.cause not in _GUESSES
 
 
 def said_so(status: JobStatus) -> bool:

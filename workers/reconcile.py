@@ -27,14 +27,16 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.states import ATTEMPT_MOVES
-from holdfast.workers.causes import classify
+from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
+from holdfast.workers.causes import classify, is_certain
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.executors import JobStatus, executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 # A shared file system may show an outcome this much later than the scheduler shows the end.
 SETTLE_S: Final = 5.0
+# How long an outcome waits for the scheduler's own word on it.
+VERDICT_WAIT_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +52,23 @@ class Observation:
 
     def is_over(self, now: float) -> bool:
         """True when the attempt has ended for good and its outcome need not be waited for."""
-        if self.outcome is not None:
+        if self.outcome is not None and self._has_last_word(self.outcome, now):
             return True
         if self.status is None or not self.status.has_ended:
             return False
         return now - (self.status.ended_at or 0.0) >= SETTLE_S
+
+    def _has_last_word(self, outcome: Outcome, now: float) -> bool:
+        """True when nothing that the scheduler may still say would change the ending.
+
+        Slurm calls a job COMPLETING until its nodes are free, and only then why it ended.
+        """
+        if self.request is None or self.request.executor != "slurm":
+            return True
+        if outcome.state is AttemptState.COMPLETED or is_certain(outcome):
+            return True
+        has_said = self.status is not None and self.status.has_ended
+        return has_said or now - outcome.ended_at >= VERDICT_WAIT_S
 
 
 def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:

@@ -1,4 +1,4 @@
-"""Runs on this machine for tests: real submitit jobs, real agents, real torchrun."""
+"""Runs for tests: real submitit jobs, real agents, real torchrun, here or on a test cluster."""
 
 from __future__ import annotations
 
@@ -32,14 +32,20 @@ class LocalRun:
     """One run under `root`, with what tests ask of it."""
 
     def __init__(
-        self, root: Path, *, gpus: int = 2, grace_s: float = 15.0, **settings: Any
+        self,
+        root: Path,
+        *,
+        gpus: int = 2,
+        grace_s: float = 15.0,
+        resources: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
         self.spec = RunSpec(
             name="tried",
             command=(PROGRAM.name, json.dumps({**defaults, **settings})),
             launch={"working_directory": str(PROGRAM.parent)},
-            resources={"gpus_per_node": gpus},
+            resources=resources or {"gpus_per_node": gpus},
             elastic={"min_gpus": 1},
             supervision={"grace_s": grace_s, "heartbeat_s": 0.2, "backoff_s": 0},
             checkpoint={"interval": 1000},

@@ -37,6 +37,11 @@ def outcome_of(cause: Cause | None, *evidence: str) -> Outcome:
     )
 
 
+def heard(cause: Cause, preempted: str = "None") -> Outcome:
+    """The outcome of an agent that heard a signal and judged it."""
+    return outcome_of(cause, f"signal: SIGTERM (JobState=RUNNING PreemptTime={preempted})")
+
+
 def slurm(word: str) -> JobStatus:
     return JobStatus(state=translate(word), raw=word, evidence=(f"Slurm: job 7 is {word}",))
 
@@ -57,14 +62,13 @@ def test_every_cause_has_a_terminal_state(cause: Cause) -> None:
         (outcome_of(None), None, None),
         (outcome_of(Cause.PREEMPTION), slurm("COMPLETED"), Cause.PREEMPTION),
         (outcome_of(Cause.PREEMPTION), slurm("FAILED"), Cause.PREEMPTION),
-        (outcome_of(Cause.PREEMPTION), slurm("CANCELLED"), Cause.OPERATOR),
-        (
-            outcome_of(Cause.PREEMPTION, "PreemptTime=2026-01-01T00:00:00"),
-            slurm("CANCELLED"),
-            Cause.PREEMPTION,
-        ),
-        (outcome_of(Cause.PREEMPTION), slurm("TIMEOUT"), Cause.TIME_LIMIT),
-        (outcome_of(Cause.PREEMPTION), slurm("NODE_FAIL"), Cause.NODE_FAILURE),
+        (heard(Cause.PREEMPTION), slurm("CANCELLED"), Cause.OPERATOR),
+        (heard(Cause.PREEMPTION, "2026-01-01T00:00:00"), slurm("CANCELLED"), Cause.PREEMPTION),
+        (heard(Cause.PREEMPTION), slurm("TIMEOUT"), Cause.TIME_LIMIT),
+        (heard(Cause.PREEMPTION), slurm("NODE_FAIL"), Cause.NODE_FAILURE),
+        (heard(Cause.PREEMPTION), slurm("COMPLETED"), Cause.PREEMPTION),
+        (heard(Cause.OPERATOR), slurm("PREEMPTED"), Cause.PREEMPTION),
+        (heard(Cause.OPERATOR), slurm("CANCELLED"), Cause.OPERATOR),
         (outcome_of(Cause.OPERATOR), slurm("PREEMPTED"), Cause.OPERATOR),
         (outcome_of(Cause.TIME_LIMIT), slurm("CANCELLED"), Cause.TIME_LIMIT),
         (outcome_of(Cause.USER_ERROR), slurm("CANCELLED"), Cause.USER_ERROR),
@@ -185,6 +189,8 @@ def job(state: str = "RUNNING", end_s: float = 3600, preempted: bool = False) ->
         ("SIGTERM", job(preempted=True, end_s=15), None, Cause.PREEMPTION, 15),
         ("SIGUSR2", job(preempted=True, end_s=15), None, Cause.PREEMPTION, 15),
         ("SIGTERM", job("CANCELLED"), None, Cause.OPERATOR, 20),
+        ("SIGTERM", job("COMPLETING", end_s=0), None, Cause.OPERATOR, 20),
+        ("SIGTERM", {**job("COMPLETING"), "Reason": "TimeLimit"}, None, Cause.TIME_LIMIT, 20),
         ("SIGTERM", job("TIMEOUT"), None, Cause.TIME_LIMIT, 20),
         ("SIGTERM", job("PREEMPTED"), None, Cause.PREEMPTION, 20),
         ("SIGTERM", job(), None, Cause.PREEMPTION, 20),

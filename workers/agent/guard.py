@@ -33,6 +33,15 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def is_running(number: int) -> bool:
+    """True while a process of that number runs; a zombie does not."""
+    try:
+        with open(f"/proc/{number}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0] not in {b"Z", b"X"}
+    except (OSError, IndexError):
+        return False
+
+
 def descendants(root: int) -> list[int]:
     """Numbers of all live processes below `root`."""
     children: dict[int, list[int]] = {}

@@ -162,13 +162,22 @@ class Lead:
                 self._wait_for_neighbours()
                 return "crashed" if self.wish is None else "stopped"
             if codes and all(code == 0 for code in codes):
-                stopped = any("STOP" in r.phases for r in self._reports.values())
-                return "stopped" if stopped else "completed"
+                return self._ending_of_leaving()
             if self.wish is None:
                 continue
             self._settle()
+            if self._all_have_left():
+                # torchrun itself takes seconds to leave, which the grace is too short for.
+                return "left"
             if time.time() > self._kill_at(self.wish):
                 return "killed"
+
+    def _all_have_left(self) -> bool:
+        """True when every rank of every node has stopped as agreed and is gone."""
+        reports = self._reports.values()
+        ranks = sum(report.registered for report in reports)
+        is_whole = ranks == self.context.request.world_size
+        return self._settled and is_whole and all(report.has_left for report in reports)
 
     def _end_incarnation(self, ending: str) -> Ended:
         """End every node's processes, let the flushers finish, gather what is known."""
@@ -189,12 +198,18 @@ class Lead:
                     failures += wreck.failures
                     kills += wreck.oom_kills
         codes = [r.exit_code for r in self._reports.values()]
+        exit_code = next((code for code in codes if code), codes[0] if codes else None)
+        has_left = ending == "left"
         return Ended(
-            ending=ending,
-            exit_code=next((code for code in codes if code), codes[0] if codes else None),
+            ending=self._ending_of_leaving() if has_left else ending,
+            exit_code=None if has_left else exit_code,
             reports=tuple(self._reports.values()),
             wreck=Wreck(failures=failures, oom_kills=kills),
         )
+
+    def _ending_of_leaving(self) -> str:
+        stopped = any("STOP" in report.phases for report in self._reports.values())
+        return "stopped" if stopped else "completed"
 
     def _poll_nodes(self) -> None:
         """This node's report at every look, the others' a few times a second."""

@@ -11,7 +11,7 @@ from holdfast.contracts.agreement import BoardPort, NodePort
 from holdfast.contracts.board import NOWHERE, Board
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flusher_keeper import FlusherKeeper
-from holdfast.workers.agent.guard import adopt_orphans, kill_all_below
+from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.heartbeat import Heartbeat
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.torchrun import Handles, Torchrun
@@ -20,16 +20,26 @@ from holdfast.workers.causes import RankFailure
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """A node at one moment. Steps are `NOWHERE` before any rank has said one."""
+    """A node at one moment. Steps are `NOWHERE` before any rank has said one.
+
+    `registered` ranks have spoken to the board, `alive` of them still run.
+    """
 
     exit_code: int | None
     phases: tuple[str, ...]
     registered: int
+    alive: int
     completed: int
     resumed: int
     signals: tuple[str, ...] = ()
     problem: str = ""
     host_address: str = ""
+
+    @property
+    def has_left(self) -> bool:
+        """True when every rank that spoke has stopped or finished, and its process is gone."""
+        over = all(phase in {"STOP", "DONE"} for phase in self.phases)
+        return self.registered > 0 and self.alive == 0 and over
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeReport:
@@ -127,6 +137,7 @@ class NodeRuntime(BoardPort):
             exit_code=self._torchrun.poll() if self._torchrun else None,
             phases=tuple(r.phase.name for r in seen),
             registered=len(seen),
+            alive=sum(1 for r in seen if is_running(r.pid)),
             completed=max((r.completed for r in seen), default=NOWHERE),
             resumed=max((r.resumed_step for r in seen), default=NOWHERE),
             signals=heard,

@@ -88,9 +88,10 @@ def judge(
     seen = f"JobState={state} EndTime={job.get('EndTime')} PreemptTime={job.get('PreemptTime')}"
     if preempted_at is not None:
         return Judgement(cause=Cause.PREEMPTION, deadline=max(end or by_grace, now), detail=seen)
-    if state in _OF_STATE:
+    cause = _of_state(state, job)
+    if cause is not None:
         deadline = now + min(grace_s, KILL_WAIT_S)
-        return Judgement(cause=_OF_STATE[state], deadline=deadline, detail=seen)
+        return Judgement(cause=cause, deadline=deadline, detail=seen)
     left_s = end - now if end is not None else None
     if name in {"SIGUSR2", "SIGUSR1"} and left_s is not None:
         if left_s <= warning_s + WARNING_EARLY_S:
@@ -100,6 +101,17 @@ def judge(
     if name == "SIGINT":
         return Judgement(cause=Cause.OPERATOR, deadline=by_grace, detail=seen)
     return Judgement(cause=Cause.PREEMPTION, deadline=by_grace, detail=seen)
+
+
+def _of_state(state: str, job: Mapping[str, str]) -> Cause | None:
+    """What the job's state says of a signal, or None while it simply runs.
+
+    `COMPLETING` hides the state below it: the reason tells a time limit; what is left is that
+    somebody ended the job. The scheduler's last word corrects that if need be.
+    """
+    if state == "COMPLETING":
+        return Cause.TIME_LIMIT if job.get("Reason") == "TimeLimit" else Cause.OPERATOR
+    return _OF_STATE.get(state)
 
 
 def _judge_alone(

@@ -1,0 +1,200 @@
+"""Attempts on a real Slurm cluster: several nodes, preemption, cancellation, a lost node."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import SlurmCluster
+from tests.process.local_runs import LocalRun, processes_of, wait_until
+
+from holdfast.contracts.attempt import Submission, read_document
+from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
+from holdfast.contracts.history import AttemptView
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers import operator, preflight
+from holdfast.workers.executors import executor_for
+from holdfast.workers.policy import decide
+from holdfast.workers.slurm_states import SLURM_STATES
+
+pytestmark = pytest.mark.timeout(280)
+Make = Callable[..., LocalRun]
+TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}
+
+
+@pytest.fixture
+def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
+    """Makes runs whose attempts are Slurm jobs, and ends what they left."""
+    made: list[LocalRun] = []
+
+    def make_run(resources: dict[str, Any] | None = None, **settings: Any) -> LocalRun:
+        given = {**TWO_NODES, **(resources or {})}
+        one = LocalRun(tmp_path / f"root{len(made)}", resources=given, grace_s=8.0, **settings)
+        made.append(one)
+        return one
+
+    yield make_run
+    for run in made:
+        run.end_all()
+        wait_until(lambda run=run: not processes_of(run.paths), "the end of every process", 60)
+
+
+def ended(view: AttemptView) -> tuple[AttemptState, Cause | None]:
+    return view.state, view.cause
+
+
+def test_a_job_of_two_nodes_trains_as_one(make: Make) -> None:
+    run = make(steps=20)
+    attempt = run.submit()
+    view = run.wait_for_end()
+    assert ended(view) == (AttemptState.COMPLETED, None)
+    assert (view.first_step, view.last_step) == (1, 20)
+    assert len(set(view.hosts)) == 2
+    assert set(view.hosts) <= {"n1", "n2", "n3", "n4"}
+    ranks = {rank.rank for beat in run.beats(attempt) for rank in beat.ranks}
+    assert ranks == {0, 1, 2, 3}
+    assert "rank 3 ends after step 20" in attempt.rank_log(1, 1, 3).read_text()
+    assert executor_for("slurm").find(_request(view)) is not None
+
+
+def test_a_preempted_job_commits_within_the_grace_and_says_why(
+    slurm: SlurmCluster, make: Make
+) -> None:
+    run = make(steps=4000, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    rival = slurm.run(
+        "sbatch", "--parsable", "-p", "prod", "-N4", "--gpus-per-node=4", "--no-requeue",
+        "--output=/dev/null", "--wrap", "sleep 30",
+    ).strip()  # fmt: skip
+    try:
+        view = run.wait_for_end()
+    finally:
+        slurm.run("scancel", rival)
+    assert ended(view) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    outcome = run.outcome(attempt)
+    assert any("PreemptTime=2" in line for line in outcome.evidence)
+    assert outcome.committed_step == outcome.last_step
+    assert outcome.last_step is not None
+    assert decide(run.history(), None, now=time.time()).action == "relaunch"
+
+
+def test_scancel_is_an_operators_word_and_commits_too(slurm: SlurmCluster, make: Make) -> None:
+    run = make(steps=4000, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    slurm.run("scancel", run.history().attempts[0].job_id or "")
+    view = run.wait_for_end()
+    assert ended(view) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    outcome = run.outcome(attempt)
+    assert outcome.committed_step == outcome.last_step
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+
+
+def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -> None:
+    run = make(steps=120, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 5)
+    beat = next(b for b in run.beats(attempt) if b.node == 1)
+    subprocess.run(["kill", "-KILL", str(beat.ranks[0].pid)], check=True, timeout=10)
+    view = run.wait_for_end()
+    assert ended(view) == (AttemptState.COMPLETED, None)
+    assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "completed"]
+
+
+def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make) -> None:
+    run = make(steps=4000, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    lost = next(b.host for b in run.beats(attempt) if b.node == 1)
+    slurm.kill_node(lost)
+    try:
+        view = run.wait_for_end()
+        assert ended(view) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
+        assert view.facts["lost_hosts"] == [lost]
+        decision = decide(run.history(), None, now=time.time())
+        assert (decision.action, decision.exclude) == ("relaunch", (lost,))
+    finally:
+        slurm.start_node(lost)
+
+
+def test_a_queued_job_is_pending_counted_and_taken_back(slurm: SlurmCluster, make: Make) -> None:
+    executor = executor_for("slurm")
+    run = make(resources={"nodes": 4, "gpus_per_node": 4, "extra": {"begin": "now+1hour"}})
+    assert executor.capacity(run.spec.resources) == 16
+    attempt = run.submit()
+    view = run.history().attempts[0]
+    assert view.state is AttemptState.PENDING
+    submission = read_document(Submission, attempt.submission)
+    found = executor.find(_request(view))
+    assert submission is not None
+    assert found is not None
+    assert found.job_id == submission.job_id
+    assert "taken back" in operator.request(run.paths, "cancel", by="tester")
+    assert ended(run.wait_for_end()) == (AttemptState.CANCELLED, Cause.OPERATOR)
+    assert run.history().state == "cancelled"
+
+
+def test_a_silent_controller_is_unknown_and_never_absent(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = make(steps=10)
+    run.submit()
+    view = run.history().attempts[0]
+    elsewhere = tmp_path / "slurm.conf"
+    elsewhere.write_text("ClusterName=none\nSlurmctldHost=localhost\nSlurmctldPort=1\n")
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(elsewhere))
+        with pytest.raises(SchedulerUnavailableError):
+            executor_for("slurm").find(_request(view))
+        assert not run.history().attempts[0].state.is_terminal
+    assert ended(run.wait_for_end()) == (AttemptState.COMPLETED, None)
+
+
+def test_what_slurm_lacks_is_told_before_anything_is_queued(make: Make, tmp_path: Path) -> None:
+    asked = {"partition": "night", "gpus_per_node": 4, "account": "nobody", "qos": "gold"}
+    run = make(resources=asked)
+    with pytest.raises(PreflightError) as caught:
+        preflight.check(run.spec, tmp_path)
+    text = "\n".join(caught.value.problems)
+    assert "'night': no such partition; there are prod, spot" in text
+    assert "resources.account 'nobody'" in text
+    assert "resources.qos 'gold'" in text
+    large = make(resources={"gpus_per_node": 8})
+    with pytest.raises(PreflightError, match="no node of partition spot has more than 4"):
+        preflight.check(large.spec, tmp_path)
+    preflight.check(make().spec, tmp_path)
+
+
+def test_every_word_of_this_slurm_is_known(slurm: SlurmCluster) -> None:
+    # squeue answers an unknown state with the whole list of those it knows.
+    done = subprocess.run(
+        ["squeue", "--states=nonsense"], capture_output=True, text=True, timeout=30, check=False
+    )
+    listed = done.stderr.partition("Valid states include:")[2] or done.stderr.partition(":")[2]
+    words = {word.strip(" .,\n") for word in listed.replace("\n", ",").split(",")}
+    known = {word for word in words if (word.isupper() and "_" in word) or word in SLURM_STATES}
+    assert "PREEMPTED" in known
+    assert known <= set(SLURM_STATES)
+
+
+def test_events_of_a_stop_are_journaled_once(slurm: SlurmCluster, make: Make) -> None:
+    run = make(steps=4000, sleep_s=0.05, resources={"time_limit_min": 1})
+    attempt = run.submit()
+    run.wait_for_step(attempt, 3)
+    view = run.wait_for_end()
+    assert ended(view) == (AttemptState.TIMED_OUT, Cause.TIME_LIMIT)
+    assert len(run.events(EventKind.SIGNAL)) == 1
+    assert len(run.events(EventKind.STOP_AGREED)) == 1
+    outcome = run.outcome(attempt)
+    assert outcome.committed_step == outcome.last_step
+
+
+def _request(view: AttemptView) -> Any:
+    assert view.request is not None
+    return view.request
