@@ -1,0 +1,128 @@
+"""The engine with real ranks: bit-exact at any world size, stock in both directions, killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.flusher_keeper import Keeper, wait_until
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from holdfast.contracts.manifest import find_damage, read_manifest
+
+PROGRAM = Path(__file__).parents[1] / "checkpoint_program.py"
+RANKS_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def keeper() -> Iterator[Keeper]:
+    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path, keeper: Keeper) -> Path:
+    """A checkpoint of step 3 that two sharded ranks saved, and `save-2.pt` with its state."""
+    run_ranks("save", 2, folder, keeper)
+    return folder / "r" / "checkpoints" / "step-00000003.a0001.i01"
+
+
+def start_ranks(
+    scenario: str, world_size: int, folder: Path, keeper: Keeper, checkpoint: Path = Path()
+) -> list[subprocess.Popen[str]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    where = [str(folder), keeper.name, str(checkpoint)]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), scenario, str(rank), str(world_size), *where],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def run_ranks(*args: Any) -> None:
+    ranks = start_ranks(*args)
+    try:
+        errors = [rank.communicate(timeout=RANKS_S)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(errors)[-4000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Bit for bit the same state."""
+    for part in ("model", "optimizer"):
+        assert one[part].keys() == other[part].keys()
+        for key, value in one[part].items():
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other[part][key].dtype
+                assert torch.equal(value, other[part][key]), key
+            else:
+                assert value == other[part][key], key
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_checkpoint_loads_bit_exact_at_any_world_size(
+    saved: Path, folder: Path, keeper: Keeper, world_size: int
+) -> None:
+    manifest = read_manifest(saved)
+    assert manifest is not None
+    assert find_damage(saved, manifest) == []
+    assert manifest.world_size == 2
+    assert 0 < manifest.blocked_s < 60
+    run_ranks("load", world_size, folder, keeper, saved)
+    assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / f"load-{world_size}.pt"))
+
+
+def test_stock_dcp_reads_what_we_wrote(saved: Path, folder: Path, keeper: Keeper) -> None:
+    run_ranks("stock_load", 2, folder, keeper, saved)
+    expected = torch.load(folder / "save-2.pt")
+    assert_same(expected, torch.load(folder / "stock_load-2.pt"))
+    dcp_to_torch_save(saved, folder / "converted.pt")
+    converted = torch.load(folder / "converted.pt")
+    assert_same(expected, converted)
+    assert converted["rng"]["rank00001"].tolist() == [1] * 9
+
+
+def test_we_read_what_stock_dcp_wrote(folder: Path, keeper: Keeper) -> None:
+    run_ranks("stock_save", 2, folder, keeper, folder / "stock")
+    run_ranks("foreign_load", 2, folder, keeper, folder / "stock")
+    assert_same(torch.load(folder / "stock_save-2.pt"), torch.load(folder / "foreign_load-2.pt"))
+
+
+def test_a_step_that_killed_ranks_had_sealed_is_committed(tmp_path: Path, keeper: Keeper) -> None:
+    ranks = start_ranks("hold", 2, tmp_path, keeper)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", RANKS_S)
+        keeper.signal(signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        wait_until(lambda: len(list(tmp_path.glob("staged-*"))) == 2, "both seals", RANKS_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        keeper.signal(signal.SIGCONT)
+    keeper.drain()
+    directory = tmp_path / "r" / "checkpoints" / "step-00000004.a0001.i01"
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert find_damage(directory, manifest) == []

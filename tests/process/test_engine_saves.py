@@ -1,0 +1,241 @@
+"""One rank's saves against a real flusher: what is passed over, refused, measured, rebuilt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.flusher_keeper import Keeper, wait_until
+
+from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.layout import ALIGNMENT, TRAIN_STATE_BYTES_MAX
+from holdfast.trainer.metadata import read_metadata
+from holdfast.trainer.planning import Placed, check_memory
+from holdfast.trainer.reader import read_keys
+
+FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def make_engine(flusher: str, folder: Path) -> CheckpointEngine:
+    identity = Identity(
+        run_uid="1" * 32,
+        run="r",
+        attempt=3,
+        incarnation=2,
+        rank=0,
+        local_rank=0,
+        local_ranks=1,
+        world_size=1,
+        node=0,
+        nodes=1,
+        command_digest="c" * 64,
+    )
+    return CheckpointEngine(
+        flusher=flusher, run=RunPaths(folder / "r"), identity=identity, group=None
+    )
+
+
+@pytest.fixture
+def engine(keeper: Keeper, tmp_path: Path) -> Iterator[CheckpointEngine]:
+    made = make_engine(keeper.name, tmp_path)
+    yield made
+    made.close()
+
+
+def make_state(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": {
+            "weight": torch.full((3, 5), value),
+            "half": torch.full((7,), value, dtype=torch.bfloat16),
+            "turned": torch.arange(6.0).reshape(2, 3).t() * value,
+            "nothing": torch.empty(0, 4),
+            "count": torch.tensor(int(value)),
+            "mask": torch.tensor([True, False]),
+        },
+        "group": {"lr": value, "betas": (0.9, value), "foreach": None, "fused": False},
+    }
+
+
+def directory_of(folder: Path, step: int) -> Path:
+    return folder / "r" / "checkpoints" / f"step-{step:08d}.a0003.i02"
+
+
+def test_values_of_each_save_come_back_whatever_their_type(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    for step, value in ((5, 1.0), (6, 0.30000000000000004), (7, float("inf")), (8, 1e-300)):
+        state = make_state(0.0 if value in (float("inf"), 1e-300) else value)
+        state["group"]["lr"] = value
+        name = engine.save(state, {"step": step}, step=step, metrics={"loss": 2}, **FACTS)
+        assert name == f"step-{step:08d}.a0003.i02"
+        results = engine.wait(20)
+        assert [(r.step, r.committed, r.error) for r in results] == [(step, True, None)]
+        assert engine.last_committed == name
+        loaded = make_state(9.0)
+        report = engine.load(directory_of(tmp_path, step), loaded)
+        assert (report.missing, report.extra) == ((), ())
+        assert report.restored == 10
+        assert loaded["group"] == state["group"]
+        for key, tensor in state["model"].items():
+            assert torch.equal(tensor, loaded["model"][key]), key
+        assert read_train_state(directory_of(tmp_path, step)) == {"step": step}
+    manifest = read_manifest(directory_of(tmp_path, 8))
+    assert manifest is not None
+    assert manifest.parent == FACTS["parent"]
+    assert manifest.metrics == {"loss": 2.0}
+    assert manifest.versions["torch"] == torch.__version__
+    assert 0 < manifest.flush_s < 20
+
+
+def test_layout_is_stock_and_aligned_and_metadata_is_the_same_at_every_save(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        engine.save(make_state(float(step)), {}, step=step, **FACTS)
+        assert engine.wait(20)[0].committed
+    first, second = (directory_of(tmp_path, step) / ".metadata" for step in (1, 2))
+    assert first.read_bytes() == second.read_bytes()
+    metadata = read_metadata(directory_of(tmp_path, 2))
+    assert all(info.offset % ALIGNMENT == 0 for info in metadata.storage_data.values())
+    assert "model.weight" in read_keys(directory_of(tmp_path, 2))
+    image = (directory_of(tmp_path, 2) / "__0_0.distcp").read_bytes()
+    wanted = make_state(2.0)["model"]["weight"].numpy().tobytes()
+    assert image.index(wanted) % ALIGNMENT == 0
+
+
+def test_a_save_is_passed_over_while_both_slots_are_being_written(
+    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+) -> None:
+    engine.save(make_state(), {}, step=1, **FACTS)
+    assert engine.wait(20)[0].committed
+    keeper.signal(signal.SIGSTOP)
+    assert engine.save(make_state(2.0), {}, step=2, **FACTS)
+    assert engine.save(make_state(3.0), {}, step=3, **FACTS)
+    assert engine.save(make_state(4.0), {}, step=4, **FACTS) is None
+    assert engine.in_flight == (2, 3)
+    with pytest.raises(SaveError, match=r"no staging slot came free within 0 s, steps \[2, 3\]"):
+        engine.save(make_state(), {}, step=5, must=True, timeout_s=0.05, **FACTS)
+    assert engine.wait(0.05) == []
+    keeper.signal(signal.SIGCONT)
+    assert engine.save(make_state(6.0), {}, step=6, must=True, timeout_s=20, **FACTS)
+    assert [r.step for r in engine.wait(20)] == [2, 3, 6]
+    assert not directory_of(tmp_path, 4).exists()
+    assert read_keys(directory_of(tmp_path, 6)) == read_keys(directory_of(tmp_path, 1))
+
+
+def test_a_changed_state_is_refused_by_name_until_it_is_rebuilt(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    engine.save(make_state(), {}, step=1, **FACTS)
+    changed = make_state()
+    changed["model"]["weight"] = torch.zeros(4, 5)
+    changed["model"]["new"] = torch.zeros(100_000)
+    with pytest.raises(SaveError, match=r"model\.new: .*planned nothing.*model\.weight: "):
+        engine.save(changed, {}, step=2, **FACTS)
+    assert engine.save(changed, {}, step=2, rebuild=True, **FACTS)
+    assert [(r.step, r.committed) for r in engine.wait(20)] == [(1, True), (2, True)]
+    assert read_keys(directory_of(tmp_path, 2)) - read_keys(directory_of(tmp_path, 1)) == {
+        "model.new"
+    }
+    assert engine.save(changed, {}, step=3, **FACTS)
+    assert engine.wait(20)[0].committed
+    wordy = {**changed, "group": {**changed["group"], "lr": "x" * 5000}}
+    with pytest.raises(SaveError, match="rebuild=True"):
+        engine.save(wordy, {}, step=4, **FACTS)
+    assert engine.in_flight == ()
+    assert engine.save(wordy, {}, step=4, rebuild=True, **FACTS)
+    assert engine.wait(20)[0].committed
+
+
+def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -> None:
+    with pytest.raises(SaveError, match=r"model\.thing: a set cannot be saved"):
+        engine.save({"model": {"thing": {1}}}, {}, step=1, **FACTS)
+    with pytest.raises(SaveError, match="not JSON"):
+        engine.save(make_state(), {"x": torch.zeros(1)}, step=1, **FACTS)
+    with pytest.raises(SaveError, match="put bulk into the state"):
+        engine.save(make_state(), {"x": "y" * TRAIN_STATE_BYTES_MAX}, step=1, **FACTS)
+
+
+def test_a_flusher_that_was_started_anew_is_found_again(
+    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+) -> None:
+    engine.save(make_state(), {}, step=1, **FACTS)
+    assert engine.wait(20)[0].committed
+    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
+    keeper.kill()
+    assert engine.save(make_state(2.0), {}, step=2, **FACTS)
+    keeper.start()
+    assert engine.wait(20)[0].committed
+    assert engine.save(make_state(3.0), {}, step=3, **FACTS)
+    assert engine.wait(20)[0].committed
+    manifest = read_manifest(directory_of(tmp_path, 3))
+    assert manifest is not None
+    assert find_damage(directory_of(tmp_path, 3), manifest) == []
+
+
+def test_nobody_listening_is_said_with_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("holdfast-test-nobody", tmp_path)
+    monkeypatch.setattr("holdfast.trainer.staging.FlusherLink.connect.__defaults__", (0.05,))
+    with pytest.raises(SaveError, match="no flusher listens on 'holdfast-test-nobody'"):
+        engine.save(make_state(), {}, step=1, **FACTS)
+    engine.close()
+
+
+def test_keys_and_shapes_that_differ_are_named_before_a_byte_is_loaded(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    engine.save(make_state(), {}, step=1, **FACTS)
+    assert engine.wait(20)[0].committed
+    wanted = make_state(7.0)
+    del wanted["model"]["half"]
+    wanted["model"]["more"] = torch.zeros(2)
+    with pytest.raises(KeyMismatchError) as mismatch:
+        engine.load(directory_of(tmp_path, 1), wanted)
+    assert mismatch.value.missing == ("model.more",)
+    assert mismatch.value.extra == ("model.half",)
+    assert wanted["model"]["weight"][0, 0] == 7
+    report = engine.load(directory_of(tmp_path, 1), wanted, strict=False)
+    assert (report.missing, report.extra) == (("model.more",), ("model.half",))
+    assert wanted["model"]["weight"][0, 0] == 1
+    wanted["model"]["weight"] = torch.zeros(5, 5)
+    with pytest.raises(KeyMismatchError, match=r"model\.weight: wanted \(5, 5\), saved \(3, 5\)"):
+        engine.load(directory_of(tmp_path, 1), wanted, strict=False)
+
+
+def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
+    engine: CheckpointEngine, tmp_path: Path
+) -> None:
+    engine.save(make_state(), {}, step=1, **FACTS)
+    assert engine.wait(20)[0].committed
+    path = directory_of(tmp_path, 1) / ".metadata"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(DamagedCheckpointError, match="its checksum is not the manifest's"):
+        engine.load(directory_of(tmp_path, 1), make_state())
+
+
+def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -> None:
+    ranks = [
+        Placed(node=n // 2, image_bytes=3 << 30, available=13 << 30, storage={}) for n in (0, 1)
+    ]
+    check_memory(ranks)
+    with pytest.raises(SaveError, match=r"node 0: .* need 18\.00 GiB, 13\.00 GiB are free"):
+        check_memory([*ranks, rank])

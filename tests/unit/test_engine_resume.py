@@ -1,0 +1,134 @@
+"""Which checkpoint a run goes on from: newest first, past what cannot be believed, aloud."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts.attempt import RunRecord, write_document
+from holdfast.contracts.digests import file_checksum
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.trainer.resume import choose
+
+
+def commit(run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1) -> Path:
+    name = CheckpointName(step, attempt, incarnation)
+    directory = run.checkpoint(name)
+    directory.mkdir(parents=True)
+    (directory / "__0_0.distcp").write_bytes(f"{name}".encode() * 100)
+    entry = FileEntry(
+        path="__0_0.distcp",
+        bytes=(directory / "__0_0.distcp").stat().st_size,
+        checksum=file_checksum(directory / "__0_0.distcp"),
+    )
+    manifest = Manifest(
+        run_uid="0" * 32,
+        run=run.name,
+        name=str(name),
+        step=step,
+        attempt=attempt,
+        incarnation=incarnation,
+        world_size=1,
+        files=(entry,),
+        committed_at=1.0,
+    )
+    (directory / "manifest.json").write_bytes(to_json(manifest.model_dump(mode="json")))
+    return directory
+
+
+def fork_from(run: RunPaths, directory: Path) -> None:
+    run.directory.mkdir(exist_ok=True)
+    record = RunRecord(
+        uid="1" * 32,
+        run=run.name,
+        name=run.name,
+        root=str(run.directory.parent),
+        created_at=1.0,
+        spec={},
+        spec_digest="",
+        forked_path=str(directory),
+    )
+    write_document(run.spec, record)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "r")
+
+
+def test_a_run_without_checkpoints_begins_from_nothing(run: RunPaths) -> None:
+    choice = choose(run)
+    assert (choice.directory, choice.manifest, choice.skipped) == (None, None, ())
+
+
+def test_the_newest_step_wins_then_attempt_then_incarnation(run: RunPaths) -> None:
+    for numbers in ((10, 1, 1), (30, 1, 1), (30, 2, 1), (30, 2, 2), (20, 9, 9)):
+        commit(run, *numbers)
+    choice = choose(run)
+    assert choice.directory == run.checkpoint("step-00000030.a0002.i02")
+    assert choice.manifest is not None
+    assert choice.manifest.step == 30
+
+
+def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) -> None:
+    good = commit(run, 10)
+    (commit(run, 20) / "__0_0.distcp").write_bytes(b"short")
+    flipped = commit(run, 30) / "__0_0.distcp"
+    flipped.write_bytes(b"X" + flipped.read_bytes()[1:])
+    (commit(run, 40) / "manifest.json").write_bytes(b"{}")
+    (commit(run, 50) / "manifest.json").unlink()
+    (commit(run, 60) / "__0_0.distcp").unlink()
+    choice = choose(run)
+    assert choice.directory == good
+    assert [line.split(".")[0] for line in choice.skipped] == [
+        f"step-000000{step}" for step in (60, 50, 40, 30, 20)
+    ]
+    said = "\n".join(choice.skipped)
+    for word in ("missing", "never committed", "manifest", "checksum", "5 bytes"):
+        assert word in said
+    assert len(run.list_checkpoints()) == 6
+    # Without reading contents the flipped bit goes unseen, as is said where it is offered.
+    assert choose(run, verify=False).directory == flipped.parent
+
+
+def test_what_a_rollback_excluded_is_passed_over(run: RunPaths) -> None:
+    good = commit(run, 10)
+    bad = commit(run, 20)
+    with JournalWriter(run.journal_of("cli")) as journal:
+        journal.append(EventKind.ROLLED_BACK, to=good.name, excluded=[bad.name])
+    choice = choose(run)
+    assert choice.directory == good
+    assert choice.skipped == (f"{bad.name}: excluded by a rollback",)
+
+
+def test_a_fork_begins_from_its_origin_until_it_has_its_own(run: RunPaths, tmp_path: Path) -> None:
+    origin = commit(RunPaths(tmp_path / "origin"), 70)
+    fork_from(run, origin)
+    assert choose(run).directory == origin
+    own = commit(run, 71)
+    assert choose(run).directory == own
+
+
+def test_a_fork_whose_origin_is_damaged_does_not_begin_from_nothing(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    origin = commit(RunPaths(tmp_path / "origin"), 70)
+    fork_from(run, origin)
+    (origin / "__0_0.distcp").unlink()
+    with pytest.raises(DamagedCheckpointError, match="forked from it"):
+        choose(run)
+
+
+def test_resume_and_flusher_need_no_torch() -> None:
+    code = (
+        "import sys, holdfast.trainer.resume, holdfast.trainer.flusher, holdfast.trainer.identity;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
