@@ -233,9 +233,8 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
 
 
 def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -> None:
-    ranks = [
-        Placed(node=n // 2, image_bytes=3 << 30, available=13 << 30, storage={}) for n in (0, 1)
-    ]
-    check_memory(ranks)
+    rank = Placed(node=0, image_bytes=3 << 30, available=13 << 30, storage={})
+    check_memory([rank, rank])
+    check_memory([rank, rank, Placed(node=1, image_bytes=3 << 30, available=6 << 30, storage={})])
     with pytest.raises(SaveError, match=r"node 0: .* need 18\.00 GiB, 13\.00 GiB are free"):
-        check_memory([*ranks, rank])
+        check_memory([rank, rank, rank])
