@@ -25,9 +25,12 @@ die() {
 is_recent() { "$1" -c "import sys; sys.exit(sys.version_info < (${PYTHON_MIN/./, }))" 2>/dev/null; }
 
 find_python() {
-    local candidate
+    local candidate given="${HOLDFAST_PYTHON:-}"
+    if [[ -n "$given" ]] && ! is_recent "$given"; then
+        die "HOLDFAST_PYTHON=$given: expected the path of a Python $PYTHON_MIN or newer"
+    fi
     # The versions that the lock file was made for come first, the system's own last.
-    for candidate in ${HOLDFAST_PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    for candidate in ${given:-python3.11 python3.12 python3.13 python3}; do
         if is_recent "$candidate"; then
             command -v "$candidate"
             return
