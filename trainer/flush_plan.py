@@ -7,8 +7,8 @@ belongs to an incarnation that is over.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from holdfast.contracts.slots import SlotState
 
@@ -48,10 +48,13 @@ class StepGroup:
 
 @dataclass(frozen=True)
 class Departures:
-    """Why a rank may never seal a step: pairs and triples begin (incarnation, local rank)."""
+    """Why a rank, named (incarnation, local rank), may never seal a step.
+
+    `skipped` has the newest step that a rank passed over for want of a slot.
+    """
 
     gone: Collection[tuple[int, int]] = ()
-    skipped: Collection[tuple[int, int, int]] = ()
+    skipped: Mapping[tuple[int, int], int] = field(default_factory=dict)
     newest_incarnation: int = 0
 
 
@@ -89,7 +92,8 @@ def _why_never(
 ) -> str | None:
     """Why the step can never be complete, or None while it still can."""
     for local in sorted(rank for rank in missing if rank is not None):
-        if (group.incarnation, local, group.step) in departures.skipped:
+        # Steps come in order, so who skipped a later one is past this one too.
+        if departures.skipped.get((group.incarnation, local), -1) >= group.step:
             return f"local rank {local} had no free slot at step {group.step}"
         if (group.incarnation, local) in departures.gone:
             return f"local rank {local} ended before it sealed step {group.step}"

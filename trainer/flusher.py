@@ -44,6 +44,7 @@ KEEPER_SEND_TIMEOUT_S: Final = 5.0
 RANK_SEND_TIMEOUT_S: Final = 5.0
 IDLE_S: Final = 60.0
 LINGER_S: Final = 5.0
+RESULTS_MAX: Final = 200
 IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -87,13 +88,13 @@ class Flusher:
         self._has_had_keeper = keeper is not None
         self._links: list[RankLink] = []
         self._held: dict[SlotKey, HeldSlot] = {}
-        self._skipped: set[tuple[int, int, int]] = set()
+        self._skipped: dict[tuple[int, int], int] = {}
         self._gone: set[tuple[int, int]] = set()
         self._newest_incarnation = 0
         self._busy: set[SlotKey] = set()
         self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | None] = queue.SimpleQueue()
         self._finished: deque[Finished] = deque()
-        self._results: list[Finished] = []
+        self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
         self._drain_by: float | None = None
         self._alone_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -165,7 +166,7 @@ class Flusher:
         elif kind == "slots":
             self._give_slots(link, int(message["bytes"]))
         elif kind == "skipped":
-            self._skipped.add((link.incarnation, link.local_rank, int(message["step"])))
+            self._skipped[link.incarnation, link.local_rank] = int(message["step"])
 
     def _give_slots(self, link: RankLink, data_bytes: int) -> None:
         """New slots for a rank; those it had before are let go once they are written."""
@@ -265,7 +266,7 @@ class Flusher:
     def _plan(self) -> FlushPlan:
         departures = Departures(
             gone=frozenset(self._gone),
-            skipped=frozenset(self._skipped),
+            skipped=self._skipped,
             newest_incarnation=self._newest_incarnation,
         )
         views = [self._view(key, held) for key, held in self._held.items() if key not in self._busy]

@@ -135,7 +135,10 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises `SaveError` naming a leaf that is neither a tensor nor a number of a parameter group.
     """
     flat: dict[str, Any]
-    flat, _ = flatten_state_dict(dict(state))
+    try:
+        flat, _ = flatten_state_dict(dict(state))
+    except ValueError as error:
+        raise SaveError(f"two entries have one name when joined by dots: {error}") from error
     for key, value in flat.items():
         if not isinstance(value, torch.Tensor) and not _is_plain(value):
             raise SaveError(

@@ -83,7 +83,9 @@ def test_values_of_each_save_come_back_whatever_their_type(
     for step, value in ((5, 1.0), (6, 0.30000000000000004), (7, float("inf")), (8, 1e-300)):
         state = make_state(0.0 if value in (float("inf"), 1e-300) else value)
         state["group"]["lr"] = value
-        name = engine.save(state, {"step": step}, step=step, metrics={"loss": 2}, **FACTS)
+        name = engine.save(
+            state, {"step": step}, step=step, metrics={"loss": 2, "bad": float("nan")}, **FACTS
+        )
         assert name == f"step-{step:08d}.a0003.i02"
         results = engine.wait(20)
         assert [(r.step, r.committed, r.error) for r in results] == [(step, True, None)]
@@ -99,7 +101,7 @@ def test_values_of_each_save_come_back_whatever_their_type(
     manifest = read_manifest(directory_of(tmp_path, 8))
     assert manifest is not None
     assert manifest.parent == FACTS["parent"]
-    assert manifest.metrics == {"loss": 2.0}
+    assert manifest.metrics["loss"] == 2.0
     assert manifest.versions["torch"] == torch.__version__
     assert 0 < manifest.flush_s < 20
 
@@ -167,6 +169,8 @@ def test_a_changed_state_is_refused_by_name_until_it_is_rebuilt(
 def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -> None:
     with pytest.raises(SaveError, match=r"model\.thing: a set cannot be saved"):
         engine.save({"model": {"thing": {1}}}, {}, step=1, **FACTS)
+    with pytest.raises(SaveError, match="one name when joined by dots"):
+        engine.save({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, {}, step=1, **FACTS)
     with pytest.raises(SaveError, match="not JSON"):
         engine.save(make_state(), {"x": torch.zeros(1)}, step=1, **FACTS)
     with pytest.raises(SaveError, match="put bulk into the state"):
