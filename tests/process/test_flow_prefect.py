@@ -107,6 +107,18 @@ def test_a_cancelled_flow_leaves_the_job_to_flush_and_its_row_ends(
     assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", "prefect")]
 
 
+def test_a_run_cancelled_on_the_command_line_ends_its_flow_as_cancelled(runs: FlowRuns) -> None:
+    paths = runs.deploy_run(runs.write_spec("called-off", {"steps": 500, "sleep_s": 0.1}))
+    wait_for("step 1", lambda: step_of(paths) >= 1)
+    (taken,) = supervisions(paths)
+    assert runs.holdfast("cancel", "called-off")["flow_run"] is None
+    wait_for(
+        "Prefect's state", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED", wait_s=60
+    )
+    assert runs.holdfast("show", "called-off")["state"] == "cancelled"
+    assert len(load_history(paths).attempts) == 1
+
+
 def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns) -> None:
     spec = runs.write_spec("left-alone", {"steps": 150, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)

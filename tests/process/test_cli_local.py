@@ -1,0 +1,146 @@
+"""`holdfast` on one machine with no Prefect server: flows in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from holdfast.contracts.attempt import Request, Submission, read_document
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.workers.executors import executor_for
+from holdfast.workers.heartbeats import newest_step, read_heartbeats
+
+PROGRAM: Final = Path(__file__).with_name("agent_program.py")
+CALL_S: Final = 150.0
+WAIT_S: Final = 90.0
+
+
+class Local:
+    """The command with a home and a Prefect home of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "home" / "runs"
+        foreign = ("PREFECT_API_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_ROOT")
+        self.environment = {k: v for k, v in os.environ.items() if k not in foreign}
+        self.environment |= {
+            "HOLDFAST_HOME": str(folder / "home"),
+            "PREFECT_HOME": str(folder / "prefect"),
+        }
+
+    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "holdfast.cli.main", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=CALL_S,
+            check=False,
+        )
+
+    def json(self, *arguments: str) -> Any:
+        done = self.call(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def write_spec(self, name: str, settings: dict[str, Any]) -> Path:
+        path = self.folder / f"{name}.yaml"
+        spec = {
+            "name": name,
+            "command": [PROGRAM.name, json.dumps(settings)],
+            "launch": {"working_directory": str(PROGRAM.parent)},
+            "environment": {"OMP_NUM_THREADS": "1"},
+            "checkpoint": {"interval": 10, "keep": {"last": 2}},
+            "supervision": {"poll_s": 0.5, "heartbeat_s": 0.3},
+        }
+        path.write_text(json.dumps(spec))
+        return path
+
+    def end_all(self) -> None:
+        """Leave neither flow nor job behind, whatever a failed test left running."""
+        for paths in list_runs(self.root):
+            for event in load_events(paths):
+                if event.kind is EventKind.SUPERVISED and psutil.pid_exists(event.data["pid"]):
+                    os.kill(event.data["pid"], signal.SIGTERM)
+            for attempt in paths.list_attempts():
+                request = read_document(Request, attempt.request)
+                submission = read_document(Submission, attempt.submission)
+                if request and submission and not attempt.outcome.exists():
+                    executor_for(request.executor).cancel(request, submission)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    made = Local(tmp_path)
+    yield made
+    made.end_all()
+
+
+def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
+    spec = local.write_spec("first", {"steps": 35, "sleep_s": 0.02})
+    told = local.json("submit", str(spec), "--wait")
+    assert (told["state"], told["step"]) == ("completed", 35)
+    assert local.json("submit", str(spec), "--wait")["created"] is False
+    shown = local.json("show", "first")
+    assert len(shown["attempts"]) == 1
+    found = local.json("checkpoints", "first")
+    assert [(c["step"], c["state"]) for c in found] == [
+        (10, "deleted"),
+        (20, "deleted"),
+        (30, "committed"),
+        (35, "committed"),
+    ]
+    assert local.json("verify", found[-1]["id"])["ok"] is True
+    logs = local.call("logs", "first")
+    assert "ends after step 35" in logs.stdout
+    middle = found[2]["id"]
+    command = json.dumps([PROGRAM.name, json.dumps({"steps": 45, "sleep_s": 0.02})])
+    forked = local.json("fork", middle, "--name", "second", "--wait", "--set", f"command={command}")
+    assert (forked["run"], forked["state"]) == ("second", "completed")
+    attempt = local.json("show", "second")["attempts"][0]
+    assert (attempt["resumed_from"], attempt["first_step"]) == (middle, 31)
+    edges = local.json("lineage", "second")["edges"]
+    assert any(e["kind"] == "forked_from" and e["to"] == middle for e in edges)
+    assert local.call("fork", middle, "--name", "second").returncode == 2
+
+
+def test_a_failing_run_ends_with_1_and_a_killed_flow_is_said(local: Local) -> None:
+    spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.02, "fail_at": 5})
+    done = local.call("submit", str(spec), "--wait")
+    assert done.returncode == 1
+    assert "user_error" in done.stdout
+    assert "a bad batch at step 5" in local.call("show", "broken").stdout
+    spec = local.write_spec("orphan", {"steps": 5000, "sleep_s": 0.05})
+    local.json("submit", str(spec))
+    paths = RunPaths(local.root / "orphan")
+    ends_at = time.monotonic() + WAIT_S
+    while (newest_step(read_heartbeats(paths.attempt(1))) or 0) < 3:
+        assert time.monotonic() < ends_at, paths.flow_log.read_text()
+        time.sleep(0.2)
+    (taken,) = [e.data for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
+    flow = psutil.Process(taken["pid"])
+    started_by_it = flow.children(recursive=True)
+    flow.kill()
+    gone, alive = psutil.wait_procs(started_by_it, timeout=20)
+    assert gone, "Prefect's temporary server is a child of the flow"
+    assert not alive, "it should not outlive the flow"
+    assert local.json("stop", "orphan")["state"] == "running"
+    while not paths.attempt(1).outcome.exists():
+        assert time.monotonic() < ends_at, "the job did not stop"
+        time.sleep(0.2)
+    shown = local.json("show", "orphan")
+    assert shown["state"] == "cancelled"
+    assert shown["attempts"][0]["cause"] == "operator"
+    assert load_history(paths).attempts[0].outcome is not None
