@@ -41,7 +41,7 @@ def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
     yield make_run
     for run in made:
         run.end_all()
-        wait_until(lambda run=run: not processes_of(run.paths), "the end of every process", 60)
+    wait_until(lambda: not any(processes_of(r.paths) for r in made), "the end of all", 60)
 
 
 def ended(view: AttemptView) -> tuple[AttemptState, Cause | None]:
@@ -143,8 +143,8 @@ def test_a_queued_job_is_pending_counted_and_taken_back(slurm: SlurmCluster, mak
 def test_a_silent_controller_is_unknown_and_never_absent(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = make(steps=10)
-    run.submit()
+    run = make(steps=4000, sleep_s=0.05)
+    attempt = run.submit()
     view = run.history().attempts[0]
     elsewhere = tmp_path / "slurm.conf"
     elsewhere.write_text("ClusterName=none\nSlurmctldHost=localhost\nSlurmctldPort=1\n")
@@ -153,7 +153,9 @@ def test_a_silent_controller_is_unknown_and_never_absent(
         with pytest.raises(SchedulerUnavailableError):
             executor_for("slurm").find(_request(view))
         assert not run.history().attempts[0].state.is_terminal
-    assert ended(run.wait_for_end()) == (AttemptState.COMPLETED, None)
+    run.wait_for_step(attempt, 1)
+    operator.request(run.paths, "stop", by="tester")
+    assert ended(run.wait_for_end()) == (AttemptState.CANCELLED, Cause.OPERATOR)
 
 
 def test_what_slurm_lacks_is_told_before_anything_is_queued(make: Make, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_every_word_of_this_slurm_is_known(slurm: SlurmCluster) -> None:
     assert known <= set(SLURM_STATES)
 
 
-def test_events_of_a_stop_are_journaled_once(slurm: SlurmCluster, make: Make) -> None:
+def test_the_time_limit_is_met_with_a_checkpoint_and_told_once(make: Make) -> None:
     run = make(steps=4000, sleep_s=0.05, resources={"time_limit_min": 1})
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
