@@ -56,7 +56,8 @@ def measure(ranks: int, state_bytes: int, directory: Path) -> dict[str, object]:
     command += ["--directory", str(directory), "--state-bytes", str(state_bytes)]
     done = subprocess.run(
         command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # torchrun leaves a folder in the temporary one: here it goes with the rest.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
         stdout=subprocess.PIPE,
         text=True,
         timeout=RUN_TIMEOUT_S,

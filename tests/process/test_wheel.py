@@ -162,6 +162,8 @@ def test_the_jobs_side_needs_no_prefect_and_no_sql(
     assert not re.search(r"(?im)^(prefect|sqlalchemy|alembic|fastapi|typer)==", installed)
     launcher: list[str | Path] = [trainer / "torchrun", "--standalone", "--nproc-per-node", "2"]
     environment = {"HOLDFAST_ROOT": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
+    # torchrun leaves a folder in the temporary one.
+    environment["TMPDIR"] = str(tmp_path)
     run_command(*launcher, "train.py", "spec.toml", cwd=program, **environment)
     (manifest,) = tmp_path.glob(f"runs/train/checkpoints/step-{STEPS:08d}.*/manifest.json")
     document = json.loads(manifest.read_bytes())
