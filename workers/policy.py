@@ -31,6 +31,9 @@ BUDGETS: Final[dict[Cause, int]] = {
     Cause.OPERATOR: 0,
 }
 BREAKER_ATTEMPTS: Final = 3
+# Slurm starts the job that preempted ours only after ours has gone. Asked sooner what is free,
+# it would count the very GPUs that are about to be taken.
+PREEMPTOR_S: Final = 6.0
 EXCLUDE_S: Final = 6 * 3600.0
 EXCLUDED_MAX: Final = 16
 BACKOFF_S_MAX: Final = 600.0
@@ -116,7 +119,7 @@ def _after(history: RunHistory, last: AttemptView, capacity: int | None, now: fl
         action="relaunch",
         gpus=gpus,
         exclude=excluded_hosts(history.attempts, now),
-        delay_s=backoff_s(history, last, spent),
+        delay_s=_delay_s(history, last, spent, capacity),
         reason=f"after {cause} of attempt {last.number}: {gpus} GPUs ({why})",
     )
 
@@ -184,6 +187,13 @@ def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ..
             # Without the name of the one that failed, all of a large job would be shut out.
             hosts += named if lost or len(named) == 1 else ()
     return tuple(dict.fromkeys(hosts))[:EXCLUDED_MAX]
+
+
+def _delay_s(history: RunHistory, last: AttemptView, spent: int, capacity: int | None) -> float:
+    """Seconds between the end of an attempt and the next one; no capacity, no preemptor."""
+    if last.cause is Cause.PREEMPTION and capacity is not None:
+        return PREEMPTOR_S
+    return backoff_s(history, last, spent)
 
 
 def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:

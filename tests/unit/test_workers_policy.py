@@ -13,6 +13,7 @@ from holdfast.workers.policy import (
     BACKOFF_S_MAX,
     BUDGETS,
     EXCLUDE_S,
+    PREEMPTOR_S,
     UNLIMITED,
     decide,
     decide_in_place,
@@ -137,6 +138,8 @@ def test_backoff_doubles_is_bounded_and_always_the_same() -> None:
     assert again.delay_s == delays[0]
     preempted = decide(history_of(spec, *growing(spec, Cause.PREEMPTION, 1)), None, now=NOW)
     assert preempted.delay_s == 0
+    on_cluster = decide(history_of(spec, *growing(spec, Cause.PREEMPTION, 1)), 8, now=NOW)
+    assert on_cluster.delay_s == PREEMPTOR_S, "the preemptor takes its GPUs first"
 
 
 @pytest.mark.parametrize(

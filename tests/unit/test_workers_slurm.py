@@ -12,7 +12,7 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
-from holdfast.workers.executors.slurm import _free_gpus
+from holdfast.workers.executors.slurm import _free_gpus, ranks_that_fit
 from holdfast.workers.slurm_states import SLURM_STATES, bare_word, translate
 
 # `squeue --helpstate` of 24.11 and, for the words it leaves out, slurm.h's base states and flags.
@@ -165,3 +165,21 @@ def test_a_missing_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", absent)
     with pytest.raises(SchedulerUnavailableError, match="no such command"):
         slurm_client.call(["squeue"])
+
+
+@pytest.mark.parametrize(
+    ("free", "resources", "ranks"),
+    [
+        ([4, 4, 0, 2], {"nodes": 2, "gpus_per_node": 4}, 8),
+        ([3, 1, 0], {"nodes": 2, "gpus_per_node": 4}, 3),
+        ([0, 0], {"gpus_per_node": 4}, 0),
+        ([4, 4, 3], {"nodes": 3, "gpus_per_node": 1, "gres": "gpu:4"}, 2),
+        ([4, 3], {"nodes": 2, "gpus_per_node": 2, "gres": "gpu:a100:4"}, 2),
+        ([0], {"gpus_per_node": 2, "gres": "none"}, None),
+        ([], {"gpus_per_node": 2}, 0),
+    ],
+)
+def test_ranks_that_fit_into_what_is_free(
+    free: list[int], resources: dict[str, Any], ranks: int | None
+) -> None:
+    assert ranks_that_fit(free, Resources(executor="slurm", **resources)) == ranks

@@ -42,8 +42,8 @@ def is_running(number: int) -> bool:
         return False
 
 
-def descendants(root: int) -> list[int]:
-    """Numbers of all live processes below `root`."""
+def descendants(root: int, spared: frozenset[int] = frozenset()) -> list[int]:
+    """Numbers of all live processes below `root`, those `spared` and all below them left out."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -57,31 +57,27 @@ def descendants(root: int) -> list[int]:
     found: list[int] = []
     pending = [root]
     while pending:
-        below = children.get(pending.pop(), [])
+        below = [number for number in children.get(pending.pop(), []) if number not in spared]
         found += below
         pending += below
     return found
 
 
-def kill_all_below(root: int) -> bool:
-    """KILL every process below `root`, again until none is left; False when some stay."""
+def kill_all_below(root: int, spared: frozenset[int] = frozenset()) -> bool:
+    """KILL every process below `root`, again until none is left; False when some stay.
+
+    The dead are left to their parents to reap.
+    """
     give_up = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < give_up:
-        below = descendants(root)
+        below = descendants(root, spared)
         if not below:
             return True
         for number in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        _reap()
         time.sleep(POLL_S)
     return False
-
-
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0] != 0:
-            continue
 
 
 def watch(child: subprocess.Popen[bytes]) -> int:

@@ -31,6 +31,8 @@ SETTLE_PAUSE_S: Final = 0.5
 # What is kept of the grace for writing the outcome before the scheduler's KILL.
 RESERVE_S: Final = 1.5
 CRASH_DRAIN_S: Final = 300.0
+# The files of a node that is lost will not come; only what is complete without it is waited for.
+LOST_DRAIN_S: Final = 30.0
 RESTART_PAUSE_S: Final = 1.0
 INCARNATIONS_MAX: Final = 1000
 
@@ -76,6 +78,7 @@ class Lead:
         self._stops = StopWatch(context)
         self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
         self._reports: dict[str, NodeReport] = {}
+        self._heard: list[str] = []
         self._remote_at = 0.0
         self._serial = 1
         self._tries = 0
@@ -153,7 +156,6 @@ class Lead:
         while True:
             names = self._signals.wait(POLL_S)
             self._poll_nodes()
-            names += [name for r in self._reports.values() for name in r.signals]
             self._look_for_stops(names)
             if self.lost:
                 return "crashed"
@@ -191,8 +193,8 @@ class Lead:
                     self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
         failures, kills = [], 0
         for node in self.nodes:
+            self._look_at(node)
             with self._losing(node):
-                self._reports[node.name] = node.report()
                 if ending in {"crashed", "stopped"}:
                     wreck = node.wreck()
                     failures += wreck.failures
@@ -213,13 +215,19 @@ class Lead:
 
     def _poll_nodes(self) -> None:
         """This node's report at every look, the others' a few times a second."""
-        self._reports[self._runtime.name] = self._runtime.report()
+        self._look_at(self._runtime)
         if time.monotonic() - self._remote_at < REMOTE_POLL_S:
             return
         self._remote_at = time.monotonic()
         for node in self.nodes[1:]:
-            with self._losing(node):
-                self._reports[node.name] = node.report()
+            self._look_at(node)
+
+    def _look_at(self, node: Node) -> None:
+        """Ask a node how it is, and keep in mind what its agent heard."""
+        with self._losing(node):
+            report = node.report()
+            self._reports[node.name] = report
+            self._heard += report.signals
 
     def _wait_for_neighbours(self) -> None:
         """After a failure: time for the node that caused it to fail as well."""
@@ -233,6 +241,7 @@ class Lead:
     def _look_for_stops(self, heard: list[str]) -> None:
         """Take up every reason to stop that has come since the last look."""
         now = time.time()
+        heard, self._heard = [*heard, *self._heard], []
         for name in heard:
             if self.wish is not None:
                 # Signals repeat, and the second of a pair says nothing new.
@@ -311,6 +320,8 @@ class Lead:
     def _drain_s(self) -> float:
         """Seconds that the flushers get to finish what is sealed."""
         longest_s = self.context.request.supervision.flush_timeout_s
+        if self.lost:
+            longest_s = min(longest_s, LOST_DRAIN_S)
         if self.wish is not None and self.wish.deadline is not None:
             return max(1.0, min(self.wish.deadline - time.time(), longest_s))
         return min(CRASH_DRAIN_S, longest_s) if self.wish is None else longest_s

@@ -150,6 +150,9 @@ class NodeRuntime(BoardPort):
     def kill(self) -> None:
         if self._torchrun is not None:
             self._torchrun.kill()
+            # Where the guard itself was killed, what it guarded is this process's to end.
+            flusher = self.keeper.pid
+            kill_all_below(os.getpid(), frozenset({flusher} if flusher else ()))
 
     def drain(self, timeout_s: float) -> bool:
         return self.keeper.drain(timeout_s)
@@ -163,7 +166,6 @@ class NodeRuntime(BoardPort):
         self.kill()
         self.keeper.close()
         self._heartbeat.close()
-        # Only what escaped from a guard that was itself killed can be left here.
         kill_all_below(os.getpid())
         with contextlib.suppress(BufferError):
             self.board.close()

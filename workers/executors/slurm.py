@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,8 @@ from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
 from holdfast.workers.executors.base import Executor, JobStatus
-from holdfast.workers.slurm_client import JobLine
+from holdfast.workers.request import NO_GRES
+from holdfast.workers.slurm_client import JobLine, gpus_of
 from holdfast.workers.slurm_states import bare_word, translate
 
 SBATCH_TIMEOUT_S: Final = 60
@@ -107,7 +109,7 @@ class SlurmExecutor(Executor):
             nodes = slurm_client.show_nodes()
         except SchedulerError:
             return None
-        return sum(_free_gpus(node, resources) for node in nodes)
+        return ranks_that_fit([_free_gpus(node, resources) for node in nodes], resources)
 
     def _absent(self, since: float, name: str) -> JobStatus:
         if slurm_client.now() - since < ABSENCE_MATURES_S:
@@ -138,6 +140,21 @@ def _status_of(line: JobLine) -> JobStatus:
     )
 
 
+def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
+    """The most ranks that nodes with `free` GPUs each can start now; None where GPUs do not tell.
+
+    A job of several nodes needs all that the spec asks for on each of them; one of a single node
+    is content with a part, unless the spec's GRES says what a node must give.
+    """
+    if resources.gres == NO_GRES:
+        return None
+    wanted = gpus_of(resources.gres) if resources.gres else resources.gpus_per_node
+    whole = sum(1 for count in free if count >= wanted)
+    if whole or resources.gres:
+        return whole * resources.gpus_per_node
+    return max(free, default=0)
+
+
 def _free_gpus(node: dict[str, str], resources: Resources) -> int:
     """GPUs of one node that a job with these resources could have now."""
     state = node.get("State", "").upper()
@@ -147,7 +164,5 @@ def _free_gpus(node: dict[str, str], resources: Resources) -> int:
         wanted = set(resources.partition.split(","))
         if not wanted & set(node.get("Partitions", "").split(",")):
             return 0
-    free = slurm_client.gpus_of(node.get("Gres", "")) - slurm_client.gpus_of(
-        node.get("GresUsed", "")
-    )
+    free = gpus_of(node.get("Gres", "")) - gpus_of(node.get("GresUsed", ""))
     return max(free, 0)
