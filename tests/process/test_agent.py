@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
@@ -86,6 +87,19 @@ def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
     outcome = run.outcome(attempt)
     assert [i.ending for i in outcome.incarnations] == ["crashed", "completed"]
     assert outcome.last_step == 60
+
+
+def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) -> None:
+    run = make(steps=60, sleep_s=0.05)
+    attempt = run.submit()
+    run.wait_for_step(attempt, 5)
+    first = {rank.pid for beat in run.beats(attempt) for rank in beat.ranks}
+    agent = psutil.Process(run.claim(attempt).pid)
+    guard = next(p for p in agent.children() if "holdfast.workers.agent.guard" in p.cmdline())
+    send(guard.pid, signal.SIGKILL)
+    wait_until(lambda: len(run.events(EventKind.INCARNATION_STARTED)) == 2, "another start")
+    assert not first & {process.pid for process in processes_of(run.paths)}
+    assert run.wait_for_end().state is AttemptState.COMPLETED
 
 
 def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> None:
