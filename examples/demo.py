@@ -57,11 +57,12 @@ def main() -> int:
                 finally:
                     end_jobs(run)
         broken = judge(service, run)
+        print_logs(folder if broken else None)
     except RuntimeError as error:
         broken = [str(error)]
-    if broken:
         print_logs(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     for line in broken:
         print(f"NOT SO: {line}", file=sys.stderr)
     say(f"{'failed' if broken else 'done'} after {seconds_text(time.monotonic() - began)}")
@@ -182,9 +183,9 @@ def end_jobs(run: RunPaths) -> None:
             executor_for(request.executor).cancel(request, submission)
 
 
-def print_logs(folder: Path) -> None:
-    """The ends of the server's and the worker's logs, on standard error."""
-    for path in sorted(folder.glob("*.log")):
+def print_logs(folder: Path | None) -> None:
+    """The ends of the server's and the worker's logs, on standard error; of no folder, nothing."""
+    for path in sorted(folder.glob("*.log")) if folder else ():
         print(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}", file=sys.stderr)
 
 
