@@ -45,9 +45,9 @@ def undisturbed(runs: FlowRuns) -> RunPaths:
 
 def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
     """Run the example to its end, preempted once when `sizes` says how it goes on."""
-    overrides = (f"name={name}", "supervision.poll_s=0.5", "supervision.heartbeat_s=0.3")
-    overrides += (f"elastic.on_preemption={list(sizes or (4,))}",)
-    paths = runs.deploy_run(SPEC, name, overrides)
+    sizes_after = f"elastic.on_preemption={list(sizes or (4,))}"
+    often = ("supervision.poll_s=0.5", "supervision.heartbeat_s=0.3")
+    paths = runs.deploy_run(SPEC, name, (f"name={name}", sizes_after, *often))
     if sizes:
         wait_for(f"step {PREEMPT_AT}", lambda: step_of(paths) >= PREEMPT_AT)
         os.kill(claim_of(paths).pid, signal.SIGTERM)

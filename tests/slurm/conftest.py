@@ -1,5 +1,6 @@
 """A real Slurm cluster for the tests of this folder: one per test session."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 # At the end, so that no module of ours can hide an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 
+from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
 
@@ -29,3 +31,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         for name, value in cluster.env.items():
             patch.setenv(name, value)
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm_service(
+    slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrefectService]:
+    """A real Prefect server, deployment and process worker whose flows submit to the cluster."""
+    folder: Path = tmp_path_factory.mktemp("prefect")
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    environment.pop("HOLDFAST_DATABASE_URL", None)
+    environment |= {"HOLDFAST_HOME": str(folder / "home"), "HOLDFAST_ROOT": str(folder / "runs")}
+    service = PrefectService(folder, {**environment, **slurm.env})
+    with service.serving():
+        service.command("holdfast", "deploy")
+        with service.working():
+            yield service

@@ -1,0 +1,233 @@
+"""The main job on a real Slurm: preempted, out of time, cancelled, orphaned, lost.
+
+Every run goes the way that people's runs go: `prefect deployment run`, a process worker, sbatch,
+an agent on every node, torchrun. A rank takes a whole node of four GPUs, so that what a
+higher-priority job takes is truly gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from examples.demo_service import PrefectService
+from slurm_cluster import SlurmCluster
+from tests.flow_runs import FlowRuns, state_of, step_of, submissions, supervisions, wait_for
+
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import RunPaths
+
+GRACE_S = 10.0
+
+
+@pytest.fixture
+def runs(slurm_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
+    made = FlowRuns(slurm_service, tmp_path)
+    yield made
+    made.end_all()
+
+
+def spec_of(
+    runs: FlowRuns, name: str, *, nodes: int, settings: dict[str, Any], **more: Any
+) -> Path:
+    """A run of one rank on each of `nodes` whole nodes, in the partition that is preempted."""
+    resources = {"executor": "slurm", "nodes": nodes, "gpus_per_node": 1, "gres": "gpu:4"}
+    resources |= {"partition": "spot", **more.pop("resources", {})}
+    supervision = {"poll_s": 0.5, "heartbeat_s": 0.3, "grace_s": GRACE_S}
+    return runs.write_spec(name, settings, resources=resources, supervision=supervision, **more)
+
+
+def jobs_named_for(slurm: SlurmCluster, paths: RunPaths) -> list[str]:
+    """Ids of all jobs that Slurm ever had for the run, by the name that they bear."""
+    lines = slurm.run(
+        *("sacct", "-X", "-n", "-P", "--starttime", "now-1days", "--format", "JobID,JobName")
+    )
+    fields = [line.split("|") for line in lines.splitlines() if line]
+    return [job for job, name in fields if name.startswith(f"holdfast-{paths.name}-")]
+
+
+def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(
+        runs,
+        "spot-run",
+        nodes=4,
+        settings={"steps": 120, "sleep_s": 0.2},
+        elastic={"min_gpus": 1, "max_gpus": 4},
+    )
+    paths = runs.deploy_run(spec)
+    wait_for("step 15", lambda: step_of(paths) >= 15)
+    prod = slurm.run(
+        *("sbatch", "--parsable", "--partition=prod", "--nodes=2", "--gres=gpu:4"),
+        *("--wrap", "sleep 600"),
+    ).strip()
+    try:
+        wait_for("training on the nodes left", lambda: step_of(paths, 2) >= 20)
+        wait_for("the end", lambda: state_of(paths) == "completed")
+    finally:
+        slurm.run("scancel", prod)
+    first, second = runs.holdfast("show", "spot-run")["attempts"]
+    assert (first["state"], first["cause"]) == ("preempted", "preemption")
+    assert any("PreemptTime" in line for line in first["evidence"])
+    assert (first["world_size"], second["world_size"]) == (4, 2)
+    assert first["signal_to_commit_s"] < GRACE_S
+    assert first["committed_step"] == first["last_step"]
+    assert second["first_step"] == first["last_step"] + 1, "nothing is trained twice"
+    assert second["last_step"] == 120
+    assert first["command_digest"] == second["command_digest"]
+    assert len(jobs_named_for(slurm, paths)) == 2
+
+
+def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(
+        runs,
+        "short-job",
+        nodes=2,
+        settings={"steps": 300, "sleep_s": 0.2},
+        resources={"time_limit_min": 1},
+    )
+    paths = runs.deploy_run(spec)
+    wait_for("the second attempt's steps", lambda: step_of(paths, 2) > 0, 150)
+    wait_for("the end", lambda: state_of(paths) == "completed", 150)
+    attempts = runs.holdfast("show", "short-job")["attempts"]
+    first, second = attempts[0], attempts[1]
+    assert (first["state"], first["cause"]) == ("timed_out", "time_limit")
+    assert first["committed_step"] == first["last_step"]
+    assert second["first_step"] == first["last_step"] + 1, "nothing is trained twice"
+    assert attempts[-1]["last_step"] == 300
+    assert [a["world_size"] for a in attempts] == [2] * len(attempts)
+
+
+def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(runs, "scancelled", nodes=1, settings={"steps": 90, "sleep_s": 0.2})
+    paths = runs.deploy_run(spec)
+    wait_for("step 15", lambda: step_of(paths) >= 15)
+    (job,) = jobs_named_for(slurm, paths)
+    slurm.run("scancel", job)
+    wait_for("the end", lambda: state_of(paths) == "cancelled")
+    (taken,) = supervisions(paths)
+    wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED", 60)
+    (first,) = runs.holdfast("show", "scancelled")["attempts"]
+    assert (first["state"], first["cause"]) == ("cancelled", "operator")
+    assert first["committed_step"] == first["last_step"]
+    assert first["signal_to_commit_s"] < GRACE_S
+    assert submissions(paths) == 1, "a cancelled run is not relaunched by itself"
+    runs.holdfast("relaunch", "scancelled")
+    wait_for("the end", lambda: state_of(paths) == "completed")
+    first, second = runs.holdfast("show", "scancelled")["attempts"]
+    assert second["first_step"] == first["last_step"] + 1
+    assert second["last_step"] == 90
+
+
+def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 120, "sleep_s": 0.2})
+    paths = runs.deploy_run(spec)
+    wait_for("step 5", lambda: step_of(paths) >= 5)
+    (taken,) = supervisions(paths)
+    os.kill(taken["pid"], signal.SIGKILL)
+    before = step_of(paths)
+    wait_for("more steps with no flow", lambda: step_of(paths) >= before + 5)
+    runs.deploy_run(spec)
+    wait_for("a second supervisor", lambda: len(supervisions(paths)) == 2)
+    wait_for("the end", lambda: state_of(paths) == "completed")
+    (attempt,) = runs.holdfast("show", "re-attached")["attempts"]
+    assert attempt["last_step"] == 120
+    assert len(jobs_named_for(slurm, paths)) == 1
+
+
+def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_a_minute(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(runs, "slow-flush", nodes=1, settings={"steps": 900, "sleep_s": 0.2})
+    paths = runs.deploy_run(spec)
+    wait_for("step 15", lambda: step_of(paths) >= 15)
+    (taken,) = supervisions(paths)
+    flusher = flusher_of(paths)
+    # Storage that hangs: the process that writes makes no progress for a minute.
+    os.kill(flusher, signal.SIGSTOP)
+    try:
+        runs.service.command("prefect", "flow-run", "cancel", taken["flow_run"])
+        wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED", 60)
+        asked = next(e for e in load_events(paths) if e.kind is EventKind.OPERATOR_REQUEST)
+        wait_for("a minute of flush", lambda: minutes_since(asked.time) >= 1.0, 90)
+        assert not paths.attempt(1).outcome.exists(), "the job should still be flushing"
+        assert runs.holdfast("show", "slow-flush")["state"] == "running"
+    finally:
+        os.kill(flusher, signal.SIGCONT)
+    wait_for("the job's own end", paths.attempt(1).outcome.exists)
+    shown = runs.holdfast("show", "slow-flush")
+    (attempt,) = shown["attempts"]
+    assert shown["state"] == "cancelled"
+    assert (attempt["state"], attempt["cause"]) == ("cancelled", "operator")
+    assert attempt["committed_step"] == attempt["last_step"]
+
+
+def test_a_lost_node_loses_no_committed_step_and_reindex_agrees(
+    slurm: SlurmCluster, runs: FlowRuns
+) -> None:
+    spec = spec_of(
+        runs,
+        "lost-node",
+        nodes=2,
+        settings={"steps": 150, "sleep_s": 0.2},
+        elastic={"min_gpus": 1, "max_gpus": 2},
+    )
+    paths = runs.deploy_run(spec)
+    wait_for("a checkpoint", lambda: step_of(paths) >= 25)
+    lost = sorted(runs.holdfast("show", "lost-node")["attempts"][0]["nodes"])[-1]
+    slurm.kill_node(lost)
+    try:
+        wait_for("the end", lambda: state_of(paths) == "completed", 240)
+    finally:
+        wait_for("Slurm's word", lambda: slurm.node_states()[lost].startswith("down"), 60)
+        slurm.start_node(lost)
+    shown = runs.holdfast("show", "lost-node")
+    first, last = shown["attempts"][0], shown["attempts"][-1]
+    assert (first["state"], first["cause"]) == ("node_failed", "node_failure")
+    assert last["last_step"] == 150
+    resumed = read_manifest(paths.checkpoint(last["resumed_from"].split(":")[1]))
+    assert resumed is not None
+    assert resumed.step >= 10
+    answers = [runs.holdfast(view, "lost-node") for view in ("show", "lineage", "checkpoints")]
+    home = Path(runs.service.environment["HOLDFAST_HOME"])
+    for path in home.glob("holdfast.db*"):
+        path.unlink()
+    runs.service.command("holdfast", "reindex", str(runs.root))
+    again = [runs.holdfast(view, "lost-node") for view in ("show", "lineage", "checkpoints")]
+    assert again == answers
+
+
+def flusher_of(paths: RunPaths) -> int:
+    """The process that writes the checkpoints of the run's only node."""
+    (found,) = [
+        process.pid
+        for process in psutil.process_iter()
+        if "holdfast.trainer.flusher" in _words(process) and str(paths.directory) in _words(process)
+    ]
+    return int(found)
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join([*process.cmdline(), *process.environ().values()])
+    except psutil.Error:
+        return ""
+
+
+def minutes_since(moment: float) -> float:
+    return (time.time() - moment) / 60.0
