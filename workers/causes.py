@@ -114,11 +114,12 @@ def classify(
     signals: Sequence[dict[str, Any]] = (),
     stop: StopRequest | None = None,
     claimed: bool = False,
+    lost_hosts: Sequence[str] = (),
 ) -> Ending:
     """How an attempt that is over ended.
 
     `signals` are the data of its `signal` journal lines, oldest first; `status` is None when the
-    scheduler did not answer.
+    scheduler did not answer. `lost_hosts` are those that surviving agents found gone.
     """
     if outcome is not None:
         return _with_outcome(outcome, status)
@@ -131,6 +132,9 @@ def classify(
     # The agent saw a preemption's marks; afterwards Slurm may call the same job cancelled.
     if heard is not None and word not in {"PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}:
         return _ending(Cause(heard["cause"]), [_of_signal(heard), *said])
+    if lost_hosts:
+        # The survivors then end the job themselves, which Slurm calls cancelled.
+        return _ending(Cause.NODE_FAILURE, [f"{h}: its agent is gone" for h in lost_hosts] + said)
     if word in _OF_SCHEDULER:
         return _ending(_OF_SCHEDULER[word], said)
     if claimed:

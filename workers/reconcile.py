@@ -109,6 +109,8 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
     """Journal one attempt's news; True when there was any."""
     attempt = paths.attempt(view.number)
     seen = observe(attempt)
+    if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
+        _end_leaderless(paths, attempt, seen, writer)
     if seen.is_over(time.time()) and not _awaits_submission(seen):
         with _ending_lock(attempt):
             own = _events_of(paths, view.number)
@@ -126,6 +128,26 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
             EventKind.ATTEMPT_STATE, attempt=view.number, state=state.value, detail=detail
         )
     return True
+
+
+def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> None:
+    """End a job whose leading node is lost: it would hold the other nodes for nothing.
+
+    The loss is journaled first, so that the ending is not taken for somebody's cancellation.
+    """
+    known = [e for e in _events_of(paths, attempt.number) if e.kind is EventKind.NODE_LOST]
+    if not known:
+        with JournalWriter(paths.journal_of(writer)) as journal:
+            journal.append(
+                EventKind.NODE_LOST,
+                attempt=attempt.number,
+                node=0,
+                host=seen.claim.host if seen.claim else "",
+                detail=seen.status.evidence[-1] if seen.status else "",
+            )
+    if seen.request is not None and seen.submission is not None:
+        with contextlib.suppress(SchedulerError):
+            executor_for(seen.request.executor).cancel(seen.request, seen.submission)
 
 
 def _awaits_submission(seen: Observation) -> bool:
@@ -157,12 +179,15 @@ def _ending_data(
     paths: RunPaths, attempt: AttemptPaths, seen: Observation, own: list[Event]
 ) -> dict[str, Any]:
     """The `attempt_ended` line's data: the ending, and the facts that may be asked for later."""
+    losses = [str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST]
+    lost_hosts = list(dict.fromkeys(losses))
     ending = classify(
         outcome=seen.outcome,
         status=seen.status,
         signals=[event.data for event in own if event.kind is EventKind.SIGNAL],
         stop=seen.stop,
         claimed=seen.claim is not None,
+        lost_hosts=lost_hosts,
     )
     outcome, status = seen.outcome, seen.status
     data: dict[str, Any] = {
@@ -173,9 +198,7 @@ def _ending_data(
         "job_id": _job_id(seen),
         "scheduler_state": status.raw if status else None,
         "world_size": seen.request.world_size if seen.request else None,
-        "lost_hosts": [
-            str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST
-        ],
+        "lost_hosts": lost_hosts,
     }
     if outcome is not None:
         told = outcome.model_dump(mode="json", exclude={"state", "cause", "evidence", "job_id"})

@@ -68,7 +68,7 @@ def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
     wait_for("step 15", lambda: step_of(paths) >= 15)
     prod = slurm.run(
         *("sbatch", "--parsable", "--partition=prod", "--nodes=2", "--gres=gpu:4"),
-        *("--wrap", "sleep 600"),
+        *("--output=/dev/null", "--wrap", "sleep 600"),
     ).strip()
     try:
         wait_for("training on the nodes left", lambda: step_of(paths, 2) >= 20)

@@ -124,6 +124,13 @@ def test_endings_without_an_outcome(
     assert ending.evidence
 
 
+def test_a_job_that_survivors_ended_failed_by_its_node() -> None:
+    status = JobStatus(state=AttemptState.CANCELLED, raw="CANCELLED")
+    ending = classify(outcome=None, status=status, claimed=True, lost_hosts=["n1"])
+    assert (ending.state, ending.cause) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
+    assert ending.evidence[0] == "n1: its agent is gone"
+
+
 @pytest.mark.parametrize(
     ("text", "cause"),
     [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Claim, read_document
+from holdfast.contracts.attempt import Claim, Submission, read_document
 from holdfast.contracts.board import Proposal
 from holdfast.contracts.channel import (
     CALL_TIMEOUT_S,
@@ -14,12 +15,14 @@ from holdfast.contracts.channel import (
     Peer,
     answer_for_board,
 )
+from holdfast.contracts.errors import SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.torchrun import KILL_WAIT_S
+from holdfast.workers.executors import executor_for
 
 POLL_S: Final = 0.05
 FINISH_TIMEOUT_S: Final = 30.0
@@ -83,10 +86,7 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
         finally:
             member.close()
     except ConnectionError as error:
-        # Node 0 is gone, so nobody can commit a step or start training again.
-        _journal_loss(context, error)
-        runtime.kill()
-        runtime.drain(ORPHAN_DRAIN_S)
+        _leave_without_lead(context, runtime, error)
         return f"node {context.node} leaves: {error}"
     finally:
         runtime.close()
@@ -128,12 +128,30 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
     return answer_for_board(runtime.board, question) or {}
 
 
-def _journal_loss(context: AgentContext, error: ConnectionError) -> None:
-    with JournalWriter(context.attempt.node_journal(context.node)) as journal:
-        journal.append(
-            EventKind.NODE_LOST,
-            attempt=context.attempt.number,
-            node=0,
-            host="",
-            detail=str(error),
+def _leave_without_lead(
+    context: AgentContext, runtime: NodeRuntime, error: ConnectionError
+) -> None:
+    """Node 0 is gone, so nobody can commit a step or start training again: end what is left.
+
+    The job is ended too. Its batch shell was on node 0, and with `--no-kill` Slurm would keep
+    the other nodes for it until the time limit.
+    """
+    holder = read_document(Claim, context.attempt.claim)
+    if not context.attempt.outcome.exists():
+        with JournalWriter(context.attempt.node_journal(context.node)) as journal:
+            journal.append(
+                EventKind.NODE_LOST,
+                attempt=context.attempt.number,
+                node=0,
+                host=holder.host if holder else "",
+                detail=str(error),
+            )
+    runtime.kill()
+    runtime.drain(ORPHAN_DRAIN_S)
+    if not context.attempt.outcome.exists():
+        job = Submission(
+            job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()
         )
+        # A controller that is away leaves the end to the time limit; the flow asks again.
+        with contextlib.suppress(SchedulerError):
+            executor_for(context.request.executor).cancel(context.request, job)

@@ -26,6 +26,8 @@ class JobStatus:
     started_at: float | None = None
     ended_at: float | None = None
     evidence: tuple[str, ...] = ()
+    # The node that led the job is gone and the job is not: nothing can come of it any more.
+    is_leaderless: bool = False
 
     @property
     def has_ended(self) -> bool:

@@ -129,11 +129,18 @@ def _status_of(line: JobLine) -> JobStatus:
         value = (line.fields or {}).get(key, "")
         if value not in {"", "None", "N/A", "0:0", "Unknown"}:
             evidence.append(f"Slurm: {key} {value}")
+    nodes = slurm_client.expand_hosts(line.nodes)
+    batch_host = (line.fields or {}).get("BatchHost", "")
+    # With --no-kill Slurm takes a lost node out of the job and lets the job be.
+    is_leaderless = state is AttemptState.RUNNING and batch_host not in {"", *nodes}
+    if is_leaderless:
+        evidence.append(f"Slurm: {batch_host}, which led the job, is no longer among its nodes")
     return JobStatus(
         state=state,
         raw=bare_word(line.state),
         detail=reason or line.state,
-        nodes=slurm_client.expand_hosts(line.nodes),
+        nodes=nodes,
+        is_leaderless=is_leaderless,
         started_at=line.started_at,
         ended_at=line.ended_at if has_ended else None,
         evidence=tuple(evidence),
