@@ -7,6 +7,8 @@ PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
 SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
 ARGS ?=
+# Most tests wait for processes: two files at a time, each file in one process for its servers.
+TWO_AT_A_TIME := -n 2 --dist loadfile
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -21,10 +23,10 @@ demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: 
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
-	$(PYTEST) -m "not storm" --durations=15 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) -m "not storm" --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests, soaks and matrices included
-	$(PYTEST) --durations=30 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)
 
 bench: setup  ## Ratios of a save against this machine's memcpy and raw writes, as JSON
 	@$(PYTHON) benchmarks/run.py $(ARGS)
