@@ -11,7 +11,7 @@ from holdfast.contracts.history import (
     pinned_checkpoints,
 )
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.manifest import Manifest, find_damage
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import Keep
 from holdfast.workers.checkpoints import committed_checkpoints
@@ -24,16 +24,20 @@ def plan_prune(
     pins: Collection[str] = (),
     in_use: Collection[str] = (),
     excluded: Collection[str] = (),
+    damaged: Collection[str] = (),
 ) -> list[tuple[str, str | None]]:
     """(directory name, why it is to be deleted or None) for each checkpoint, oldest step first.
 
     `in_use` are parents of live attempts, of forks and of exports. A checkpoint that a rollback
-    `excluded` does not count among the last ones. Without a `keep.last` nothing is deleted.
+    `excluded` does not count among the last ones, nor does a `damaged` one, which stays for people
+    to look at. Without a `keep.last` nothing is deleted.
     """
     ordered = sorted(manifests, key=lambda m: (m.step, m.attempt, m.incarnation))
-    branch = [m for m in ordered if m.name not in excluded]
+    branch = [m for m in ordered if m.name not in {*excluded, *damaged}]
     newest = {m.name for m in branch[-(keep.last or len(branch) or 1) :]}
-    return [(m.name, _reason(m, keep, newest, {*pins, *in_use}, excluded)) for m in ordered]
+    return [
+        (m.name, _reason(m, keep, newest, {*pins, *in_use, *damaged}, excluded)) for m in ordered
+    ]
 
 
 def _reason(
@@ -69,12 +73,18 @@ def parents_in_use(history: RunHistory) -> frozenset[str]:
 def plan_run(paths: RunPaths) -> list[tuple[str, str | None]]:
     """`plan_prune` for a run on disk, by its own keep rules."""
     history = load_history(paths)
+    manifests = committed_checkpoints(paths)
+    # Sizes alone: cheap enough after every commit, and what a torn or emptied file shows.
+    damaged = {
+        m.name for m in manifests if find_damage(paths.checkpoint(m.name), m, contents=False)
+    }
     return plan_prune(
-        committed_checkpoints(paths),
+        manifests,
         keep=history.spec.checkpoint.keep,
         pins=pinned_checkpoints(history.events),
         in_use=parents_in_use(history),
         excluded=excluded_checkpoints(history.events),
+        damaged=damaged,
     )
 
 

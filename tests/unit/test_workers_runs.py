@@ -353,6 +353,10 @@ def names(paths: RunPaths) -> list[str]:
     return [manifest.name for manifest in committed_checkpoints(paths)]
 
 
+def names_of_steps(*steps: int) -> list[str]:
+    return [f"step-{step:08d}.a0001.i01" for step in steps]
+
+
 def test_pruning_keeps_the_newest_pins_and_says_why(folder: RunFolder) -> None:
     paths = folder.paths
     first, second, *_ = names(paths)
@@ -392,6 +396,16 @@ def test_a_checkpoint_that_was_rolled_back_is_not_the_newest(folder: RunFolder) 
     assert names(paths)[-1] == third
 
 
+def test_a_torn_checkpoint_does_not_count_among_the_last(folder: RunFolder) -> None:
+    paths = folder.paths
+    *_, third, fourth = names(paths)
+    torn = next(p for p in paths.checkpoint(fourth).iterdir() if p.suffix == ".distcp")
+    torn.write_bytes(b"")
+    deleted = [name for name, _, _ in retention.apply(paths, by="ann")]
+    assert deleted == names_of_steps(10)
+    assert names(paths)[-2:] == [third, fourth], "the torn one is left for people to look at"
+
+
 def test_the_newest_checkpoint_is_never_deleted(folder: RunFolder) -> None:
     with pytest.raises(SpecError, match="it is the newest"):
         operator.delete_checkpoint(folder.paths, names(folder.paths)[-1], reason="x", by="ann")
@@ -417,17 +431,14 @@ def test_what_the_keep_rules_let_go(
     excluded: tuple[int, ...],
     deleted: list[int],
 ) -> None:
-    def named(steps: tuple[int, ...]) -> list[str]:
-        return [f"step-{step:08d}.a0001.i01" for step in steps]
-
     plan = retention.plan_prune(
         committed_checkpoints(folder.paths),
         keep=keep,
-        pins=named(pins),
-        in_use=named(in_use),
-        excluded=named(excluded),
+        pins=names_of_steps(*pins),
+        in_use=names_of_steps(*in_use),
+        excluded=names_of_steps(*excluded),
     )
-    assert [name for name, reason in plan if reason] == named(tuple(deleted))
+    assert [name for name, reason in plan if reason] == names_of_steps(*deleted)
     assert len(plan) == 4
 
 
