@@ -193,11 +193,12 @@ def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:
-    """The graph as one line for each edge, and the nodes that no edge touches."""
-    edges = [(edge["from"], edge["kind"], edge["to"]) for edge in graph["edges"]]
-    touched = {end for edge in edges for end in (edge[0], edge[2])}
-    alone = [(node["id"], node["kind"], "") for node in graph["nodes"] if node["id"] not in touched]
-    print_table(("from", "", "to"), [*edges, *alone])
+    """The graph as a tree: the run, its attempts, the checkpoints of each."""
+    from rich.console import Console
+
+    from holdfast.cli.lineage_tree import lineage_tree
+
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(lineage_tree(graph))
 
 
 def _short(digest: str | None) -> str | None:
