@@ -32,6 +32,7 @@ from holdfast.flows.index import Index
 from holdfast.flows.progress import describe_progress
 from holdfast.workers import retention
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
+from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.policy import Decision, decide
 from holdfast.workers.reconcile import reconcile
@@ -68,7 +69,7 @@ class Supervisor:
     _said: set[str] = field(default_factory=set)
     _refusals: int = 0
     _failures: int = 0
-    _pruned_at: int = -1
+    _pruned_at: frozenset[str] = frozenset()
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -127,18 +128,17 @@ class Supervisor:
             self._say_once("database", "not ingested now, again later: %s", error)
 
     def _prune(self, history: RunHistory) -> None:
-        """Apply the spec's keep rules when the number of checkpoints has changed."""
+        """Apply the spec's keep rules when something was committed or deleted since."""
         if not self.is_acting or history.spec.checkpoint.keep.last is None:
             return
-        count = len(self.paths.list_checkpoints())
-        if count == self._pruned_at:
+        if committed_names(self.paths) == self._pruned_at:
             return
         try:
             for name, reason, _ in retention.apply(self.paths, by="keep rules", writer=JOURNAL):
                 self.log.info("deleted %s: %s", name, reason)
         except HoldfastError as error:
             self.log.warning("not pruned: %s", error)
-        self._pruned_at = len(self.paths.list_checkpoints())
+        self._pruned_at = committed_names(self.paths)
 
     def _follow(self, history: RunHistory) -> float | None:
         """The turn of a supervisor that another one keeps from acting."""

@@ -85,7 +85,9 @@ def kill(pids: dict[int, int]) -> None:
 
 
 def lines_of(run: RunPaths, rank: int) -> list[dict[str, Any]]:
-    text = (run.directory / "records" / f"rank{rank}.jsonl").read_text()
+    path = run.directory / "records" / f"rank{rank}.jsonl"
+    # Another rank may have made the folder first.
+    text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines()]
 
 

@@ -123,7 +123,7 @@ def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: P
     job = submit(slurm, tmp_path, "-w", "n3", script=f"srun bash -c '{DETACHED}' - {pid_file}")
     assert wait_until(lambda: pid_file.exists() and bool(pid_file.read_text()), 20)
     detached = Path(f"/proc/{pid_file.read_text().strip()}/cmdline")
-    assert b"sleep" in detached.read_bytes()
+    assert wait_until(lambda: b"sleep" in detached.read_bytes(), 10)
     assert slurm.kill_node("n3") >= 3
     assert not detached.exists() or not detached.read_bytes()
     wait_for_account(slurm, job, "NODE_FAIL", 45)
@@ -141,7 +141,9 @@ def test_command_line_leaves_nothing_behind(tmp_path: Path) -> None:
 
     def call(*words: str) -> str:
         argv = [sys.executable, str(CLUSTER_PY), *words]
-        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     call("start", str(directory), "--nodes", "1", "--gpus-per-node", "1")
     assert call("env", str(directory)) == f"export SLURM_CONF={directory}/slurm.conf\n"
