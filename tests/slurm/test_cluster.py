@@ -135,7 +135,9 @@ def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: P
     wait_for_account(slurm, back, "COMPLETED", 20)
 
 
-def test_command_line_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_command_line_leaves_nothing_behind(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A cluster of its own, beside the shared one, from start to stop."""
     # A short name: munge's socket has to fit into the 108 characters of a Unix address.
     directory = tmp_path_factory.mktemp("c") / "second"
