@@ -32,6 +32,8 @@ pytestmark = pytest.mark.timeout(180)
 def start(run: RunPaths, env: dict[str, str], *torchrun: str) -> subprocess.Popen[bytes]:
     settings = {"steps": STEPS, "directory": str(run.directory), "sleep_s": 0.05}
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+    # Without a place of its own torchrun leaves its folder among the machine's temporary files.
+    command += ["--log-dir", str(run.directory.parent / "logs")]
     command += [str(PROGRAM), json.dumps(settings)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     return subprocess.Popen(

@@ -101,9 +101,11 @@ def bytes_text(count: int | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration in hours, minutes and seconds, whole from a minute on."""
+    """A duration for people: whole seconds from a minute on, milliseconds below one second."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 1:
+        return f"{seconds:.3f} s"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
