@@ -88,7 +88,7 @@ def history_of(
             ),
         )
     return RunHistory(
-        paths=RunPaths(Path("/root/r")),
+        paths=RunPaths(Path("/srv/r")),
         record=record_of(spec),
         spec=spec,
         attempts=attempts,

@@ -110,4 +110,4 @@ def test_the_command_is_the_same_at_every_size() -> None:
 
 def test_a_snapshot_runs_from_the_runs_folder() -> None:
     request = request_of(launch={"code": "snapshot", "working_directory": "/somewhere"})
-    assert request.working_directory == "/root/r/code"
+    assert request.working_directory == "/srv/r/code"
