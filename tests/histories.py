@@ -27,7 +27,7 @@ def record_of(spec: RunSpec) -> RunRecord:
         uid="u" * 32,
         run="r",
         name="r",
-        root="/root",
+        root="/srv",
         created_at=0,
         spec=spec.model_dump(mode="json"),
         spec_digest=spec.digest,

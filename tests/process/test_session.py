@@ -157,7 +157,10 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Pat
 def test_the_journal_and_manifests_tell_every_save(uninterrupted: RunPaths) -> None:
     staged = events_of(uninterrupted, EventKind.STAGED)
     committed = events_of(uninterrupted, EventKind.COMMITTED)
-    assert [event.data["step"] for event in committed] == list(range(5, STEPS + 1, 5))
+    # On slow storage a save may be passed over while two are being written; none is hidden.
+    steps = [event.data["step"] for event in committed]
+    assert steps == sorted(committed_steps(uninterrupted))
+    assert {5, STEPS} <= set(steps) <= set(range(5, STEPS + 1, 5))
     assert [e.data["checkpoint"] for e in staged] == [e.data["checkpoint"] for e in committed]
     assert all(event.data["attempt"] == 0 for event in (*staged, *committed))
     parent = None
