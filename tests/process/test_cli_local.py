@@ -89,7 +89,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
 
 
 def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
-    spec = local.write_spec("first", {"steps": 35, "sleep_s": 0.02})
+    spec = local.write_spec("first", {"steps": 35, "sleep_s": 0.06})
     told = local.json("submit", str(spec), "--wait")
     assert (told["state"], told["step"]) == ("completed", 35)
     assert local.json("submit", str(spec), "--wait")["created"] is False
@@ -106,7 +106,7 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     logs = local.call("logs", "first")
     assert "ends after step 35" in logs.stdout
     middle = found[2]["id"]
-    command = json.dumps([PROGRAM.name, json.dumps({"steps": 45, "sleep_s": 0.02})])
+    command = json.dumps([PROGRAM.name, json.dumps({"steps": 45, "sleep_s": 0.06})])
     forked = local.json("fork", middle, "--name", "second", "--wait", "--set", f"command={command}")
     assert (forked["run"], forked["state"]) == ("second", "completed")
     attempt = local.json("show", "second")["attempts"][0]
@@ -117,7 +117,7 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
 
 
 def test_a_failing_run_ends_with_1_and_a_killed_flow_is_said(local: Local) -> None:
-    spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.02, "fail_at": 5})
+    spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.06, "fail_at": 5})
     done = local.call("submit", str(spec), "--wait")
     assert done.returncode == 1
     assert "user_error" in done.stdout
