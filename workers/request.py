@@ -66,7 +66,6 @@ def build_request(
         resources=spec.resources,
         supervision=spec.supervision,
         checkpoint_interval=spec.checkpoint.interval,
-        keep_last=spec.checkpoint.keep.last,
         command_digest=command_digest(spec.command, working_directory),
         scheduler=parameters,
         created_at=created_at,

@@ -191,8 +191,6 @@ def build_environment(
         environment.CONFIG: json.dumps(request.config),
         environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
     }
-    if request.keep_last is not None:
-        own[environment.CHECKPOINT_KEEP_LAST] = str(request.keep_last)
     threads = str(request.resources.cpus_per_gpu or 1)
     kept = {k: v for k, v in inherited.items() if not k.startswith(("TORCHELASTIC_", "HOLDFAST_"))}
     return {"OMP_NUM_THREADS": threads, **kept, **request.environment, **own}

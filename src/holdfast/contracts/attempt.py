@@ -61,7 +61,6 @@ class Request(Document):
     resources: Resources
     supervision: Supervision
     checkpoint_interval: int | str = "auto"
-    keep_last: int | None = None
     command_digest: str
     scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
     created_at: float

@@ -12,6 +12,5 @@ NODES: Final = "HOLDFAST_NODES"
 BOARD: Final = "HOLDFAST_BOARD"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
-# The next two come from the spec, so that the program's argv need not change to use them.
+# The next comes from the spec, so that the program's argv need not change to use them.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
-CHECKPOINT_KEEP_LAST: Final = "HOLDFAST_CHECKPOINT_KEEP_LAST"
