@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes this checkout ready: `.venv` with everything in requirements.lock, and with `--cluster`
-# also the system packages that the tests of Slurm and PostgreSQL start. Every make target calls
+# also the system packages that the tests of Slurm, PostgreSQL and injected faults use. Every make target calls
 # it; when nothing has changed it returns at once.
 set -euo pipefail
 
@@ -13,6 +13,7 @@ readonly PIP_RETRIES=3
 readonly CLUSTER_PACKAGES=(
     slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd
     munged:munge mariadbd:mariadb-server initdb:postgresql
+    gcc:gcc strace:strace
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }
