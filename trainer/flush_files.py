@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.digests import new_checksum
+from holdfast.contracts.digests import FileChecksum
 from holdfast.contracts.durable import (
     create_bytes,
     fsync_directory,
@@ -144,7 +144,7 @@ def _write_files(directory: Path, images: Sequence[Image], resumed: bool) -> lis
         image, path, offset, size = item
         with image.data[offset : offset + size] as content:
             checksum = _write_file(directory / path, content, replace=resumed)
-        return FileEntry(path=path, bytes=size, checksum=checksum)
+        return FileEntry.of(path, size, checksum)
 
     with ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="write") as pool:
         entries = list(pool.map(write, work))
@@ -153,20 +153,20 @@ def _write_files(directory: Path, images: Sequence[Image], resumed: bool) -> lis
     return entries
 
 
-def _write_file(path: Path, content: memoryview, *, replace: bool) -> str:
-    """Write `path` durably under a name of its own first; returns the checksum of its bytes."""
+def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
+    """Write `path` durably under a name of its own first; returns what its bytes sum to."""
     if not replace and path.exists():
         raise SaveError(
             f"{path} exists already and is never overwritten; two programs must not write the "
             "same attempt and incarnation of a run"
         )
-    digest = new_checksum()
+    checksum = FileChecksum(len(content))
     temporary = path.with_name(f"{path.name}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         for start in range(0, len(content), WRITE_BYTES_MAX):
             piece = content[start : start + WRITE_BYTES_MAX]
-            digest.update(piece)
+            checksum.update(piece)
             while piece:
                 piece = piece[os.write(handle, piece) :]
         os.fsync(handle)
@@ -177,7 +177,7 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> str:
     finally:
         os.close(handle)
     os.rename(temporary, path)
-    return digest.hexdigest()
+    return checksum
 
 
 def _files(image: Image) -> list[dict[str, Any]]:

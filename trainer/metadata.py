@@ -14,7 +14,6 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast.contracts.digests import new_checksum
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import read_manifest
 
@@ -98,12 +97,11 @@ def read_metadata(directory: Path) -> Metadata:
     manifest = read_manifest(directory)
     entry = next((e for e in manifest.files if e.path == METADATA), None) if manifest else None
     if entry is not None:
-        digest = new_checksum()
-        digest.update(content)
-        if digest.hexdigest() != entry.checksum:
+        problem = entry.difference(content)
+        if problem is not None:
             raise DamagedCheckpointError(
-                f"{path}: its checksum is not the manifest's, so it is not opened; "
+                f"{path}: it is not what the manifest says, so it is not opened; "
                 "`holdfast verify` lists what else is damaged",
-                damaged=[f"{METADATA}: checksum {digest.hexdigest()}, expected {entry.checksum}"],
+                damaged=[f"{METADATA}: {problem}"],
             )
     return parse_metadata(content, str(path))

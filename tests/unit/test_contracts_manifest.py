@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from holdfast.contracts.digests import file_checksum, new_checksum
+from holdfast.contracts.digests import (
+    BLOCK_BYTES,
+    BLOCKS_MAX,
+    FileChecksum,
+    block_bytes_of,
+    digest_of,
+    file_checksum,
+)
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import FileEntry, Manifest, find_damage, read_manifest
@@ -169,11 +176,69 @@ def test_equal_checksums_mean_equal_contents(tmp_path: Path) -> None:
 
 
 def test_a_file_checksum_is_that_of_its_bytes_in_any_pieces(tmp_path: Path) -> None:
-    content = bytes(range(256)) * 40_000
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    running = new_checksum()
-    for start in range(0, len(content), 77_777):
-        running.update(content[start : start + 77_777])
-    assert file_checksum(path) == running.hexdigest()
-    assert len(running.hexdigest()) == 32
+    for size in (0, 5, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 77):
+        content = (bytes(range(251)) * (size // 251 + 1))[:size]
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        running = FileChecksum(size)
+        for start in range(0, size, 777_777):
+            running.update(content[start : start + 777_777])
+        entry = FileEntry.of("file", size, running)
+        assert entry.difference(content) is None
+        assert file_checksum(path) == entry.checksum
+        assert len(entry.spans()) == max(1, -(-size // BLOCK_BYTES))
+        if size <= BLOCK_BYTES:
+            assert (entry.checksum, entry.blocks) == (digest_of(content), "")
+
+
+def test_blocks_grow_so_that_a_manifest_stays_small() -> None:
+    for size in (BLOCK_BYTES + 1, 2**30, 2**30 + 1, 2**40):
+        blocks = -(-size // block_bytes_of(size))
+        assert (2 if size < 2**30 else BLOCKS_MAX // 2) <= blocks <= BLOCKS_MAX
+    assert block_bytes_of(2**30 + 1) == 2 * BLOCK_BYTES
+
+
+def commit_long(under: Path) -> tuple[Path, Manifest]:
+    """A checkpoint whose one file has three blocks, the last one shorter."""
+    content = bytes(range(256)) * (9 * 1024 * 1024 // 256)
+    running = FileChecksum(len(content))
+    running.update(content)
+    directory, manifest = commit(under, files=(FileEntry.of("long", len(content), running),))
+    (directory / "long").write_bytes(content)
+    return directory, manifest
+
+
+def test_damage_inside_a_long_file_is_placed(tmp_path: Path) -> None:
+    directory, manifest = commit_long(tmp_path)
+    seen: list[int] = []
+    assert find_damage(directory, manifest, progress=seen.append) == []
+    assert (sum(seen), len(seen)) == (manifest.bytes, 3)
+    with open(directory / "long", "r+b") as stream:
+        for at in (BLOCK_BYTES + 9, manifest.bytes - 1):
+            stream.seek(at)
+            stream.write(b"\x07")
+    (line,) = find_damage(directory, manifest)
+    assert line.startswith("long: bytes 4194304 to 8388607: checksum ")
+    assert line.endswith(", and 1 more blocks")
+
+
+def test_a_long_file_of_an_older_manifest_still_verifies(tmp_path: Path) -> None:
+    directory, manifest = commit_long(tmp_path)
+    content = (directory / "long").read_bytes()
+    older = FileEntry(path="long", bytes=len(content), checksum=digest_of(content))
+    manifest = manifest.model_copy(update={"files": (older,)})
+    assert find_damage(directory, manifest) == []
+    (directory / "long").write_bytes(content[:-1] + b"\x07")
+    assert find_damage(directory, manifest)[0].startswith("long: checksum ")
+
+
+def test_block_digests_that_are_not_the_checksum_s_are_not_believed(tmp_path: Path) -> None:
+    directory, manifest = commit_long(tmp_path)
+    document = json.loads((directory / MANIFEST).read_bytes())
+    blocks = document["files"][0]["blocks"]
+    for changed in (blocks[:-1], blocks[:-1] + ("0" if blocks[-1] != "0" else "1"), ""):
+        document["files"][0]["blocks"] = changed
+        (directory / MANIFEST).write_text(json.dumps(document))
+        with pytest.raises(DamagedCheckpointError, match=r"files\.0: .*block digests"):
+            read_manifest(directory)
+    assert manifest.files[0].blocks == blocks

@@ -1,17 +1,26 @@
-"""Digests: of commands and specs (SHA-256, for identity) and of files (XXH3, for damage)."""
+"""Digests: of commands and specs (SHA-256, for identity) and of files (XXH3, for damage).
+
+A file longer than one block has a digest for each block, so that a part of it can be believed
+without reading the rest; its checksum is then the digest of its blocks' digests.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import xxhash
 
-FILE_CHECKSUM = "xxh3_128"
-READ_BYTES_MAX = 8 * 1024 * 1024
+BLOCK_BYTES: Final = 4 * 1024 * 1024
+BLOCKS_MAX: Final = 256
+DIGEST_HEX: Final = 32
+READ_BYTES_MAX: Final = 1024 * 1024
+
+Content = bytes | bytearray | memoryview
 
 
 def canonical_json(document: Any) -> bytes:
@@ -35,16 +44,96 @@ def command_digest(argv: Sequence[str], working_directory: str) -> str:
 
 
 def new_checksum() -> xxhash.xxh3_128:
-    """A running file checksum (XXH3, 128 bits): `update(bytes)`, then `hexdigest()`."""
+    """A running digest of bytes (XXH3, 128 bits): `update(bytes)`, then `hexdigest()`."""
     return xxhash.xxh3_128()
 
 
+def digest_of(content: Content) -> str:
+    """The digest of `content` (XXH3, 128 bits), as `DIGEST_HEX` hexadecimal characters."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def block_bytes_of(size_bytes: int) -> int:
+    """Bytes of a block of a file of `size_bytes`; 0 for one that is no longer than a block.
+
+    Blocks double until `BLOCKS_MAX` of them hold the file, so a manifest stays small.
+    """
+    if size_bytes <= BLOCK_BYTES:
+        return 0
+    block_bytes = BLOCK_BYTES
+    while size_bytes > block_bytes * BLOCKS_MAX:
+        block_bytes *= 2
+    return block_bytes
+
+
+class FileChecksum:
+    """The running checksum of a file whose size is known: one pass gives blocks and whole.
+
+    `update` may be given the bytes in any pieces. `block_bytes` is 0 and `blocks` empty for a
+    file of at most one block, whose `checksum` is the plain digest of its bytes.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.block_bytes = block_bytes_of(size_bytes)
+        self._done: list[str] = []
+        self._running = new_checksum()
+        self._room = self.block_bytes
+
+    def update(self, piece: Content) -> None:
+        """Take the file's next bytes."""
+        if not self.block_bytes:
+            self._running.update(piece)
+            return
+        with memoryview(piece).cast("B") as view:
+            at = 0
+            while at < len(view):
+                count = min(self._room, len(view) - at)
+                self._running.update(view[at : at + count])
+                at += count
+                self._room -= count
+                if not self._room:
+                    self._end_block()
+
+    def finish(self) -> tuple[str, str]:
+        """(checksum, blocks) of what was given; to be called once, after the last byte."""
+        if not self.block_bytes:
+            return self._running.hexdigest(), ""
+        if self._room < self.block_bytes:
+            self._end_block()
+        blocks = "".join(self._done)
+        return checksum_of_blocks(blocks), blocks
+
+    def _end_block(self) -> None:
+        self._done.append(self._running.hexdigest())
+        self._running.reset()
+        self._room = self.block_bytes
+
+
+def checksum_of_blocks(blocks: str) -> str:
+    """The checksum of a file whose blocks have these digests, in hexadecimal, one after another."""
+    return digest_of(bytes.fromhex(blocks))
+
+
 def file_checksum(path: Path) -> str:
-    """The checksum of a whole file, read in pieces of `READ_BYTES_MAX` bytes."""
-    digest = new_checksum()
+    """The checksum of a whole file, as its writer gives it."""
+    running = FileChecksum(path.stat().st_size)
     with open(path, "rb", buffering=0) as stream:
-        buffer = bytearray(READ_BYTES_MAX)
-        view = memoryview(buffer)
-        while count := stream.readinto(buffer):
-            digest.update(view[:count])
-    return digest.hexdigest()
+        _feed(running, stream.fileno(), 0, path.stat().st_size)
+    return running.finish()[0]
+
+
+def range_digest(path: Path, start: int, size_bytes: int) -> str:
+    """The digest of `size_bytes` bytes of a file from `start` on, or of as many as there are."""
+    running = new_checksum()
+    with open(path, "rb", buffering=0) as stream:
+        _feed(running, stream.fileno(), start, size_bytes)
+    return running.hexdigest()
+
+
+def _feed(running: FileChecksum | xxhash.xxh3_128, handle: int, start: int, size: int) -> None:
+    """Read pieces that stay in the processor's cache, and take each into `running`."""
+    buffer = memoryview(bytearray(min(size, READ_BYTES_MAX) or 1))
+    at, end = start, start + size
+    while at < end and (count := os.preadv(handle, [buffer[: end - at]], at)):
+        running.update(buffer[:count])
+        at += count

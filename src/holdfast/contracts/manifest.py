@@ -6,27 +6,90 @@ A checkpoint is committed exactly when its manifest is durable under its own nam
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from holdfast.contracts.digests import document_digest, file_checksum
+from holdfast.contracts.digests import (
+    DIGEST_HEX,
+    Content,
+    FileChecksum,
+    checksum_of_blocks,
+    digest_of,
+    document_digest,
+    range_digest,
+)
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 
-FORMAT = 1
+FORMAT: Final = 1
+READERS_MAX: Final = 4
 
 
 class FileEntry(BaseModel):
-    """One file of a checkpoint; `path` is relative to its directory, with forward slashes."""
+    """One file of a checkpoint; `path` is relative to its directory, with forward slashes.
+
+    A file of more than one block has `blocks`, the digests of its blocks of `block_bytes` one
+    after another, and `checksum` is theirs; else `checksum` is the digest of its bytes.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     bytes: Annotated[int, Field(ge=0)]
     checksum: str
+    block_bytes: Annotated[int, Field(ge=0)] = 0
+    blocks: str = ""
+
+    @classmethod
+    def of(cls, path: str, size_bytes: int, checksum: FileChecksum) -> Self:
+        """The entry of a file whose bytes were all given to `checksum`."""
+        whole, blocks = checksum.finish()
+        return cls(
+            path=path,
+            bytes=size_bytes,
+            checksum=whole,
+            block_bytes=checksum.block_bytes,
+            blocks=blocks,
+        )
+
+    def spans(self) -> list[tuple[int, int, str]]:
+        """(start, bytes, digest) of every stretch of the file that has a digest of its own."""
+        if not self.blocks:
+            return [(0, self.bytes, self.checksum)]
+        return [
+            (
+                start,
+                min(self.block_bytes, self.bytes - start),
+                self.blocks[index * DIGEST_HEX : (index + 1) * DIGEST_HEX],
+            )
+            for index, start in enumerate(range(0, self.bytes, self.block_bytes))
+        ]
+
+    def difference(self, content: Content) -> str | None:
+        """In words, how a file's whole content differs from this entry; None when it does not."""
+        if len(content) != self.bytes:
+            return f"{len(content)} bytes, expected {self.bytes}"
+        for start, size, expected in self.spans():
+            if (found := digest_of(content[start : start + size])) != expected:
+                return self.describe(start, found)
+        return None
+
+    def describe(self, start: int, found: str) -> str:
+        """In words: the stretch that begins at `start` has the digest `found`, not its own."""
+        size, expected = next((span[1], span[2]) for span in self.spans() if span[0] == start)
+        where = f"bytes {start} to {start + size - 1}: " if self.blocks else ""
+        return f"{where}checksum {found}, expected {expected}"
 
     @field_validator("path")
     @classmethod
@@ -35,6 +98,20 @@ class FileEntry(BaseModel):
         if not value or value.startswith("/") or "\\" in value or {"", ".", ".."} & set(parts):
             raise ValueError(f"{value!r}: expected a relative path inside the checkpoint")
         return value
+
+    @model_validator(mode="after")
+    def _blocks_are_the_checksum_s(self) -> Self:
+        if not self.blocks and not self.block_bytes:
+            return self
+        blocks = -(-self.bytes // self.block_bytes) if self.block_bytes else 0
+        if len(self.blocks) != blocks * DIGEST_HEX:
+            raise ValueError(
+                f"{self.path}: {len(self.blocks)} characters of block digests, expected "
+                f"{blocks * DIGEST_HEX} for {self.bytes} bytes in blocks of {self.block_bytes}"
+            )
+        if checksum_of_blocks(self.blocks) != self.checksum:
+            raise ValueError(f"{self.path}: its checksum is not that of its block digests")
+        return self
 
 
 class Manifest(BaseModel):
@@ -134,25 +211,53 @@ def find_damage(
 ) -> list[str]:
     """A line for each file that differs from the manifest; empty when all is as committed.
 
-    With `contents` every byte is read and its checksum compared, else sizes alone are.
-    `progress` is told the bytes of each file when it is done.
+    With `contents` every byte is read and compared block by block, `READERS_MAX` blocks at
+    once, else sizes alone are. `progress` is told bytes as they are done with.
     """
-    damaged = []
-    for entry in manifest.files:
-        path = directory / entry.path
-        if not path.resolve().is_relative_to(directory.resolve()):
-            damaged.append(f"{entry.path}: leads outside the checkpoint")
-            continue
+    misfits = {entry.path: _misfit(directory, entry) for entry in manifest.files}
+    fitting = [entry for entry in manifest.files if misfits[entry.path] is None]
+    differing = _differing(directory, fitting, progress) if contents else {}
+    return [line for line in (misfits | differing).values() if line]
+
+
+def _misfit(directory: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a file before its contents are looked at."""
+    path = directory / entry.path
+    if not path.resolve().is_relative_to(directory.resolve()):
+        return f"{entry.path}: leads outside the checkpoint"
+    try:
+        size = path.stat().st_size
+        if not path.is_file():
+            return f"{entry.path}: not a file"
+    except FileNotFoundError:
+        return f"{entry.path}: missing"
+    except OSError as error:
+        return f"{entry.path}: cannot be read: {error.strerror}"
+    return None if size == entry.bytes else f"{entry.path}: {size} bytes, expected {entry.bytes}"
+
+
+def _differing(
+    directory: Path, entries: list[FileEntry], progress: Callable[[int], None] | None
+) -> dict[str, str]:
+    """A line for each of `entries` whose bytes are not those of its digests, by path."""
+
+    def read(item: tuple[FileEntry, int, int, str]) -> tuple[FileEntry, int, str | None]:
+        entry, start, size, expected = item
         try:
-            size = path.stat().st_size
-            if size != entry.bytes:
-                damaged.append(f"{entry.path}: {size} bytes, expected {entry.bytes}")
-            elif contents and (found := file_checksum(path)) != entry.checksum:
-                damaged.append(f"{entry.path}: checksum {found}, expected {entry.checksum}")
-        except FileNotFoundError:
-            damaged.append(f"{entry.path}: missing")
+            digest = range_digest(directory / entry.path, start, size)
         except OSError as error:
-            damaged.append(f"{entry.path}: cannot be read: {error.strerror}")
-        if progress:
-            progress(entry.bytes)
-    return damaged
+            return entry, size, f"cannot be read: {error.strerror}"
+        return entry, size, None if digest == expected else entry.describe(start, digest)
+
+    work = [(entry, *span) for entry in entries for span in entry.spans()]
+    lines: dict[str, list[str]] = {}
+    with ThreadPoolExecutor(READERS_MAX, thread_name_prefix="verify") as pool:
+        for entry, size, problem in pool.map(read, work):
+            if problem:
+                lines.setdefault(entry.path, []).append(problem)
+            if progress:
+                progress(size)
+    return {
+        path: f"{path}: {found[0]}" + (f", and {len(found) - 1} more blocks" if found[1:] else "")
+        for path, found in lines.items()
+    }
