@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes this checkout ready: `.venv` with everything in requirements.lock, and with `--cluster`
-# also the system packages that the tests of Slurm, PostgreSQL and injected faults use. Every make target calls
-# it; when nothing has changed it returns at once.
+# also the system packages that the tests of Slurm, PostgreSQL and injected faults use. Every
+# make target calls it; when nothing has changed it returns at once.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
