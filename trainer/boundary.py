@@ -33,6 +33,7 @@ class Saver:
         self, link: Link, ranks: Ranks, record: RankRecord, recorder: Recorder | None
     ) -> None:
         self._link, self._record, self._recorder = link, record, recorder
+        self._ranks = ranks
         self.engine = CheckpointEngine(
             flusher=link.flusher, run=link.run, identity=link.identity, group=ranks.group
         )
@@ -49,6 +50,15 @@ class Saver:
     def began_at(self, step: int, checkpoint: str | None) -> None:
         """The state as restored: `step` needs no save, `checkpoint` is the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
+
+    def prepare(self, captured: Captured) -> None:
+        """Plan for states like `captured`; all ranks call it together. Raises `SaveError`."""
+        self._record.beat(Phase.SAVE)
+        self.engine.prepare(captured[0], timeout_s=FLUSH_TIMEOUT_S)
+
+    def is_changed(self, captured: Captured) -> bool:
+        """True when this rank's state needs another plan; then all ranks must `prepare`."""
+        return self.engine.changes(captured[0]) is not None
 
     def save(self, captured: Captured, *, step: int, reason: str) -> None:
         """Stage `captured` as the checkpoint of `step`; returns as soon as it is sealed.
@@ -108,7 +118,11 @@ class Saver:
         """
         if step != self._staged_step:
             self.collect()
-            self.save(capture(), step=step, reason="final")
+            captured = capture()
+            # All ranks are here: the one collective that a last save takes.
+            if self._ranks.largest([self.is_changed(captured)])[0]:
+                self.prepare(captured)
+            self.save(captured, step=step, reason="final")
         self.wait()
         waiting = [name for name, number in self.in_flight.items() if number == step]
         problem = self._failed.get(step)

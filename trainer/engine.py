@@ -28,6 +28,7 @@ from holdfast.trainer.layout import (
     Layout,
     check_unchanged,
     files_of,
+    find_changes,
     flatten,
 )
 from holdfast.trainer.planning import all_or_none, plan_together
@@ -51,8 +52,8 @@ class SaveResult:
 class CheckpointEngine:
     """One rank's saves and loads.
 
-    `flusher` is the socket name of the node's flusher, called at the first save. `group` is a
-    gloo group over all ranks, or None for a single process.
+    `flusher` is the socket name of the node's flusher, called by `prepare`. `group` is a gloo
+    group over all ranks, or None for a single process.
     """
 
     def __init__(
@@ -83,6 +84,24 @@ class CheckpointEngine:
         self._collect()
         return tuple(sorted(name.step for name in self._in_flight.values()))
 
+    def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
+        """Plan for states like `state` and get the slots; the next save is then like any other.
+
+        All ranks call it together: before the first save, and again when the state of one of
+        them has changed. It waits at most `timeout_s` seconds for saves of the former plan.
+        Raises `SaveError` on all ranks when one cannot save its state or get its slots.
+        """
+        self._build(state, timeout_s)
+
+    def changes(self, state: dict[str, Any]) -> str | None:
+        """What no longer fits the plan, in words for people; None while a save needs no new one.
+
+        Raises `SaveError` when the state cannot be saved at all.
+        """
+        if self._layout is None:
+            return "nothing is planned yet"
+        return find_changes(self._layout, flatten(state))
+
     def save(
         self,
         state: dict[str, Any],
@@ -94,20 +113,19 @@ class CheckpointEngine:
         metrics: Mapping[str, float] | None = None,
         must: bool = False,
         timeout_s: float = SAVE_TIMEOUT_S,
-        rebuild: bool = False,
     ) -> str | None:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
         All ranks call it after the same step. On return the state may change; `poll` tells when
         it is committed. `train_state` is JSON, written by rank 0. None means that both slots are
         still being written and this save was passed over; with `must` it waits for a free one.
-        The first save plans with all ranks, and so does one with `rebuild`; others plan nothing.
+        A first save without `prepare` plans with all ranks; others plan nothing.
         Raises `SaveError` when the state cannot be saved, is another than was planned, does not
         fit into memory, or no slot came free within `timeout_s` seconds.
         """
         began = time.monotonic()
         layout, stage = self._layout, self._stage
-        if layout is None or stage is None or rebuild:
+        if layout is None or stage is None:
             layout, stage = self._build(state, timeout_s)
         flat = flatten(state)
         check_unchanged(layout, flat)

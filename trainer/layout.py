@@ -154,23 +154,28 @@ def describe(flat: Mapping[str, Any]) -> dict[str, str]:
     return {key: _describe(value) for key, value in flat.items()}
 
 
-def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
-    """Raise `SaveError` naming what changed when `flat` no longer fits `layout`."""
+def find_changes(layout: Layout, flat: Mapping[str, Any]) -> str | None:
+    """What of `flat` no longer fits `layout`, a few keys by name; None when all of it fits."""
     now = describe(flat)
     if now == layout.signature:
-        return
+        return None
     changed = [
         f"{key}: {now.get(key, 'gone')}, planned {layout.signature.get(key, 'nothing')}"
         for key in sorted({*now, *layout.signature})
         if now.get(key) != layout.signature.get(key)
     ]
     more = f" and {len(changed) - _KEYS_SHOWN} more" if len(changed) > _KEYS_SHOWN else ""
-    raise SaveError(
-        "the state is not the one that was laid out at the first save: "
-        + "; ".join(changed[:_KEYS_SHOWN])
-        + more
-        + ". If every rank changed it on purpose, save once with rebuild=True on all of them"
-    )
+    return "; ".join(changed[:_KEYS_SHOWN]) + more
+
+
+def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
+    """Raise `SaveError` naming what changed when `flat` no longer fits `layout`."""
+    changes = find_changes(layout, flat)
+    if changes is not None:
+        raise SaveError(
+            f"the state is not the one that was planned: {changes}. If it changed on purpose, "
+            "call prepare(state) on all ranks, then save"
+        )
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
@@ -257,7 +262,7 @@ def encode_number(value: Any, length: int | None = None) -> bytes:
     if padding < 0:
         raise SaveError(
             f"{value!r} takes {len(content)} bytes, its place in the layout has {length}; "
-            "save once with rebuild=True on all ranks"
+            "call prepare(state) on all ranks, then save"
         )
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 

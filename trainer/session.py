@@ -117,6 +117,8 @@ class Session:
         self._cadence = Cadence(chosen, step=found.step, now=time.monotonic())
         self._record.register(identity.rank, found.step)
         self._settler: Settler | None = None
+        # Planned before the first step, so that the first save costs what any other does.
+        self._saver.prepare(self._state.capture(self._progress()))
         if not self._link.has_agent and identity.local_rank == 0:
             self._settler = Settler(self._link, self._note)
         atexit.register(self._at_exit)
@@ -364,13 +366,20 @@ class Session:
                 if is_due
                 else (wanted, self._cadence.next_step)
             )
-        save, next_step, is_busy = self._ranks.largest(
-            [decision[0] or wanted, decision[1], self._saver.is_busy]
+        captured = self._state.capture(self._progress())
+        save, next_step, is_busy, is_changed = self._ranks.largest(
+            [
+                decision[0] or wanted,
+                decision[1],
+                self._saver.is_busy,
+                self._saver.is_changed(captured),
+            ]
         )
         saved = bool(save) and not is_busy
         if saved:
-            reason = "request" if wanted else "interval"
-            self._saver.save(self._state.capture(self._progress()), step=step, reason=reason)
+            if is_changed:
+                self._saver.prepare(captured)
+            self._saver.save(captured, step=step, reason="request" if wanted else "interval")
         elif save:
             self._saver.passed_over(step)
         self._cadence.settle(step, next_step, saved=saved, now=time.monotonic())

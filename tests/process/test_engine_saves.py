@@ -142,7 +142,7 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
     assert read_keys(directory_of(tmp_path, 6)) == read_keys(directory_of(tmp_path, 1))
 
 
-def test_a_changed_state_is_refused_by_name_until_it_is_rebuilt(
+def test_a_changed_state_is_refused_by_name_until_it_is_planned_anew(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -151,7 +151,10 @@ def test_a_changed_state_is_refused_by_name_until_it_is_rebuilt(
     changed["model"]["new"] = torch.zeros(100_000)
     with pytest.raises(SaveError, match=r"model\.new: .*planned nothing.*model\.weight: "):
         engine.save(changed, {}, step=2, **FACTS)
-    assert engine.save(changed, {}, step=2, rebuild=True, **FACTS)
+    assert str(engine.changes(changed)).startswith("model.new: ")
+    engine.prepare(changed)
+    assert engine.changes(changed) is None
+    assert engine.save(changed, {}, step=2, **FACTS)
     assert [(r.step, r.committed) for r in engine.wait(20)] == [(1, True), (2, True)]
     assert read_keys(directory_of(tmp_path, 2)) - read_keys(directory_of(tmp_path, 1)) == {
         "model.new"
@@ -159,10 +162,11 @@ def test_a_changed_state_is_refused_by_name_until_it_is_rebuilt(
     assert engine.save(changed, {}, step=3, **FACTS)
     assert engine.wait(20)[0].committed
     wordy = {**changed, "group": {**changed["group"], "lr": "x" * 5000}}
-    with pytest.raises(SaveError, match="rebuild=True"):
+    with pytest.raises(SaveError, match="call prepare"):
         engine.save(wordy, {}, step=4, **FACTS)
     assert engine.in_flight == ()
-    assert engine.save(wordy, {}, step=4, rebuild=True, **FACTS)
+    engine.prepare(wordy)
+    assert engine.save(wordy, {}, step=4, **FACTS)
     assert engine.wait(20)[0].committed
 
 
