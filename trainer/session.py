@@ -92,10 +92,9 @@ class Session:
         self._record.register(identity.rank, NOWHERE)
         self._flags = None if self._link.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
-        optimizers = () if optimizer is None else optimizer
         self._state = TrainState(
             model,
-            (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers),
+            (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ()),
             scheduler,
             extra or {},
             rank=identity.rank,
@@ -117,7 +116,6 @@ class Session:
         self._cadence = Cadence(chosen, step=found.step, now=time.monotonic())
         self._record.register(identity.rank, found.step)
         self._settler: Settler | None = None
-        # Planned before the first step, so that the first save costs what any other does.
         self._saver.prepare(self._state.capture(self._progress()))
         if not self._link.has_agent and identity.local_rank == 0:
             self._settler = Settler(self._link, self._note)
