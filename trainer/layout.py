@@ -89,7 +89,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class _Template:
+class Template:
     """The zip of a tensor of one shape and type, without the tensor's bytes."""
 
     pieces: tuple[tuple[int, bytes], ...]
@@ -186,7 +186,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 def plan_layout(plan: SavePlan, flat: Mapping[str, Any], rank: int) -> Layout:
     """The image of `rank`'s `.distcp` file for the items that the global plan gave it."""
     path = f"__{rank}_0.distcp"
-    templates: dict[tuple[torch.Size, torch.dtype], _Template] = {}
+    templates: dict[tuple[torch.Size, torch.dtype], Template] = {}
     tensors, numbers, fixed, storage, end = [], [], [], {}, 0
     for item in plan.items:
         start = _align(end, ALIGNMENT)
@@ -268,30 +268,33 @@ def encode_number(value: Any, length: int | None = None) -> bytes:
 
 
 def _place_tensor(
-    item: WriteItem, start: int, templates: dict[tuple[torch.Size, torch.dtype], _Template]
-) -> tuple[TensorPlace, _Template]:
+    item: WriteItem, start: int, templates: dict[tuple[torch.Size, torch.dtype], Template]
+) -> tuple[TensorPlace, Template]:
     data = item.tensor_data
     assert data is not None
     shape, dtype = data.chunk.sizes, data.properties.dtype
     template = templates.get((shape, dtype))
     if template is None:
-        template = templates[shape, dtype] = _make_template(shape, dtype)
+        template = templates[shape, dtype] = make_template(shape, dtype)
     size = shape.numel() * dtype.itemsize
     return TensorPlace(item.index.fqn, start + template.data_at, size, shape, dtype), template
 
 
-def _make_template(shape: torch.Size, dtype: torch.dtype) -> _Template:
-    """The zip of a tensor, made without touching its memory: the pages are never written."""
+def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
+    """The zip of a tensor, made without touching its memory: the pages are never written.
+
+    With `crc` its small parts bear their CRC32, as stock DCP writes them.
+    """
     recorder = _Recorder()
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
+    torch.serialization.set_crc32_options(crc)
     try:
         with torch.serialization.skip_data():
             torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
     finally:
         torch.serialization.set_crc32_options(checksums)
     pieces = tuple((at, bytes(piece)) for at, piece in recorder.pieces)
-    return _Template(pieces, recorder.data_at, recorder.tell())
+    return Template(pieces, recorder.data_at, recorder.tell())
 
 
 def _describe(value: Any) -> str:
