@@ -6,6 +6,7 @@ to another rank; the node's flusher does the rest while training goes on.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -322,6 +323,7 @@ def read_train_state(directory: Path) -> dict[str, Any]:
     return parsed
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     return {
         "holdfast": importlib.metadata.version("holdfast"),

@@ -29,6 +29,7 @@ from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.allocator import Allocator
 from holdfast.trainer.flush_files import Committed, Image, commit_step, leave_failure
 from holdfast.trainer.flush_plan import (
     Departures,
@@ -104,6 +105,7 @@ class Flusher:
         if keeper is not None:
             keeper.settimeout(KEEPER_SEND_TIMEOUT_S)
             self._watch(keeper, self._hear_keeper)
+        self._allocator = Allocator()
         self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
 
     def run(self) -> None:
@@ -117,6 +119,7 @@ class Flusher:
             self._release_orphans()
             self._answer_drain()
         self._work.put(None)
+        self._allocator.stop()
 
     # --- conversations --------------------------------------------------------------------
 
@@ -164,11 +167,11 @@ class Flusher:
                 self._held[key].is_orphan = False
             wire.send(link.connection, "welcome")
         elif kind == "slots":
-            self._give_slots(link, int(message["bytes"]))
+            self._give_slots(link, int(message["bytes"]), int(message.get("used_bytes", 0)))
         elif kind == "skipped":
             self._skipped[link.incarnation, link.local_rank] = int(message["step"])
 
-    def _give_slots(self, link: RankLink, data_bytes: int) -> None:
+    def _give_slots(self, link: RankLink, data_bytes: int, used_bytes: int) -> None:
         """New slots for a rank; those it had before are let go once they are written."""
         for key in link.slots:
             self._held[key].is_orphan = True
@@ -182,6 +185,7 @@ class Flusher:
         link.slots = keys
         handles = tuple(self._held[key].handle for key in keys)
         wire.send(link.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
+        self._allocator.begin([self._held[key].slot for key in keys], used_bytes)
 
     def _hang_up(self, link: RankLink) -> None:
         """A rank is gone: what it sealed stays, what it did not seal is worth nothing."""

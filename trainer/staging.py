@@ -1,7 +1,8 @@
 """Copying a rank's state into memory that outlives it: the flusher's slots.
 
 `FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
-tensor, so that a save is `Tensor.copy_` into them and nothing else.
+tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread
+while training begins, so that the first save costs what any other does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,14 +20,24 @@ import torch
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.slots import SLOTS_PER_RANK, Slot, SlotState
+from holdfast.contracts.slots import (
+    DATA_OFFSET,
+    NO_MORE,
+    SLOTS_PER_RANK,
+    Slot,
+    choose_slot,
+)
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.layout import Layout, encode_number, local_part
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0
 RETRY_S: Final = 0.02
-FREE_STATES: Final = frozenset({SlotState.EMPTY, SlotState.DONE, SlotState.FAILED})
+# How long the flusher may take to put memory behind a slot before nobody waits for it any longer.
+ALLOCATION_TIMEOUT_S: Final = 300.0
+ALLOCATION_POLL_S: Final = 0.01
+
+_UNWRITTEN: Final = object()
 
 
 class FlusherLink:
@@ -62,10 +74,13 @@ class FlusherLink:
             incarnation=who.incarnation,
         )
 
-    def request_slots(self, data_bytes: int) -> list[int]:
-        """Descriptors of new slots for `data_bytes` each, ours to close."""
+    def request_slots(self, data_bytes: int, used_bytes: int) -> list[int]:
+        """Descriptors of new slots for `data_bytes` each, ours to close.
+
+        The flusher puts memory behind the first `used_bytes` of each, after it has answered.
+        """
         self.connect()
-        handles = self._ask("slots", bytes=data_bytes)
+        handles = self._ask("slots", bytes=data_bytes, used_bytes=used_bytes)
         if len(handles) != SLOTS_PER_RANK:
             raise SaveError(
                 f"the flusher gave {len(handles)} slots, expected {SLOTS_PER_RANK}; "
@@ -75,12 +90,17 @@ class FlusherLink:
 
     def notify(self, kind: str, **data: Any) -> None:
         """Tell without waiting; what a flusher misses it finds in shared memory itself."""
+        self.keep_up()
+        with contextlib.suppress(OSError):
+            if self._connection is not None:
+                wire.send(self._connection, kind, **data)
+
+    def keep_up(self) -> None:
+        """Call again if the flusher was restarted: it must learn of this rank's death."""
         with contextlib.suppress(OSError, SaveError):
             if self._has_hung_up():
                 self.close()
                 self.connect(timeout_s=0.0)
-            if self._connection is not None:
-                wire.send(self._connection, kind, **data)
 
     def close(self) -> None:
         """Hang up; what is sealed is written all the same."""
@@ -116,19 +136,20 @@ class FlusherLink:
 class StagedSlot:
     """One slot, mapped and cut into a view for each tensor of the layout."""
 
-    def __init__(self, handle: int, layout: Layout, pin: bool) -> None:
+    def __init__(self, handle: int, layout: Layout) -> None:
         try:
             self.slot = Slot(handle)
         finally:
             os.close(handle)
         self._layout = layout
-        memory = torch.frombuffer(self.slot.data, dtype=torch.uint8)
-        self._pinned = _pin(memory[: layout.used_bytes]) if pin else 0
+        self._memory = torch.frombuffer(self.slot.data, dtype=torch.uint8)
         self._views = [
-            memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
+            self._memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
             for place in layout.tensors
         ]
-        self._numbers: dict[str, str] = {}
+        self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
+        self._pinned = 0
+        self._lock = threading.Lock()
         for at, content in layout.fixed:
             self.slot.data[at : at + len(content)] = content
 
@@ -137,16 +158,23 @@ class StagedSlot:
 
         Raises `SaveError` when a number or the train state has outgrown its place.
         """
-        sources = [local_part(flat[place.key]) for place in self._layout.tensors]
-        copy_tensors(self._views, sources)
+        with self._lock, torch.no_grad():
+            sources = [local_part(flat[place.key]) for place in self._layout.tensors]
+            copy_tensors(self._views, sources)
         self._fill_numbers(flat)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
             self.slot.data[at : at + len(train_state)] = train_state
 
+    def pin(self) -> None:
+        """Page-lock the memory for copies from a GPU; no save copies meanwhile."""
+        with self._lock:
+            self._pinned = _pin(self._memory[: self._layout.used_bytes])
+
     def close(self) -> None:
         """Let the memory go from this process."""
         self._views.clear()
+        del self._memory
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
         # The last view may still wait for the garbage collector; the mapping then goes with it.
@@ -156,33 +184,68 @@ class StagedSlot:
     def _fill_numbers(self, flat: Mapping[str, Any]) -> None:
         """Write the numbers that changed since this slot was last filled."""
         encoded: dict[tuple[str, int], bytes] = {}
-        for place in self._layout.numbers:
+        written = self._numbers
+        for i, place in enumerate(self._layout.numbers):
             value = flat[place.key]
-            text = repr(value)
-            if self._numbers.get(place.key) == text:
+            # The very object that was written; a list may have changed and still be the same.
+            if value is written[i] and type(value) is not list:
                 continue
+            text = repr(value)
             content = encoded.get((text, place.bytes))
             if content is None:
                 content = encoded[text, place.bytes] = encode_number(value, place.bytes)
             self.slot.data[place.at : place.at + place.bytes] = content
-            self._numbers[place.key] = text
+            written[i] = value
 
 
 class Stage:
     """A rank's slots, and which of them are in flight."""
 
     def __init__(self, link: FlusherLink, layout: Layout, *, pin: bool) -> None:
-        handles = link.request_slots(layout.image_bytes)
-        self.slots = [StagedSlot(handle, layout, pin) for handle in handles]
+        handles = link.request_slots(layout.image_bytes, layout.used_bytes)
+        self.slots = [StagedSlot(handle, layout) for handle in handles]
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._make_ready, args=(layout.used_bytes, pin), name="holdfast-map", daemon=True
+        )
+        self._thread.start()
 
     def free(self) -> StagedSlot | None:
-        """A slot that nobody writes from, or None."""
-        return next((s for s in self.slots if s.slot.state in FREE_STATES), None)
+        """The slot to fill next, or None while all are being written."""
+        chosen = choose_slot([staged.slot for staged in self.slots])
+        return None if chosen is None else self.slots[chosen]
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until every page is there; only measurements need to."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """Let all slots go from this process."""
+        self._is_closed.set()
+        self._thread.join()
         for staged in self.slots:
             staged.close()
+
+    def _make_ready(self, used_bytes: int, pin: bool) -> None:
+        """Map what the flusher has allocated, the slot of the first save first; then pin it.
+
+        A save may come before this is through: it then waits for the pages that it touches.
+        """
+        give_up = time.monotonic() + ALLOCATION_TIMEOUT_S
+        for staged in self.slots:
+            slot, mapped, stop = staged.slot, 0, DATA_OFFSET + used_bytes
+            while mapped < stop:
+                reached = min(slot.allocated_bytes, stop)
+                if reached > mapped:
+                    slot.map_pages(mapped, reached)
+                    mapped = reached
+                elif reached == NO_MORE or time.monotonic() > give_up:
+                    break
+                elif self._is_closed.wait(ALLOCATION_POLL_S):
+                    return
+            if pin:
+                staged.pin()
 
 
 def copy_tensors(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -194,8 +257,9 @@ def copy_tensors(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     device = next((s.device for s in sources if s.device.type == "cuda"), None)
     with torch.no_grad():
         if device is None:
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source)
+            if views:
+                # One call for all tensors; each is copied by as many threads as torch may use.
+                torch._foreach_copy_(list(views), list(sources))
             return
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(torch.cuda.current_stream(device))

@@ -3,6 +3,9 @@
 A slot outlives the rank that fills it: the flusher and the agent hold its descriptor. The head
 says what state it is in; a JSON table says which bytes are which file. A slot that was not
 sealed when its rank died is worth nothing, a sealed one is a whole step of that rank.
+
+A sealed slot is either to be written, or a *snapshot*: kept in memory alone, free to be overwritten
+by a later step, and written only when its rank has died.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, Final
+
+from holdfast.contracts.memory import populate
 
 MAGIC: Final = 0x4846534C_00000001
 HEAD_BYTES: Final = 4096
@@ -19,6 +25,7 @@ TABLE_BYTES: Final = 1 << 20
 DATA_OFFSET: Final = HEAD_BYTES + TABLE_BYTES
 ERROR_BYTES_MAX: Final = 2048
 SLOTS_PER_RANK: Final = 2
+NO_MORE: Final = -1
 
 
 class SlotState(IntEnum):
@@ -32,12 +39,17 @@ class SlotState(IntEnum):
     FAILED = 5
 
 
+FREE_STATES: Final = frozenset({SlotState.EMPTY, SlotState.DONE, SlotState.FAILED})
+
+
 class _Word(IntEnum):
     MAGIC = 0
     STATE = 1
     STEP = 2
     TABLE_BYTES = 3
     ERROR_BYTES = 4
+    IS_SNAPSHOT = 5
+    ALLOCATED_BYTES = 6
 
 
 _ERROR_AT = 1024
@@ -74,6 +86,28 @@ class Slot:
         return self._words[_Word.STEP]
 
     @property
+    def is_snapshot(self) -> bool:
+        """True when what was last sealed here is not to be written while its rank lives."""
+        return bool(self._words[_Word.IS_SNAPSHOT])
+
+    @property
+    def is_free(self) -> bool:
+        """True when nobody writes from this slot, so that a rank may fill it."""
+        state = self.state
+        return state in FREE_STATES or (state is SlotState.SEALED and self.is_snapshot)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the file, from its start, that have memory behind them; `NO_MORE` at the end
+        of an allocation that stopped early."""
+        return self._words[_Word.ALLOCATED_BYTES]
+
+    @property
+    def has_table(self) -> bool:
+        """True when a step was ever sealed here."""
+        return self._words[_Word.TABLE_BYTES] > 0
+
+    @property
     def table(self) -> dict[str, Any]:
         """The JSON table: what the step is, and `files`: [{path, offset, bytes}]."""
         size = self._words[_Word.TABLE_BYTES]
@@ -91,7 +125,7 @@ class Slot:
         self._words[_Word.STATE] = SlotState.COPYING
         self._words[_Word.STEP] = step
 
-    def seal(self, table: dict[str, Any]) -> None:
+    def seal(self, table: dict[str, Any], *, is_snapshot: bool = False) -> None:
         """Declare the bytes complete. Raises `ValueError` when the table is too long."""
         content = json.dumps(table).encode()
         if len(content) > TABLE_BYTES:
@@ -100,6 +134,7 @@ class Slot:
             )
         self._map[HEAD_BYTES : HEAD_BYTES + len(content)] = content
         self._words[_Word.TABLE_BYTES] = len(content)
+        self._words[_Word.IS_SNAPSHOT] = is_snapshot
         self._words[_Word.STATE] = SlotState.SEALED
 
     def fail(self, reason: str) -> None:
@@ -109,8 +144,36 @@ class Slot:
         self._words[_Word.ERROR_BYTES] = len(content)
         self._words[_Word.STATE] = SlotState.FAILED
 
+    def allocate(self, data_bytes: int, *, is_over: Callable[[], bool]) -> None:
+        """Put memory behind the first `data_bytes` of the data, piece by piece.
+
+        Takes a while, and holds nobody up: the interpreter is free meanwhile. Stops early when
+        `is_over()`, or where the system has no more memory: what is missing is then taken at the
+        first copy, as it would have been without this.
+        """
+        stop, reached = min(DATA_OFFSET + data_bytes, len(self._map)), 0
+        for reached in populate(self._map, 0, stop):
+            self._words[_Word.ALLOCATED_BYTES] = reached
+            if is_over():
+                break
+        if reached < stop:
+            self._words[_Word.ALLOCATED_BYTES] = NO_MORE
+
+    def map_pages(self, start: int, stop: int) -> None:
+        """Enter bytes `start` to `stop` of the file, allocated by another, in our page tables."""
+        for _ in populate(self._map, start, stop):
+            pass
+
     def close(self) -> None:
         """Unmap the slot from this process; views handed out must be gone by then."""
         self._words.release()
         self.data.release()
         self._map.close()
+
+
+def choose_slot(slots: Sequence[Slot]) -> int | None:
+    """Which slot a rank fills next: a free one, else the older snapshot; None for neither."""
+    free = [i for i, slot in enumerate(slots) if slot.is_free]
+    return min(
+        free, key=lambda i: (slots[i].state is SlotState.SEALED, slots[i].step), default=None
+    )

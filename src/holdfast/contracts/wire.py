@@ -4,7 +4,8 @@ Two conversations use it, both with the flusher:
 
 rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
     hello  {rank, local_rank, local_ranks, incarnation}            → welcome {}
-    slots  {bytes}      → slots {numbers} with `SLOTS_PER_RANK` descriptors
+    slots  {bytes, used_bytes}    → slots {numbers} with `SLOTS_PER_RANK` descriptors; the first
+                        `used_bytes` of each are allocated after the answer
     sealed {step}                                                  (no answer: see the slot)
     skipped {step}                     no slot was free: the step cannot become complete here
 
