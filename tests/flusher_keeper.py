@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,17 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = WAIT_S
 class Keeper:
     """Starts a flusher, holds the slots' descriptors, and can start it anew with them."""
 
-    def __init__(self, name: str, *, node: int = 0, nodes: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        node: int = 0,
+        nodes: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment` is added to this process's own for the flusher."""
         self.name, self._node, self._nodes = name, node, nodes
+        self._environment = {**os.environ, **(environment or {})}
         self.kept: dict[tuple[int, int, int], int] = {}
         self.heard: list[dict[str, Any]] = []
         self.start()
@@ -46,6 +55,7 @@ class Keeper:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.trainer.flusher", *options],
             pass_fds=[theirs.fileno()],
+            env=self._environment,
             start_new_session=True,
         )
         theirs.close()

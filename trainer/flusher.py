@@ -30,7 +30,8 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.allocator import Allocator
-from holdfast.trainer.flush_files import Committed, Image, commit_step, leave_failure
+from holdfast.trainer.flush_commit import Others, leave_failure
+from holdfast.trainer.flush_files import Committed, Image, commit_step
 from holdfast.trainer.flush_plan import (
     Departures,
     FlushPlan,
@@ -97,6 +98,7 @@ class Flusher:
         self._finished: deque[Finished] = deque()
         self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
         self._drain_by: float | None = None
+        self._lost_nodes: frozenset[int] = frozenset()
         self._alone_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -224,6 +226,7 @@ class Flusher:
             for handle in descriptors:
                 self._adopt((message["incarnation"], message["rank"], message["slot"]), handle)
         elif message["kind"] == "drain":
+            self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
@@ -377,8 +380,8 @@ class Flusher:
                 committed, error = None, given_up
             else:
                 resumed = any(held.resumed for held in slots)
-                abandoned = self._abandonment_of(group)
-                committed, error = commit_step(images, resumed=resumed, abandoned=abandoned), ""
+                others = Others(self._abandonment_of(group), lambda: self._lost_nodes)
+                committed, error = commit_step(images, resumed=resumed, others=others), ""
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
         except Exception as problem:
@@ -406,7 +409,7 @@ def _leave_word(table: dict[str, Any], reason: str) -> None:
     """Tell other nodes, where there are some, that this step will not be complete here."""
     if table["nodes"] > 1:
         directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
-        leave_failure(directory, table["node"], reason)
+        leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
 
 
 def _open_process(connection: socket.socket) -> int | None:

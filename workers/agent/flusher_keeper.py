@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,12 +75,15 @@ class FlusherKeeper:
         if not self.is_running and not self._closing and self._starts < STARTS_MAX:
             self._start()
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything sealed and complete is committed; False when time ran out."""
+    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+        """Wait until everything sealed and complete is committed; False when time ran out.
+
+        `lost` are the nodes that are gone: nothing more will come of them.
+        """
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up and self._starts < STARTS_MAX:
             left_s = give_up - time.monotonic()
-            if self._ask_drain(left_s):
+            if self._ask_drain(left_s, lost):
                 return True
             self.tend()
             time.sleep(POLL_S)
@@ -139,14 +143,19 @@ class FlusherKeeper:
                         incarnation=incarnation,
                     )
 
-    def _ask_drain(self, timeout_s: float) -> bool:
+    def _ask_drain(self, timeout_s: float, lost: Collection[int]) -> bool:
         """One question; False when the flusher ended before it answered, or was late."""
         connection, process = self._connection, self._process
         if connection is None or process is None:
             return False
         self._drained = None
         try:
-            wire.send(connection, "drain", timeout_s=max(timeout_s - REPLY_MARGIN_S, timeout_s / 2))
+            wire.send(
+                connection,
+                "drain",
+                timeout_s=max(timeout_s - REPLY_MARGIN_S, timeout_s / 2),
+                lost=sorted(lost),
+            )
         except OSError:
             return False
         give_up = time.monotonic() + timeout_s

@@ -189,7 +189,7 @@ class Lead:
         drain_s = self._drain_s()
         for node in self.nodes:
             with self._losing(node):
-                if not node.drain(drain_s):
+                if not node.drain(drain_s, self._lost_numbers()):
                     self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
         failures, kills = [], 0
         for node in self.nodes:
@@ -371,6 +371,9 @@ class Lead:
                     host=node.name,
                     detail=str(error),
                 )
+
+    def _lost_numbers(self) -> list[int]:
+        return [remote.number for remote in self._remotes if remote.name in self.lost]
 
     def _note(self, text: str) -> None:
         self._journal.append(EventKind.NOTE, attempt=self.context.attempt.number, text=text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -51,8 +52,10 @@ class RemoteNode:
     def kill(self) -> None:
         self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
 
-    def drain(self, timeout_s: float) -> bool:
-        answer = self._peer.call("drain", timeout_s=timeout_s + CALL_TIMEOUT_S, drain_s=timeout_s)
+    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+        answer = self._peer.call(
+            "drain", timeout_s=timeout_s + CALL_TIMEOUT_S, drain_s=timeout_s, lost=sorted(lost)
+        )
         return bool(answer["done"])
 
     def wreck(self) -> Wreck:
@@ -122,7 +125,7 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
         runtime.kill()
         return {}
     if kind == "drain":
-        return {"done": runtime.drain(question["drain_s"])}
+        return {"done": runtime.drain(question["drain_s"], question["lost"])}
     if kind == "wreck":
         return runtime.wreck().to_json()
     return answer_for_board(runtime.board, question) or {}
@@ -131,10 +134,11 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
 def _leave_without_lead(
     context: AgentContext, runtime: NodeRuntime, error: ConnectionError
 ) -> None:
-    """Node 0 is gone, so nobody can commit a step or start training again: end what is left.
+    """Node 0 is gone, so nobody can start training again: end what is left.
 
-    The job is ended too. Its batch shell was on node 0, and with `--no-kill` Slurm would keep
-    the other nodes for it until the time limit.
+    A step of which node 0 had written its part is committed by the lowest node left. The job is
+    ended too: its batch shell was on node 0, and with `--no-kill` Slurm would keep the other nodes
+    for it until the time limit.
     """
     holder = read_document(Claim, context.attempt.claim)
     if not context.attempt.outcome.exists():
@@ -147,7 +151,7 @@ def _leave_without_lead(
                 detail=str(error),
             )
     runtime.kill()
-    runtime.drain(ORPHAN_DRAIN_S)
+    runtime.drain(ORPHAN_DRAIN_S, lost=(0,))
     if not context.attempt.outcome.exists():
         job = Submission(
             job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from holdfast.contracts.agreement import BoardPort, NodePort
 from holdfast.contracts.board import NOWHERE, Board
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flusher_keeper import FlusherKeeper
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
@@ -86,8 +88,11 @@ class Node(NodePort, Protocol):
         """End torchrun and everything below it, by force."""
         ...
 
-    def drain(self, timeout_s: float) -> bool:
-        """Let the flusher commit what is sealed; False when it was not done in time."""
+    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+        """Let the flusher commit what is sealed; False when it was not done in time.
+
+        `lost` are the nodes whose files will not come any more.
+        """
         ...
 
     def wreck(self) -> Wreck:
@@ -154,8 +159,20 @@ class NodeRuntime(BoardPort):
             flusher = self.keeper.pid
             kill_all_below(os.getpid(), frozenset({flusher} if flusher else ()))
 
-    def drain(self, timeout_s: float) -> bool:
-        return self.keeper.drain(timeout_s)
+    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+        told_before = len(self.keeper.told.failed)
+        is_done = self.keeper.drain(timeout_s, lost)
+        if lost:
+            # The ranks are dead by now, so nobody else says what the lost node took with it.
+            self._journal_failures(self.keeper.told.failed[told_before:])
+        return is_done
+
+    def _journal_failures(self, failures: Sequence[dict[str, Any]]) -> None:
+        attempt = self.context.attempt
+        with JournalWriter(attempt.node_journal(self.context.node)) as journal:
+            for failure in failures:
+                facts = {key: failure[key] for key in ("checkpoint", "step", "error")}
+                journal.append(EventKind.SAVE_FAILED, attempt=attempt.number, **facts)
 
     def wreck(self) -> Wreck:
         failures = self._torchrun.failures() if self._torchrun else []

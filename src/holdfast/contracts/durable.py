@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -10,10 +11,12 @@ from typing import Any
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable."""
+    """Make the names in `directory` durable; raises `OSError` with the directory's name."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(handle)
 
@@ -33,18 +36,16 @@ def make_directory(directory: Path) -> None:
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Replace `path` by `content` so that a reader sees the old bytes or the new, never a part.
 
-    Raises `OSError` when the bytes could not be made durable; the old file then still stands.
+    Raises `OSError` when they could not be made durable; `path` is then whole as well, the old
+    file or, where the directory alone refused, the new one.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
+        _fill(handle, content, mode, path)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
 
@@ -53,23 +54,39 @@ def create_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> bool:
     """Create `path` with all of `content`, or return False because it exists already.
 
     The name appears by `link`, which is exclusive on shared file systems too, and only when
-    the bytes are durable: who finds the file finds it whole.
+    the bytes are durable: who finds the file finds it whole. Raises `OSError` when storage
+    refuses; a name that may not outlast a power cut is then taken back.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        _fill(handle, content, mode, path)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+    finally:
+        # Of no consequence: a second name, which nobody reads, would only take room.
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
+    try:
+        fsync_directory(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+    return True
+
+
+def _fill(handle: int, content: bytes, mode: int, path: Path) -> None:
+    """Write `content` durably into the open file `handle`, which is to be `path`, and close it."""
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fchmod(stream.fileno(), mode)
             os.fsync(stream.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    fsync_directory(path.parent)
-    return True
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def to_json(document: Any) -> bytes:

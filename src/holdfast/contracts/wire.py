@@ -12,7 +12,7 @@ rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
 keeper (the agent, or the Session that started the flusher) ↔ flusher, on an inherited socket
     keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
     kept   {rank, slot, incarnation} with a descriptor             keeper → a flusher started anew
-    drain  {timeout_s}  → drained {committed: [steps], failed: [{step, error}]}
+    drain  {timeout_s, lost: [nodes]}  → drained {committed: [steps], failed: [{step, error}]}
     committed {step, checkpoint, bytes, flush_s} / failed {step, checkpoint, error}
                                                                    flusher → keeper, as they occur
     A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees

@@ -1,0 +1,201 @@
+"""Every system call of a save fails, or is the last one: what is committed stays, nothing else is.
+
+A first save is recorded, and each of its calls is a point at which later saves are struck.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+from tests.faults.saves import (
+    SETTLE_S,
+    Node,
+    believed_step,
+    has_committed,
+    has_manifest,
+    name_of,
+    nodes_of,
+    save,
+    settle,
+)
+from tests.faults.shim import Action, Point, points_of, strangers
+from tests.flusher_keeper import wait_until
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.slots import Slot
+from holdfast.trainer.flush_files import WRITE_BYTES_MAX
+
+RUN = "run"
+FILES = {
+    *(".metadata", "__0_0.distcp", "train_state.json", "pp1", "__1_0.distcp", "manifest.json"),
+}
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A point, and whether only the first save of a run has it: that makes the folders."""
+
+    point: Point
+    is_first_only: bool
+
+    def __str__(self) -> str:
+        return f"{self.point}{' of the first save' if self.is_first_only else ''}"
+
+
+def is_harmless(point: Point, action: Action) -> bool:
+    """True when the save is committed although this call fails: nothing of it is needed."""
+    if os.path.basename(point.pattern) in {"latest", ".latest.tmp"}:
+        return True
+    return point.op == "unlink" and action is Action.FAIL_ONCE
+
+
+def record(node: Node) -> list[Struck]:
+    """The points of a save, from a run's first save and its second."""
+    found = []
+    for step in (1, 2):
+        node.shim.forget()
+        slots = save([node], step)
+        assert has_committed(slots)
+        calls = node.shim.calls()
+        assert list(strangers(calls)) == []
+        found.append(points_of(calls, RUN))
+    first, second = found
+    common = {point for point in first if point in second}
+    assert {"open", "write", "fsync", "rename", "link", "symlink", "mkdir"} <= {
+        point.op for point in common
+    }
+    assert len(common) == len(second), set(second) - common
+    return [Struck(point, point not in common) for point in first]
+
+
+@pytest.fixture
+def node(shim_library: Path, tmp_path: Path) -> Iterator[Node]:
+    with nodes_of(shim_library, tmp_path) as (made,):
+        yield made
+
+
+class Strikes:
+    """Takes a node's saves through a list of points, with the steps counted up."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.root = node.run.parent
+        self.points = record(node)
+        self.steps = count(3)
+        self.folders = count(1)
+        self.believed: int | None = 2
+
+    def strike(self, struck: Struck, action: Action, error: int = 0) -> tuple[int, list[Slot]]:
+        """Save a step with `action` at the point; returns the step and its slots, undecided."""
+        if struck.is_first_only:
+            folder = self.root / f"run{next(self.folders)}"
+            folder.mkdir()
+            self.node.move_to(folder)
+            self.believed = None
+        step = next(self.steps)
+        self.node.shim.forget()
+        pattern = struck.point.pattern
+        moved = Point(struck.point.op, self._here(pattern), struck.point.nth)
+        self.node.shim.arm(moved, name_of(step), action, error)
+        return step, self.node.stage(step)
+
+    def expect(self, step: int, committed: bool) -> None:
+        """What a resume believes is the step, when it was committed, else what it was before."""
+        if committed:
+            self.believed = step
+        assert believed_step(self.node.run) == self.believed
+
+    def expect_next_save(self) -> None:
+        """The fault is over: the next save succeeds and is believed."""
+        self.node.shim.let_pass()
+        step = next(self.steps)
+        assert has_committed(save([self.node], step))
+        self.expect(step, committed=True)
+
+    def _here(self, pattern: str) -> str:
+        return self.node.run.name + pattern[len(RUN) :]
+
+
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [(Action.FAIL_ONCE, errno.EIO), (Action.FAIL_FROM_HERE, errno.ENOSPC)],
+    ids=["EIO-once", "ENOSPC-from-there-on"],
+)
+def test_every_call_of_a_save_fails_in_turn(node: Node, action: Action, error: int) -> None:
+    strikes = Strikes(node)
+    wrong = []
+    for struck in strikes.points:
+        step, slots = strikes.strike(struck, action, error)
+        settle(slots)
+        assert node.shim.has_fired, struck
+        committed = has_committed(slots)
+        if committed != is_harmless(struck.point, action):
+            wrong.append(f"{struck}: {'committed' if committed else slots[0].error}")
+        if not committed:
+            assert all(os.strerror(error) in slot.error for slot in slots), struck
+            expect_word_of_failure(node, step)
+            assert not has_manifest(node.run, step), struck
+        strikes.expect(step, committed)
+        strikes.expect_next_save()
+    assert wrong == []
+    assert len(strikes.points) > 35
+
+
+def expect_word_of_failure(node: Node, step: int) -> None:
+    wait_until(
+        lambda: any(m["step"] == step for m in node.keeper.of_kind("failed")),
+        f"the keeper to hear of the failure of step {step}",
+    )
+
+
+def test_after_every_call_of_a_save_the_flusher_is_killed(node: Node) -> None:
+    """All at once the disk is as the whole node's death would leave it; then it is finished."""
+    strikes = Strikes(node)
+    for struck in strikes.points:
+        step, slots = strikes.strike(struck, Action.KILL_AFTER)
+        node.keeper.process.wait(SETTLE_S)
+        assert node.shim.has_fired, struck
+        strikes.expect(step, committed=has_manifest(node.run, step))
+        node.shim.let_pass()
+        node.keeper.kill()
+        node.keeper.start()
+        settle(slots)
+        assert has_committed(slots), (struck, slots[0].error)
+        strikes.expect(step, committed=True)
+        left = {path.name for path in RunPaths(node.run).checkpoint(name_of(step)).rglob("*")}
+        assert left == FILES, struck
+        strikes.expect_next_save()
+
+
+def test_a_write_that_takes_less_than_asked_is_gone_on_with(node: Node) -> None:
+    strikes = Strikes(node)
+    writes = [struck for struck in strikes.points if struck.point.op == "write"]
+    assert len(writes) == len(FILES) - 1
+    for struck in writes:
+        step, slots = strikes.strike(struck, Action.SHORT_WRITE)
+        settle(slots)
+        assert node.shim.has_fired, struck
+        assert has_committed(slots), (struck, slots[0].error)
+        strikes.expect(step, committed=True)
+
+
+def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path: Path) -> None:
+    with nodes_of(shim_library, tmp_path, local_ranks=1, tensor_bytes=WRITE_BYTES_MAX + 5000) as (
+        node,
+    ):
+        strikes = Strikes(node)
+        writes = [s for s in strikes.points if s.point.pattern.endswith("__0_0.distcp.tmp")]
+        assert [s.point.nth for s in writes if s.point.op == "write"] == [1, 2]
+        for struck in writes:
+            step, slots = strikes.strike(struck, Action.FAIL_ONCE, errno.EIO)
+            settle(slots)
+            assert node.shim.has_fired, struck
+            assert not has_committed(slots), struck
+            strikes.expect(step, committed=False)
+        strikes.expect_next_save()

@@ -1,0 +1,305 @@
+"""The commit of a written step: parts of the nodes, the manifest, then `latest`.
+
+Each node leaves a part file that says what it wrote. Node 0 writes the manifest when all parts
+are there; the lowest node that is left does so where node 0 is gone. Whoever tries to, one alone
+succeeds, for the manifest's name is taken exclusively, and the others report the same commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import (
+    create_bytes,
+    fsync_directory,
+    make_directory,
+    to_json,
+    write_bytes,
+)
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
+
+PEERS_WAIT_S: Final = 1800.0
+POLL_S: Final = 0.002
+POLL_SLOW_S: Final = 0.05
+OVERTAKEN_CHECK_S: Final = 0.5
+# Shared directories show another node's files late; after this long nothing more will come.
+LOST_GRACE_S: Final = 5.0
+# Without a word from the agents: when the other nodes try to commit, the lower ones earlier.
+TAKEOVER_S: Final = 30.0
+TAKEOVER_STAGGER_S: Final = 1.0
+FAILED_PART: Final = "failed.json"
+NODES_NAMED_MAX: Final = 16
+_PART = re.compile(r"node-(\d{4,})\.json")
+
+
+def nobody() -> frozenset[int]:
+    """The nodes known to be gone, where nobody knows of any."""
+    return frozenset()
+
+
+@dataclass(frozen=True)
+class Others:
+    """What is known of the other nodes while a step waits for them.
+
+    `abandoned` gives a reason once nobody wants the step any more, `lost` the nodes that are gone.
+    """
+
+    abandoned: Callable[[], str | None]
+    lost: Callable[[], Collection[int]] = nobody
+
+
+def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manifest:
+    """Commit a step that one node wrote; raises `SaveError` or `OSError` when it is not."""
+    return _write_manifest(run, directory, [part])
+
+
+def commit_together(
+    run: RunPaths, directory: Path, part: dict[str, Any], others: Others
+) -> Manifest:
+    """Leave this node's part and see the step committed, by this node or by another.
+
+    Raises `SaveError` when it cannot be, which says what is missing, and `OSError` when storage
+    refuses.
+    """
+    make_directory(directory / PARTS)
+    write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
+    return _Wait(run, directory, part, others).for_commit()
+
+
+def accept_commit(run: RunPaths, directory: Path) -> None:
+    """Make sure of a commit that a flusher before this one had made, and finish what follows it.
+
+    Raises `OSError` when storage refuses; the manifest is then taken back, for it may not outlast
+    a power cut.
+    """
+    try:
+        fsync_directory(directory)
+    except OSError:
+        with contextlib.suppress(OSError):
+            (directory / MANIFEST).unlink()
+        raise
+    _tidy(run, directory)
+
+
+def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> None:
+    """Tell the other nodes that this one will not deliver the step; best effort by nature.
+
+    `for_all` says that nobody else will commit it either. Where storage is full even this may
+    fail, and the others then find out by waiting.
+    """
+    names = [part_name(node)] + ([FAILED_PART] if for_all else [])
+    with contextlib.suppress(OSError):
+        make_directory(directory / PARTS)
+        for name in names:
+            write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
+
+
+def committer_of(nodes: int, lost: Collection[int]) -> int | None:
+    """The node that writes the manifest: the lowest that is left, None when none is."""
+    return min(set(range(nodes)) - set(lost), default=None)
+
+
+def part_name(node: int) -> str:
+    return f"node-{node:04d}.json"
+
+
+def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, Any]]) -> Manifest:
+    """Commit: the manifest, durable under its own name. Raises `SaveError` if a rank is absent."""
+    ranks = sorted(rank for part in parts for rank in part["ranks"])
+    world_size = parts[0]["world_size"]
+    facts = next((part["manifest"] for part in parts if part["manifest"]), None)
+    if ranks != list(range(world_size)) or facts is None:
+        raise SaveError(
+            f"{directory.name}: ranks {ranks} were staged, expected 0 to {world_size - 1}; "
+            "every rank must save the same step"
+        )
+    staged_at = max(part["staged_at"] for part in parts)
+    manifest = Manifest(
+        **facts,
+        files=tuple(FileEntry(**f) for part in parts for f in part["files"]),
+        blocked_s=max(part["blocked_s"] for part in parts),
+        flush_s=max(0.0, max(part["fsynced_at"] for part in parts) - staged_at),
+        staged_at=staged_at,
+        committed_at=time.time(),
+    )
+    if not create_bytes(directory / MANIFEST, to_json(manifest.model_dump(mode="json"))):
+        return _accept_theirs(directory, manifest)
+    _tidy(run, directory)
+    return manifest
+
+
+def _accept_theirs(directory: Path, ours: Manifest) -> Manifest:
+    """The manifest that another node wrote of the same files in the same moment."""
+    theirs = read_manifest(directory)
+    if theirs is None or set(theirs.files) != set(ours.files):
+        raise SaveError(
+            f"{directory}: somebody else committed other files there meanwhile; nothing was "
+            "replaced. Two programs must not write the same attempt and incarnation of a run"
+        )
+    fsync_directory(directory)
+    return theirs
+
+
+def _tidy(run: RunPaths, directory: Path) -> None:
+    """What follows a commit and can no longer fail it."""
+    _move_latest(run, directory.name)
+    shutil.rmtree(directory / PARTS, ignore_errors=True)
+
+
+def _move_latest(run: RunPaths, name: str) -> None:
+    """Point `latest` at the newest commit, for people; resume never reads it."""
+    temporary = run.checkpoints / ".latest.tmp"
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(name)
+        os.replace(temporary, run.latest)
+    except OSError as error:
+        print(f"holdfast flusher: {name} is committed, `latest` stays: {error}", file=sys.stderr)
+
+
+class _Wait:
+    """The bounded wait for other nodes, by looking at the shared directory."""
+
+    def __init__(
+        self, run: RunPaths, directory: Path, part: dict[str, Any], others: Others
+    ) -> None:
+        self._run, self._directory, self._own, self._others = run, directory, part, others
+        self._began = self._checked = time.monotonic()
+        self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
+        self._lost_since: dict[int, float] = {}
+
+    def for_commit(self) -> Manifest:
+        """The manifest, whoever writes it; `SaveError` when there will be none."""
+        node, nodes = self._own["node"], range(self._own["nodes"])
+        while True:
+            manifest = read_manifest(self._directory)
+            if manifest is not None:
+                # Its writer makes it durable and may die in between.
+                fsync_directory(self._directory)
+                return manifest
+            self._raise_if_failed()
+            lost = self._lost_nodes()
+            committer = committer_of(len(nodes), lost)
+            if node == committer or self._is_due_to_take_over():
+                self._gather()
+                if len(self._parts) == len(nodes):
+                    parts = [self._parts[each] for each in nodes]
+                    return _write_manifest(self._run, self._directory, parts)
+                self._raise_if_lost(lost)
+            missing = sorted(set(nodes) - set(self._parts))
+            self._pause(missing if committer in {node, None} else [committer])
+
+    def _is_due_to_take_over(self) -> bool:
+        waited_s = time.monotonic() - self._began
+        return bool(waited_s > TAKEOVER_S + TAKEOVER_STAGGER_S * self._own["node"])
+
+    def _gather(self) -> None:
+        """Read the parts that are new; `SaveError` when one says that its node has failed."""
+        for name in _list(self._directory / PARTS):
+            match = _PART.fullmatch(name)
+            if match is None or int(match[1]) in self._parts:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                part = json.loads((self._directory / PARTS / name).read_bytes())
+                if "error" in part:
+                    raise SaveError(f"node {part['node']}: {part['error']}")
+                self._parts[int(match[1])] = part
+
+    def _raise_if_failed(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            failed = json.loads((self._directory / PARTS / FAILED_PART).read_bytes())
+            raise SaveError(f"node {failed['node']}: {failed['error']}")
+
+    def _lost_nodes(self) -> list[int]:
+        """The nodes known to be gone; from when on is noted."""
+        lost = sorted(self._others.lost())
+        for node in lost:
+            self._lost_since.setdefault(node, time.monotonic())
+        return lost
+
+    def _raise_if_lost(self, lost: Sequence[int]) -> None:
+        """End the wait for parts that will not come any more."""
+        now = time.monotonic()
+        gone = [
+            n for n in lost if n not in self._parts and now - self._lost_since[n] > LOST_GRACE_S
+        ]
+        if gone:
+            raise SaveError(
+                f"{self._directory.name}: {_name_nodes(gone)} went down before all of it was "
+                f"written; {self._name_missing_ranks()} are missing, so nothing is committed"
+            )
+
+    def _name_missing_ranks(self) -> str:
+        there = {rank for part in self._parts.values() for rank in part["ranks"]}
+        return f"ranks {_ranges(set(range(self._own['world_size'])) - there)}"
+
+    def _pause(self, missing: Sequence[int]) -> None:
+        now = time.monotonic()
+        waited = now - self._began
+        if waited > PEERS_WAIT_S:
+            self._gather()
+            raise SaveError(
+                f"{self._directory.name}: nothing from {_name_nodes(missing)} within "
+                f"{PEERS_WAIT_S:.0f} s, {self._name_missing_ranks()}; expected their parts on "
+                "the shared directory. Is it shared, and are those nodes alive?"
+            )
+        if reason := self._others.abandoned():
+            raise SaveError(f"{self._directory.name}: {reason}")
+        if now - self._checked > OVERTAKEN_CHECK_S:
+            self._checked = now
+            overtaken = [node for node in missing if self._is_overtaken(node)]
+            if overtaken:
+                raise SaveError(
+                    f"{self._directory.name}: {_name_nodes(overtaken)} went on to a later step "
+                    "without it"
+                )
+        time.sleep(POLL_S if waited < 1.0 else POLL_SLOW_S)
+
+    def _is_overtaken(self, node: int) -> bool:
+        """True when `node` has left a part for a later step: it writes steps in order."""
+        own = CheckpointName.parse(self._directory.name)
+        for other in self._run.list_checkpoints():
+            name = CheckpointName.parse(other.name)
+            if own is None or name is None or name <= own:
+                continue
+            same_writer = (name.attempt, name.incarnation) == (own.attempt, own.incarnation)
+            if same_writer and (other / PARTS / part_name(node)).exists():
+                return True
+        return False
+
+
+def _list(directory: Path) -> list[str]:
+    """Names in `directory`; none when whoever committed has removed it."""
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _name_nodes(nodes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, nodes[:NODES_NAMED_MAX]))
+    more = f" and {len(nodes) - NODES_NAMED_MAX} more" if len(nodes) > NODES_NAMED_MAX else ""
+    return f"nodes [{shown}]{more}"
+
+
+def _ranges(numbers: Collection[int]) -> str:
+    """`0 to 3, 8` for {0, 1, 2, 3, 8}."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and found[-1][-1] == number - 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ", ".join(" to ".join(map(str, part)) for part in found)
