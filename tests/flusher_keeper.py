@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +68,10 @@ class Keeper:
         """Tell the flusher something."""
         wire.send(self._socket, kind, descriptors=descriptors, **data)
 
-    def drain(self, timeout_s: float = WAIT_S) -> dict[str, Any]:
-        """Ask the flusher to finish, and wait for its answer."""
+    def drain(self, timeout_s: float = WAIT_S, lost: Sequence[int] = ()) -> dict[str, Any]:
+        """Ask the flusher to finish without the `lost` nodes, and wait for its answer."""
         self.heard = [message for message in self.heard if message["kind"] != "drained"]
-        self.send("drain", timeout_s=timeout_s)
+        self.send("drain", timeout_s=timeout_s, lost=list(lost))
         wait_until(lambda: self.of_kind("drained"), "the answer to drain", timeout_s + 5)
         return self.of_kind("drained")[-1]
 

@@ -36,6 +36,7 @@ POLL_SLOW_S: Final = 0.05
 OVERTAKEN_CHECK_S: Final = 0.5
 # Shared directories show another node's files late; after this long nothing more will come.
 LOST_GRACE_S: Final = 5.0
+LOOK_RETRY_S: Final = 10.0
 # Without a word from the agents: when the other nodes try to commit, the lower ones earlier.
 TAKEOVER_S: Final = 30.0
 TAKEOVER_STAGGER_S: Final = 1.0
@@ -179,27 +180,43 @@ class _Wait:
         self._began = self._checked = time.monotonic()
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
         self._lost_since: dict[int, float] = {}
+        self._refused_since: float | None = None
 
     def for_commit(self) -> Manifest:
         """The manifest, whoever writes it; `SaveError` when there will be none."""
-        node, nodes = self._own["node"], range(self._own["nodes"])
+        node, nodes = self._own["node"], self._own["nodes"]
         while True:
-            manifest = read_manifest(self._directory)
+            committer = committer_of(nodes, self._lost_nodes())
+            gathers = node == committer or self._is_due_to_take_over()
+            manifest = self._look(gathers)
             if manifest is not None:
                 # Its writer makes it durable and may die in between.
                 fsync_directory(self._directory)
                 return manifest
-            self._raise_if_failed()
-            lost = self._lost_nodes()
-            committer = committer_of(len(nodes), lost)
-            if node == committer or self._is_due_to_take_over():
-                self._gather()
-                if len(self._parts) == len(nodes):
-                    parts = [self._parts[each] for each in nodes]
-                    return _write_manifest(self._run, self._directory, parts)
-                self._raise_if_lost(lost)
-            missing = sorted(set(nodes) - set(self._parts))
+            if len(self._parts) == nodes:
+                parts = [self._parts[each] for each in range(nodes)]
+                return _write_manifest(self._run, self._directory, parts)
+            if gathers:
+                self._raise_if_lost()
+            missing = sorted(set(range(nodes)) - set(self._parts))
             self._pause(missing if committer in {node, None} else [committer])
+
+    def _look(self, gathers: bool) -> Manifest | None:
+        """What the directory holds by now; storage may refuse to say for `LOOK_RETRY_S`."""
+        try:
+            manifest = read_manifest(self._directory)
+            if manifest is None:
+                self._raise_if_failed()
+                if gathers:
+                    self._gather()
+        except OSError:
+            now = time.monotonic()
+            self._refused_since = self._refused_since or now
+            if now - self._refused_since > LOOK_RETRY_S:
+                raise
+            return None
+        self._refused_since = None
+        return manifest
 
     def _is_due_to_take_over(self) -> bool:
         waited_s = time.monotonic() - self._began
@@ -229,12 +246,10 @@ class _Wait:
             self._lost_since.setdefault(node, time.monotonic())
         return lost
 
-    def _raise_if_lost(self, lost: Sequence[int]) -> None:
+    def _raise_if_lost(self) -> None:
         """End the wait for parts that will not come any more."""
-        now = time.monotonic()
-        gone = [
-            n for n in lost if n not in self._parts and now - self._lost_since[n] > LOST_GRACE_S
-        ]
+        late = time.monotonic() - LOST_GRACE_S
+        gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
         if gone:
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(gone)} went down before all of it was "

@@ -1,0 +1,180 @@
+"""A node is gone: a step that it had written is committed by the lowest left, another is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults.saves import (
+    Node,
+    believed_step,
+    has_committed,
+    has_manifest,
+    name_of,
+    nodes_of,
+    save,
+    settle,
+)
+from tests.faults.shim import Action, Point
+from tests.flusher_keeper import wait_until
+
+from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.paths import PARTS, RunPaths
+from holdfast.contracts.slots import SlotState
+from holdfast.trainer import flush_commit
+from holdfast.trainer.flush_commit import Others, commit_together, part_name
+
+PART_OF_0 = Point("rename", "run/checkpoints/STEP/parts/node-0000.json", 1)
+DATA_OF_0 = Point("rename", "run/checkpoints/STEP/__0_0.distcp", 1)
+
+
+@pytest.fixture
+def two(shim_library: Path, tmp_path: Path) -> Iterator[list[Node]]:
+    with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
+        yield nodes
+
+
+def kill_at(node: Node, point: Point, step: int) -> None:
+    """Stage the step on the node and wait for the flusher's death at the point."""
+    node.shim.arm(point, name_of(step), Action.KILL_AFTER)
+    node.stage(step)
+    node.keeper.process.wait(60)
+    assert node.shim.has_fired
+
+
+def test_a_step_of_which_the_lost_node_0_left_its_part_is_committed(two: list[Node]) -> None:
+    assert has_committed(save(two, 1))
+    kill_at(two[0], PART_OF_0, 2)
+    staged = [rank.slots for rank in two[0].ranks]
+    slots = two[1].stage(2)
+    part = RunPaths(two[1].run).checkpoint(name_of(2)) / PARTS / part_name(1)
+    wait_until(part.exists, "node 1's part")
+    assert not has_manifest(two[1].run, 2)
+    answer = two[1].keeper.drain(lost=[0])
+    assert answer["committed"][-1] == 2
+    assert has_committed(slots)
+    assert believed_step(two[1].run) == 2
+    # Were node 0 not lost but cut off, it would find the same commit and not make another.
+    content = (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes()
+    two[0].keeper.kill()
+    two[0].keeper.start()
+    wait_until(
+        lambda: all(
+            any(s.state is SlotState.DONE and s.step == 2 for s in pair) for pair in staged
+        ),
+        "node 0 to report the commit too",
+    )
+    assert (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes() == content
+
+
+def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_its_ranks(
+    two: list[Node],
+) -> None:
+    assert has_committed(save(two, 1))
+    kill_at(two[0], DATA_OF_0, 2)
+    slots = two[1].stage(2)
+    answer = two[1].keeper.drain(lost=[0])
+    settle(slots)
+    assert not has_committed(slots)
+    error = answer["failed"][-1]["error"]
+    assert "nodes [0] went down" in error
+    assert "ranks 0 to 1 are missing, so nothing is committed" in error
+    assert all(slot.error == error for slot in slots)
+    assert believed_step(two[1].run) == 1
+
+
+def test_node_0_gives_up_what_another_node_took_with_it(two: list[Node]) -> None:
+    assert has_committed(save(two, 1))
+    two[1].keeper.kill()
+    slots = two[0].stage(2)
+    two[0].keeper.drain(lost=[1])
+    assert not has_committed(slots)
+    assert "nodes [1] went down" in slots[0].error
+    assert "ranks 2 to 3 are missing" in slots[0].error
+    assert believed_step(two[0].run) == 1
+
+
+def test_of_two_committers_at_once_one_wins_and_both_report_the_same_commit(
+    shim_library: Path, tmp_path: Path
+) -> None:
+    """Node 1 takes node 0 for lost, which it is not; node 2's part sets both off together."""
+    with nodes_of(shim_library, tmp_path, nodes=3, local_ranks=1) as nodes:
+        nodes[1].keeper.drain(lost=[0])
+        parts = RunPaths(nodes[0].run).checkpoints
+        for step in range(1, 21):
+            slots = nodes[0].stage(step) + nodes[1].stage(step)
+            for node in (0, 1):
+                path = parts / name_of(step) / PARTS / part_name(node)
+                wait_until(path.exists, f"the part of node {node}")
+            slots += nodes[2].stage(step)
+            settle(slots)
+            assert has_committed(slots), [slot.error for slot in slots]
+            assert believed_step(nodes[0].run) == step
+        wait_until(lambda: all(len(n.keeper.of_kind("committed")) == 20 for n in nodes), "word")
+        told = [[(m["step"], m["bytes"]) for m in n.keeper.of_kind("committed")] for n in nodes]
+        assert told[0] == told[1] == told[2]
+
+
+def part_of(node: int, nodes: int) -> dict[str, object]:
+    """What a node of one rank leaves of a step without files."""
+    facts = {
+        "run_uid": "0" * 32,
+        "run": "run",
+        "name": name_of(1),
+        "step": 1,
+        "attempt": 1,
+        "incarnation": 1,
+        "world_size": nodes,
+    }
+    return {
+        "node": node,
+        "nodes": nodes,
+        "world_size": nodes,
+        "ranks": [node],
+        "files": [],
+        "blocked_s": 0.0,
+        "staged_at": 1.0,
+        "fsynced_at": 2.0,
+        "manifest": facts if node == 0 else None,
+    }
+
+
+def test_without_a_word_the_others_commit_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush_commit, "TAKEOVER_S", 0.3)
+    monkeypatch.setattr(flush_commit, "TAKEOVER_STAGGER_S", 0.0)
+    run = RunPaths(tmp_path / "run")
+    directory = run.checkpoint(name_of(1))
+    make_directory(directory / PARTS)
+    write_bytes(directory / PARTS / part_name(0), to_json(part_of(0, 4)))
+    found: list[Manifest] = []
+
+    def commit(node: int) -> None:
+        others = Others(abandoned=lambda: None)
+        found.append(commit_together(run, directory, part_of(node, 4), others))
+
+    threads = [threading.Thread(target=commit, args=(node,)) for node in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3
+    assert len({manifest.committed_at for manifest in found}) == 1
+    assert has_manifest(run.directory, 1)
+
+
+def test_a_wait_for_nobody_s_part_is_bounded_and_names_who_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush_commit, "PEERS_WAIT_S", 0.3)
+    run = RunPaths(tmp_path / "run")
+    directory = run.checkpoint(name_of(1))
+    make_directory(directory)
+    with pytest.raises(SaveError, match=r"nodes \[1, 2, 3\] .*ranks 1 to 3"):
+        commit_together(run, directory, part_of(0, 4), Others(abandoned=lambda: None))
+    assert not has_manifest(run.directory, 1)
