@@ -30,7 +30,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.index import Index
 from holdfast.flows.progress import describe_progress
-from holdfast.workers import retention
+from holdfast.workers import deletion
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
@@ -39,6 +39,7 @@ from holdfast.workers.reconcile import reconcile
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
+PRUNE_S: Final = 60.0
 SOON_S: Final = 1.0
 REFUSALS_MAX: Final = 3
 FAILURES_MAX: Final = 30
@@ -70,6 +71,7 @@ class Supervisor:
     _refusals: int = 0
     _failures: int = 0
     _pruned_at: frozenset[str] = frozenset()
+    _prune_again_at: float = 0.0
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -128,17 +130,20 @@ class Supervisor:
             self._say_once("database", "not ingested now, again later: %s", error)
 
     def _prune(self, history: RunHistory) -> None:
-        """Apply the spec's keep rules when something was committed or deleted since."""
-        if not self.is_acting or history.spec.checkpoint.keep.last is None:
+        """Apply the spec's keep rules when something was committed or deleted since, and now and
+        then: a time to live runs out, a reader ends."""
+        if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
             return
-        if committed_names(self.paths) == self._pruned_at:
+        now = time.monotonic()
+        if committed_names(self.paths) == self._pruned_at and now < self._prune_again_at:
             return
         try:
-            for name, reason, _ in retention.apply(self.paths, by="keep rules", writer=JOURNAL):
-                self.log.info("deleted %s: %s", name, reason)
+            for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL):
+                self.log.info("deleted %s: %s", one.name, one.reason)
         except HoldfastError as error:
             self.log.warning("not pruned: %s", error)
         self._pruned_at = committed_names(self.paths)
+        self._prune_again_at = now + PRUNE_S
 
     def _follow(self, history: RunHistory) -> float | None:
         """The turn of a supervisor that another one keeps from acting."""

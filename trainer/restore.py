@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts import environment
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.contracts.leases import reading
+from holdfast.contracts.paths import MANIFEST, RunPaths, checkpoint_id
 from holdfast.trainer.cadence import Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import SkipWindow, parse_skips
@@ -21,6 +23,8 @@ from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.resume import choose
 from holdfast.trainer.train_state import Restored, TrainState
+
+CHOICES_MAX: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,20 @@ def resume(
 
     Raises `CheckpointError` when the checkpoint and the program's state do not fit together.
     """
-    choice = ranks.share(lambda: _choose(link.run))
+    # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
+    with contextlib.ExitStack() as held:
+        choice = ranks.share(lambda: _choose(link.run, held))
+        return _restore(choice, link, ranks, engine, state, recorder)
+
+
+def _restore(
+    choice: _Choice,
+    link: Link,
+    ranks: Ranks,
+    engine: CheckpointEngine,
+    state: TrainState,
+    recorder: Recorder | None,
+) -> Resumed:
     found = Resumed(skips=choice.skips)
     restored = [Restored(parts=())]
     if choice.directory is not None:
@@ -113,8 +130,15 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
     )
 
 
-def _choose(run: RunPaths) -> _Choice:
-    choice = choose(run)
+def _choose(run: RunPaths, held: contextlib.ExitStack) -> _Choice:
+    """The choice, under a lease; one that was deleted before the lease stood is chosen anew."""
+    for _ in range(CHOICES_MAX):
+        choice = choose(run)
+        if choice.directory is None:
+            break
+        held.enter_context(reading(choice.directory))
+        if (choice.directory / MANIFEST).exists():
+            break
     skips = recorded_skips(load_events(run))
     if choice.directory is None or choice.manifest is None:
         return _Choice(None, None, choice.skipped, skips, {})

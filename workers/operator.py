@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from typing import Final, Literal
 
@@ -15,22 +14,18 @@ from holdfast.contracts.attempt import (
     read_document,
     write_document,
 )
-from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
 from holdfast.contracts.history import (
     AttemptView,
     RunHistory,
-    excluded_checkpoints,
     load_history,
     pinned_checkpoints,
 )
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, AttemptPaths, RunPaths, checkpoint_id
+from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.states import RunState
-from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
-from holdfast.workers.retention import parents_in_use
 from holdfast.workers.sizes import problem_with
 
 Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
@@ -70,10 +65,15 @@ def request(
 
 
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
-    """Keep a checkpoint whatever the keep rules say; returns its id."""
+    """Keep a checkpoint whatever the keep rules say; returns its id.
+
+    Raises `NotFoundError` when there is none, or when it was deleted before the pin held.
+    """
     _committed(paths, checkpoint)
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note)
+    # Who deletes takes the manifest away and then looks for pins: one of us sees the other.
+    _committed(paths, checkpoint)
     return checkpoint_id(paths.name, checkpoint)
 
 
@@ -84,32 +84,6 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.UNPINNED, checkpoint=checkpoint, by=by)
     return checkpoint_id(paths.name, checkpoint)
-
-
-def delete_checkpoint(
-    paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: str = "cli"
-) -> int:
-    """Delete a committed checkpoint for a stated reason; returns the bytes freed.
-
-    Its manifest goes to `tombstones/` and the journal before a byte is removed. Raises
-    `SpecError` for one that is pinned, the newest, or the parent that a live attempt needs.
-    """
-    history = load_history(paths)
-    manifest = _committed(paths, checkpoint)
-    keeper = _kept_because(history, checkpoint)
-    if keeper:
-        raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is kept: it is {keeper}")
-    directory = paths.checkpoint(checkpoint)
-    make_directory(paths.tombstones)
-    write_bytes(paths.tombstone(checkpoint), (directory / MANIFEST).read_bytes())
-    with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(EventKind.CHECKPOINT_DELETED, checkpoint=checkpoint, reason=reason, by=by)
-    # The commit record goes first: what a crash leaves behind is then no checkpoint at all.
-    (directory / MANIFEST).unlink()
-    fsync_directory(directory)
-    shutil.rmtree(directory)
-    fsync_directory(paths.checkpoints)
-    return manifest.bytes
 
 
 def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
@@ -178,16 +152,3 @@ def _committed(paths: RunPaths, checkpoint: str) -> Manifest:
             f"`holdfast checkpoints {paths.name}` lists them"
         )
     return manifest
-
-
-def _kept_because(history: RunHistory, checkpoint: str) -> str:
-    """Why a checkpoint may not be deleted, or an empty string."""
-    if checkpoint in pinned_checkpoints(history.events):
-        return "pinned"
-    excluded = excluded_checkpoints(history.events)
-    branch = [m.name for m in committed_checkpoints(history.paths) if m.name not in excluded]
-    if branch and branch[-1] == checkpoint:
-        return "the newest"
-    if checkpoint in parents_in_use(history):
-        return "what a live attempt resumed from"
-    return ""

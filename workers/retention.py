@@ -1,100 +1,201 @@
-"""Which checkpoints are kept and why, and which are not. Each answer carries its reason."""
+"""Which checkpoints are kept, which are not, and why: each has a verdict with its reason.
+
+A pure decision over gathered facts. What may never be deleted comes first (`protections`), then
+the keep rules of the spec (`contracts.keep_rules`), and what neither names is let go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
+from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import (
     RunHistory,
     excluded_checkpoints,
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import Manifest, find_damage
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
+from holdfast.contracts.leases import readers
+from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.spec import Keep
-from holdfast.workers.checkpoints import committed_checkpoints
+
+NEWEST: Final = "the newest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run's checkpoints beside their manifests, by directory name.
+
+    `in_use` says who needs one and `read` who reads it. `damaged` says what is wrong with it.
+    `mirrored` are those whose second copy is durable, None where no second copy is asked for.
+    """
+
+    pins: Collection[str] = ()
+    in_use: Mapping[str, str] = field(default_factory=dict)
+    read: Mapping[str, str] = field(default_factory=dict)
+    excluded: Collection[str] = ()
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    mirrored: Collection[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What becomes of one checkpoint, and why. `step` and `bytes` are the manifest's."""
+
+    name: str
+    step: int
+    bytes: int
+    is_kept: bool
+    reason: str
 
 
 def plan_prune(
-    manifests: Sequence[Manifest],
-    *,
-    keep: Keep,
-    pins: Collection[str] = (),
-    in_use: Collection[str] = (),
-    excluded: Collection[str] = (),
-    damaged: Collection[str] = (),
-) -> list[tuple[str, str | None]]:
-    """(directory name, why it is to be deleted or None) for each checkpoint, oldest step first.
+    manifests: Sequence[Manifest], *, keep: Keep, facts: Facts, now: float
+) -> list[Verdict]:
+    """A verdict on each checkpoint, oldest step first; `now` is Unix seconds.
 
-    `in_use` are parents of live attempts, of forks and of exports. A checkpoint that a rollback
-    `excluded` does not count among the last ones, nor does a `damaged` one, which stays for people
-    to look at. Without a `keep.last` nothing is deleted.
+    One that a rollback excluded does not count for the rules, nor does a damaged one, which stays
+    for people to look at. Without a keep rule nothing is deleted.
     """
-    ordered = sorted(manifests, key=lambda m: (m.step, m.attempt, m.incarnation))
-    branch = [m for m in ordered if m.name not in {*excluded, *damaged}]
-    newest = {m.name for m in branch[-(keep.last or len(branch) or 1) :]}
-    return [
-        (m.name, _reason(m, keep, newest, {*pins, *in_use, *damaged}, excluded)) for m in ordered
-    ]
+    ordered = sorted(manifests, key=_order)
+    branch = _branch(ordered, facts)
+    ruled = kept_by_rules(branch, keep, now=now)
+    protected = protections(ordered, facts)
+    verdicts = []
+    for one in ordered:
+        reasons = [*protected.get(one.name, ()), *ruled.get(one.name, ())]
+        if not reasons and not keep.is_limited:
+            reasons = ["all"]
+        why = ", ".join(reasons) or _why_deleted(one, keep, facts)
+        verdicts.append(
+            Verdict(
+                name=one.name, step=one.step, bytes=one.bytes, is_kept=bool(reasons), reason=why
+            )
+        )
+    return verdicts
 
 
-def _reason(
-    manifest: Manifest,
-    keep: Keep,
-    newest: Collection[str],
-    needed: Collection[str],
-    excluded: Collection[str],
-) -> str | None:
-    """Why one checkpoint is to be deleted, or None when something keeps it."""
-    if keep.last is None or manifest.name in newest or manifest.name in needed:
-        return None
-    if manifest.name in excluded:
-        return f"keep.last {keep.last}: step {manifest.step} was rolled back"
-    if keep.every_steps and manifest.step % keep.every_steps == 0:
-        return None
-    every = f" and not a multiple of {keep.every_steps}" if keep.every_steps else ""
-    return f"keep.last {keep.last}: step {manifest.step} is older{every}"
+def protections(manifests: Sequence[Manifest], facts: Facts) -> dict[str, tuple[str, ...]]:
+    """Why checkpoints may not be deleted whatever the keep rules say, by directory name."""
+    ordered = sorted(manifests, key=_order)
+    branch = _branch(ordered, facts)
+    said: dict[str, list[str]] = {one.name: [] for one in ordered}
+    if branch:
+        said[branch[-1].name].append(NEWEST)
+    if facts.mirrored is not None:
+        # Until a later one has its second copy too, one may be all that a lost disk leaves.
+        copied = [place for place, one in enumerate(branch) if one.name in facts.mirrored]
+        for one in branch[copied[-1] if copied else 0 : -1]:
+            said[one.name].append("no later one has a second copy yet")
+    for one in ordered:
+        if one.name in facts.pins:
+            said[one.name].append("pinned")
+        if one.name in facts.in_use:
+            said[one.name].append(facts.in_use[one.name])
+        if one.name in facts.read:
+            said[one.name].append(f"being read by {facts.read[one.name]}")
+        if one.name in facts.damaged:
+            said[one.name].append(f"damaged, left for people: {facts.damaged[one.name]}")
+    return {name: tuple(reasons) for name, reasons in said.items() if reasons}
 
 
-def parents_in_use(history: RunHistory) -> frozenset[str]:
-    """Directory names that a live attempt resumed from, or that a fork or an export needs."""
-    names = set()
-    for attempt in history.attempts:
-        if not attempt.state.is_terminal and attempt.resumed_from:
-            names.add(attempt.resumed_from.rpartition(":")[2])
+def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
+    """Directory names that a live attempt resumed from, that a fork began with, or that an
+    export whose result is still there was made of; each with that reason."""
+    uses: dict[str, str] = {}
     for event in history.events:
         if event.kind is EventKind.FORKED:
-            names.add(str(event.data["checkpoint"]).rpartition(":")[2])
-    return frozenset(names)
+            into = event.data.get("into_run") or "another run"
+            uses[_name_in(event)] = f"the parent of run {into}"
+        elif event.kind is EventKind.EXPORTED and Path(str(event.data.get("path", ""))).exists():
+            uses[_name_in(event)] = f"exported to {event.data['path']}"
+    for attempt in history.attempts:
+        if not attempt.state.is_terminal:
+            resumed = [
+                event
+                for event in history.events
+                if event.kind is EventKind.RESUMED and event.data.get("attempt") == attempt.number
+            ]
+            # Each incarnation resumes anew; what the one before it went on from is needed no more.
+            if resumed and resumed[-1].data.get("checkpoint"):
+                uses[_name_in(resumed[-1])] = f"what attempt {attempt.number} resumed from"
+    return uses
 
 
-def plan_run(paths: RunPaths) -> list[tuple[str, str | None]]:
-    """`plan_prune` for a run on disk, by its own keep rules."""
-    history = load_history(paths)
-    manifests = committed_checkpoints(paths)
-    # Sizes alone: cheap enough after every commit, and what a torn or emptied file shows.
-    damaged = {
-        m.name for m in manifests if find_damage(paths.checkpoint(m.name), m, contents=False)
+def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
+    """The facts of a run on disk. Files' sizes are looked at, their contents are not."""
+    paths = history.paths
+    read = {one.name: readers(paths.checkpoint(one.name)) for one in manifests}
+    damage = {
+        one.name: find_damage(paths.checkpoint(one.name), one, contents=False) for one in manifests
     }
-    return plan_prune(
-        manifests,
-        keep=history.spec.checkpoint.keep,
+    return Facts(
         pins=pinned_checkpoints(history.events),
-        in_use=parents_in_use(history),
+        in_use=checkpoints_in_use(history),
+        read={name: ", ".join(who) for name, who in read.items() if who},
         excluded=excluded_checkpoints(history.events),
-        damaged=damaged,
+        damaged={name: lines[0] for name, lines in damage.items() if lines},
     )
 
 
-def apply(paths: RunPaths, *, by: str, writer: str = "flow") -> list[tuple[str, str, int]]:
-    """Delete what the keep rules let go; returns (directory name, reason, bytes) for each."""
-    from holdfast.workers.operator import delete_checkpoint
+def protection(history: RunHistory, manifests: Sequence[Manifest], checkpoint: str) -> str:
+    """Why one checkpoint may not be deleted by anybody, or an empty string."""
+    return ", ".join(protections(manifests, gather(history, manifests)).get(checkpoint, ()))
 
-    deleted = []
-    for name, reason in plan_run(paths):
-        if reason is not None:
-            freed = delete_checkpoint(paths, name, reason=reason, by=by, writer=writer)
-            deleted.append((name, reason, freed))
-    return deleted
+
+def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
+    """`plan_prune` for a run on disk, by its own keep rules; unreadable manifests are named."""
+    history = load_history(paths)
+    manifests, unreadable = _read_manifests(paths)
+    verdicts = plan_prune(
+        manifests,
+        keep=history.spec.checkpoint.keep,
+        facts=gather(history, manifests),
+        now=time.time() if now is None else now,
+    )
+    return [*verdicts, *unreadable]
+
+
+def _read_manifests(paths: RunPaths) -> tuple[list[Manifest], list[Verdict]]:
+    """Every manifest that can be believed, and a verdict on each that cannot: it stays."""
+    manifests, unreadable = [], []
+    for directory in paths.list_checkpoints():
+        try:
+            manifest = read_manifest(directory)
+        except DamagedCheckpointError as error:
+            why = f"damaged, left for people: {'; '.join(error.damaged) or MANIFEST}"
+            step = int(directory.name[len("step-") :].partition(".")[0])
+            unreadable.append(
+                Verdict(name=directory.name, step=step, bytes=0, is_kept=True, reason=why)
+            )
+            continue
+        if manifest is not None:
+            manifests.append(manifest)
+    return manifests, unreadable
+
+
+def _why_deleted(one: Manifest, keep: Keep, facts: Facts) -> str:
+    if one.name in facts.excluded:
+        return "rolled back"
+    return why_not_kept(one, keep)
+
+
+def _branch(ordered: Sequence[Manifest], facts: Facts) -> list[Manifest]:
+    """What the run may resume from."""
+    return [one for one in ordered if one.name not in {*facts.excluded, *facts.damaged}]
+
+
+def _order(one: Manifest) -> tuple[int, int, int]:
+    return one.step, one.attempt, one.incarnation
+
+
+def _name_in(event: Event) -> str:
+    """The directory name in an event that names a checkpoint by id or by name."""
+    return str(event.data["checkpoint"]).rpartition(":")[2]

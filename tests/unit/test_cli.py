@@ -319,14 +319,21 @@ def test_runs_come_newest_first(call: Call, ended_run: RunPaths, root: Path, hom
 def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
     first, second = (path.name for path in ended_run.list_checkpoints())
     assert call("pin", f"kelp:{first}", "--note", "best", "--json").json["pinned"] is True
-    assert call("prune", "kelp", "--dry-run", "--json").json["deleted"] == []
+    plan = call("prune", "kelp", "--dry-run", "--json").json
+    assert (plan["deleted"], [each["reason"] for each in plan["kept"]]) == (
+        [],
+        ["pinned", "the newest, last 1"],
+    )
     assert call("unpin", ended_run.checkpoint(first), "--json").json["pinned"] is False
     plan = call("prune", "kelp", "--dry-run", "--json").json
     assert [each["checkpoint"] for each in plan["deleted"]] == [first]
     assert ended_run.checkpoint(first).is_dir()
     done = call("prune", "kelp", "--json").json
     assert [each["checkpoint"] for each in done["deleted"]] == [first]
-    assert done["kept"] == [second]
+    assert [(each["checkpoint"], each["reason"]) for each in done["kept"]] == [
+        (second, "the newest, last 1")
+    ]
+    assert done["bytes_deleted"] > 0
     assert not ended_run.checkpoint(first).exists()
     gone, kept = call("checkpoints", "kelp", "--json").json
     assert (gone["state"], kept["state"]) == ("deleted", "committed")

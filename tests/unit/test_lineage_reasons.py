@@ -15,7 +15,8 @@ from holdfast.lineage.views import iso
 
 
 def row(step: int, state: str = "committed", **fields: Any) -> dict[str, Any]:
-    blank = {"pinned": False, "rolled_back": False, "detail": None, "deleted_reason": None}
+    blank: dict[str, Any] = {"pinned": False, "rolled_back": False, "detail": None}
+    blank |= {"deleted_reason": None, "committed_at": 1000.0 * step, "metrics": {}}
     return {"name": f"s{step}", "step": step, "state": state, **blank, **fields}
 
 
@@ -47,12 +48,14 @@ def test_every_reason_that_holds_is_given() -> None:
     [
         (Keep(), "kept by rule: all"),
         (Keep(last=1, every_steps=15), "kept by rule: every 15 steps"),
-        (Keep(last=1, every_steps=7), "no rule keeps it; the next prune deletes it"),
+        (Keep(last=1, every_steps=40), "no rule keeps it; the next prune deletes it"),
+        (Keep(ttl="10m"), "no rule keeps it; the next prune deletes it"),
+        (Keep(ttl="1h", every_hours=5), "kept by rule: every 5 h, younger than 1h"),
         (Keep(last=3), "kept by rule: last 3"),
     ],
 )
 def test_rules(keep: Keep, reason: str) -> None:
-    assert explain([row(30), row(50), row(60)], {}, keep)[0] == reason
+    assert explain([row(30), row(50), row(60)], {}, keep, now=32_000)[0] == reason
 
 
 @pytest.mark.parametrize(

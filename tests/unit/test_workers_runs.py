@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from tests.histories import spec_of
-from tests.runs import T0, RunFolder
 
 from holdfast.contracts.attempt import (
     Outcome,
@@ -26,13 +25,12 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
-from holdfast.contracts.history import load_history, pinned_checkpoints
+from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import Keep, RunSpec
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import attempts, executors, operator, preflight, retention, runs
-from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers import attempts, executors, operator, preflight, runs
 from holdfast.workers.executors import Executor, JobStatus, executor_for
 from holdfast.workers.reconcile import reconcile
 from holdfast.workers.request import build_request
@@ -336,110 +334,6 @@ def test_a_failed_run_may_be_relaunched_at_another_size(tmp_path: Path) -> None:
     assert history.state == "waiting"
     assert history.pending_request is not None
     assert history.pending_request["gpus"] == 2
-
-
-# --- checkpoints ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 2}}})
-    for step in (10, 20, 30, 40):
-        run.commit(step, 1, at=T0 + step)
-    return run
-
-
-def names(paths: RunPaths) -> list[str]:
-    return [manifest.name for manifest in committed_checkpoints(paths)]
-
-
-def names_of_steps(*steps: int) -> list[str]:
-    return [f"step-{step:08d}.a0001.i01" for step in steps]
-
-
-def test_pruning_keeps_the_newest_pins_and_says_why(folder: RunFolder) -> None:
-    paths = folder.paths
-    first, second, *_ = names(paths)
-    operator.pin(paths, first, by="ann", note="paper")
-    deleted = retention.apply(paths, by="ann")
-    assert [(name, reason[:11]) for name, reason, _ in deleted] == [(second, "keep.last 2")]
-    assert names(paths) == [first, "step-00000030.a0001.i01", "step-00000040.a0001.i01"]
-    assert paths.tombstone(second).exists()
-    assert not paths.checkpoint(second).exists()
-    event = next(e for e in load_history(paths).events if e.kind == "checkpoint_deleted")
-    assert event.data["reason"].startswith("keep.last 2")
-    assert retention.apply(paths, by="ann") == []
-
-
-def test_pins_and_unpins(folder: RunFolder) -> None:
-    paths = folder.paths
-    name = names(paths)[0]
-    assert operator.pin(paths, name, by="ann") == f"kept:{name}"
-    with pytest.raises(SpecError, match="it is pinned"):
-        operator.delete_checkpoint(paths, name, reason="room", by="ann")
-    operator.unpin(paths, name, by="ann")
-    assert pinned_checkpoints(load_history(paths).events) == frozenset()
-    with pytest.raises(SpecError, match="not pinned"):
-        operator.unpin(paths, name, by="ann")
-    assert operator.delete_checkpoint(paths, name, reason="room", by="ann") > 0
-    with pytest.raises(NotFoundError):
-        operator.pin(paths, name, by="ann")
-
-
-def test_a_checkpoint_that_was_rolled_back_is_not_the_newest(folder: RunFolder) -> None:
-    paths = folder.paths
-    *_, third, fourth = names(paths)
-    with JournalWriter(paths.journal_of("cli")) as journal:
-        journal.append(EventKind.ROLLED_BACK, to=third, excluded=[fourth])
-    deleted = {name: reason for name, reason, _ in retention.apply(paths, by="ann")}
-    assert "rolled back" in deleted[fourth]
-    assert names(paths)[-1] == third
-
-
-def test_a_torn_checkpoint_does_not_count_among_the_last(folder: RunFolder) -> None:
-    paths = folder.paths
-    *_, third, fourth = names(paths)
-    torn = next(p for p in paths.checkpoint(fourth).iterdir() if p.suffix == ".distcp")
-    torn.write_bytes(b"")
-    deleted = [name for name, _, _ in retention.apply(paths, by="ann")]
-    assert deleted == names_of_steps(10)
-    assert names(paths)[-2:] == [third, fourth], "the torn one is left for people to look at"
-
-
-def test_the_newest_checkpoint_is_never_deleted(folder: RunFolder) -> None:
-    with pytest.raises(SpecError, match="it is the newest"):
-        operator.delete_checkpoint(folder.paths, names(folder.paths)[-1], reason="x", by="ann")
-
-
-@pytest.mark.parametrize(
-    ("keep", "pins", "in_use", "excluded", "deleted"),
-    [
-        (Keep(), (), (), (), []),
-        (Keep(last=1), (), (), (), [10, 20, 30]),
-        (Keep(last=2, every_steps=20), (), (), (), [10]),
-        (Keep(last=1), (), (20,), (), [10, 30]),
-        (Keep(last=1), (10,), (), (), [20, 30]),
-        (Keep(last=1), (), (), (40,), [10, 20, 40]),
-        (Keep(last=9), (), (), (), []),
-    ],
-)
-def test_what_the_keep_rules_let_go(
-    folder: RunFolder,
-    keep: Keep,
-    pins: tuple[int, ...],
-    in_use: tuple[int, ...],
-    excluded: tuple[int, ...],
-    deleted: list[int],
-) -> None:
-    plan = retention.plan_prune(
-        committed_checkpoints(folder.paths),
-        keep=keep,
-        pins=names_of_steps(*pins),
-        in_use=names_of_steps(*in_use),
-        excluded=names_of_steps(*excluded),
-    )
-    assert [name for name, reason in plan if reason] == names_of_steps(*deleted)
-    assert len(plan) == 4
 
 
 # --- preflight --------------------------------------------------------------------------------

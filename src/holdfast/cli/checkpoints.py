@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import checkpoint_id
+
+OVERTAKEN: Final = "a reader or a pin came in between, or another process deletes it"
+
+if TYPE_CHECKING:
+    from holdfast.workers.retention import Verdict
 
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
@@ -59,21 +65,27 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Delete the checkpoints that no rule, pin or use keeps; their manifests stay."""
-    from holdfast.workers import retention
+    from holdfast.workers import deletion, retention
 
     paths = locate_run(run, root)
     look_at(paths)
     plan = retention.plan_run(paths)
-    doomed = [(name, why) for name, why in plan if why is not None]
+    gone = {one.name for one in plan if not one.is_kept}
     if not dry_run:
-        gone = retention.apply(paths, by=user_name(), writer="cli")
-        doomed = [(name, why) for name, why, _ in gone]
-    names = {name for name, _ in doomed}
+        gone = {one.name for one in deletion.apply(paths, by=user_name(), writer="cli")}
+    deleted = [_verdict_facts(one, one.reason) for one in plan if one.name in gone]
+    kept = [
+        _verdict_facts(one, one.reason if one.is_kept else OVERTAKEN)
+        for one in plan
+        if one.name not in gone
+    ]
     facts: dict[str, Any] = {
         "run": paths.name,
         "dry_run": dry_run,
-        "deleted": [{"checkpoint": name, "reason": why} for name, why in doomed],
-        "kept": [name for name, _ in plan if name not in names],
+        "deleted": deleted,
+        "kept": kept,
+        "bytes_deleted": sum(one["bytes"] for one in deleted),
+        "bytes_kept": sum(one["bytes"] for one in kept),
     }
     answer(facts, as_json, _render_prune)
 
@@ -90,11 +102,12 @@ def verify(
     damaged: list[str] = []
     manifest: Manifest | None = None
     try:
-        manifest = read_manifest(directory)
-        if manifest is None:
-            damaged = ["manifest.json: missing: the checkpoint was never committed"]
-        else:
-            damaged = _damage(directory, manifest, show=not as_json)
+        with reading(directory):
+            manifest = read_manifest(directory)
+            if manifest is None:
+                damaged = ["manifest.json: missing: the checkpoint was never committed"]
+            else:
+                damaged = _damage(directory, manifest, show=not as_json)
     except DamagedCheckpointError as error:
         damaged = list(error.damaged)
     facts: dict[str, Any] = {
@@ -143,11 +156,27 @@ def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
         return find_damage(directory, manifest, progress=lambda count: progress.advance(bar, count))
 
 
+def _verdict_facts(verdict: Verdict, reason: str) -> dict[str, Any]:
+    return {
+        "checkpoint": verdict.name,
+        "step": verdict.step,
+        "bytes": verdict.bytes,
+        "reason": reason,
+    }
+
+
 def _render_prune(facts: dict[str, Any]) -> None:
     verb = "would be deleted" if facts["dry_run"] else "deleted"
-    rows = [(each["checkpoint"], verb, each["reason"]) for each in facts["deleted"]]
-    rows += [(name, "kept", "") for name in facts["kept"]]
-    print_table(("checkpoint", "", "reason"), sorted(rows))
+    marked = [(one, verb) for one in facts["deleted"]] + [(one, "kept") for one in facts["kept"]]
+    marked.sort(key=lambda pair: (pair[0]["step"], pair[0]["checkpoint"]))
+    rows = [
+        (one["checkpoint"], bytes_text(one["bytes"]), what, one["reason"]) for one, what in marked
+    ]
+    print_table(("checkpoint", "size", "", "reason"), rows)
+    typer.echo(
+        f"{len(facts['deleted'])} {verb} ({bytes_text(facts['bytes_deleted'])}), "
+        f"{len(facts['kept'])} kept ({bytes_text(facts['bytes_kept'])})"
+    )
 
 
 def _render_verify(facts: dict[str, Any]) -> None:

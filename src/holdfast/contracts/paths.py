@@ -11,6 +11,8 @@ MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 LATEST = "latest"
 PARTS = "parts"
+READING = ".reading-"
+REMOVING = ".removing"
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})\.a([0-9]{4,})\.i([0-9]{2,})")
 _ATTEMPT = re.compile(r"[0-9]{4,}")
@@ -46,6 +48,21 @@ class CheckpointName:
         parsed = cls(*(int(part) for part in match.groups())) if match else None
         # One spelling for each: `step-000000007` would be read as a directory that is not there.
         return parsed if str(parsed) == name else None
+
+
+def lease_path(checkpoint: Path, holder: str) -> Path:
+    """The file that says `holder` reads the directory `checkpoint`; it lies beside it."""
+    return checkpoint.with_name(f"{checkpoint.name}{READING}{holder}")
+
+
+def list_leases(checkpoint: Path) -> list[Path]:
+    """Every lease on the directory `checkpoint`, expired or not."""
+    prefix = f"{checkpoint.name}{READING}"
+    try:
+        with os.scandir(checkpoint.parent) as entries:
+            return [Path(entry.path) for entry in entries if entry.name.startswith(prefix)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def checkpoint_id(run: str, directory_name: str) -> str:
@@ -215,6 +232,14 @@ class RunPaths:
         """All checkpoint directories, committed or not, oldest step first."""
         found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
         return [self.checkpoint(name) for name in sorted(n for n in found if n is not None)]
+
+    def removing(self, name: CheckpointName | str) -> Path:
+        """Where a deleted checkpoint's directory lies while its files are removed."""
+        return self.checkpoints / f"{name}{REMOVING}"
+
+    def list_removing(self) -> list[Path]:
+        """What deletions that were cut short have left."""
+        return sorted(self.checkpoints.glob(f"*{REMOVING}"))
 
     def list_journals(self) -> list[Path]:
         """Every journal of the run: its own writers' and each attempt's nodes'."""

@@ -15,8 +15,10 @@ from holdfast.contracts.digests import document_digest
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.states import Cause
 
-_INTERVAL_S = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h)")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -86,11 +88,45 @@ class Elastic(SpecPart):
     )
 
 
-class Keep(SpecPart):
-    """Which committed checkpoints are kept. Pins, parents in use and the newest always are."""
+class KeepBest(SpecPart):
+    """The checkpoints whose logged metric was best; one without the metric is not among them."""
 
-    last: Annotated[int, Field(ge=1)] | None = Field(default=None, description="None keeps all")
+    metric: Annotated[str, Field(min_length=1)]
+    n: Annotated[int, Field(ge=1)] = 1
+    mode: Literal["min", "max"] = "min"
+
+
+class Keep(SpecPart):
+    """Which committed checkpoints are kept; see `contracts.keep_rules` for what each key does.
+
+    Without any key all are. Pins, what is in use or being read, and the newest always are.
+    """
+
+    last: Annotated[int, Field(ge=1)] | None = None
+    best: KeepBest | None = None
     every_steps: Annotated[int, Field(ge=1)] | None = None
+    every_hours: Annotated[float, Field(gt=0)] | None = None
+    ttl: str | None = Field(
+        default=None, description="how long what no other rule keeps may stay: `12h`, `7d`"
+    )
+
+    @field_validator("ttl")
+    @classmethod
+    def _ttl_is_a_duration(cls, value: str | None) -> str | None:
+        if value is not None and not _seconds(value):
+            raise ValueError(f"{value!r}: expected a time to live such as '12h' or '7d'")
+        return value
+
+    @property
+    def ttl_s(self) -> float | None:
+        """The time to live in seconds."""
+        return _seconds(self.ttl) if self.ttl else None
+
+    @property
+    def is_limited(self) -> bool:
+        """True when any rule is given: what none of them keeps is then deleted."""
+        rules = (self.last, self.best, self.every_steps, self.every_hours, self.ttl)
+        return any(rule is not None for rule in rules)
 
 
 class Checkpointing(SpecPart):
@@ -100,6 +136,9 @@ class Checkpointing(SpecPart):
         default="auto", description="steps (50), seconds (`300s`, `10m`, `1h`) or `auto`"
     )
     keep: Keep = Keep()
+    budget: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
+        default=None, description="most bytes that the run's checkpoints may take (`500GB`)"
+    )
     staging: Literal["memory"] = Field(
         default="memory", description="where a step is staged before it is written"
     )
@@ -115,6 +154,18 @@ class Checkpointing(SpecPart):
                 f"{value!r}: expected steps (50), seconds ('300s', '10m', more than 0) or 'auto'"
             )
         return value
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_is_a_size(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, str) and not _size_bytes(value):
+            raise ValueError(f"{value!r}: expected bytes, or a size such as '500GB' or '2TiB'")
+        return value
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes."""
+        return _size_bytes(self.budget) if isinstance(self.budget, str) else self.budget
 
     @property
     def interval_steps(self) -> int | None:
@@ -231,8 +282,16 @@ class RunSpec(SpecPart):
 
 
 def _seconds(text: str) -> float | None:
-    match = _INTERVAL_S.fullmatch(text)
+    match = _DURATION.fullmatch(text)
     return float(match[1]) * _SECONDS[match[2]] if match else None
+
+
+def _size_bytes(text: str) -> int | None:
+    """`500GB` in powers of 1000, `500GiB` in powers of 1024; None for anything else."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 
 def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:

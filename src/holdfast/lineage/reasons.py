@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.spec import Keep
 from holdfast.lineage.models import CheckpointState
 
 Row = Mapping[str, Any]
 
 
-def explain(checkpoints: Sequence[Row], uses: Mapping[str, Sequence[str]], keep: Keep) -> list[str]:
+@dataclass(frozen=True)
+class _Candidate:
+    """A row as the keep rules look at it."""
+
+    name: str
+    step: int
+    committed_at: float
+    metrics: Mapping[str, float]
+
+
+def explain(
+    checkpoints: Sequence[Row],
+    uses: Mapping[str, Sequence[str]],
+    keep: Keep,
+    *,
+    now: float | None = None,
+) -> list[str]:
     """A reason for each checkpoint of one run, which are given oldest first.
 
-    `uses` says by directory's name what else still needs it, such as `parent of run b`.
+    `uses` says by directory's name what else still needs it, such as `parent of run b`. `now` is
+    Unix seconds, the clock's unless given.
     """
     on_branch = [
-        row["name"]
+        _Candidate(row["name"], row["step"], row["committed_at"] or 0.0, row["metrics"] or {})
         for row in checkpoints
         if row["state"] == CheckpointState.COMMITTED and not row["rolled_back"]
     ]
-    return [_explain(row, on_branch, uses.get(row["name"], ()), keep) for row in checkpoints]
+    ruled = kept_by_rules(on_branch, keep, now=time.time() if now is None else now)
+    newest = on_branch[-1].name if on_branch else None
+    return [
+        _explain(row, row["name"] == newest, uses.get(row["name"], ()), ruled, keep)
+        for row in checkpoints
+    ]
 
 
-def _explain(row: Row, on_branch: Sequence[str], uses: Sequence[str], keep: Keep) -> str:
+def _explain(
+    row: Row,
+    is_newest: bool,
+    uses: Sequence[str],
+    ruled: Mapping[str, Sequence[str]],
+    keep: Keep,
+) -> str:
     if row["state"] == CheckpointState.DELETED:
         return f"deleted: {row['deleted_reason'] or 'no reason was recorded'}"
     said = []
@@ -32,22 +63,12 @@ def _explain(row: Row, on_branch: Sequence[str], uses: Sequence[str], keep: Keep
         said.append(f"damaged: {row['detail']}")
     if row["rolled_back"]:
         said.append("rolled back")
-    if on_branch and row["name"] == on_branch[-1]:
+    if is_newest:
         said.append("newest")
     if row["pinned"]:
         said.append("pinned")
     said.extend(uses)
-    rule = _rule(row, on_branch, keep)
-    if rule:
-        said.append(rule)
+    rules = ruled.get(row["name"], () if keep.is_limited else ("all",))
+    if rules:
+        said.append(f"kept by rule: {', '.join(rules)}")
     return ", ".join(said) or "no rule keeps it; the next prune deletes it"
-
-
-def _rule(row: Row, on_branch: Sequence[str], keep: Keep) -> str:
-    if keep.last is None:
-        return "kept by rule: all"
-    if row["name"] in on_branch[-keep.last :]:
-        return f"kept by rule: last {keep.last}"
-    if keep.every_steps and row["step"] % keep.every_steps == 0:
-        return f"kept by rule: every {keep.every_steps} steps"
-    return ""

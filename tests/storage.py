@@ -1,0 +1,25 @@
+"""A small file system of its own, to be filled by a test."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_storage(folder: Path, size: str) -> Iterator[Path]:
+    """A mounted tmpfs of `size` under `folder`; it takes root, and fails the test without."""
+    place = folder / "storage"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode != 0:
+        pytest.fail(f"a full disk cannot be tried here: {mounted.stderr}; run the tests as root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)

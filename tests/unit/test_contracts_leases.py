@@ -1,0 +1,66 @@
+"""Leases on checkpoints: they hold while they are renewed, and no longer."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts import leases
+from holdfast.contracts.leases import LEASE_S, is_being_read, readers, reading
+from holdfast.contracts.paths import RunPaths
+
+NAME = "step-00000010.a0001.i01"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    made = RunPaths(tmp_path / "run").checkpoint(NAME)
+    made.mkdir(parents=True)
+    return made
+
+
+def test_a_checkpoint_is_held_as_long_as_any_reader_reads(directory: Path) -> None:
+    other = directory.with_name("step-00000100.a0001.i01")
+    other.mkdir()
+    with reading(directory) as holds:
+        assert holds
+        with reading(directory):
+            assert len(readers(directory)) == 2
+        assert is_being_read(directory)
+        assert not is_being_read(other)
+        # What lists checkpoints does not take a lease for one.
+        assert RunPaths(directory.parent.parent).list_checkpoints() == [directory, other]
+    assert not is_being_read(directory)
+    assert {path.name for path in directory.parent.iterdir()} == {NAME, other.name}
+
+
+def test_a_lease_is_renewed_and_expires_without_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.01)
+    with reading(directory):
+        (lease,) = leases.list_leases(directory)
+        long_ago = time.time() - 2 * LEASE_S
+        os.utime(lease, (long_ago, long_ago))
+        give_up = time.monotonic() + 20
+        while lease.stat().st_mtime < time.time() - LEASE_S:
+            assert time.monotonic() < give_up
+            time.sleep(0.005)
+        assert is_being_read(directory)
+    # A reader that was killed leaves one behind; it goes when its time is over.
+    left = leases.lease_path(directory, "node7-4711-1")
+    left.touch()
+    assert readers(directory) == ["node7-4711-1"]
+    os.utime(left, (long_ago, long_ago))
+    assert not is_being_read(directory)
+    assert not left.exists()
+
+
+def test_where_no_lease_can_be_written_one_reads_without(tmp_path: Path) -> None:
+    with reading(tmp_path / "gone" / NAME) as holds:
+        assert not holds
+    with pytest.raises(KeyError), reading(tmp_path / "gone" / NAME):
+        raise KeyError("a reader's own errors pass through")

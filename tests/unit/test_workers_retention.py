@@ -1,0 +1,382 @@
+"""Retention: every verdict has its reason, and deletion loses no race to a reader or a pin."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs import T0, RunFolder
+from tests.storage import small_storage
+
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.history import load_history, pinned_checkpoints
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.leases import reading
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.contracts.spec import Keep
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers import deletion, operator, retention
+from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.retention import Facts
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 2}}})
+    for made in (run.paths.journal, run.paths.tombstones):
+        make_directory(made)
+    for step in STEPS:
+        run.commit(step, 1, at=T0 + step)
+    return run
+
+
+def names(paths: RunPaths) -> list[str]:
+    return [manifest.name for manifest in committed_checkpoints(paths)]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}.a0001.i01"
+
+
+def said(step: int, reason: str = "") -> dict[str, str]:
+    return {name_of(step): reason}
+
+
+@pytest.mark.parametrize(
+    ("keep", "facts", "reasons"),
+    [
+        (Keep(), {}, ["all", "all", "all", "the newest, all"]),
+        (
+            Keep(last=1),
+            {},
+            *[[*["-not among the last 1"] * 3, "the newest, last 1"]],
+        ),
+        (
+            Keep(last=1),
+            {"pins": [name_of(10)], "in_use": said(20, "the parent of run b")},
+            ["pinned", "the parent of run b", "-not among the last 1", "the newest, last 1"],
+        ),
+        (
+            Keep(last=1),
+            {"read": said(30, "node7-1-1")},
+            [*["-not among the last 1"] * 2, "being read by node7-1-1", "the newest, last 1"],
+        ),
+        # What was rolled back or is damaged counts for no rule; a damaged one stays.
+        (
+            Keep(last=1),
+            {"excluded": [name_of(40)]},
+            [*["-not among the last 1"] * 2, "the newest, last 1", "-rolled back"],
+        ),
+        (
+            Keep(last=1),
+            {"damaged": said(40, "a: 0 bytes")},
+            [
+                *["-not among the last 1"] * 2,
+                "the newest, last 1",
+                "damaged, left for people: a: 0 bytes",
+            ],
+        ),
+        # A time to live leaves the newest, however old it is.
+        (Keep(ttl="1s"), {}, [*["-older than 1s"] * 3, "the newest"]),
+        # With a second copy asked for, what has no later one there stays.
+        (
+            Keep(last=1),
+            {"mirrored": [name_of(10), name_of(20)]},
+            [
+                "-not among the last 1",
+                *["no later one has a second copy yet"] * 2,
+                "the newest, last 1",
+            ],
+        ),
+        (
+            Keep(last=1),
+            {"mirrored": []},
+            [*["no later one has a second copy yet"] * 3, "the newest, last 1"],
+        ),
+        (
+            Keep(last=1),
+            {"mirrored": [name_of(40)]},
+            [*["-not among the last 1"] * 3, "the newest, last 1"],
+        ),
+    ],
+)
+def test_verdicts(folder: RunFolder, keep: Keep, facts: dict[str, Any], reasons: list[str]) -> None:
+    """A reason with a minus is one to delete."""
+    manifests = committed_checkpoints(folder.paths)
+    plan = retention.plan_prune(manifests, keep=keep, facts=Facts(**facts), now=T0 + 1000)
+    assert [f"{'' if one.is_kept else '-'}{one.reason}" for one in plan] == reasons
+    assert [(one.step, one.bytes) for one in plan] == [(m.step, m.bytes) for m in manifests]
+
+
+def test_pruning_tells_the_journal_and_leaves_a_tombstone(folder: RunFolder) -> None:
+    paths = folder.paths
+    operator.pin(paths, name_of(10), by="ann", note="paper")
+    content = (paths.checkpoint(name_of(20)) / MANIFEST).read_bytes()
+    assert [one.name for one in deletion.apply(paths, by="ann")] == [name_of(20)]
+    assert names(paths) == [name_of(step) for step in (10, 30, 40)]
+    assert paths.tombstone(name_of(20)).read_bytes() == content
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == names(paths)
+    event = next(e for e in load_history(paths).events if e.kind == "checkpoint_deleted")
+    assert (event.data["reason"], event.data["by"]) == ("not among the last 2", "ann")
+    assert deletion.apply(paths, by="ann") == []
+
+
+def test_what_may_not_be_deleted_is_refused_with_the_reason(folder: RunFolder) -> None:
+    paths = folder.paths
+    name = name_of(10)
+    delete: Callable[..., int] = deletion.delete_checkpoint
+    assert operator.pin(paths, name, by="ann") == f"kept:{name}"
+    with pytest.raises(SpecError, match="it is pinned"):
+        delete(paths, name, reason="room", by="ann")
+    operator.unpin(paths, name, by="ann")
+    assert pinned_checkpoints(load_history(paths).events) == frozenset()
+    with pytest.raises(SpecError, match="not pinned"):
+        operator.unpin(paths, name, by="ann")
+    with (
+        reading(paths.checkpoint(name)),
+        pytest.raises(SpecError, match=f"being read by .*-{os.getpid()}-"),
+    ):
+        delete(paths, name, reason="room", by="ann")
+    with pytest.raises(SpecError, match="it is the newest"):
+        delete(paths, name_of(40), reason="room", by="ann")
+    assert delete(paths, name, reason="room", by="ann") > 0
+    with pytest.raises(NotFoundError):
+        operator.pin(paths, name, by="ann")
+    with pytest.raises(NotFoundError):
+        delete(paths, name, reason="room", by="ann")
+
+
+def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    paths = folder.paths
+    folder.submit(2, 1, T0 + 50)
+    folder.launch(2, 1, 10, f"kept:{name_of(10)}")
+    folder.launch(2, 2, 20, f"kept:{name_of(20)}")
+    folder.tell("cli", EventKind.FORKED, checkpoint=f"kept:{name_of(30)}", into_run="b")
+    exported = {"checkpoint": name_of(40), "format": "torch", "path": str(tmp_path / "out.pt")}
+    folder.tell("cli", EventKind.EXPORTED, **exported)
+    uses = retention.checkpoints_in_use(load_history(paths))
+    # The second incarnation went on from another one than the first.
+    assert uses == {
+        name_of(20): "what attempt 2 resumed from",
+        name_of(30): "the parent of run b",
+    }
+    (tmp_path / "out.pt").touch()
+    folder.finish(2, AttemptState.PREEMPTED, Cause.PREEMPTION, 20, T0 + 90)
+    uses = retention.checkpoints_in_use(load_history(paths))
+    assert set(uses) == {name_of(30), name_of(40)}
+
+
+def test_damaged_checkpoints_stay_and_are_named(folder: RunFolder) -> None:
+    paths = folder.paths
+    torn = next(p for p in paths.checkpoint(name_of(40)).iterdir() if p.suffix == ".distcp")
+    torn.write_bytes(b"")
+    (paths.checkpoint(name_of(20)) / MANIFEST).write_bytes(b"{}")
+    plan = {one.name: one for one in retention.plan_run(paths)}
+    assert plan[name_of(40)].reason.startswith("damaged, left for people: __0_0.distcp: 0 bytes")
+    assert plan[name_of(20)].reason.startswith("damaged, left for people: manifest.json")
+    # The torn one is not the newest, nor does it count among the last two.
+    assert deletion.apply(paths, by="ann") == []
+    assert plan[name_of(30)].reason == "the newest, last 2"
+    assert len(paths.list_checkpoints()) == 4
+
+
+def test_a_deletion_that_was_cut_short_is_finished(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = folder.paths
+    # Killed after the manifest became the tombstone: the deleter might still have put it back.
+    os.rename(paths.checkpoint(name_of(10)) / MANIFEST, paths.tombstone(name_of(10)))
+    # Killed while it removed the files.
+    os.rename(paths.checkpoint(name_of(20)) / MANIFEST, paths.tombstone(name_of(20)))
+    os.rename(paths.checkpoint(name_of(20)), paths.removing(name_of(20)))
+    deletion.finish_deletions(paths)
+    assert not paths.removing(name_of(20)).exists()
+    assert paths.checkpoint(name_of(10)).is_dir()
+    monkeypatch.setattr(deletion, "UNDECIDED_S", 0.0)
+    with reading(paths.checkpoint(name_of(10))):
+        deletion.finish_deletions(paths)
+        assert paths.checkpoint(name_of(10)).is_dir()
+    deletion.finish_deletions(paths)
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == [name_of(30), name_of(40)]
+
+
+def test_saves_of_ended_attempts_that_were_never_committed_give_way(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = folder.paths
+    folder.submit(1, 1, T0)
+    folder.submit(2, 1, T0)
+    for step, attempt in ((50, 1), (60, 2)):
+        torn = paths.checkpoint(f"step-{step:08d}.a{attempt:04d}.i01")
+        torn.mkdir()
+        (torn / "__0_0.distcp").write_bytes(b"x" * 5000)
+    folder.tell_ended(1, AttemptState.FAILED, Cause.HANG, 50, T0)
+    assert deletion.remove_torn(paths) == 0, "somebody may be at work in it"
+    monkeypatch.setattr(deletion, "UNDECIDED_S", -1.0)
+    assert deletion.remove_torn(paths) >= 5000
+    assert not paths.checkpoint(name_of(50)).exists()
+    assert paths.checkpoint("step-00000060.a0002.i01").exists(), "that attempt still lives"
+    assert len(names(paths)) == 4
+
+
+def test_a_full_disk_takes_no_line_and_is_freed_all_the_same(tmp_path: Path) -> None:
+    """On a real full file system: the line that had no room is written once there is some."""
+    with small_storage(tmp_path, "256k") as root:
+        run = RunFolder(root, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
+        for made in (run.paths.journal, run.paths.tombstones):
+            make_directory(made)
+        for step in STEPS:
+            run.commit(step, 1)
+        with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 1024)
+        assert len(deletion.apply(run.paths, by="a full disk", writer="agent")) == 3
+        assert names(run.paths) == [name_of(40)]
+        told = [e.data["checkpoint"] for e in load_history(run.paths).events if "reason" in e.data]
+        assert {p.stem for p in run.paths.tombstones.iterdir()} == {name_of(s) for s in STEPS[:3]}
+        assert sorted(told) == [name_of(step) for step in STEPS[:3]]
+
+
+def _delete_all(root: str, writer: str, ready: Barrier) -> None:
+    ready.wait(60)
+    deletion.apply(RunPaths(Path(root)), by=writer, writer=writer)
+
+
+def test_two_deleters_at_once_delete_each_checkpoint_once(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
+    for step in range(1, 41):
+        run.commit(step, 1)
+    context = multiprocessing.get_context("fork")
+    ready = context.Barrier(2)
+    deleters = [
+        context.Process(target=_delete_all, args=(str(run.paths.directory), writer, ready))
+        for writer in ("flow", "agent-0000")
+    ]
+    for deleter in deleters:
+        deleter.start()
+    for deleter in deleters:
+        deleter.join(120)
+    assert [deleter.exitcode for deleter in deleters] == [0, 0]
+    assert [p.name for p in run.paths.checkpoints.iterdir()] == [name_of(40)]
+    assert len(list(run.paths.tombstones.iterdir())) == 39
+    told = {
+        event.data["checkpoint"]
+        for event in load_history(run.paths).events
+        if event.kind is EventKind.CHECKPOINT_DELETED
+    }
+    assert told == {name_of(step) for step in range(1, 40)}
+
+
+@contextlib.contextmanager
+def deleter_between_its_looks(run: RunFolder, name: str) -> Iterator[None]:
+    """Another process that deletes `name`, held after its first look for readers and pins.
+
+    It waits for its journal, which is locked here until the block ends; then it goes on.
+    """
+    journal = run.paths.journal_of("deleter")
+    handle = os.open(journal, os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    context = multiprocessing.get_context("fork")
+    deleter = context.Process(target=_delete_one, args=(str(run.paths.directory), name, handle))
+    deleter.start()
+    give_up = time.monotonic() + 60
+    waits = re.compile(rf"-> FLOCK +ADVISORY +WRITE {deleter.pid} ")
+    while not waits.search(Path("/proc/locks").read_text()):
+        assert time.monotonic() < give_up
+        time.sleep(0.002)
+    try:
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+        deleter.join(60)
+    assert deleter.exitcode == 0
+
+
+def _delete_one(directory: str, name: str, inherited: int) -> None:
+    os.close(inherited)
+    paths = RunPaths(Path(directory))
+    deletion.delete_checkpoint(paths, name, reason="a race", by="test", writer="deleter")
+
+
+def test_a_reader_that_comes_between_the_looks_keeps_the_checkpoint(folder: RunFolder) -> None:
+    directory = folder.paths.checkpoint(name_of(10))
+    with contextlib.ExitStack() as held:
+        with deleter_between_its_looks(folder, name_of(10)):
+            held.enter_context(reading(directory))
+            manifest = read_manifest(directory)
+            assert manifest is not None
+        assert find_damage(directory, manifest) == []
+        assert read_manifest(directory) == manifest
+        assert not folder.paths.tombstone(name_of(10)).exists()
+    notes = [e.data["text"] for e in load_history(folder.paths).events if e.kind == "note"]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{name_of(10)} was not deleted: it is being read by ")
+    with deleter_between_its_looks(folder, name_of(10)):
+        assert directory.is_dir()
+    assert not directory.exists()
+
+
+def test_a_pin_that_comes_between_the_looks_keeps_the_checkpoint(folder: RunFolder) -> None:
+    with deleter_between_its_looks(folder, name_of(10)):
+        operator.pin(folder.paths, name_of(10), by="ann")
+    assert names(folder.paths) == [name_of(step) for step in STEPS]
+
+
+def _read_again_and_again(directory: str, ready: Barrier, answers: Any) -> None:
+    """A reader: whatever it found committed under its lease must stay whole until it lets go."""
+    path = Path(directory)
+    ready.wait(60)
+    whole = 0
+    while True:
+        with reading(path):
+            manifest = read_manifest(path)
+            if manifest is not None:
+                time.sleep(0.02)
+                damage = find_damage(path, manifest)
+                if damage:
+                    answers.put(f"lost: {damage}")
+                    return
+                whole += 1
+        if not path.exists():
+            answers.put(whole)
+            return
+        time.sleep(0.005)
+
+
+def test_a_reader_and_a_deleter_never_both_win(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
+    for step in range(1, 9):
+        run.commit(step, 1)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    for step in range(1, 8):
+        ready = context.Barrier(2)
+        directory = run.paths.checkpoint(name_of(step))
+        reader = context.Process(
+            target=_read_again_and_again, args=(str(directory), ready, answers)
+        )
+        reader.start()
+        ready.wait(60)
+        give_up = time.monotonic() + 60
+        while directory.exists():
+            deletion.apply(run.paths, by="test")
+            assert time.monotonic() < give_up
+        assert isinstance(answers.get(timeout=60), int)
+        reader.join(60)
+    assert names(run.paths) == [name_of(8)]
