@@ -28,8 +28,8 @@ test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
 test-all: setup-cluster  ## All tests, soaks and matrices included
 	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)
 
-bench: setup  ## Ratios of a save against this machine's memcpy and raw writes, as JSON
-	@$(PYTHON) benchmarks/run.py $(ARGS)
+bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
+	@.venv/bin/holdfast bench $(ARGS)
 
 check: setup  ## Style, types and import layers
 	.venv/bin/ruff check .

@@ -1,0 +1,115 @@
+"""`holdfast bench`: this machine's limits, stock DCP and Holdfast, measured in one run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from holdfast.cli.output import AsJson, answer, print_facts, print_table
+from holdfast.contracts.errors import PreflightError
+
+END_S: Final = 60.0
+# The names of the answer, as people say them.
+TITLES: Final = {
+    "save_blocked": "training blocked ÷ memcpy",
+    "save_committed": "save until committed ÷ raw write",
+    "first_save": "first save ÷ steady save",
+    "load": "load ÷ raw cold read",
+    "load_bytes_same": "bytes read ÷ unique, same ranks",
+    "load_bytes_resharded": "bytes read ÷ unique, resharded",
+    "signal_to_commit": "signal → commit ÷ (step + copy + write)",
+    "commit_tail": "commit tail ÷ (3 creates + 10 ms)",
+    "step_overhead_us": "a step without a save, µs",
+    "memory_growth": "memory growth over all saves",
+}
+STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module to `app`."""
+    app.command()(bench)
+
+
+def bench(
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; $HOLDFAST_ROOT, else /var/tmp.", metavar="DIR"),
+    ] = None,
+    megabytes: Annotated[int, typer.Option(help="State of all ranks together.")] = 1250,
+    pairs: Annotated[int, typer.Option(help="How often all is measured, in turn.")] = 7,
+    ranks: Annotated[int, typer.Option(help="Ranks that save together.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="A few megabytes, one pair.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw it, as SVG, PNG or PDF.", metavar="FILE")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare saves and loads with what this machine can do: about ten minutes."""
+    if plot is not None and find_spec("matplotlib") is None:
+        raise PreflightError("--plot needs matplotlib: pip install matplotlib, or leave it out")
+    command = [sys.executable, "-m", "holdfast.trainer.bench"]
+    command += ["--megabytes", str(megabytes), "--pairs", str(pairs), "--ranks", str(ranks)]
+    command += ["--directory", str(directory)] if directory is not None else []
+    command += ["--quick"] if quick else []
+    found = _measure(command)
+    if plot is not None:
+        from holdfast.cli.bench_plot import draw
+
+        draw(found, plot)
+    answer(found, as_json, _render)
+
+
+def _measure(command: list[str]) -> dict[str, Any]:
+    """What the benchmark printed; it tells its own errors, and its status becomes ours."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        printed, _ = process.communicate()
+    finally:
+        # Interrupted here: it ends what it started and removes what it wrote, then leaves.
+        process.terminate()
+        process.wait(END_S)
+    if process.returncode != 0:
+        raise typer.Exit(process.returncode if process.returncode in (1, 2) else 1)
+    found: dict[str, Any] = json.loads(printed)
+    return found
+
+
+def _render(found: dict[str, Any]) -> None:
+    facts = found["machine"] | found["versions"] | found["conditions"]
+    print_facts({name.replace("_", " "): value for name, value in facts.items()})
+    print_table(("ratio", "median", "smallest", "largest", "n", "target", ""), rows_of(found))
+    headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
+    print_table(headings, stock_rows_of(found))
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each ratio: its spread, its target and whether it is kept."""
+    rows = []
+    for name, value in found["ratios"].items():
+        spread, target = found["spread"][name], found["targets"][name]
+        kept = "kept" if value <= target else "missed"
+        numbers = (value, spread["min"], spread["max"])
+        texts = (number_text(number) for number in numbers)
+        rows.append((TITLES[name], *texts, str(spread["n"]), f"≤ {target:g}", kept))
+    return rows
+
+
+def stock_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each mode of stock DCP, and one for its load."""
+    return [
+        (mode, *(number_text(figures.get(name)) for name in STOCK_RATIOS))
+        for mode, figures in found["stock"].items()
+    ]
+
+
+def number_text(value: float | None) -> str:
+    """Two decimals, three for what is close to nothing."""
+    if value is None:
+        return ""
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"

@@ -1,0 +1,116 @@
+"""`holdfast bench`, run in earnest on a few megabytes: that it answers, never how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from math import isfinite
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from holdfast.trainer.bench.figures import STOCK_MODES, TARGETS
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HOLDFAST = Path(sys.executable).with_name("holdfast")
+LIMIT_S = 240.0
+pytestmark = pytest.mark.timeout(290)
+
+
+def numbers_of(value: Any) -> list[float]:
+    """Every number in a JSON document."""
+    if isinstance(value, dict):
+        return [n for inner in value.values() for n in numbers_of(inner)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_a_quick_run_answers_every_question_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    plot, answer = tmp_path / "plot.svg", tmp_path / "bench.json"
+    command = [str(HOLDFAST), "bench", "--json", "--quick", "--directory", str(place)]
+    command += ["--plot", str(plot)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["ratios"]) == set(found["targets"]) == set(TARGETS)
+    assert set(found["stock"]) == {*STOCK_MODES, "load"}
+    for mode in STOCK_MODES:
+        assert {"save_blocked", "save_committed", "first_save"} <= set(found["stock"][mode])
+    assert set(TARGETS) <= set(found["spread"])
+    assert all(figures["n"] >= 1 for figures in found["seconds"].values())
+    assert all(isfinite(number) for number in numbers_of(found))
+    assert all(value > 0 for name, value in found["ratios"].items() if name != "memory_growth")
+    assert found["ratios"]["load_bytes_same"] >= 1
+    assert found["versions"]["torch"]
+    assert list(place.iterdir()) == []
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+    answer.write_text(done.stdout)
+    report = [sys.executable, str(CHECKOUT / "benchmarks" / "report.py"), str(answer)]
+    subprocess.run([*report, "--docs", str(tmp_path)], check=True, timeout=LIMIT_S)
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert all(f"≤ {target:g}" in page for target in TARGETS.values())
+    assert (tmp_path / "benchmarks.svg").read_bytes() == plot.read_bytes()
+
+
+def test_ended_from_outside_it_ends_what_it_started(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdfast.trainer.bench", "--quick"]
+    with subprocess.Popen([*command, "--directory", tmp_path], stderr=subprocess.PIPE) as process:
+        began = time.monotonic()
+        parent = psutil.Process(process.pid)
+        while not (family := parent.children(recursive=True)):
+            assert time.monotonic() - began < LIMIT_S
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 1
+    gone, alive = psutil.wait_procs(family, 10)
+    assert gone
+    assert not alive
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--ranks", "1"], "expected at least 1 pair, 2 ranks"),
+        (["--megabytes", "900000000"], "give it fewer --megabytes"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: list[str], reason: str, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [HOLDFAST, "bench", "--json", "--directory", tmp_path, *options],
+        env={**os.environ, "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2
+    assert reason in done.stderr
+    assert done.stdout == ""
+
+
+def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+    """An interpreter that finds every library but that one."""
+    program = (
+        "import sys, runpy\n"
+        "sys.modules['torch'] = None\n"
+        "sys.argv[1:] = ['--quick', '--directory', %r]\n"
+        "runpy.run_module('holdfast.trainer.bench', run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program % str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 2
+    assert "pip install 'holdfast[trainer]'" in done.stderr

@@ -1,0 +1,143 @@
+"""The arithmetic of the benchmark, and its raw acts on a small scale."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from holdfast.trainer.bench import figures
+from holdfast.trainer.bench.files import (
+    SMALL_FILES,
+    create_small,
+    drop_cache,
+    read_files,
+    resident_pages,
+    share_out,
+    sizes_of,
+    write_files,
+)
+
+STARTS = [
+    {
+        "first.blocked": [first],
+        "first.committed": [0.6],
+        "save.blocked": [0.1, 0.1, 0.2],
+        "save.committed": [0.5, 0.6, 0.7],
+        "memcpy": [0.1],
+        "raw_write": [0.5],
+    }
+    for first in (0.2, 0.1, 0.4)
+]
+PAIRS = {
+    "memcpy": [0.1, 0.2, 0.1],
+    "raw_write": [0.5, 1.0, 0.5],
+    "raw_read": [0.4, 0.4, 0.4],
+    "creates": [0.01, 0.01, 0.03],
+    "tail": [0.01, 0.02, 0.02],
+    "save.blocked": [0.11, 0.24, 0.10],
+    "save.committed": [0.5, 1.1, 0.6],
+    "load": [0.4, 0.8, 0.6],
+    "load_bytes": [100.0, 102.0, 101.0],
+    "stock.load": [1.2, 1.2, 1.2],
+    "stock.load_bytes": [200.0, 200.0, 200.0],
+}
+for _mode, _number in itertools.product(figures.STOCK_MODES, ("blocked", "committed")):
+    PAIRS[f"stock.{_mode}.{_number}"] = [0.3, 0.6, 0.3]
+    PAIRS[f"first.stock.{_mode}.{_number}"] = [0.9]
+
+
+def found() -> figures.Found:
+    resharded = {"load": [1.0], "raw_read": [0.8], "load_bytes": [104.0]}
+    return figures.Found(
+        pairs=PAIRS,
+        starts=STARTS,
+        signals=[1.1, 1.3, 1.2],
+        narrowed=resharded,
+        widened=resharded | {"load_bytes": [110.0]},
+        endurance={"step_overhead_us": [7.0], "memory_growth": [-0.001]},
+        unique_bytes=100,
+    )
+
+
+def test_ratios_are_medians_of_quotients_taken_pair_by_pair() -> None:
+    answer = figures.answer(found())
+    assert answer["ratios"] == {
+        "save_blocked": 1.1,
+        "save_committed": 1.1,
+        "first_save": 2.0,
+        "load": 1.5,
+        "load_bytes_same": 1.01,
+        "load_bytes_resharded": 1.1,
+        "signal_to_commit": 1.2,
+        "commit_tail": 0.5,
+        "step_overhead_us": 7.0,
+        "memory_growth": -0.001,
+    }
+    assert answer["spread"]["save_blocked"] == {"min": 1.0, "median": 1.1, "max": 1.2, "n": 3}
+    assert answer["spread"]["first_save_committed"]["median"] == 1.0
+    assert answer["seconds"]["pairs.load"] == {"min": 0.4, "median": 0.6, "max": 0.8, "n": 3}
+    assert answer["seconds"]["starts.first.blocked"]["n"] == 3
+
+
+def test_stock_modes_are_measured_by_the_same_limits() -> None:
+    stock = figures.answer(found())["stock"]
+    assert set(stock) == {*figures.STOCK_MODES, "load"}
+    for mode in figures.STOCK_MODES:
+        ratios = {name: value for name, value in stock[mode].items() if name != "spread"}
+        assert ratios == {"save_blocked": 3.0, "save_committed": 0.6, "first_save": 3.0}
+    assert (stock["load"]["load"], stock["load"]["load_bytes_same"]) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("signalled_at", "rest"), [(9.5, 0.5), (10.0, 0.0), (10.2, 0.8), (12.0, 0.0)]
+)
+def test_the_rest_of_a_step_ends_with_the_step_that_the_signal_fell_into(
+    signalled_at: float, rest: float
+) -> None:
+    assert figures.rest_of_step([10.0, 11.0], signalled_at) == pytest.approx(rest)
+
+
+def test_signal_to_commit_is_measured_by_the_limits_of_its_own_run() -> None:
+    ratio = figures.signal_ratio(
+        signalled_at=10.0, committed_at=11.2, step_ends=[9.0, 10.2], start=STARTS[0]
+    )
+    assert ratio == pytest.approx(1.2 / (0.2 + 0.1 + 0.5))
+
+
+def test_raw_writes_have_the_names_and_sizes_that_they_are_given(tmp_path: Path) -> None:
+    sizes = {"a": 40_000_000, "pp0/b": 5, "pp0/c": 0}
+    image = memoryview(os.urandom(sum(sizes.values())))
+    write_files(tmp_path, sizes, image)
+    assert sizes_of(tmp_path) == sizes
+    assert (tmp_path / "a").read_bytes() == image[:40_000_000]
+    target = bytearray(len(image))
+    read_files(tmp_path, sizes, memoryview(target))
+    assert target == image
+    with pytest.raises(OSError, match="5 bytes early"):
+        read_files(tmp_path, {"pp0/b": 10}, memoryview(target))
+
+
+def test_files_are_shared_out_evenly() -> None:
+    sizes = {"__0_0.distcp": 100, "__1_0.distcp": 90, ".metadata": 8, "train_state.json": 1}
+    shares = share_out(sizes, 2)
+    assert [sum(share.values()) for share in shares] == [100, 99]
+    assert shares[0] | shares[1] == sizes
+
+
+def test_what_is_in_memory_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    with open(path, "rb") as stream:
+        pages = resident_pages(stream.fileno())
+    assert (len(pages), sum(pages)) == (245, 245)
+    assert 0.0 <= drop_cache([path]) <= 1.0
+
+
+def test_small_files_are_new_each_time(tmp_path: Path) -> None:
+    numbers = itertools.count()
+    create_small(tmp_path, numbers)
+    create_small(tmp_path, numbers)
+    assert len(list(tmp_path.iterdir())) == 2 * SMALL_FILES

@@ -1,0 +1,7 @@
+"""The benchmark: this machine's limits, stock DCP and Holdfast in one run, compared as ratios.
+
+    python -m holdfast.trainer.bench [--directory DIR] [--megabytes N] [--pairs N] [--ranks N]
+
+`conduct` starts the programs of this folder under torchrun, one after the other, and `figures`
+turns the seconds that they found into medians, spreads and ratios. `holdfast bench` shows them.
+"""

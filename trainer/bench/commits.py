@@ -1,0 +1,46 @@
+"""When a checkpoint became durable, seen from outside. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import CheckpointName, RunPaths
+
+COMMIT_TIMEOUT_S: Final = 240.0
+POLL_S: Final = 0.0005
+
+
+def wait_until_durable(run: RunPaths, step: int, timeout_s: float = COMMIT_TIMEOUT_S) -> float:
+    """Unix time at which a checkpoint of `step` or later was seen to be committed."""
+    give_up = time.monotonic() + timeout_s
+    while time.monotonic() < give_up:
+        if newest_durable(run) >= step:
+            return time.time()
+        time.sleep(POLL_S)
+    raise SaveError(f"step {step} was not committed within {timeout_s:.0f} s; see flusher.log")
+
+
+def newest_durable(run: RunPaths) -> int:
+    """Step of the newest commit, or -1.
+
+    `latest` moves when the manifest is durable, its name in the directory included, and not
+    when it can merely be seen.
+    """
+    try:
+        name = CheckpointName.parse(os.readlink(run.latest))
+    except FileNotFoundError:
+        return -1
+    return name.step if name else -1
+
+
+def data_fsynced_at(directory: Path) -> float:
+    """Unix time of the last data fsync of a committed checkpoint, as its manifest says."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise SaveError(f"{directory} has no manifest though `latest` points to it")
+    return manifest.staged_at + manifest.flush_s

@@ -1,0 +1,281 @@
+"""The course of the benchmark: which program runs when, with what, and what comes of it.
+
+Free of torch itself. Everything is written under one folder, which is removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts.errors import PreflightError
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.bench import figures
+from holdfast.trainer.bench.commits import newest_durable, wait_until_durable
+from holdfast.trainer.bench.launch import Launch
+
+MEGABYTE: Final = 1_000_000
+# Copies of the state at the most: the state, where it is copied to, two slots, and stock DCP's
+# staging twice over; on disk ours, stock's, a raw one, and those that replace them.
+MEMORY_COPIES: Final = 7
+DISK_COPIES: Final = 6
+RANK_BYTES: Final = 500_000_000
+# Of the whole time, the share that the pairs may use; the rest is for what comes after.
+PAIRS_SHARE: Final = 0.55
+FIRST_STEPS: Final = 3
+# A billion parameters with AdamW, or less: slots and page-locked copy must fit into half of what
+# is free.
+GPU_STATE_BYTES: Final = 12_000 * MEGABYTE
+GPU_MEMORY_SHARE: Final = 1 / 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, and how long it may take in all."""
+
+    directory: Path
+    state_bytes: int = 1_250 * MEGABYTE
+    pairs: int = 7
+    ranks: int = 2
+    step_s: float = 0.2
+    small_state_bytes: int = 64 * MEGABYTE
+    warm_up_saves: int = 10
+    saves: int = 100
+    steps: int = 20_000
+    time_limit_s: float = 600.0
+
+    def quick(self) -> Plan:
+        """The same course, as short as it can be: to see that it works, not how fast."""
+        return replace(
+            self,
+            state_bytes=min(self.state_bytes, 4 * MEGABYTE),
+            pairs=1,
+            step_s=0.05,
+            small_state_bytes=2 * MEGABYTE,
+            warm_up_saves=1,
+            saves=2,
+            steps=200,
+        )
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """The benchmark's answer, as `holdfast bench --json` prints it.
+
+    Raises `PreflightError` when this machine or environment cannot run it and `RunFailedError`
+    when one of its programs failed or the time was not enough.
+    """
+    check(plan)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=plan.directory)).resolve()
+    began = time.time()
+    try:
+        course = Course(plan, work, end_by=began + plan.time_limit_s)
+        found, facts = course.run()
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    conditions = {
+        "ranks": plan.ranks,
+        "state_bytes": facts["unique_bytes"],
+        "checkpoint_bytes": facts["bytes"],
+        "checkpoint_files": facts["files"],
+        "pairs_wanted": plan.pairs,
+        "resident_after_drop": round(facts["cold_resident"], 4),
+        "step_s": plan.step_s,
+        "saves_for_memory": plan.saves,
+        "seconds_in_all": round(time.time() - began, 1),
+    }
+    measured = figures.answer(found) | ({"gpu": figures.gpu(course.gpu)} if course.gpu else {})
+    about = {"machine": machine(plan.directory), "versions": versions(), "conditions": conditions}
+    return about | measured
+
+
+class Course:
+    """The programs of one benchmark, one after the other."""
+
+    def __init__(self, plan: Plan, work: Path, *, end_by: float) -> None:
+        self._plan, self._work, self._end_by = plan, work, end_by
+        self.gpu: dict[str, Any] = {}
+
+    def run(self) -> tuple[figures.Found, dict[str, Any]]:
+        """What was found, and the facts of the pairs."""
+        endurance = self._program("endurance", self._endurance_settings())["seconds"]
+        pairs = self._program("pairs", {"end_by": self._share_of_time(PAIRS_SHARE)})
+        saved = {"load": pairs["facts"]["checkpoint"], "save": True}
+        narrowed = self._program("reshard", saved, ranks=1, folder="narrowed")
+        shutil.rmtree(self._work / "pairs", ignore_errors=True)
+        single = {"load": narrowed["facts"]["checkpoint"], "save": False}
+        widened = self._program("reshard", single, folder="widened")
+        shutil.rmtree(self._work / "narrowed", ignore_errors=True)
+        if devices := gpus():
+            self.gpu = self._program("gpu", self._gpu_settings(), ranks=devices)
+        starts = self._starts()
+        found = figures.Found(
+            pairs=pairs["seconds"],
+            starts=[seconds for seconds, _ in starts],
+            signals=[ratio for _, ratio in starts],
+            narrowed=narrowed["seconds"],
+            widened=widened["seconds"],
+            endurance=endurance,
+            unique_bytes=pairs["facts"]["unique_bytes"],
+        )
+        return found, pairs["facts"]
+
+    def _program(
+        self,
+        name: str,
+        more: dict[str, Any] | None = None,
+        *,
+        ranks: int | None = None,
+        folder: str | None = None,
+    ) -> dict[str, Any]:
+        say(f"{folder or name} …")
+        settings = self._settings(folder or name) | (more or {})
+        ranks = ranks or self._plan.ranks
+        with Launch(name, ranks, settings, end_by=self._end_by) as launch:
+            return launch.result()
+
+    def _settings(self, folder: str) -> dict[str, Any]:
+        return {
+            "directory": str(self._work / folder),
+            "state_bytes": self._plan.state_bytes,
+            "pairs": self._plan.pairs,
+            "step_s": self._plan.step_s,
+            "end_by": self._end_by,
+        }
+
+    def _endurance_settings(self) -> dict[str, Any]:
+        plan = self._plan
+        return {
+            "state_bytes": plan.small_state_bytes,
+            "warm_up_saves": plan.warm_up_saves,
+            "saves": plan.saves,
+            "steps": plan.steps,
+        }
+
+    def _gpu_settings(self) -> dict[str, Any]:
+        room = int(psutil.virtual_memory().available * GPU_MEMORY_SHARE)
+        wanted = GPU_STATE_BYTES if self._plan.saves > 2 else self._plan.state_bytes
+        return {"state_bytes": min(wanted, room)}
+
+    def _share_of_time(self, share: float) -> float:
+        now = time.time()
+        return now + share * (self._end_by - now)
+
+    def _starts(self) -> list[tuple[dict[str, list[float]], float]]:
+        """As many fresh starts as there are pairs, or as the time allows."""
+        done = []
+        began = time.time()
+        for number in range(self._plan.pairs):
+            done.append(self._start(number))
+            each_s = (time.time() - began) / len(done)
+            if time.time() + each_s > self._end_by:
+                break
+        return done
+
+    def _start(self, number: int) -> tuple[dict[str, list[float]], float]:
+        """One fresh start: its seconds, and its quotient from the signal to the commit."""
+        say(f"start {number + 1} of {self._plan.pairs} …")
+        settings = self._settings(f"start-{number}")
+        directory = Path(settings["directory"])
+        with Launch("starts", self._plan.ranks, settings, end_by=self._end_by) as launch:
+            pids = launch.wait_for(directory / "ready.json")
+            # Another moment of the step each time.
+            part = (number + 0.5) / self._plan.pairs
+            time.sleep((FIRST_STEPS + part) * self._plan.step_s)
+            run = RunPaths(directory / "start")
+            former = newest_durable(run)
+            signalled_at = time.time()
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+            committed_at = wait_until_durable(run, former + 1)
+            result = launch.result()
+        shutil.rmtree(directory, ignore_errors=True)
+        ratio = figures.signal_ratio(
+            signalled_at=signalled_at,
+            committed_at=committed_at,
+            step_ends=result["facts"]["step_ends"],
+            start=result["seconds"],
+        )
+        return result["seconds"], ratio
+
+
+def check(plan: Plan) -> None:
+    """Raises `PreflightError` when this machine or environment cannot run `plan`."""
+    if find_spec("torch") is None:
+        raise PreflightError(
+            "torch is not installed in this environment, and the benchmark measures with it: "
+            "pip install 'holdfast[trainer]'"
+        )
+    if plan.pairs < 1 or plan.ranks < 2 or plan.state_bytes < MEGABYTE:
+        raise PreflightError(
+            f"{plan.pairs} pairs, {plan.ranks} ranks, {plan.state_bytes / MEGABYTE:.0f} MB: "
+            "expected at least 1 pair, 2 ranks and 1 MB"
+        )
+    parent = next(p for p in (plan.directory, *plan.directory.absolute().parents) if p.exists())
+    wanted = {
+        "memory": (
+            MEMORY_COPIES * plan.state_bytes + plan.ranks * RANK_BYTES,
+            psutil.virtual_memory().available,
+        ),
+        f"disk at {parent}": (DISK_COPIES * plan.state_bytes, shutil.disk_usage(parent).free),
+    }
+    for what, (needed, free) in wanted.items():
+        if needed > free:
+            raise PreflightError(
+                f"{what}: {free / 1e9:.1f} GB are free and the benchmark needs {needed / 1e9:.1f}; "
+                "give it fewer --megabytes, or another --directory"
+            )
+
+
+def machine(directory: Path) -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": processor(),
+        "architecture": platform.machine(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "kernel": platform.release(),
+        "file_system": file_system(directory),
+    }
+
+
+def gpus() -> int:
+    """How many NVIDIA GPUs this machine shows us; asked without torch, which takes seconds."""
+    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def processor() -> str:
+    """The processor's name as the kernel has it, or nothing."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else ""
+
+
+def file_system(directory: Path) -> str:
+    """The type of the file system that holds `directory`."""
+    here = directory.resolve()
+    mounts = [p for p in psutil.disk_partitions(all=True) if here.is_relative_to(p.mountpoint)]
+    return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "unknown"
+
+
+def versions() -> dict[str, str]:
+    """What was measured, and with what."""
+    found = {name: version(name) for name in ("holdfast", "torch")}
+    return found | {"python": platform.python_version()}
+
+
+def say(text: str) -> None:
+    """How far it is, for people, apart from the answer."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)

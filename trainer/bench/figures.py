@@ -1,0 +1,183 @@
+"""From seconds to ratios: medians of quotients taken pair by pair, with their spread.
+
+Pure. `Seconds` are the series that a program found, by name; values of one pair have one index.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Seconds = Mapping[str, Sequence[float]]
+
+COMMIT_ALLOWANCE_S: Final = 0.010
+STOCK_MODES: Final = ("sync", "thread", "process")
+# What each ratio is to stay under; microseconds for the step, a fraction for the memory.
+TARGETS: Final = {
+    "save_blocked": 1.1,
+    "save_committed": 1.25,
+    "first_save": 1.25,
+    "load": 1.25,
+    "load_bytes_same": 1.02,
+    "load_bytes_resharded": 1.05,
+    "signal_to_commit": 1.25,
+    "commit_tail": 1.0,
+    "step_overhead_us": 20.0,
+    "memory_growth": 0.01,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What the programs found: `pairs` and `endurance` once, `starts` once for each start.
+
+    `narrowed` is 2 ranks → 1, `widened` 1 → 2; `signals` are the quotients of the starts.
+    """
+
+    pairs: Seconds
+    starts: Sequence[Seconds]
+    narrowed: Seconds
+    widened: Seconds
+    endurance: Seconds
+    unique_bytes: int
+    signals: Sequence[float] = field(default_factory=tuple)
+
+
+def answer(found: Found) -> dict[str, Any]:
+    """`ratios`, `stock`, `spread` and `seconds` of the benchmark's answer."""
+    series = ratio_series(found)
+    ratios = {name: round(statistics.median(series[name]), 4) for name in series if name in TARGETS}
+    blocked, committed = series["first_save_blocked"], series["first_save_committed"]
+    worse = max((blocked, committed), key=statistics.median)
+    series["first_save"] = worse
+    ratios["first_save"] = round(statistics.median(worse), 4)
+    narrowed, widened = series["load_bytes_2_to_1"], series["load_bytes_1_to_2"]
+    series["load_bytes_resharded"] = max((narrowed, widened), key=statistics.median)
+    ratios["load_bytes_resharded"] = round(statistics.median(series["load_bytes_resharded"]), 4)
+    return {
+        "ratios": {name: ratios[name] for name in TARGETS},
+        "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
+        | {"load": stock_load(found)},
+        "targets": dict(TARGETS),
+        "spread": {name: spread(values) for name, values in series.items()},
+        "seconds": {name: spread(values) for name, values in all_seconds(found).items()},
+    }
+
+
+def ratio_series(found: Found) -> dict[str, Sequence[float]]:
+    """Every ratio of ours as the values that its median is taken of."""
+    pairs = found.pairs
+    first = [first_to_steady(start, "blocked") for start in found.starts]
+    first_committed = [first_to_steady(start, "committed") for start in found.starts]
+    unique = float(found.unique_bytes)
+    return {
+        "save_blocked": quotients(pairs["save.blocked"], pairs["memcpy"]),
+        "save_committed": quotients(pairs["save.committed"], pairs["raw_write"]),
+        "first_save_blocked": first,
+        "first_save_committed": first_committed,
+        "load": quotients(pairs["load"], pairs["raw_read"]),
+        "load_2_to_1": quotients(found.narrowed["load"], found.narrowed["raw_read"]),
+        "load_1_to_2": quotients(found.widened["load"], found.widened["raw_read"]),
+        "load_bytes_same": [count / unique for count in pairs["load_bytes"]],
+        "load_bytes_2_to_1": [count / unique for count in found.narrowed["load_bytes"]],
+        "load_bytes_1_to_2": [count / unique for count in found.widened["load_bytes"]],
+        "signal_to_commit": found.signals,
+        "commit_tail": [
+            tail / (creates + COMMIT_ALLOWANCE_S)
+            for tail, creates in zip(pairs["tail"], pairs["creates"], strict=True)
+        ],
+        "step_overhead_us": found.endurance["step_overhead_us"],
+        "memory_growth": found.endurance["memory_growth"],
+    }
+
+
+def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
+    """One stock mode: what training waited, what the save took, and the first ÷ the steady."""
+    blocked = quotients(pairs[f"stock.{mode}.blocked"], pairs["memcpy"])
+    committed = quotients(pairs[f"stock.{mode}.committed"], pairs["raw_write"])
+    first = {
+        kind: pairs[f"first.stock.{mode}.{kind}"][0]
+        / statistics.median(pairs[f"stock.{mode}.{kind}"])
+        for kind in ("blocked", "committed")
+    }
+    return {
+        "save_blocked": round(statistics.median(blocked), 4),
+        "save_committed": round(statistics.median(committed), 4),
+        "first_save": round(max(first.values()), 4),
+        "spread": {"save_blocked": spread(blocked), "save_committed": spread(committed)},
+    }
+
+
+def gpu(program: Mapping[str, Any]) -> dict[str, Any]:
+    """What was found on GPUs: `save_blocked` ÷ a pinned copy, steps during a flush ÷ others."""
+    seconds: Seconds = program["seconds"]
+    blocked = quotients(seconds["save.blocked"], seconds["pinned_copy"])
+    steps = quotients(seconds["step_during_flush"], seconds["step_baseline"])
+    return {
+        "device": program["facts"]["device"],
+        "state_bytes": program["facts"]["unique_bytes"],
+        "save_blocked": round(statistics.median(blocked), 4),
+        "step_during_flush": round(statistics.median(steps), 4),
+        "spread": {"save_blocked": spread(blocked), "step_during_flush": spread(steps)},
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+    }
+
+
+def stock_load(found: Found) -> dict[str, Any]:
+    """Stock's load of its own checkpoint at the same shape."""
+    times = quotients(found.pairs["stock.load"], found.pairs["raw_read"])
+    counts = [count / found.unique_bytes for count in found.pairs["stock.load_bytes"]]
+    return {
+        "load": round(statistics.median(times), 4),
+        "load_bytes_same": round(statistics.median(counts), 4),
+        "spread": {"load": spread(times), "load_bytes_same": spread(counts)},
+    }
+
+
+def signal_ratio(
+    *, signalled_at: float, committed_at: float, step_ends: Sequence[float], start: Seconds
+) -> float:
+    """Signal until commit ÷ (rest of the step + a copy + a raw write, of the same run)."""
+    rest_s = rest_of_step(step_ends, signalled_at)
+    limits_s = statistics.median(start["memcpy"]) + statistics.median(start["raw_write"])
+    return (committed_at - signalled_at) / (rest_s + limits_s)
+
+
+def rest_of_step(ends: Sequence[float], signalled_at: float) -> float:
+    """Seconds from a signal to the end of the step that it fell into; 0 after the last."""
+    return next((end - signalled_at for end in ends if end >= signalled_at), 0.0)
+
+
+def first_to_steady(start: Seconds, kind: str) -> float:
+    """The first save of a fresh program ÷ the median of the saves after it."""
+    return start[f"first.{kind}"][0] / statistics.median(start[f"save.{kind}"])
+
+
+def quotients(values: Sequence[float], limits: Sequence[float]) -> list[float]:
+    """Value ÷ limit, pair by pair."""
+    return [value / limit for value, limit in zip(values, limits, strict=True)]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Smallest, median and largest value, and how many there are."""
+    middle = statistics.median(values)
+    low, high = min(values), max(values)
+    return {
+        "min": round(low, 6),
+        "median": round(middle, 6),
+        "max": round(high, 6),
+        "n": len(values),
+    }
+
+
+def all_seconds(found: Found) -> dict[str, Sequence[float]]:
+    """The series in seconds under one name each; bytes and other counts are left out."""
+    named = {f"pairs.{name}": values for name, values in found.pairs.items()}
+    for part, series in (("load_2_to_1", found.narrowed), ("load_1_to_2", found.widened)):
+        named |= {f"{part}.{name}": values for name, values in series.items()}
+    for name in found.starts[0]:
+        values = [statistics.median(start[name]) for start in found.starts]
+        named[f"starts.{name}"] = values
+    return {name: values for name, values in named.items() if not name.endswith("_bytes")}

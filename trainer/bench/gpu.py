@@ -1,0 +1,100 @@
+"""The same for a state on GPUs: what training waits for, and its steps while a flush goes on.
+
+Started by `conduct` where there is a GPU, with one rank for each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from holdfast.trainer.bench.commits import newest_durable
+from holdfast.trainer.bench.ranks import Program, Trained
+from holdfast.trainer.bench.saves import Saver
+
+MATRIX_WIDTH: Final = 8192
+PRODUCTS_OF_STEP: Final = 16
+BASELINE_STEPS: Final = 50
+FLUSH_STEPS_MAX: Final = 20_000
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    program = Program("cuda")
+    trained = Trained(program.settings["state_bytes"], "cuda")
+    saver = Saver(program, trained, program.directory / "gpu")
+    first = saver.save()
+    program.note(**{"first.blocked": first.blocked})
+    copy = pinned_copier(trained.tensors())
+    step = step_maker()
+    for _ in range(program.settings["pairs"]):
+        trained.update()
+        torch.cuda.synchronize()
+        program.note(pinned_copy=program.measure(copy))
+        program.note(step_baseline=median_step(step, lambda done: done < BASELINE_STEPS))
+        measure_save(program, saver, step)
+    program.facts |= {"unique_bytes": trained.unique_bytes()}
+    program.facts |= {"device": torch.cuda.get_device_name()}
+    saver.session.close()
+    program.finish()
+
+
+def measure_save(program: Program, saver: Saver, step: Callable[[], None]) -> None:
+    """A save whose flush goes on beside steps; their median is compared with the baseline's."""
+    saver.session.checkpoint()
+    program.meet()
+    began = time.perf_counter()
+    saver.session.boundary()
+    program.note(**{"save.blocked": program.slowest(time.perf_counter() - began)})
+    number = saver.session.step
+
+    def is_flushing(done: int) -> bool:
+        return done < FLUSH_STEPS_MAX and newest_durable(saver.run) < number
+
+    program.note(step_during_flush=median_step(step, is_flushing))
+    program.meet()
+    saver.keep_only(saver.run.latest.resolve())
+
+
+def pinned_copier(tensors: list[torch.Tensor]) -> Callable[[], None]:
+    """Copy all tensors into page-locked memory and wait for the last byte."""
+    targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+
+    def copy() -> None:
+        for target, source in zip(targets, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return copy
+
+
+def step_maker() -> Callable[[], None]:
+    """Some matrix products, as long as a step of training takes, waited for."""
+    matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        product = matrix
+        for _ in range(PRODUCTS_OF_STEP):
+            product = matrix @ product
+        torch.cuda.synchronize()
+
+    return step
+
+
+def median_step(step: Callable[[], None], goes_on: Callable[[int], bool]) -> float:
+    """Median seconds of a step, of at least one, for as long as `goes_on(steps done)`."""
+    spent: list[float] = []
+    while not spent or goes_on(len(spent)):
+        began = time.perf_counter()
+        step()
+        spent.append(time.perf_counter() - began)
+    return statistics.median(spent)
+
+
+if __name__ == "__main__":
+    main()

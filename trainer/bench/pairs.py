@@ -1,0 +1,157 @@
+"""Limits, Holdfast and stock DCP in turn, on one state: the pairs that the ratios come from.
+
+Started by `conduct`. Each pair does everything once, in an order that rotates, so that a busy
+moment and what one act leaves behind for the next meet all of them alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.trainer.bench.files import (
+    create_small,
+    drop_cache,
+    read_files,
+    remove,
+    share_out,
+    sizes_of,
+    write_files,
+)
+from holdfast.trainer.bench.loads import load_cold, load_stock
+from holdfast.trainer.bench.ranks import Image, Program, Trained, measure_memcpy
+from holdfast.trainer.bench.saves import Saver
+from holdfast.trainer.bench.stock import MODES, StockSaver
+
+Act = Callable[[], None]
+
+
+class Pairs:
+    """The acts of a pair; each notes the seconds of the slowest rank."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._trained = Trained(program.settings["state_bytes"])
+        self._saver = Saver(program, self._trained, program.directory / "pairs")
+        self._stock = StockSaver(program, self._trained, program.directory)
+        first = self._saver.save()
+        program.note(**{"first.blocked": first.blocked, "first.committed": first.committed})
+        self._newest = first.directory
+        sizes = sizes_of(first.directory)
+        share = share_out(sizes, program.ranks)[program.rank]
+        self._share = {name: size for name, size in share.items() if name != "manifest.json"}
+        self._image = Image(self._trained.tensors(), sum(share.values()))
+        self._numbers = itertools.count()
+        unique = self._trained.unique_bytes()
+        program.facts |= {"unique_bytes": unique, "files": len(sizes), "bytes": sum(sizes.values())}
+        program.facts["cold_resident"] = 0.0
+
+    def run(self) -> None:
+        """The first save of every stock mode, then as many pairs as were asked for."""
+        for mode in MODES:
+            self._stock.save(mode, "first.stock")
+        loads: list[Act] = [self._read_raw, self._load, self._load_stock]
+        saves: list[Act] = [self._copy, self._write_raw, self._save, self._create_small]
+        saves += [self._save_stock(mode) for mode in MODES]
+        for pair in range(self._program.settings["pairs"]):
+            if pair and not self._program.is_time_left():
+                break
+            self._trained.update()
+            for act in (*rotated(saves, pair), *rotated(loads, pair)):
+                act()
+        self._saver.keep_only(self._newest)
+        self._saver.session.close()
+        self._stock.close()
+        self._program.facts["checkpoint"] = str(self._newest)
+
+    def _copy(self) -> None:
+        self._program.note(memcpy=measure_memcpy(self._program, self._image))
+
+    def _write_raw(self) -> None:
+        """As many files of the same sizes as a checkpoint has, by all ranks at once."""
+        directory = self._fresh("raw")
+        self._program.note(
+            raw_write=self._program.measure(
+                lambda: write_files(directory, self._share, self._image.bytes)
+            )
+        )
+        self._clear(directory)
+
+    def _create_small(self) -> None:
+        directory = self._fresh("small")
+        seconds = self._program.measure(
+            lambda: create_small(directory, self._numbers) if self._program.rank == 0 else None
+        )
+        self._program.note(creates=seconds)
+        self._clear(directory)
+
+    def _save(self) -> None:
+        done = self._saver.save()
+        self._program.note(
+            **{"save.blocked": done.blocked, "save.committed": done.committed, "tail": done.tail}
+        )
+        self._newest = done.directory
+        self._saver.keep_only(done.directory)
+
+    def _save_stock(self, mode: str) -> Act:
+        return lambda: self._stock.save(mode, "stock")
+
+    def _read_raw(self) -> None:
+        self._cool(self._newest)
+        self._program.note(
+            raw_read=self._program.measure(
+                lambda: read_files(self._newest, self._share, self._image.bytes)
+            )
+        )
+
+    def _load(self) -> None:
+        self._cool(self._newest)
+        seconds, count = load_cold(self._program, self._trained, self._newest)
+        self._program.note(load=seconds, load_bytes=count)
+
+    def _load_stock(self) -> None:
+        self._cool(self._stock.newest)
+        seconds, count = load_stock(self._program, self._trained, self._stock.newest)
+        self._program.note(**{"stock.load": seconds, "stock.load_bytes": count})
+
+    def _cool(self, directory: Path) -> None:
+        cool(self._program, directory)
+
+    def _fresh(self, kind: str) -> Path:
+        """A directory that is new, for all ranks."""
+        directory = self._program.directory / f"{kind}-{next(self._numbers)}"
+        if self._program.rank == 0:
+            directory.mkdir()
+        self._program.meet()
+        return directory
+
+    def _clear(self, directory: Path) -> None:
+        self._program.meet()
+        if self._program.rank == 0:
+            remove(directory)
+        self._program.meet()
+
+
+def cool(program: Program, directory: Path) -> None:
+    """Have no page of a checkpoint in memory; notes the largest share that stayed."""
+    if program.rank == 0:
+        left = drop_cache([path for path in directory.rglob("*") if path.is_file()])
+        program.facts["cold_resident"] = max(left, program.facts["cold_resident"])
+    program.meet()
+
+
+def rotated(acts: list[Act], by: int) -> list[Act]:
+    """The same acts, beginning with another one each time."""
+    start = by % len(acts)
+    return acts[start:] + acts[:start]
+
+
+def main() -> None:
+    program = Program()
+    Pairs(program).run()
+    program.finish()
+
+
+if __name__ == "__main__":
+    main()

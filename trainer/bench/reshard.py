@@ -1,0 +1,42 @@
+"""A checkpoint of another rank count, loaded cold; and, when asked for, saved anew at this one.
+
+Started by `conduct` with one rank on what two have saved, and the other way round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from holdfast.trainer.bench.files import read_files, share_out, sizes_of
+from holdfast.trainer.bench.loads import load_cold
+from holdfast.trainer.bench.pairs import cool
+from holdfast.trainer.bench.ranks import Image, Program, Trained
+from holdfast.trainer.bench.saves import Saver
+
+LOADS: Final = 3
+
+
+def main() -> None:
+    program = Program()
+    trained = Trained(program.settings["state_bytes"])
+    source = Path(program.settings["load"])
+    share = share_out(sizes_of(source), program.ranks)[program.rank]
+    image = Image([], sum(share.values()))
+    program.facts |= {"unique_bytes": trained.unique_bytes(), "cold_resident": 0.0}
+    for _ in range(min(LOADS, program.settings["pairs"])):
+        cool(program, source)
+        seconds = program.measure(lambda: read_files(source, share, image.bytes))
+        program.note(raw_read=seconds)
+        cool(program, source)
+        loaded_s, count = load_cold(program, trained, source)
+        program.note(load=loaded_s, load_bytes=count)
+    if program.settings["save"]:
+        saver = Saver(program, trained, program.directory / "resharded")
+        program.facts["checkpoint"] = str(saver.save().directory)
+        saver.session.close()
+    program.finish()
+
+
+if __name__ == "__main__":
+    main()

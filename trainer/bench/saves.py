@@ -1,0 +1,65 @@
+"""Saves through a `Session`, as a training loop makes them, with the moments that count."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.bench.commits import data_fsynced_at, wait_until_durable
+from holdfast.trainer.bench.files import remove
+from holdfast.trainer.bench.ranks import Program, Trained
+from holdfast.trainer.session import Session
+
+# No save comes by itself: the benchmark asks for each.
+NEVER: Final = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: seconds that the slowest rank was held, until durable, and of that the tail.
+
+    The tail is what the commit took after the last data fsync; on rank 0 only, else 0.
+    """
+
+    blocked: float
+    committed: float
+    tail: float
+    directory: Path
+
+
+class Saver:
+    """A session whose saves are asked for one at a time; all ranks use it alike."""
+
+    def __init__(self, program: Program, trained: Trained, run: Path) -> None:
+        self._program = program
+        self.session = Session(trained.model, trained.optimizer, directory=run, interval=NEVER)
+        self.run = RunPaths(run)
+
+    def save(self) -> Save:
+        """Save at the boundary of a step and wait until it is committed.
+
+        Raises `SaveError` when it is not in time.
+        """
+        self.session.checkpoint()
+        self._program.meet()
+        began = time.perf_counter()
+        self.session.boundary()
+        held = time.perf_counter() - began
+        tail = 0.0
+        if self._program.rank == 0:
+            durable_at = wait_until_durable(self.run, self.session.step)
+            tail = durable_at - data_fsynced_at(self.run.latest.resolve())
+        committed = self._program.slowest(time.perf_counter() - began)
+        blocked = self._program.slowest(held)
+        return Save(blocked, committed, tail, self.run.latest.resolve())
+
+    def keep_only(self, directory: Path) -> None:
+        """Delete every other checkpoint, so that the disk does not fill."""
+        if self._program.rank == 0:
+            for other in self.run.list_checkpoints():
+                if other != directory:
+                    remove(other)
+        self._program.meet()

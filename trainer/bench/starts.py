@@ -1,0 +1,81 @@
+"""A fresh program: its first save and steady ones, then a signal, up to the last commit.
+
+Started by `conduct`, which sends the signal and watches for the commit. The limits that the
+time from signal to commit is compared with are measured here too, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from holdfast.trainer.bench.files import remove, share_out, sizes_of, write_files
+from holdfast.trainer.bench.ranks import Image, Program, Trained, measure_memcpy
+from holdfast.trainer.bench.saves import Saver
+
+STEADY_SAVES: Final = 3
+STEPS_MAX: Final = 10_000
+
+
+def main() -> None:
+    program = Program()
+    trained = Trained(program.settings["state_bytes"])
+    saver = Saver(program, trained, program.directory / "start")
+    first = saver.save()
+    program.note(**{"first.blocked": first.blocked, "first.committed": first.committed})
+    measure_steady(program, trained, saver)
+    ends = train_until_stopped(program, saver)
+    program.facts["step_ends"] = ends
+    program.finish()
+
+
+def measure_steady(program: Program, trained: Trained, saver: Saver) -> None:
+    """Saves after the first, each beside the limits of the same moment."""
+    sizes = sizes_of(saver.run.latest.resolve())
+    share = share_out(sizes, program.ranks)[program.rank]
+    image = Image(trained.tensors(), sum(share.values()))
+    for number in range(STEADY_SAVES):
+        trained.update()
+        done = saver.save()
+        program.note(**{"save.blocked": done.blocked, "save.committed": done.committed})
+        program.note(memcpy=measure_memcpy(program, image))
+        raw = program.directory / f"raw-{number}"
+        if program.rank == 0:
+            raw.mkdir()
+        program.note(raw_write=program.measure(partial(write_files, raw, share, image.bytes)))
+        program.meet()
+        if program.rank == 0:
+            remove(raw)
+        saver.keep_only(done.directory)
+
+
+def train_until_stopped(program: Program, saver: Saver) -> list[float]:
+    """Steps of a known length, each ending in a collective; Unix times of their ends."""
+    pids: list[int] = [0] * program.ranks
+    dist.all_gather_object(pids, os.getpid())
+    ends: list[float] = []
+    for _ in saver.session.steps(STEPS_MAX):
+        time.sleep(program.settings["step_s"])
+        program.meet()
+        ends.append(time.time())
+        if len(ends) == 1 and program.rank == 0:
+            say_ready(program.directory / "ready.json", pids)
+    saver.session.close()
+    return ends
+
+
+def say_ready(path: Path, pids: list[int]) -> None:
+    """Tell `conduct` which processes to signal."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(pids))
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()
