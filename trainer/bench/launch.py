@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +38,8 @@ class Launch:
         self._out = self._directory / f"{program}.json"
         self._log = self._directory / f"{program}.log"
         self._end_by = end_by
+        # Short, because sockets are made in it, whose names are limited to about 100 letters.
+        self._scratch = tempfile.mkdtemp(prefix="holdfast-")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", f"holdfast.trainer.bench.{program}"]
         command.append(json.dumps(settings | {"out": str(self._out)}))
@@ -49,6 +53,7 @@ class Launch:
 
     def __exit__(self, *_: object) -> None:
         end_tree(self.process)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def result(self) -> dict[str, Any]:
         """What rank 0 found; waits for it. Raises `RunFailedError` with the last output."""
@@ -87,7 +92,7 @@ class Launch:
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         env = {name: v for name, v in os.environ.items() if not name.startswith("HOLDFAST_")}
         # torchrun leaves a folder in the temporary one: here it goes with the rest.
-        return {"OMP_NUM_THREADS": str(threads), **env, "TMPDIR": str(self._directory)}
+        return {"OMP_NUM_THREADS": str(threads), **env, "TMPDIR": self._scratch}
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
