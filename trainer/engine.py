@@ -23,6 +23,7 @@ from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
+from holdfast.trainer.collective import Tree
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.layout import (
     TRAIN_STATE_BYTES_MAX,
@@ -32,7 +33,7 @@ from holdfast.trainer.layout import (
     find_changes,
     flatten,
 )
-from holdfast.trainer.planning import all_or_none, plan_together
+from holdfast.trainer.planning import all_or_none, check_memory, plan_together
 from holdfast.trainer.reader import LoadReport, load_state
 from holdfast.trainer.staging import FlusherLink, Stage, StagedSlot
 
@@ -67,6 +68,7 @@ class CheckpointEngine:
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
         self._link = FlusherLink(flusher, identity)
+        self._tree: Tree | None = None
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
@@ -187,14 +189,15 @@ class CheckpointEngine:
 
     def _build(self, state: dict[str, Any], timeout_s: float) -> tuple[Layout, Stage]:
         """Plan with all ranks and get slots for the plan; all succeed or all raise."""
+        if self._tree is None:
+            self._tree = Tree(self._group, self._identity.node)
+        tree, who = self._tree, self._identity
         layout = plan_together(
-            state,
-            identity=self._identity,
-            group=self._group,
-            prepare=lambda: self._settle_old_stage(timeout_s),
+            state, identity=who, tree=tree, prepare=lambda: self._settle_old_stage(timeout_s)
         )
+        check_memory(tree, who.node, layout.image_bytes)
         pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in flatten(state).values())
-        stage = all_or_none(self._group, "slots", lambda: Stage(self._link, layout, pin=pin))
+        stage = all_or_none(tree, who.rank, lambda: Stage(self._link, layout, pin=pin))
         self._layout, self._stage = layout, stage
         return layout, stage
 

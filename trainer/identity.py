@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """One rank of one incarnation. Numbers count from 0, but for `attempt` and `incarnation`."""
+    """One rank of one incarnation. Numbers count from 0, but for `attempt` and `incarnation`.
+
+    Under pipeline parallelism `stage` is the rank's stage of `stages`, and `stage_rank` its place
+    among the stage's ranks; else `stage` is None.
+    """
 
     run_uid: str
     run: str
@@ -20,3 +24,22 @@ class Identity:
     node: int
     nodes: int
     command_digest: str
+    stage: int | None = None
+    stages: int = 1
+    stage_rank: int = 0
+    stage_size: int = 1
+
+    @property
+    def folder(self) -> str:
+        """Where in the checkpoint this rank's files lie: "" or, of a stage, "pp0/"."""
+        return "" if self.stage is None else f"pp{self.stage}/"
+
+    @property
+    def file_name(self) -> str:
+        """This rank's `.distcp` file, relative to the checkpoint, named as stock DCP does."""
+        return f"{self.folder}{distcp_name(self.rank if self.stage is None else self.stage_rank)}"
+
+
+def distcp_name(rank: int) -> str:
+    """The file of one rank of a save, as stock DCP spells it."""
+    return f"__{rank}_0.distcp"

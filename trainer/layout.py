@@ -1,35 +1,31 @@
 """Where every byte of a rank's checkpoint files lies: planned once, true for every save after.
 
-A rank's image is what a staging slot holds: its `.distcp` file and, on rank 0, `.metadata` and
-`train_state.json`. Stock DCP plans who writes what; the places are ours. A tensor's entry is the
-zip that `torch.save` makes, headers and footers fixed, its bytes on a 64-byte boundary of the
-file. A number's entry is such a zip too, padded by its own comment field to a length that later
-values share, so that `.metadata` stays as it is from save to save.
+A rank's image is what a staging slot holds: its `.distcp` file and, on some ranks, `.metadata`
+and `train_state.json`. A tensor's entry is the zip that `torch.save` makes, headers and footers
+fixed, its bytes on a 64-byte boundary of the file. A number's entry is such a zip too, padded by
+its own comment field to a length that later values share, so that `.metadata` stays as it is from
+save to save.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import TRAIN_STATE
+from holdfast.trainer.global_plan import offsets_of
 from holdfast.trainer.metadata import METADATA
 
-ALIGNMENT: Final = 64
 FILE_ALIGNMENT: Final = 4096
-NUMBER_ROOM_BYTES: Final = 192
 TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22
@@ -68,17 +64,13 @@ class FilePlace:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers.
+    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers."""
 
-    `storage` says where each planned item lies in this rank's `.distcp` file.
-    """
-
-    signature: Mapping[str, str]
+    signature: Signature
     tensors: tuple[TensorPlace, ...]
     numbers: tuple[NumberPlace, ...]
     fixed: tuple[tuple[int, bytes], ...]
     files: tuple[FilePlace, ...]
-    storage: Mapping[MetadataIndex, _StorageInfo]
     image_bytes: int
     train_state_at: int | None = None
 
@@ -94,6 +86,29 @@ class Template:
 
     pieces: tuple[tuple[int, bytes], ...]
     data_at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor's part to be written: `shape` is the rank's own."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    template: Template
+
+    @property
+    def length(self) -> int:
+        """Bytes of the entry in the file."""
+        return self.template.length
+
+
+@dataclass(frozen=True)
+class NumberEntry:
+    """One number to be written, and the bytes of its entry at every save."""
+
+    key: str
     length: int
 
 
@@ -134,36 +149,69 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `SaveError` naming a leaf that is neither a tensor nor a number of a parameter group.
     """
-    flat: dict[str, Any]
-    try:
-        flat, _ = flatten_state_dict(dict(state))
-    except ValueError as error:
-        raise SaveError(f"two entries have one name when joined by dots: {error}") from error
-    for key, value in flat.items():
+    flat: dict[str, Any] = {}
+    for path, value in _leaves("", state):
+        if path in flat:
+            raise SaveError(f"two entries have one name when joined by dots: {path}")
         if not isinstance(value, torch.Tensor) and not _is_plain(value):
             raise SaveError(
-                f"{key}: a {type(value).__name__} cannot be saved as checkpoint state; expected a "
-                "tensor, or a bool, int, float, str or None of an optimizer's parameter group. "
+                f"{path}: a {type(value).__name__} cannot be saved as checkpoint state; expected "
+                "a tensor, or a bool, int, float, str or None of an optimizer's parameter group. "
                 "Put anything else into the train state as JSON, or make it a tensor"
             )
+        flat[path] = value
     return flat
 
 
-def describe(flat: Mapping[str, Any]) -> dict[str, str]:
-    """What a layout depends on, key by key: shape, type and placement, or that it is a number."""
-    return {key: _describe(value) for key, value in flat.items()}
+def _leaves(prefix: str, container: Mapping[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    """Leaves with their names. A list is a leaf unless it holds tensors, as DCP has it."""
+    entries = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, value in entries:
+        key = f"{prefix}{name}"
+        if type(value) is not dict and isinstance(value, torch.Tensor):
+            yield key, value
+        elif isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
+            yield from _leaves(f"{key}.", value)
+        else:
+            yield key, value
+
+
+def _is_nested(entries: Sequence[Any]) -> bool:
+    return any(
+        isinstance(entry, (torch.Tensor, Mapping)) or (type(entry) is list and _is_nested(entry))
+        for entry in entries
+    )
+
+
+class Signature:
+    """What a plan depends on, key by key: types, shapes and placements, but no values."""
+
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        self._prints = {key: _fingerprint(value) for key, value in flat.items()}
+
+    def fits(self, flat: Mapping[str, Any]) -> bool:
+        """True when `flat` needs no other plan; a microsecond or less for each key."""
+        prints = self._prints
+        if flat.keys() != prints.keys():
+            return False
+        return all(_fingerprint(value) == prints[key] for key, value in flat.items())
+
+    def differences(self, flat: Mapping[str, Any]) -> list[str]:
+        """A line for each key that differs, in words for people."""
+        now = {key: _fingerprint(value) for key, value in flat.items()}
+        return [
+            f"{key}: {_in_words(now, key, 'gone')}, planned "
+            f"{_in_words(self._prints, key, 'nothing')}"
+            for key in sorted({*now, *self._prints})
+            if key not in now or key not in self._prints or now[key] != self._prints[key]
+        ]
 
 
 def find_changes(layout: Layout, flat: Mapping[str, Any]) -> str | None:
     """What of `flat` no longer fits `layout`, a few keys by name; None when all of it fits."""
-    now = describe(flat)
-    if now == layout.signature:
+    if layout.signature.fits(flat):
         return None
-    changed = [
-        f"{key}: {now.get(key, 'gone')}, planned {layout.signature.get(key, 'nothing')}"
-        for key in sorted({*now, *layout.signature})
-        if now.get(key) != layout.signature.get(key)
-    ]
+    changed = layout.signature.differences(flat)
     more = f" and {len(changed) - _KEYS_SHOWN} more" if len(changed) > _KEYS_SHOWN else ""
     return "; ".join(changed[:_KEYS_SHOWN]) + more
 
@@ -180,56 +228,57 @@ def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """This rank's own part of a tensor, detached."""
-    return (value.to_local() if isinstance(value, DTensor) else value).detach()
+    if isinstance(value, DTensor):
+        return value.to_local().detach()
+    if isinstance(value, ShardedTensor):
+        part: torch.Tensor = value.local_shards()[0].tensor.detach()
+        return part
+    return value.detach()
 
 
-def plan_layout(plan: SavePlan, flat: Mapping[str, Any], rank: int) -> Layout:
-    """The image of `rank`'s `.distcp` file for the items that the global plan gave it."""
-    path = f"__{rank}_0.distcp"
-    templates: dict[tuple[torch.Size, torch.dtype], Template] = {}
-    tensors, numbers, fixed, storage, end = [], [], [], {}, 0
-    for item in plan.items:
-        start = _align(end, ALIGNMENT)
-        if item.type is WriteItemType.BYTE_IO:
-            key = item.index.fqn
-            length = len(encode_number(flat[key])) + NUMBER_ROOM_BYTES
-            numbers.append(NumberPlace(key, start, length))
+def plan_layout(
+    path: str, entries: Sequence[TensorEntry | NumberEntry], signature: Signature
+) -> Layout:
+    """The image of one `.distcp` file, named `path`, that holds `entries` in their order."""
+    lengths = np.array([entry.length for entry in entries], dtype=np.int64)
+    tensors, numbers, fixed, end = [], [], [], 0
+    for entry, start in zip(entries, offsets_of(lengths).tolist(), strict=True):
+        if isinstance(entry, NumberEntry):
+            numbers.append(NumberPlace(entry.key, start, entry.length))
         else:
-            place, template = _place_tensor(item, start, templates)
-            length = template.length
-            tensors.append(place)
+            template, shape, dtype = entry.template, entry.shape, entry.dtype
+            size = shape.numel() * dtype.itemsize
+            tensors.append(TensorPlace(entry.key, start + template.data_at, size, shape, dtype))
             fixed += [(start + at, piece) for at, piece in template.pieces]
-        storage[item.index] = _StorageInfo(path, start, length)
-        end = start + length
-    files = (FilePlace(path, 0, end),) if end else ()
+        end = start + entry.length
     return Layout(
-        signature=describe(flat),
+        signature=signature,
         tensors=tuple(tensors),
         numbers=tuple(numbers),
         fixed=tuple(fixed),
-        files=files,
-        storage=storage,
+        files=(FilePlace(path, 0, end),) if end else (),
         image_bytes=_align(end, FILE_ALIGNMENT),
     )
 
 
-def add_rank_zero_files(layout: Layout, metadata: bytes) -> Layout:
-    """Rank 0's image: `.metadata` and room for `train_state.json` after its own file.
+def add_metadata(layout: Layout, metadata: bytes, folder: str = "") -> Layout:
+    """The image with `.metadata` after its own file, in `folder` of the checkpoint."""
+    at = layout.image_bytes
+    return replace(
+        layout,
+        fixed=(*layout.fixed, (at, metadata)),
+        files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, len(metadata))),
+        image_bytes=_align(at + len(metadata), FILE_ALIGNMENT),
+    )
+
+
+def add_train_state(layout: Layout) -> Layout:
+    """The image with room for `train_state.json` at its end.
 
     The room is address space: memory is taken for the bytes that are written alone.
     """
     at = layout.image_bytes
-    train_state_at = _align(at + len(metadata), FILE_ALIGNMENT)
-    return Layout(
-        signature=layout.signature,
-        tensors=layout.tensors,
-        numbers=layout.numbers,
-        fixed=(*layout.fixed, (at, metadata)),
-        files=(*layout.files, FilePlace(METADATA, at, len(metadata))),
-        storage=layout.storage,
-        image_bytes=train_state_at + TRAIN_STATE_BYTES_MAX,
-        train_state_at=train_state_at,
-    )
+    return replace(layout, image_bytes=at + TRAIN_STATE_BYTES_MAX, train_state_at=at)
 
 
 def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
@@ -238,13 +287,6 @@ def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
     if layout.train_state_at is not None and train_state_bytes is not None:
         files.append(FilePlace(TRAIN_STATE, layout.train_state_at, train_state_bytes))
     return files
-
-
-def pickle_metadata(metadata: Metadata, storage: Mapping[MetadataIndex, _StorageInfo]) -> bytes:
-    """The bytes of `.metadata`: DCP's global plan with the places of all ranks' items."""
-    metadata.storage_data = dict(storage)
-    metadata.version = CURRENT_DCP_VERSION
-    return pickle.dumps(metadata)
 
 
 def encode_number(value: Any, length: int | None = None) -> bytes:
@@ -267,19 +309,6 @@ def encode_number(value: Any, length: int | None = None) -> bytes:
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
-def _place_tensor(
-    item: WriteItem, start: int, templates: dict[tuple[torch.Size, torch.dtype], Template]
-) -> tuple[TensorPlace, Template]:
-    data = item.tensor_data
-    assert data is not None
-    shape, dtype = data.chunk.sizes, data.properties.dtype
-    template = templates.get((shape, dtype))
-    if template is None:
-        template = templates[shape, dtype] = make_template(shape, dtype)
-    size = shape.numel() * dtype.itemsize
-    return TensorPlace(item.index.fqn, start + template.data_at, size, shape, dtype), template
-
-
 def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
     """The zip of a tensor, made without touching its memory: the pages are never written.
 
@@ -297,13 +326,29 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
     return Template(pieces, recorder.data_at, recorder.tell())
 
 
-def _describe(value: Any) -> str:
+def _fingerprint(value: Any) -> tuple[Any, ...] | None:
+    """What a plan depends on of one value; None for a number, whichever it is."""
     if isinstance(value, DTensor):
-        local = tuple(value.to_local().shape)
-        return f"{value.dtype} {tuple(value.shape)} {value.placements} here {local}"
+        local = value._local_tensor
+        return (value._spec, local.dtype, local.shape)
+    if isinstance(value, ShardedTensor):
+        return (value.metadata(), None, None)
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return "a number"
+        return (None, value.dtype, value.shape)
+    return None
+
+
+def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
+    if key not in prints:
+        return absent
+    found = prints[key]
+    if found is None:
+        return "a number"
+    spec, dtype, shape = found
+    if dtype is None:
+        return f"a sharded tensor of {tuple(spec.size)}"
+    where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "
+    return f"{dtype} {where}{tuple(shape)}"
 
 
 def _is_plain(value: Any) -> bool:

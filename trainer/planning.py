@@ -1,6 +1,9 @@
-"""Planning a layout with all ranks: the only collectives of saving, and only at the first save.
+"""Planning a layout with all ranks: the only collectives of saving, before the first save.
 
-Whatever goes wrong on one rank is raised on every rank, so that none waits for another.
+Ranks describe what they have as columns (`rank_rows`), the first of each node collects its
+node's, and the first of all plans for everybody (`global_plan`). Contents travel once for each
+digest, so that ranks that hold the same cost nothing more. Whatever goes wrong on one rank is
+raised on every rank, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -10,116 +13,179 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import psutil
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.identity import Identity
-from holdfast.trainer.layout import (
-    Layout,
-    add_rank_zero_files,
-    flatten,
-    pickle_metadata,
-    plan_layout,
-)
+from holdfast.trainer.collective import Tree
+from holdfast.trainer.columns import Block, Int64s, Rows, join, pack
+from holdfast.trainer.global_plan import GlobalPlan, plan_all
+from holdfast.trainer.identity import Identity, distcp_name
+from holdfast.trainer.layout import Layout, add_metadata, add_train_state, plan_layout
+from holdfast.trainer.metadata_pickle import pickle_metadata
+from holdfast.trainer.rank_rows import RankRows, describe_rank
 
 T = TypeVar("T")
 GIB: Final = 1024**3
 
+Digests = tuple[bytes, ...]
+Kept = tuple[Int64s, Int64s]
+"""Rows that a rank writes, in the order of its file: of its shared block, then of its own."""
+
 
 @dataclass(frozen=True)
-class Placed:
-    """What rank 0 must know of a rank's image; `available` is its node's free memory in bytes."""
+class NodeIndex:
+    """What a node has, by digest alone: of each of its ranks, by rank, and the tables."""
 
-    node: int
-    image_bytes: int
-    available: int
-    storage: Mapping[MetadataIndex, _StorageInfo]
+    ranks: Mapping[int, Digests]
+    tables: Digests
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The blocks and tables that one node was asked for."""
+
+    rows: Rows
+    tables: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank is told: the rows that it writes, and `.metadata` where it writes that."""
+
+    kept: Kept
+    metadata: bytes | None
 
 
 def plan_together(
-    state: Mapping[str, Any],
-    *,
-    identity: Identity,
-    group: dist.ProcessGroup | None,
-    prepare: Callable[[], None],
+    state: Mapping[str, Any], *, identity: Identity, tree: Tree, prepare: Callable[[], None]
 ) -> Layout:
-    """This rank's layout; every rank calls it with its own part of the state.
+    """This rank's layout; every rank of `tree` calls it with its own part of the state.
 
-    Who writes what is stock DCP's plan with duplicates removed; rank 0 makes `.metadata` of all
-    ranks' places. `prepare` is called before anything else. Raises `SaveError` on all ranks.
+    Copies of one box are written once, evenly by bytes. `prepare` is called before anything
+    else. Raises `SaveError` on all ranks.
     """
-    ranks = _DistWrapper(group, group is not None, 0)
-    planner = DefaultSavePlanner(enable_plan_caching=False)
-    global_metadata: list[Metadata] = []
+    described: list[RankRows] = []
 
-    def plan_own() -> SavePlan:
+    def describe() -> None:
         prepare()
-        flatten(state)
-        planner.set_up_planner(dict(state), is_coordinator=identity.rank == 0)
-        return planner.create_local_plan()
+        described.append(describe_rank(state))
 
-    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = planner.create_global_plan(plans)
-        global_metadata.append(metadata)
-        return plans
-
-    try:
-        plan = ranks.reduce_scatter("plan", plan_own, plan_all)
-        layout = plan_layout(plan, flatten(state), identity.rank)
-
-        def place_own() -> Placed:
-            available = psutil.virtual_memory().available
-            return Placed(identity.node, layout.image_bytes, available, layout.storage)
-
-        def place_all(placed: list[Placed]) -> list[bytes | None]:
-            check_memory(placed)
-            storage = {index: info for p in placed for index, info in p.storage.items()}
-            return [pickle_metadata(global_metadata[0], storage)] + [None] * (len(placed) - 1)
-
-        metadata = ranks.reduce_scatter("places", place_own, place_all)
-    except CheckpointException as error:
-        raise _as_save_error(error) from error
-    return layout if metadata is None else add_rank_zero_files(layout, metadata)
+    raise_problems(tree.agree(_problem(describe, identity.rank)))
+    own = described[0]
+    reply, problem = _ask(own, tree)
+    raise_problems([problem] if problem else [])
+    assert reply is not None
+    entries = [own.entries[kind][row] for kind in (0, 1) for row in reply.kept[kind].tolist()]
+    layout = plan_layout(identity.file_name, entries, own.signature)
+    if reply.metadata is not None:
+        layout = add_metadata(layout, reply.metadata, identity.folder)
+    return layout if identity.rank else add_train_state(layout)
 
 
-def all_or_none(group: dist.ProcessGroup | None, step: str, act: Callable[[], T]) -> T:
+def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
     """Do `act` on every rank and return its own result; `SaveError` on all when one failed."""
     result: list[T] = []
-
-    def act_here() -> bool:
-        result.append(act())
-        return True
-
-    try:
-        _DistWrapper(group, group is not None, 0).all_gather(step, act_here)
-    except CheckpointException as error:
-        raise _as_save_error(error) from error
+    problem = _problem(lambda: result.append(act()), rank)
+    raise_problems(tree.agree(problem))
     return result[0]
 
 
-def check_memory(placed: Sequence[Placed]) -> None:
-    """Raise `SaveError` when a node's staging slots would not fit into its free memory."""
-    for node in sorted({p.node for p in placed}):
-        ranks = [p for p in placed if p.node == node]
-        needed = SLOTS_PER_RANK * sum(p.image_bytes for p in ranks)
-        available = min(p.available for p in ranks)
-        if needed > available:
-            raise SaveError(
-                f"node {node}: {SLOTS_PER_RANK} staging slots for each of {len(ranks)} ranks need "
-                f"{needed / GIB:.2f} GiB, {available / GIB:.2f} GiB are free; use more nodes, "
-                "shard the state further, or ask the scheduler for more memory"
-            )
+def check_memory(tree: Tree, node: int, image_bytes: int) -> None:
+    """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory."""
+    told = tree.gather_node(image_bytes)
+    available = psutil.virtual_memory().available
+    problem = find_shortage(node, told, available) if tree.is_first else None
+    raise_problems(tree.agree(problem))
 
 
-def _as_save_error(error: CheckpointException) -> SaveError:
-    reasons = "; ".join(
-        f"rank {rank}: {found[0]}" for rank, found in sorted(error.failures.items())
+def find_shortage(node: int, images_bytes: Sequence[int], available: int) -> str | None:
+    """What to say when the slots of a node's ranks need more than the `available` bytes."""
+    needed = SLOTS_PER_RANK * sum(images_bytes)
+    if needed <= available:
+        return None
+    return (
+        f"node {node}: {SLOTS_PER_RANK} staging slots for each of {len(images_bytes)} ranks need "
+        f"{needed / GIB:.2f} GiB, {available / GIB:.2f} GiB are free; use more nodes, "
+        "shard the state further, or ask the scheduler for more memory"
     )
-    return SaveError(f"no rank saves, because of {reasons}")
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise `SaveError` when any rank had a problem."""
+    if problems:
+        raise SaveError(f"no rank saves, because of {'; '.join(problems)}")
+
+
+# --- the conversation -------------------------------------------------------------------------
+
+
+def _ask(own: RankRows, tree: Tree) -> tuple[Reply | None, str | None]:
+    """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
+    mates = tree.gather_node((tuple(own.blocks), own.blocks, own.tables))
+    if not tree.is_first:
+        reply, problem = tree.scatter_node([])
+        return reply, problem
+    blocks: dict[bytes, Block] = {}
+    tables: dict[bytes, bytes] = {}
+    for _, its_blocks, its_tables in mates:
+        blocks |= its_blocks
+        tables |= its_tables
+    digests = {rank: mate[0] for rank, mate in zip(tree.mates, mates, strict=True)}
+    indexes = tree.gather_firsts(NodeIndex(digests, tuple(tables)))
+    wanted = tree.scatter_firsts(choose_sources(indexes))
+    contents = tree.gather_firsts(
+        Contents(pack({d: blocks[d] for d in wanted[0]}), {d: tables[d] for d in wanted[1]})
+    )
+    answer = tree.scatter_firsts(_decide(indexes, contents) if tree.is_root else [])
+    replies: Sequence[Any] = tree.scatter_node(answer)
+    reply, problem = replies
+    return reply, problem
+
+
+def choose_sources(indexes: Sequence[NodeIndex]) -> list[tuple[Digests, Digests]]:
+    """The blocks and tables that each node shall send: each by the first that has it."""
+    chosen = []
+    seen: set[bytes] = set()
+    for index in indexes:
+        blocks = {d: None for held in index.ranks.values() for d in held if d not in seen}
+        tables = {d: None for d in index.tables if d not in seen}
+        seen |= {*blocks, *tables}
+        chosen.append((tuple(blocks), tuple(tables)))
+    return chosen
+
+
+def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> GlobalPlan:
+    """The plan for all ranks from all nodes' rows; raises `SaveError`."""
+    holdings = {rank: held for index in indexes for rank, held in index.ranks.items()}
+    tables = {digest: table for node in contents for digest, table in node.tables.items()}
+    by_rank = [holdings[rank] for rank in sorted(holdings)]
+    return plan_all(join([node.rows for node in contents]), tables, by_rank)
+
+
+def _decide(
+    indexes: Sequence[NodeIndex], contents: Sequence[Contents]
+) -> list[list[tuple[Reply | None, str | None]]]:
+    """A reply for each rank of each node; the same problem for all when planning failed."""
+    found: list[tuple[GlobalPlan, bytes]] = []
+
+    def plan() -> None:
+        made = decide(indexes, contents)
+        found.append((made, pickle_metadata(made, distcp_name)))
+
+    problem = _problem(plan, 0)
+    if problem:
+        return [[(None, problem)] * len(index.ranks) for index in indexes]
+    made, metadata = found[0]
+    return [
+        [(Reply(made.kept[rank], None if rank else metadata), None) for rank in index.ranks]
+        for index in indexes
+    ]
+
+
+def _problem(act: Callable[[], object], rank: int) -> str | None:
+    try:
+        act()
+    except Exception as error:
+        # Whatever it is, the other ranks wait for a word; it is raised again on all of them.
+        return f"rank {rank}: {error}"
+    return None

@@ -17,10 +17,11 @@ from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.global_plan import ALIGNMENT
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.layout import ALIGNMENT, TRAIN_STATE_BYTES_MAX
+from holdfast.trainer.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.metadata import read_metadata
-from holdfast.trainer.planning import Placed, check_memory
+from holdfast.trainer.planning import find_shortage
 from holdfast.trainer.reader import read_keys
 
 FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
@@ -241,8 +242,9 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
 
 
 def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -> None:
-    rank = Placed(node=0, image_bytes=3 << 30, available=13 << 30, storage={})
-    check_memory([rank, rank])
-    check_memory([rank, rank, Placed(node=1, image_bytes=3 << 30, available=6 << 30, storage={})])
-    with pytest.raises(SaveError, match=r"node 0: .* need 18\.00 GiB, 13\.00 GiB are free"):
-        check_memory([rank, rank, rank])
+    gib = 1 << 30
+    assert find_shortage(0, [3 * gib, 3 * gib], 12 * gib) is None
+    problem = find_shortage(0, [3 * gib] * 3, 13 * gib)
+    assert problem is not None
+    assert "node 0: " in problem
+    assert "need 18.00 GiB, 13.00 GiB are free" in problem

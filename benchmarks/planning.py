@@ -1,0 +1,138 @@
+"""What planning costs at a size that no test cluster has: every rank's rows, made up; run by hand.
+
+    python benchmarks/planning.py --ranks 10240 --tensors 1000
+
+Prints JSON, a row for each way to spread a state over the ranks. `describe_s` is one rank's part
+(all ranks work at once), `pack_s` one node's, `decide_s` rank 0's plan for everybody, `cold_s`
+their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and tells to all nodes, whose
+time on the network is not in it. `metadata_s` is `.metadata` of all boxes, made on rank 0 before
+the first step. `cached_s` is what each later save pays to see that the plan still holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from holdfast.trainer.columns import SHARED, Block, Item, Row, make_block, masses, pack
+from holdfast.trainer.global_plan import GlobalPlan
+from holdfast.trainer.identity import distcp_name
+from holdfast.trainer.layout import Signature, flatten
+from holdfast.trainer.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning import Contents, NodeIndex, choose_sources, decide
+from holdfast.trainer.rank_rows import describe_rank
+
+RANKS_PER_NODE: Final = 8
+ROWS_PER_RANK: Final = 4
+COLUMNS: Final = 64
+REPEATS: Final = 21
+# Ranks that hold the same part: none, groups of eight, all.
+COPIES: Final = {"sharded": 1, "hybrid": 8, "replicated": 0}
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=10_240)
+    parser.add_argument("--tensors", type=int, default=1000)
+    parser.add_argument("--spread", nargs="+", choices=COPIES, default=list(COPIES))
+    parser.add_argument("--no-metadata", action="store_true", help="it takes gigabytes")
+    options = parser.parse_args()
+    own = measure_one_rank(options.tensors)
+    found = {
+        spread: own | measure_all(options, COPIES[spread] or options.ranks)
+        for spread in options.spread
+    }
+    for row in found.values():
+        row["cold_s"] = round(row["describe_s"] + row["pack_s"] + row["decide_s"], 4)
+    print(
+        json.dumps({"ranks": options.ranks, "tensors": options.tensors, "spread": found}, indent=1)
+    )
+
+
+def measure_one_rank(tensors: int) -> dict[str, Any]:
+    """Describing a rank's live state, and checking it again at a save."""
+    state = {
+        "model": {f"layers.{n}.weight": torch.zeros(ROWS_PER_RANK, COLUMNS) for n in range(tensors)}
+    }
+    describe_s, _ = timed(lambda: describe_rank(state))
+    signature = Signature(flatten(state))
+    cached = [timed(lambda: signature.fits(flatten(state)))[0] for _ in range(REPEATS)]
+    return {"describe_s": describe_s, "cached_s": statistics.median(cached)}
+
+
+def measure_all(options: argparse.Namespace, copies: int) -> dict[str, Any]:
+    """Rank 0's part, with `copies` ranks for each part of the state."""
+    blocks, table = make_blocks(options.ranks // copies, options.tensors)
+    held = [digest for digest in blocks for _ in range(copies)]
+    nodes = [
+        range(first, min(first + RANKS_PER_NODE, len(held)))
+        for first in range(0, len(held), RANKS_PER_NODE)
+    ]
+    ((digest, content),) = table.items()
+    indexes = [NodeIndex({rank: (held[rank],) for rank in node}, (digest,)) for node in nodes]
+    wanted = choose_sources(indexes)
+    pack_s, _ = timed(lambda: pack({d: blocks[d] for d in wanted[0][0]}))
+    contents = [
+        Contents(pack({d: blocks[d] for d in ours}), dict.fromkeys(tables, content))
+        for ours, tables in wanted
+    ]
+
+    def plan() -> GlobalPlan:
+        choose_sources(indexes)
+        return decide(indexes, contents)
+
+    decide_s, made = timed(plan)
+    facts = {
+        "pack_s": pack_s,
+        "decide_s": decide_s,
+        "sent_bytes": sum(len(pickle.dumps(node)) for node in contents),
+        "heard_bytes": sum(kept.nbytes for pair in made.kept for kept in pair),
+        "rows_written": len(made.writer),
+    }
+    if not options.no_metadata:
+        contents.clear()
+        metadata_s, metadata = timed(lambda: pickle_metadata(made, distcp_name))
+        facts |= {"metadata_s": metadata_s, "metadata_bytes": len(metadata)}
+    return facts
+
+
+def make_blocks(parts: int, tensors: int) -> tuple[dict[bytes, Block], dict[bytes, bytes]]:
+    """The blocks of `parts` ranks that have equal shares of every tensor, and their table."""
+    shape = (ROWS_PER_RANK * parts, COLUMNS)
+    items = []
+    for number in range(tensors):
+        key = f"model.layers.{number}.weight"
+        items.append(Item(key, ("model", f"layers.{number}.weight"), "float32", shape))
+    sizes = (ROWS_PER_RANK, COLUMNS)
+    first, table = make_block(SHARED, items, [Row(item, (0, 0), sizes, 1400) for item in items])
+    offsets = [(ROWS_PER_RANK * part, 0) for part in range(parts)]
+    weights = masses(offsets, [sizes] * parts)
+    blocks = {}
+    for part in range(parts):
+        place = np.full(tensors, ROWS_PER_RANK * part * COLUMNS, dtype=np.int64)
+        block = replace(first, place=place, mass=np.full(tensors, weights[part]))
+        blocks[block.digest()] = block
+    return blocks, {first.table: table}
+
+
+def timed(act: Callable[[], T]) -> tuple[float, T]:
+    began = time.perf_counter()
+    result = act()
+    return round(time.perf_counter() - began, 6), result
+
+
+if __name__ == "__main__":
+    main()

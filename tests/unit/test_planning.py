@@ -1,0 +1,313 @@
+"""The plan for all ranks: every box once, by one that holds it, evenly, at places of its own."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from holdfast.contracts.errors import SaveError
+from holdfast.trainer.columns import OWN, SHARED, Block, Item, Row, make_block, pack
+from holdfast.trainer.global_plan import ALIGNMENT, GlobalPlan
+from holdfast.trainer.identity import distcp_name
+from holdfast.trainer.layout import Signature, check_unchanged, flatten, plan_layout
+from holdfast.trainer.metadata import parse_metadata
+from holdfast.trainer.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning import Contents, NodeIndex, choose_sources, decide
+from holdfast.trainer.rank_rows import describe_rank, is_of_one_rank
+
+HEADER_BYTES = 700
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's rows, as it would describe them."""
+
+    blocks: dict[bytes, Block]
+    tables: dict[bytes, bytes]
+    rows: tuple[list[Row], list[Row]]
+
+
+def row_of(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Row:
+    item = Item(key, tuple(key.split(".")), "float32", tuple(shape))
+    return Row(item, tuple(offsets), tuple(sizes), HEADER_BYTES + 4 * prod(sizes))
+
+
+def number_of(key: str, entry_bytes: int = 600) -> Row:
+    return Row(Item(key, (key,), None, ()), (), (), entry_bytes)
+
+
+def rank_of(rows: Sequence[Row], lacking: Sequence[Item] = ()) -> Rank:
+    """A rank with `rows`; of the items in `lacking` it has no part."""
+    blocks, tables, parts = {}, {}, []
+    for kind in (SHARED, OWN):
+        mine = [row for row in rows if is_of_one_rank(row.item.key) == (kind == OWN)]
+        items = [row.item for row in mine] + (list(lacking) if kind == SHARED else [])
+        block, table = make_block(kind, items, mine)
+        blocks[block.digest()] = block
+        tables[block.table] = table
+        parts.append(mine)
+    return Rank(blocks, tables, (parts[0], parts[1]))
+
+
+def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
+    """The plan, by the same steps as on a cluster."""
+    every = range(len(ranks))
+    nodes = [every[at : at + ranks_per_node] for at in every[::ranks_per_node]]
+    indexes, have = [], []
+    for node in nodes:
+        blocks = {d: b for rank in node for d, b in ranks[rank].blocks.items()}
+        tables = {d: t for rank in node for d, t in ranks[rank].tables.items()}
+        have.append((blocks, tables))
+        held = {rank: tuple(ranks[rank].blocks) for rank in node}
+        indexes.append(NodeIndex(held, tuple(tables)))
+    contents = [
+        Contents(pack({d: blocks[d] for d in ours}), {d: tables[d] for d in named})
+        for (blocks, tables), (ours, named) in zip(have, choose_sources(indexes), strict=True)
+    ]
+    assert sum(len(c.rows.digests) for c in contents) == len({d for r in ranks for d in r.blocks})
+    return decide(indexes, contents)
+
+
+def written_by(ranks: Sequence[Rank], made: GlobalPlan) -> list[list[Row]]:
+    """Each rank's rows in the order of its file, as the rank itself would pick them."""
+    return [
+        [rank.rows[kind][row] for kind in (SHARED, OWN) for row in kept[kind].tolist()]
+        for rank, kept in zip(ranks, made.kept, strict=True)
+    ]
+
+
+def stock_metadata(ranks: Sequence[Rank]) -> Metadata:
+    """What stock DCP plans for the same boxes."""
+    planner = DefaultSavePlanner()
+    plans = []
+    for rank in ranks:
+        items = [stock_item(row) for rows in rank.rows for row in rows]
+        paths = {row.item.key: row.item.path for rows in rank.rows for row in rows}
+        plans.append(SavePlan(items, planner_data=paths))
+    return planner.create_global_plan(plans)[1]
+
+
+def stock_item(row: Row) -> WriteItem:
+    if row.item.dtype is None:
+        return WriteItem(MetadataIndex(row.item.key), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes))
+    return WriteItem(
+        MetadataIndex(row.item.key, row.offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk, TensorProperties(torch.float32), torch.Size(row.item.shape)
+        ),
+    )
+
+
+def coverage(metadata: Metadata) -> dict[str, Any]:
+    """What a metadata says is there, in an order of its own."""
+    found: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        found[key] = (type(entry), metadata.planner_data[key])
+        if isinstance(entry, TensorStorageMetadata):
+            boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks)
+            found[key] += (entry.size, entry.properties, boxes)
+    return found
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[Rank]:
+    """Ranks with tensors cut along a grid of their own each, a cell held by one rank or more."""
+    count = draw(st.integers(1, 6))
+    rows: list[list[Row]] = [[] for _ in range(count)]
+    lacking: list[list[Item]] = [[] for _ in range(count)]
+    for number in range(draw(st.integers(1, 5))):
+        shape = draw(st.lists(st.integers(1, 7), max_size=3))
+        cuts = [sorted(draw(st.sets(st.integers(1, n), max_size=2)) | {0, n}) for n in shape]
+        sides = [list(itertools.pairwise(cut)) for cut in cuts]
+        for cell in itertools.product(*sides):
+            row = row_of(f"model.t{number}", shape, [a for a, _ in cell], [b - a for a, b in cell])
+            free = [r for r in range(count) if row.item not in [o.item for o in rows[r]]]
+            if not free:
+                break
+            for rank in draw(st.sets(st.sampled_from(free), min_size=1)):
+                rows[rank].append(row)
+        else:
+            for rank in range(count):
+                if not any(row.item.key == f"model.t{number}" for row in rows[rank]):
+                    lacking[rank].append(row_of(f"model.t{number}", shape, (), ()).item)
+            continue
+        # More cells than ranks: one of them holds the whole instead.
+        for rank in range(count):
+            rows[rank] = [row for row in rows[rank] if row.item.key != f"model.t{number}"]
+        rows[0].append(row_of(f"model.t{number}", shape, [0] * len(shape), shape))
+    for rank in range(count):
+        rows[rank].append(number_of("optimizer.lr", 600 + 10 * rank))
+        rows[rank].append(row_of(f"rng.rank{rank:05d}", (16,), (0,), (16,)))
+    return [rank_of(own, absent) for own, absent in zip(rows, lacking, strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(clusters(), st.integers(1, 3))
+def test_every_box_is_written_once_at_a_place_of_its_own(
+    ranks: list[Rank], ranks_per_node: int
+) -> None:
+    made = plan(ranks, ranks_per_node)
+    written = written_by(ranks, made)
+    boxes = Counter((row.item.key, row.offsets) for rows in written for row in rows)
+    held = {(row.item.key, row.offsets) for rank in ranks for rows in rank.rows for row in rows}
+    assert set(boxes) == held
+    assert set(boxes.values()) == {1}
+    content = pickle_metadata(made, distcp_name)
+    metadata = parse_metadata(content, "made")
+    assert coverage(metadata) == coverage(stock_metadata(ranks))
+    places = {
+        index: info for index, info in metadata.storage_data.items() if info.offset % ALIGNMENT == 0
+    }
+    assert len(places) == len(held)
+    for rank, rows in enumerate(written):
+        end = 0
+        for row in rows:
+            offset = None if row.item.dtype is None else torch.Size(row.offsets)
+            info = places[MetadataIndex(row.item.key, offset)]
+            assert (info.relative_path, info.length) == (distcp_name(rank), row.entry_bytes)
+            assert end <= info.offset < end + ALIGNMENT
+            end = info.offset + info.length
+        assert end <= made.file_bytes[rank] < end + ALIGNMENT
+
+
+def test_copies_are_spread_over_all_that_hold_them() -> None:
+    whole = [row_of(f"model.{n}", (10 * n + 1, 3), (0, 0), (10 * n + 1, 3)) for n in range(40)]
+    alone = row_of("rng.rank00000", (2000,), (0,), (2000,))
+    ranks = [rank_of([*whole, *([alone] if rank == 0 else [])]) for rank in range(5)]
+    made = plan(ranks)
+    largest = max(-(-row.entry_bytes // ALIGNMENT) * ALIGNMENT for row in whole)
+    assert made.file_bytes.max() - made.file_bytes.min() <= largest
+    # Two groups of copies that share ranks: the one with fewer holders is settled first.
+    pair = [row_of(f"pair.{n}", (50, 3), (0, 0), (50, 3)) for n in range(20)]
+    lacking = [row.item for row in pair]
+    ranks = [
+        rank_of([*whole, *(pair if rank < 2 else [])], lacking if rank >= 2 else [])
+        for rank in range(5)
+    ]
+    made = plan(ranks)
+    assert made.file_bytes.max() - made.file_bytes.min() <= largest
+
+
+def test_the_plan_of_the_same_ranks_is_the_same() -> None:
+    rows = [row_of(f"model.{n}", (n + 1,), (0,), (n + 1,)) for n in range(30)]
+    plans = [plan([rank_of(rows) for _ in range(4)]) for _ in range(2)]
+    assert pickle_metadata(plans[0], distcp_name) == pickle_metadata(plans[1], distcp_name)
+
+
+HALF = row_of("model.w", (4, 2), (0, 0), (2, 2))
+OTHER_HALF = row_of("model.w", (4, 2), (2, 0), (2, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        pytest.param([[HALF], [HALF]], r"model\.w: the ranks' parts do not cover", id="gap"),
+        pytest.param(
+            [[HALF], [row_of("model.w", (4, 2), (1, 0), (2, 2))]],
+            r"model\.w: the ranks' parts do not cover",
+            id="overlap of the right volume",
+        ),
+        pytest.param(
+            [[row_of("model.w", (4, 2), (0, 0), (4, 2))], [HALF], [OTHER_HALF]],
+            r"model\.w: the ranks' parts do not cover",
+            id="two sizes at one place",
+        ),
+        pytest.param(
+            [[row_of("model.w", (4,), (0,), (4,))], [row_of("model.w", (5,), (0,), (5,))]],
+            r"model\.w: one rank has float32 of shape \(4,\), another float32 of shape \(5,\)",
+            id="two shapes",
+        ),
+        pytest.param(
+            [[number_of("model.w")], [row_of("model.w", (5,), (0,), (5,))]],
+            r"model\.w: one rank has a number, another float32",
+            id="a number and a tensor",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_by_name(
+    rows: list[list[Row]], problem: str
+) -> None:
+    with pytest.raises(SaveError, match=problem):
+        plan([rank_of(own) for own in rows])
+
+
+def test_a_part_beyond_its_tensor_is_refused_where_it_is_described() -> None:
+    with pytest.raises(ValueError, match=r"model\.w: a part of sizes \(2, 2\) at \(3, 0\) reaches"):
+        rank_of([row_of("model.w", (4, 2), (3, 0), (2, 2))])
+
+
+def test_many_ranks_and_boxes_in_an_order_that_is_not_theirs() -> None:
+    """A plan of 64 ranks in a shuffled grid: the sort by place, wide numbers, many columns."""
+    order = np.random.default_rng(3).permutation(64).tolist()
+    shape = (8 * 1000, 8 * 300_000_000)
+    ranks = [
+        rank_of([row_of("big", shape, (n // 8 * 1000, n % 8 * 300_000_000), (1000, 300_000_000))])
+        for n in order
+    ]
+    made = plan(ranks, 8)
+    metadata = parse_metadata(pickle_metadata(made, distcp_name), "made")
+    for rank, n in enumerate(order):
+        where = torch.Size((n // 8 * 1000, n % 8 * 300_000_000))
+        assert metadata.storage_data[MetadataIndex("big", where)].relative_path == distcp_name(rank)
+    entry = metadata.state_dict_metadata["big"]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert entry.size == torch.Size(shape)
+    plain = pickle.loads(pickle_metadata(made, distcp_name))
+    assert plain.storage_data == metadata.storage_data
+
+
+def test_a_state_is_flattened_as_stock_dcp_does_and_checked_by_what_a_plan_depends_on() -> None:
+    nested: dict[Any, Any] = {
+        "a": {"b": torch.zeros(2), "c": [1, 2]},
+        "d": [torch.zeros(1), {"e": 1.5}],
+        "f": (0.9, 0.999),
+        3: {"g": None},
+    }
+    flat = flatten(nested)
+    assert flat.keys() == flatten_state_dict(nested)[0].keys()
+    known = Signature(flat)
+    assert known.fits({**flat, "a.c": [3], "f": "other"})
+    assert not known.fits({**flat, "f": torch.zeros(1)})
+    assert not known.fits({**flat, "a.b": torch.zeros(2, dtype=torch.float64)})
+    assert not known.fits({k: v for k, v in flat.items() if k != "f"})
+    layout = plan_layout("__0_0.distcp", [], known)
+    with pytest.raises(
+        SaveError, match=r"a\.b: torch\.float32 \(3,\), planned torch.float32 \(2,\)"
+    ):
+        check_unchanged(layout, {**flat, "a.b": torch.zeros(3)})
+
+
+def test_only_what_a_rank_has_is_described() -> None:
+    rows = describe_rank({"m": {"w": torch.zeros(2, 3)}, "rng": {"rank00002": torch.zeros(4)}})
+    assert [entry.key for entry in rows.entries[SHARED]] == ["m.w"]
+    assert [entry.key for entry in rows.entries[OWN]] == ["rng.rank00002"]
+    same = describe_rank({"m": {"w": torch.ones(2, 3)}, "rng": {"rank00005": torch.zeros(4)}})
+    assert len(set(rows.blocks) & set(same.blocks)) == 1
