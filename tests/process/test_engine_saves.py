@@ -237,7 +237,7 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
     assert engine.wait(20)[0].committed
     path = directory_of(tmp_path, 1) / ".metadata"
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(DamagedCheckpointError, match="its checksum is not the manifest's"):
+    with pytest.raises(DamagedCheckpointError, match="it is not what the manifest says"):
         engine.load(directory_of(tmp_path, 1), make_state())
 
 
