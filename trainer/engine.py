@@ -74,6 +74,7 @@ class CheckpointEngine:
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
         self._results: list[SaveResult] = []
         self._last_committed: str | None = None
+        self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
     def last_committed(self) -> str | None:
@@ -87,6 +88,11 @@ class CheckpointEngine:
         self._collect()
         return tuple(sorted(name.step for name in self._in_flight.values()))
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that this rank copies at a save; 0 while nothing is planned."""
+        return self._layout.used_bytes if self._layout else 0
+
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and get the slots; the next save is then like any other.
 
@@ -99,11 +105,15 @@ class CheckpointEngine:
     def changes(self, state: dict[str, Any]) -> str | None:
         """What no longer fits the plan, in words for people; None while a save needs no new one.
 
+        A save of this very `state` right after it does not compare again.
         Raises `SaveError` when the state cannot be saved at all.
         """
         if self._layout is None:
             return "nothing is planned yet"
-        return find_changes(self._layout, flatten(state))
+        flat = flatten(state)
+        found = find_changes(self._layout, flat)
+        self._compared = None if found else (state, flat)
+        return found
 
     def save(
         self,
@@ -130,8 +140,7 @@ class CheckpointEngine:
         layout, stage = self._layout, self._stage
         if layout is None or stage is None:
             layout, stage = self._build(state, timeout_s)
-        flat = flatten(state)
-        check_unchanged(layout, flat)
+        flat = self._checked(layout, state)
         document = self._encode_train_state(train_state)
         staged = self._take_slot(stage, step, timeout_s if must else 0.0)
         if staged is None and must:
@@ -142,19 +151,53 @@ class CheckpointEngine:
         if staged is None:
             self._link.notify("skipped", step=step)
             return None
-        name = CheckpointName(step, self._identity.attempt, self._identity.incarnation)
-        try:
-            staged.fill(flat, document)
-        except BaseException:
-            staged.slot.state = SlotState.EMPTY
-            raise
-        table = self._make_table(name, layout, document, time.monotonic() - began)
+        name = self._name(step)
+        table = self._fill(staged, flat, document, name, began)
         if self._identity.rank == 0:
             table["manifest"] = self._manifest_facts(name, reason, parent, metrics)
         staged.slot.seal(table)
         self._in_flight[staged] = name
         self._link.notify("sealed", step=step)
         return str(name)
+
+    def snapshot(
+        self,
+        state: dict[str, Any],
+        train_state: Mapping[str, Any],
+        *,
+        step: int,
+        reason: str,
+        parent: str | None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Keep `state` in memory alone, to be committed as `step` only if the ranks die.
+
+        It overwrites the older snapshot, and never what is being written: False says that it was
+        passed over because no slot was free. Each rank decides that for itself; after a crash
+        the newest step that all of them have is committed. Raises `SaveError` when the state
+        cannot be saved or is another than was planned.
+        """
+        began = time.monotonic()
+        if self._layout is None or self._stage is None:
+            return False
+        self._link.keep_up()
+        flat = self._checked(self._layout, state)
+        document = self._encode_train_state(train_state)
+        staged = self._take_slot(self._stage, step, 0.0)
+        if staged is None:
+            return False
+        name = self._name(step)
+        table = self._fill(staged, flat, document, name, began)
+        if self._identity.rank == 0:
+            table["manifest"] = self._manifest_facts(name, reason, parent, metrics)
+        staged.slot.seal(table, is_snapshot=True)
+        return True
+
+    def discard_snapshots(self) -> None:
+        """Give up what is in memory alone: this rank ends in good order."""
+        for staged in self._stage.slots if self._stage else ():
+            if staged.slot.state is SlotState.SNAPSHOT:
+                staged.slot.state = SlotState.EMPTY
 
     def poll(self) -> list[SaveResult]:
         """Results since the last call, oldest first; reads shared memory and nothing else."""
@@ -211,10 +254,40 @@ class CheckpointEngine:
                 f"steps {list(self.in_flight)} were not written within {timeout_s:.0f} s, so the "
                 "layout cannot be built anew; storage may be hanging"
             )
+        self.discard_snapshots()
         self._stage.close()
         self._stage = self._layout = None
 
     # --- one save -------------------------------------------------------------------------
+
+    def _checked(self, layout: Layout, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` flattened; raises `SaveError` when it does not fit `layout`."""
+        compared, self._compared = self._compared, None
+        if compared is not None and compared[0] is state:
+            return compared[1]
+        flat = flatten(state)
+        check_unchanged(layout, flat)
+        return flat
+
+    def _name(self, step: int) -> CheckpointName:
+        return CheckpointName(step, self._identity.attempt, self._identity.incarnation)
+
+    def _fill(
+        self,
+        staged: StagedSlot,
+        flat: Mapping[str, Any],
+        document: bytes | None,
+        name: CheckpointName,
+        began: float,
+    ) -> dict[str, Any]:
+        """Copy everything into the slot; returns its table. A slot that failed is free again."""
+        try:
+            staged.fill(flat, document)
+        except BaseException:
+            staged.slot.state = SlotState.EMPTY
+            raise
+        assert self._layout is not None
+        return self._make_table(name, self._layout, document, time.monotonic() - began)
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         give_up = time.monotonic() + timeout_s

@@ -15,9 +15,7 @@ from holdfast.contracts.slots import SlotState
 SlotKey = tuple[int, int, int]
 """(incarnation, rank, slot number)"""
 
-_HAS_STEP = frozenset(
-    {SlotState.COPYING, SlotState.SEALED, SlotState.FLUSHING, SlotState.DONE, SlotState.FAILED}
-)
+_HAS_STEP = frozenset(SlotState) - {SlotState.EMPTY}
 
 
 @dataclass(frozen=True, kw_only=True)

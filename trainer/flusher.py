@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import queue
 import selectors
@@ -40,37 +41,19 @@ from holdfast.trainer.flush_plan import (
     StepGroup,
     plan,
 )
+from holdfast.trainer.held_slot import HeldSlot
+from holdfast.trainer.rank_link import RankLink, open_process
+from holdfast.trainer.salvage import Salvage, agree, find_salvage
 
 TICK_S: Final = 0.1
 KEEPER_SEND_TIMEOUT_S: Final = 5.0
 RANK_SEND_TIMEOUT_S: Final = 5.0
 IDLE_S: Final = 60.0
 LINGER_S: Final = 5.0
+# torchrun gives the ranks of a failed program 30 s before it kills them.
+SNAPSHOT_LINGER_S: Final = 60.0
 RESULTS_MAX: Final = 200
 IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-
-
-@dataclass
-class RankLink:
-    """A connected rank, as its hello said; `process` is a descriptor that tells its death."""
-
-    connection: socket.socket
-    process: int | None
-    rank: int = -1
-    local_rank: int = -1
-    incarnation: int = 0
-    slots: tuple[SlotKey, ...] = ()
-
-
-@dataclass
-class HeldSlot:
-    """A slot whose descriptor we hold; `resumed` marks one that an earlier flusher had begun."""
-
-    handle: int
-    slot: Slot
-    local_rank: int | None = None
-    resumed: bool = False
-    is_orphan: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +63,7 @@ class Finished:
     group: StepGroup
     committed: Committed | None
     error: str
+    is_salvaged: bool = False
 
 
 class Flusher:
@@ -94,7 +78,9 @@ class Flusher:
         self._gone: set[tuple[int, int]] = set()
         self._newest_incarnation = 0
         self._busy: set[SlotKey] = set()
-        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | None] = queue.SimpleQueue()
+        self._committed_steps: dict[int, int] = {}
+        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | None]
+        self._work = queue.SimpleQueue()
         self._finished: deque[Finished] = deque()
         self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
         self._drain_by: float | None = None
@@ -118,6 +104,7 @@ class Flusher:
                 key.data()
             self._report_finished()
             self._dispatch()
+            self._salvage()
             self._release_orphans()
             self._answer_drain()
         self._work.put(None)
@@ -134,7 +121,7 @@ class Flusher:
             connection.close()
             return
         connection.settimeout(RANK_SEND_TIMEOUT_S)
-        link = RankLink(connection, _open_process(connection))
+        link = RankLink(connection, open_process(connection))
         self._links.append(link)
         self._watch(connection, lambda: self._hear_rank(link))
         if link.process is not None:
@@ -276,27 +263,41 @@ class Flusher:
             skipped=self._skipped,
             newest_incarnation=self._newest_incarnation,
         )
-        views = [self._view(key, held) for key, held in self._held.items() if key not in self._busy]
-        return plan(views, departures)
+        return plan(self._views(), departures)
 
-    def _view(self, key: SlotKey, held: HeldSlot) -> SlotView:
-        state, step = held.slot.state, held.slot.step
-        if state is not SlotState.SEALED:
-            return SlotView(key=key, state=state, step=step, local_rank=held.local_rank)
-        try:
-            table = held.slot.table
-            held.local_rank = int(table["local_rank"])
-            return SlotView(
-                key=key,
-                state=state,
-                step=step,
-                local_rank=held.local_rank,
-                local_ranks=int(table["local_ranks"]),
-                checkpoint=str(table["checkpoint"]),
-            )
-        except (ValueError, KeyError) as error:
-            held.slot.fail(f"its table cannot be read: {error}")
-            return SlotView(key=key, state=SlotState.FAILED, step=step, local_rank=held.local_rank)
+    def _views(self) -> list[SlotView]:
+        return [held.view(key) for key, held in self._held.items() if key not in self._busy]
+
+    def _salvage(self) -> None:
+        """Hand over what dead ranks left in memory, once all else of theirs is settled."""
+        snapshots = self._snapshots()
+        if not snapshots or self._busy or self._finished or self._plan().ready:
+            return
+        for incarnation in snapshots:
+            if incarnation < self._newest_incarnation or not self._is_deserted(incarnation):
+                continue
+            views = [
+                held.view(key, is_deserted=True)
+                for key, held in self._held.items()
+                if key[0] == incarnation
+            ]
+            committed = self._committed_steps.get(incarnation, -1)
+            found = find_salvage(views, incarnation, committed)
+            self._busy.update(found.slots)
+            self._work.put(found)
+
+    def _snapshots(self) -> set[int]:
+        """Incarnations of which snapshots are in memory."""
+        return {
+            key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT
+        }
+
+    def _is_deserted(self, incarnation: int) -> bool:
+        """True when no rank of it is left on this node, so that nobody overwrites a snapshot."""
+        if any(link.incarnation == incarnation for link in self._links):
+            return False
+        is_ended = self._drain_by is not None or (self._has_had_keeper and self._keeper is None)
+        return is_ended or any(who[0] == incarnation for who in self._gone)
 
     def _report_finished(self) -> None:
         while self._finished:
@@ -305,9 +306,17 @@ class Flusher:
             self._results.append(result)
             step, name = result.group.step, result.group.checkpoint
             if result.committed is not None:
-                done = result.committed
+                done, incarnation = result.committed, result.group.incarnation
+                self._committed_steps[incarnation] = max(
+                    done.step, self._committed_steps.get(incarnation, -1)
+                )
                 self._tell_keeper(
-                    "committed", step=step, checkpoint=name, bytes=done.bytes, flush_s=done.flush_s
+                    "committed",
+                    step=done.step,
+                    checkpoint=done.checkpoint,
+                    bytes=done.bytes,
+                    flush_s=done.flush_s,
+                    is_salvaged=result.is_salvaged,
                 )
             else:
                 _say(f"{name} is not committed: {result.error}")
@@ -318,7 +327,7 @@ class Flusher:
         """Answer a keeper that waits once nothing complete is left to write, or time is up."""
         if self._drain_by is None or self._finished:
             return
-        idle = not self._busy and not self._plan().ready
+        idle = not self._busy and not self._plan().ready and not self._snapshots()
         if not idle and time.monotonic() < self._drain_by:
             return
         self._drain_by = None
@@ -341,6 +350,9 @@ class Flusher:
         for key, held in list(self._held.items()):
             is_old = held.is_orphan or key[0] < self._newest_incarnation
             kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
+            if held.slot.state is SlotState.SNAPSHOT:
+                # What a later incarnation began without is of no use any more.
+                kept = key[0] >= self._newest_incarnation
             if not is_old or kept or key in self._busy:
                 continue
             del self._held[key]
@@ -360,14 +372,17 @@ class Flusher:
             if self._links:
                 self._alone_since = now
             return now - self._alone_since > IDLE_S
-        return not self._links or now - self._alone_since > LINGER_S
+        linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
+        return not self._links or now - self._alone_since > linger_s
 
     # --- the writer's thread --------------------------------------------------------------
 
     def _write_steps(self) -> None:
         while (item := self._work.get()) is not None:
-            group, given_up = item
-            result = self._write_step(group, given_up)
+            if isinstance(item, Salvage):
+                result = self._write_salvage(item)
+            else:
+                result = self._write_step(*item)
             self._finished.append(result)
             self._wake_writer.send(b"\0")
 
@@ -396,6 +411,27 @@ class Flusher:
                 held.slot.fail(error)
         return Finished(group, committed, error)
 
+    def _write_salvage(self, found: Salvage) -> Finished:
+        """Commit the newest snapshot that all nodes have, and let the others go."""
+        newest = max((self._held[key].slot.step for key in found.slots), default=0)
+        nothing = StepGroup(found.incarnation, newest, f"the snapshot of step {newest}", ())
+        result = Finished(nothing, None, "not every rank of every node had sealed it")
+        try:
+            table = self._held[found.slots[0]].slot.table
+            steps = [group.step for group in found.groups]
+            abandoned = self._abandonment_of(nothing)
+            step = agree(table, steps, abandoned=abandoned, lost=lambda: self._lost_nodes)
+            chosen = next((group for group in found.groups if group.step == step), None)
+            if chosen is not None:
+                result = self._write_step(chosen, None)
+        except (OSError, HoldfastError, ValueError, KeyError) as problem:
+            result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
+        for key in found.slots:
+            if self._held[key].slot.state is SlotState.SNAPSHOT:
+                self._held[key].slot.state = SlotState.EMPTY
+        group = dataclasses.replace(result.group, slots=found.slots)
+        return dataclasses.replace(result, group=group, is_salvaged=True)
+
     def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
         def reason() -> str | None:
             if group.incarnation < self._newest_incarnation:
@@ -410,18 +446,6 @@ def _leave_word(table: dict[str, Any], reason: str) -> None:
     if table["nodes"] > 1:
         directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
         leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
-
-
-def _open_process(connection: socket.socket) -> int | None:
-    """A descriptor that becomes readable when the peer's process ends, where the kernel has it.
-
-    A rank's forked children hold its socket open, so the socket alone may tell too late.
-    """
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    try:
-        return os.pidfd_open(int.from_bytes(credentials[:4], sys.byteorder))
-    except OSError:
-        return None
 
 
 def _say(text: str) -> None:

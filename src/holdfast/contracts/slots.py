@@ -4,8 +4,8 @@ A slot outlives the rank that fills it: the flusher and the agent hold its descr
 says what state it is in; a JSON table says which bytes are which file. A slot that was not
 sealed when its rank died is worth nothing, a sealed one is a whole step of that rank.
 
-A sealed slot is either to be written, or a *snapshot*: kept in memory alone, free to be overwritten
-by a later step, and written only when its rank has died.
+A sealed slot is to be written. A *snapshot* is as complete but kept in memory alone: a later step
+may overwrite it, and it is written only when the ranks have died.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ NO_MORE: Final = -1
 
 
 class SlotState(IntEnum):
-    """EMPTY → COPYING → SEALED → FLUSHING → DONE or FAILED → COPYING …"""
+    """EMPTY → COPYING → SEALED → FLUSHING → DONE or FAILED → COPYING …
+
+    Or COPYING → SNAPSHOT → COPYING …, and SNAPSHOT → FLUSHING once no rank is left.
+    """
 
     EMPTY = 0
     COPYING = 1
@@ -37,9 +40,13 @@ class SlotState(IntEnum):
     FLUSHING = 3
     DONE = 4
     FAILED = 5
+    SNAPSHOT = 6
 
 
-FREE_STATES: Final = frozenset({SlotState.EMPTY, SlotState.DONE, SlotState.FAILED})
+# Nobody writes from a slot in one of these, so that its rank may fill it.
+FREE_STATES: Final = frozenset(
+    {SlotState.EMPTY, SlotState.DONE, SlotState.FAILED, SlotState.SNAPSHOT}
+)
 
 
 class _Word(IntEnum):
@@ -48,8 +55,7 @@ class _Word(IntEnum):
     STEP = 2
     TABLE_BYTES = 3
     ERROR_BYTES = 4
-    IS_SNAPSHOT = 5
-    ALLOCATED_BYTES = 6
+    ALLOCATED_BYTES = 5
 
 
 _ERROR_AT = 1024
@@ -86,26 +92,10 @@ class Slot:
         return self._words[_Word.STEP]
 
     @property
-    def is_snapshot(self) -> bool:
-        """True when what was last sealed here is not to be written while its rank lives."""
-        return bool(self._words[_Word.IS_SNAPSHOT])
-
-    @property
-    def is_free(self) -> bool:
-        """True when nobody writes from this slot, so that a rank may fill it."""
-        state = self.state
-        return state in FREE_STATES or (state is SlotState.SEALED and self.is_snapshot)
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of the file, from its start, that have memory behind them; `NO_MORE` at the end
         of an allocation that stopped early."""
         return self._words[_Word.ALLOCATED_BYTES]
-
-    @property
-    def has_table(self) -> bool:
-        """True when a step was ever sealed here."""
-        return self._words[_Word.TABLE_BYTES] > 0
 
     @property
     def table(self) -> dict[str, Any]:
@@ -126,7 +116,10 @@ class Slot:
         self._words[_Word.STEP] = step
 
     def seal(self, table: dict[str, Any], *, is_snapshot: bool = False) -> None:
-        """Declare the bytes complete. Raises `ValueError` when the table is too long."""
+        """Declare the bytes complete, to be written unless it is a snapshot.
+
+        Raises `ValueError` when the table is too long.
+        """
         content = json.dumps(table).encode()
         if len(content) > TABLE_BYTES:
             raise ValueError(
@@ -134,8 +127,8 @@ class Slot:
             )
         self._map[HEAD_BYTES : HEAD_BYTES + len(content)] = content
         self._words[_Word.TABLE_BYTES] = len(content)
-        self._words[_Word.IS_SNAPSHOT] = is_snapshot
-        self._words[_Word.STATE] = SlotState.SEALED
+        state = SlotState.SNAPSHOT if is_snapshot else SlotState.SEALED
+        self._words[_Word.STATE] = state
 
     def fail(self, reason: str) -> None:
         """Say that the step in this slot did not become durable, and why."""
@@ -172,8 +165,8 @@ class Slot:
 
 
 def choose_slot(slots: Sequence[Slot]) -> int | None:
-    """Which slot a rank fills next: a free one, else the older snapshot; None for neither."""
-    free = [i for i, slot in enumerate(slots) if slot.is_free]
-    return min(
-        free, key=lambda i: (slots[i].state is SlotState.SEALED, slots[i].step), default=None
-    )
+    """Which slot a rank fills next: one of no more use, else the older snapshot, else None."""
+    seen = [(i, slot.state, slot.step) for i, slot in enumerate(slots)]
+    usable = [(i, state, step) for i, state, step in seen if state in FREE_STATES]
+    free = [(state is SlotState.SNAPSHOT, step, i) for i, state, step in usable]
+    return min(free)[2] if free else None

@@ -13,8 +13,9 @@ keeper (the agent, or the Session that started the flusher) ↔ flusher, on an i
     keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
     kept   {rank, slot, incarnation} with a descriptor             keeper → a flusher started anew
     drain  {timeout_s, lost: [nodes]}  → drained {committed: [steps], failed: [{step, error}]}
-    committed {step, checkpoint, bytes, flush_s} / failed {step, checkpoint, error}
-                                                                   flusher → keeper, as they occur
+    committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
+                                                                   flusher → keeper, as they occur;
+                        `is_salvaged`: a snapshot, committed because its ranks are gone
     A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
     its memory although a keeper still holds it; such a one need not be given back.
     The keeper closing its end tells the flusher to finish what is sealed and leave.
