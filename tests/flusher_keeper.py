@@ -160,6 +160,12 @@ class FakeRank:
         for handle in answer[1]:
             os.close(handle)
 
+    def snapshot(self, step: int, content: bytes, *, slot: int = 0) -> Slot:
+        """Keep the step's bytes in a slot, as a snapshot."""
+        staged = self.stage(step, content, slot=slot, seal=False)
+        staged.seal(self.table(step, len(content)), is_snapshot=True)
+        return staged
+
     def stage(self, step: int, content: bytes, *, slot: int = 0, seal: bool = True) -> Slot:
         """Fill a slot with the step's bytes and, unless told otherwise, seal it."""
         staged = self.slots[slot]

@@ -288,9 +288,7 @@ class Flusher:
 
     def _snapshots(self) -> set[int]:
         """Incarnations of which snapshots are in memory."""
-        return {
-            key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT
-        }
+        return {key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT}
 
     def _is_deserted(self, incarnation: int) -> bool:
         """True when no rank of it is left on this node, so that nobody overwrites a snapshot."""

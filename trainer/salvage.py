@@ -40,9 +40,7 @@ class Salvage:
 
 def find_salvage(views: Sequence[SlotView], incarnation: int, committed_step: int) -> Salvage:
     """The snapshots that are worth something: of all local ranks, after `committed_step`."""
-    snapshots = [
-        v for v in views if v.state is SlotState.SNAPSHOT and v.incarnation == incarnation
-    ]
+    snapshots = [v for v in views if v.state is SlotState.SNAPSHOT and v.incarnation == incarnation]
     members: dict[tuple[int, str], list[SlotView]] = {}
     for view in snapshots:
         if view.step > committed_step:

@@ -1,0 +1,145 @@
+"""Snapshots in memory: the flusher commits the newest that all had, once the ranks are gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
+
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.slots import DATA_OFFSET, SlotState
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    """Two nodes' flushers; tests of one node use the first."""
+    name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+    made = [Keeper(f"{name}-{node}", node=node, nodes=2) for node in range(2)]
+    yield made
+    for keeper in made:
+        keeper.close()
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    yield made
+    made.close()
+
+
+def committed(run: Path) -> list[int]:
+    """Steps that have a whole, committed checkpoint."""
+    found = []
+    for path in sorted((run / "checkpoints").glob("step-*")):
+        manifest = read_manifest(path)
+        if manifest is not None:
+            assert find_damage(path, manifest) == []
+            found.append(manifest.step)
+    return found
+
+
+def test_the_newest_step_that_all_dead_ranks_had_in_memory_is_committed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    wait_for(ranks[0].stage(5, b"on disk"), SlotState.SEALED)
+    wait_for(ranks[1].stage(5, b"on disk"), SlotState.DONE)
+    for rank in ranks:
+        rank.snapshot(6, b"six" * 1000, slot=1)
+        rank.snapshot(7, b"seven" * 1000, slot=0)
+    ranks[0].snapshot(8, b"eight" * 1000, slot=1)
+    ranks[1].stage(8, b"ei", slot=1, seal=False)
+    ranks[0].close()
+    time.sleep(0.5)
+    # A rank that lives may overwrite what it holds, so nothing is settled yet.
+    assert committed(run) == [5]
+    ranks[1].close()
+    wait_until(lambda: committed(run) == [5, 7], "the snapshot of step 7")
+    assert (
+        run / "checkpoints/step-00000007.a0001.i01/__1_0.distcp"
+    ).read_bytes() == b"seven" * 1000
+    answer = keeper.drain()
+    assert answer["committed"] == [5, 7]
+    assert [m["is_salvaged"] for m in keeper.of_kind("committed")] == [False, True]
+    wait_until(
+        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in keeper.kept.values()),
+        "the slots' memory to be freed",
+    )
+
+
+def test_a_snapshot_that_a_save_has_overtaken_or_its_rank_gave_up_is_dropped(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    first = FakeRank(keeper, run)
+    first.snapshot(6, b"six")
+    wait_for(first.stage(7, b"seven", slot=1), SlotState.DONE)
+    first.close()
+    assert keeper.drain()["committed"] == [7]
+    second = FakeRank(keeper, run, incarnation=2)
+    second.snapshot(9, b"nine").state = SlotState.EMPTY
+    second.close()
+    third = FakeRank(keeper, run, incarnation=3)
+    third.snapshot(10, b"ten")
+    FakeRank(keeper, run, incarnation=4).close()
+    third.close()
+    assert keeper.drain()["committed"] == []
+    assert committed(run) == [7]
+
+
+def test_a_keeper_that_dies_with_its_ranks_leaves_the_snapshot_committed(
+    keeper: Keeper, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.snapshot(7, b"seven")
+    ranks[0].close()
+    keeper._hang_up()
+    time.sleep(0.3)
+    ranks[1].close()
+    assert keeper.leave() == 0
+    assert committed(run) == [7]
+
+
+def test_nodes_with_different_newest_snapshots_commit_the_common_one(
+    keepers: list[Keeper], tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    ranks = [
+        FakeRank(keeper, run, rank=node, world_size=2, node=node, nodes=2)
+        for node, keeper in enumerate(keepers)
+    ]
+    ranks[0].snapshot(7, b"seven")
+    ranks[0].snapshot(8, b"eight", slot=1)
+    ranks[1].snapshot(7, b"seven", slot=1)
+    ranks[1].snapshot(6, b"six")
+    for rank in ranks:
+        rank.close()
+    for keeper in keepers:
+        assert keeper.drain()["committed"] == [7]
+    assert committed(run) == [7]
+
+
+def test_no_node_commits_alone(keepers: list[Keeper], tmp_path: Path) -> None:
+    run = tmp_path / "r"
+    ranks = [
+        FakeRank(keeper, run, rank=node, world_size=2, node=node, nodes=2)
+        for node, keeper in enumerate(keepers)
+    ]
+    ranks[0].snapshot(7, b"seven")
+    ranks[1].snapshot(6, b"six")
+    keepers[1].kill()
+    ranks[0].close()
+    keepers[0].send("drain", timeout_s=20.0, lost=[1])
+    wait_until(lambda: keepers[0].of_kind("drained"), "the answer to drain")
+    (failed,) = keepers[0].of_kind("failed")
+    assert "nodes [1] are lost" in failed["error"]
+    assert failed["step"] == 7
+    assert committed(run) == []
+    ranks[1].close()
