@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # At the end, so that no folder of ours can hide an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.postgres import PostgresServer, postgres_server
+
+# How long an example takes says how busy the machine is, and nothing else.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ tuple, a mapping with keys that are not text, bytes, a float that is not finite.
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -67,6 +68,37 @@ def templates(document: Any, live: Mapping[str, torch.Tensor]) -> dict[str, torc
             tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
         found[name] = tensor
     return found
+
+
+def to_bytes(value: Any, name: str) -> bytes:
+    """`value` with its tensors as one piece: JSON, a line break, then each tensor's bytes.
+
+    Raises `CheckpointError` as `encode` does; `name` is the place that it names.
+    """
+    document, tensors = encode(value, name)
+    contents = [_content(tensor) for tensor in tensors.values()]
+    sizes = dict(zip(tensors, map(len, contents), strict=True))
+    head = json.dumps([document, sizes], allow_nan=False).encode()
+    return b"\n".join((head, b"".join(contents)))
+
+
+def from_bytes(content: bytes) -> Any:
+    """What `to_bytes` was given."""
+    head, _, rest = content.partition(b"\n")
+    document, sizes = json.loads(head)
+    tensors = templates(document, {})
+    at = 0
+    for name, size in sizes.items():
+        if size:
+            piece = torch.frombuffer(bytearray(rest[at : at + size]), dtype=tensors[name].dtype)
+            tensors[name].view(-1).copy_(piece)
+        at += size
+    return decode(document, tensors)
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    whole = tensor.detach().cpu().contiguous().view(-1)
+    return whole.view(torch.uint8).numpy().tobytes()
 
 
 def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:

@@ -19,6 +19,7 @@ from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import SkipWindow, parse_skips
 from holdfast.trainer.engine import CheckpointEngine, read_train_state
 from holdfast.trainer.link import Link
+from holdfast.trainer.metadata import read_metadata
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.resume import choose
@@ -83,8 +84,9 @@ def _restore(
     restored = [Restored(parts=())]
     if choice.directory is not None:
         document = choice.document
-        target = state.template(document)
-        engine.load(Path(choice.directory), target, strict=True)
+        directory = Path(choice.directory)
+        target = state.template(document, lambda: read_metadata(directory))
+        engine.load(directory, target, strict=True)
         restored = ranks.gather(lambda: state.apply(target, document))
         found = Resumed(
             step=int(document["step"]),

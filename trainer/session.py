@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,18 +30,20 @@ from holdfast.contracts.agreement import consider
 from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer.boundary import Saver
-from holdfast.trainer.cadence import Cadence
+from holdfast.trainer.cadence import Cadence, Interval
 from holdfast.trainer.collective import Ranks
-from holdfast.trainer.data import Batch, DataOrder, SkipWindow
+from holdfast.trainer.data import Batch
 from holdfast.trainer.link import Link, open_link
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.position import Position
 from holdfast.trainer.restore import chosen_interval, resume
-from holdfast.trainer.sampler import ElasticSampler
+from holdfast.trainer.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.settler import Settler
 from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
 from holdfast.trainer.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
+T = TypeVar("T")
 
 
 class Session:
@@ -53,11 +55,12 @@ class Session:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
-        scheduler: Stateful | None = None,
+        scheduler: Stateful | Sequence[Stateful] | None = None,
         *,
-        extra: Mapping[str, Stateful] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        per_rank: Mapping[str, Any] | None = None,
         seed: int = 0,
         interval: int | str = "auto",
         directory: str | Path | None = None,
@@ -66,10 +69,13 @@ class Session:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
         Args:
-            model: plain, DDP or FSDP2; its own `state_dict` names are what is saved.
+            model: plain, DDP, FSDP2, compiled; saved under its canonical names. Several are the
+                parts of one model, with names of their own.
             optimizer: one, several, or none.
-            scheduler: anything with `state_dict` and `load_state_dict`.
+            scheduler: anything with `state_dict` and `load_state_dict`; one, several, or none.
             extra: further objects with a state, the same on all ranks (an EMA, a GradScaler).
+            per_rank: objects with a state of each rank's own, restored at the same world size
+                only (a loader, a `torch.Generator`).
             seed: orders the data, and seeds ranks that have no saved random state.
             interval: steps (50), seconds ("300s", "10m") or "auto" between checkpoints; the
                 run's spec has precedence.
@@ -94,29 +100,22 @@ class Session:
         self._record.beat(Phase.LOAD)
         self._state = TrainState(
             model,
-            (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer or ()),
-            scheduler,
-            extra or {},
+            _listed(optimizer),
+            _listed(scheduler),
+            extra,
+            per_rank=per_rank,
             rank=identity.rank,
             world_size=identity.world_size,
         )
+        self._settler: Settler | None = None
+        self._total: int | None = None
+        self._completed = 0
+        self.best: dict[str, Any] = {}
+        self._is_checkpoint_wanted = self.should_stop = False
+        self._is_inside_step = self._is_finished = self._is_closed = False
         self._recorder = self._make_recorder()
         self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
-        found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
-        self._saver.began_at(found.step, found.checkpoint)
-        self._skips: tuple[SkipWindow, ...] = found.skips
-        self._former_data, self.best = found.data, found.best
-        self.resumed_from = found.checkpoint
-        self._completed = found.step
-        self._total: int | None = None
-        self._order: DataOrder | None = None
-        self._is_checkpoint_wanted = False
-        self.should_stop = False
-        self._is_inside_step = self._is_finished = self._is_closed = False
-        self._cadence = Cadence(chosen, step=found.step, now=time.monotonic())
-        self._record.register(identity.rank, found.step)
-        self._settler: Settler | None = None
-        self._saver.prepare(self._state.capture(self._progress()))
+        self._resume(chosen)
         if not self._link.has_agent and identity.local_rank == 0:
             self._settler = Settler(self._link, self._note)
         atexit.register(self._at_exit)
@@ -130,8 +129,8 @@ class Session:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, of the next step's data; 0 until `batch` was called."""
-        return self._order.epoch(self._completed + 1) if self._order else 0
+        """The epoch, from 0, of the next step's data; that of the checkpoint after a resume."""
+        return self._position.epoch
 
     @property
     def rank(self) -> int:
@@ -215,18 +214,25 @@ class Session:
         A function of (seed, step, global batch, recorded skip windows): together the ranks see
         the same samples at every rank count. Raises `SpecError` on a split that is not even.
         """
-        order = self._order_of(dataset_size, global_batch)
-        return order.rank_ids(self._completed + 1, self.rank, self.world_size).view(Batch)
+        return self._position.batch(dataset_size, global_batch)
 
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
-        """The same ids for a DataLoader: give it as `batch_sampler`, one batch for each step."""
-        return ElasticSampler(
-            self._order_of(dataset_size, global_batch),
-            rank=self.rank,
-            world_size=self.world_size,
-            first_step=self._completed + 1,
-            last_step=total,
-        )
+        """The same ids for a DataLoader: give it as `batch_sampler`, one batch for each step.
+
+        An iteration begins with the step under way. Suits torchdata's `StatefulDataLoader` too.
+        """
+        return self._position.sampler(dataset_size, global_batch, total)
+
+    def distributed_sampler(
+        self, dataset_size: int, global_batch: int, *, batch_size: int | None = None
+    ) -> ElasticDistributedSampler:
+        """In place of torch's `DistributedSampler`: give it as a DataLoader's `sampler`.
+
+        An iteration gives this rank's single ids of what is left of the epoch. `batch_size` is
+        the loader's: global_batch / ranks, or less for gradient accumulation. Raises `SpecError`
+        when it does not divide that.
+        """
+        return self._position.distributed_sampler(dataset_size, global_batch, batch_size)
 
     @staticmethod
     def worker_init(_worker: int) -> None:
@@ -288,6 +294,24 @@ class Session:
 
     # --- inside ---------------------------------------------------------------------------
 
+    def _resume(self, interval: Interval) -> None:
+        """Take over the newest believable checkpoint and prepare the saves to come."""
+        found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
+        self._saver.began_at(found.step, found.checkpoint)
+        self.best, self.resumed_from = found.best, found.checkpoint
+        self._completed = found.step
+        self._position = Position(
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            skips=found.skips,
+            former=found.data,
+            completed=lambda: self._completed,
+        )
+        self._cadence = Cadence(interval, step=found.step, now=time.monotonic())
+        self._record.register(self.rank, found.step)
+        self._saver.prepare(self._state.capture(self._progress()))
+
     def _make_recorder(self) -> Recorder | None:
         if self._ranks.rank != 0:
             return None
@@ -304,44 +328,18 @@ class Session:
             }
             self._recorder.event(kind, **facts, **data)
 
-    def _order_of(self, dataset_size: int, global_batch: int) -> DataOrder:
-        order = self._order
-        if order is None or (order.samples, order.global_batch) != (dataset_size, global_batch):
-            order = DataOrder(
-                samples=dataset_size, global_batch=global_batch, seed=self.seed, skips=self._skips
-            )
-            self._order = order
-            self._compare_with_former(order)
-        return order
-
-    def _compare_with_former(self, order: DataOrder) -> None:
-        """Say so when the data order is not the one that the checkpoint was trained with."""
-        now = {"samples": order.samples, "global_batch": order.global_batch, "seed": order.seed}
-        former = {key: self._former_data.get(key, value) for key, value in now.items()}
-        changed = [f"{key} {former[key]} → {now[key]}" for key in now if former[key] != now[key]]
-        if changed and self.rank == 0:
-            print(
-                f"holdfast: the data order changed after step {self._completed}: "
-                f"{', '.join(changed)}; samples may repeat or be passed over",
-                flush=True,
-            )
-
     def _progress(self) -> Progress:
-        order, data = self._order, dict(self._former_data)
-        if order is not None:
-            data = {
-                "samples": order.samples,
-                "global_batch": order.global_batch,
-                "seed": order.seed,
-                "position": order.position(self._completed + 1),
-                "skips": [[w.first_step, w.steps] for w in order.skips],
-            }
         return Progress(
-            step=self._completed, seed=self.seed, epoch=self.epoch, data=data, best=self.best
+            step=self._completed,
+            seed=self.seed,
+            epoch=self.epoch,
+            data=self._position.describe(),
+            best=self.best,
         )
 
     def _enter(self) -> bool:
         """The boundary before the first step of this incarnation; True to leave already."""
+        self._state.rewind_generators()
         # The first step compiles and warms up: its silence is judged by another measure.
         if self._record.cross(self._completed, Phase.COMPILE):
             self._consider(self._completed)
@@ -410,3 +408,10 @@ class Session:
     def _at_exit(self) -> None:
         """A program that ends without `close` still gets its journal lines and metrics."""
         self._release(wait=False)
+
+
+def _listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
+    """One, several or none as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Sequence) else (given,)

@@ -1,18 +1,19 @@
 """What a checkpoint of a training program holds: tensors by name, and one JSON document.
 
-Tensors (model, optimizer, random number generators, tensors of the scheduler and of extras) go
+Tensors (model, optimizer, random number generators, tensors of schedulers and of extras) go
 through DCP under the keys `model.…`, `optimizer.…`, `rng.rank00000.…`, `scheduler.…` and
 `extra.<name>.…`. Everything else is `train_state.json`. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,23 +24,27 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer import plain, rng
-from holdfast.trainer.optimizers import materialise
+from holdfast.trainer import optimizers as flattened
+from holdfast.trainer import rng
+from holdfast.trainer.names import (
+    Named,
+    Views,
+    copy_unless_same,
+    find_named,
+    is_fsdp1,
+    merge_disjoint,
+)
+from holdfast.trainer.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
+
+__all__ = ["Progress", "Restored", "State", "Stateful", "TrainState"]
 
 FORMAT: Final = 1
 OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
-SCHEDULER: Final = "scheduler"
-EXTRA: Final = "extra"
+MODEL: Final = "model"
+OPTIMIZER: Final = "optimizer"
+RNG: Final = "rng"
 
 State = dict[str, Any]
-
-
-class Stateful(Protocol):
-    """Anything with a state of its own; what `state_dict` returns must be plain or tensors."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,39 +73,46 @@ class TrainState:
 
     def __init__(
         self,
-        model: nn.Module,
+        models: nn.Module | Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        scheduler: Stateful | None,
-        extra: Mapping[str, Stateful],
+        schedulers: Sequence[Stateful] = (),
+        extra: Mapping[str, Any] | None = None,
         *,
         rank: int,
         world_size: int,
+        per_rank: Mapping[str, Any] | None = None,
+        exclude: Collection[str] = (),
     ) -> None:
-        self._model = model
+        """`models` are the parts of one model under the names that they have in the whole.
+
+        `exclude` names parts of a checkpoint that are not taken over. Raises `CheckpointError`
+        for what cannot be saved.
+        """
+        self._models = (models,) if isinstance(models, nn.Module) else tuple(models)
         self._optimizers = tuple(optimizers)
-        # The scheduler is one more object with a state, under a name of its own.
-        self._objects: dict[str, Stateful] = {f"{EXTRA}.{name}": o for name, o in extra.items()}
-        if scheduler is not None:
-            self._objects = {SCHEDULER: scheduler, **self._objects}
-        self._rank = rank
-        self._world_size = world_size
+        self._flattened = [flattened.OptimizerState(each) for each in self._optimizers]
+        self._objects = Objects(
+            schedulers, extra or {}, per_rank or {}, rank=rank, world_size=world_size
+        )
+        self._rank, self._world_size = rank, world_size
+        self._exclude = tuple(exclude)
+        self._views = Views()
         self._stateless: set[int] = set()
-        wrong = [name for name in extra if "." in name or not name]
-        if wrong:
-            raise CheckpointError(f"extra {wrong}: expected names without dots")
+        self._generators: dict[str, torch.Tensor] | None = None
+        # FSDP1 turns flat parameters into named ones by collectives of its own.
+        self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
+        self._check(self._find())
 
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
         """This rank's state now: what DCP saves, and the document (rank 0's is the one kept).
 
-        The tensors are the live ones, not copies. Raises `CheckpointError` when an extra holds
+        The tensors share memory with the live ones. Raises `CheckpointError` when an extra holds
         something that could only be pickled.
         """
         generators = rng.capture()
-        state = self._tensors() | {"rng": {_rank_key(self._rank): generators}}
-        documents: dict[str, Any] = {}
-        for name, thing in self._objects.items():
-            documents[name], tensors = plain.encode(thing.state_dict(), name)
-            _put(state, tensors)
+        state = self._tensors() | {RNG: {_rank_key(self._rank): generators}}
+        tensors, documents = self._objects.capture()
+        _put(state, tensors)
         document = {
             "format": FORMAT,
             "step": progress.step,
@@ -114,13 +126,20 @@ class TrainState:
         }
         return state, document
 
-    def template(self, document: Mapping[str, Any]) -> State:
-        """A state with exactly the keys of the checkpoint that `document` belongs to."""
+    def template(
+        self, document: Mapping[str, Any], metadata: Callable[[], Metadata] | None = None
+    ) -> State:
+        """A state with exactly the keys of the checkpoint that `document` belongs to.
+
+        `metadata` reads that checkpoint's; it is asked only where its keys must be known. Raises
+        `CheckpointError` for what cannot go on at this world size.
+        """
         if document.get("format") != FORMAT:
             raise CheckpointError(
                 f"train_state.json has format {document.get('format')!r}; this version of "
                 f"Holdfast reads {FORMAT}"
             )
+        self._materialise_saved(metadata)
         state = self._tensors()
         saved_ranks = int(document["world_size"])
         # The states of ranks that are no more are read by rank 0 and left unused, so that the
@@ -129,59 +148,140 @@ class TrainState:
         orphans = range(self._world_size, saved_ranks) if self._rank == 0 else range(0)
         for rank in (*mine, *orphans):
             kinds = rng.empty_like_saved(document["rng"])
-            state.setdefault("rng", {})[_rank_key(rank)] = kinds
-        for name, saved in document["objects"].items():
-            thing = self._objects.get(name)
-            live = plain.encode(thing.state_dict(), name)[1] if thing else {}
-            _put(state, plain.templates(saved, live))
+            state.setdefault(RNG, {})[_rank_key(rank)] = kinds
+
+        def shapes() -> dict[str, Sequence[int]]:
+            return _shapes(metadata()) if metadata is not None else {}
+
+        _put(state, self._objects.templates(document["objects"], shapes, self._exclude))
         return state
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
-        set_model_state_dict(self._model, state["model"])
-        parts = ["model"]
-        if self._optimizers:
-            optimizer_state = state["optimizer"]
-            set_optimizer_state_dict(
-                self._model, self._optimizers, optimizer_state, options=OPTIONS
-            )
-            parts.append("optimizer")
-        tensors = _flat_objects(state)
-        objects = document["objects"]
-        for name, saved in objects.items():
-            if name in self._objects:
-                self._objects[name].load_state_dict(plain.decode(saved, tensors))
-                parts.append(name)
-        own = state.get("rng", {}).get(_rank_key(self._rank))
+        parts = []
+        if not is_excluded(MODEL, self._exclude):
+            self._apply_model(state[MODEL])
+            parts.append(MODEL)
+        if self._optimizers and not is_excluded(OPTIMIZER, self._exclude):
+            self._apply_optimizers(state[OPTIMIZER])
+            parts.append(OPTIMIZER)
+        saved = document["objects"]
+        parts += self._objects.apply(saved, _flat_objects(state), self._exclude)
+        own = state.get(RNG, {}).get(_rank_key(self._rank))
+        if is_excluded(RNG, self._exclude):
+            own = None
         if own is not None:
             rng.restore(own)
-            parts.append("rng")
+            parts.append(RNG)
         else:
             rng.reseed(int(document["seed"]), self._rank, int(document["step"]))
+        self._generators = rng.capture()
+        ours = set(self._objects)
         return Restored(
             parts=tuple(parts),
-            missing=tuple(name for name in self._objects if name not in objects),
-            unused=tuple(name for name in objects if name not in self._objects),
+            missing=tuple(name for name in self._objects if name not in saved),
+            unused=tuple(
+                name for name in saved if name not in ours and not is_excluded(name, self._exclude)
+            ),
             reseeded=own is None,
         )
+
+    def rewind_generators(self) -> None:
+        """Put the random generators back to where `apply` left them; the first call alone does.
+
+        What a program draws between a resume and its first step, as the iterator of a loader
+        does, an uninterrupted run never drew there.
+        """
+        if self._generators is not None:
+            rng.restore(self._generators)
+            self._generators = None
+
+    # --- model and optimizers -------------------------------------------------------------
+
+    def _find(self) -> Named:
+        """Names of all models together; raises `CheckpointError` on one that two of them have."""
+        parts = [find_named(model) for model in self._models]
+        if len(parts) == 1:
+            return parts[0]
+        return Named(
+            merge_disjoint([part.tensors for part in parts]),
+            {key: name for part in parts for key, name in part.parameters.items()},
+            all(part.is_plain for part in parts),
+        )
+
+    def _check(self, named: Named) -> None:
+        if not self._is_fsdp1:
+            flattened.check_names(self._optimizers, named.parameters)
+        by_torch = self._is_fsdp1 or not all(map(flattened.is_plain, self._optimizers))
+        if by_torch and len(self._models) > 1 and self._optimizers:
+            raise CheckpointError(
+                "several models with FSDP1, or with an optimizer that has a state_dict of its "
+                "own, are not supported; use fully_shard, or one model that holds them all"
+            )
 
     def _tensors(self) -> State:
         """Model and optimizer state, with the optimizer's made where it does not exist yet."""
         for optimizer in self._optimizers:
             if id(optimizer) not in self._stateless:
-                materialise(optimizer)
+                flattened.materialise(optimizer)
                 if not optimizer.state:
                     self._stateless.add(id(optimizer))
-        state: State = {"model": get_model_state_dict(self._model)}
+        named = self._find()
+        if named.is_plain:
+            state: State = {MODEL: self._views.of(named.tensors)}
+        else:
+            state = {MODEL: merge_disjoint([get_model_state_dict(m) for m in self._models])}
         if self._optimizers:
-            state["optimizer"] = get_optimizer_state_dict(
-                self._model, self._optimizers, options=OPTIONS
-            )
+            state[OPTIMIZER] = self._optimizer_tensors(named)
         return state
+
+    def _optimizer_tensors(self, named: Named) -> State:
+        if not self._is_fsdp1 and all(map(flattened.is_plain, self._optimizers)):
+            found: State = {}
+            for each in self._flattened:
+                found |= each.gather(named.parameters)
+            return found
+        return get_optimizer_state_dict(self._models[0], self._optimizers, options=OPTIONS)
+
+    def _materialise_saved(self, metadata: Callable[[], Metadata] | None) -> None:
+        """State of frozen parameters that the checkpoint has: made, so that it is restored."""
+        frozen = any(
+            not p.requires_grad and not optimizer.state.get(p)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+        if frozen and metadata is not None and not self._is_fsdp1:
+            names, saved = self._find().parameters, metadata().state_dict_metadata
+            for optimizer in self._optimizers:
+                flattened.materialise_saved(optimizer, names, saved)
+
+    def _apply_model(self, loaded: State) -> None:
+        named = self._find()
+        if named.is_plain:
+            for name, live in named.tensors.items():
+                copy_unless_same(live, loaded[name])
+            return
+        for model in self._models:
+            own = get_model_state_dict(model)
+            set_model_state_dict(model, {name: loaded[name] for name in own})
+
+    def _apply_optimizers(self, loaded: State) -> None:
+        if not self._is_fsdp1 and all(map(flattened.is_plain, self._optimizers)):
+            names = self._find().parameters
+            for each in self._flattened:
+                each.put_back(loaded, names)
+            return
+        set_optimizer_state_dict(self._models[0], self._optimizers, loaded, options=OPTIONS)
 
 
 def _rank_key(rank: int) -> str:
     return f"rank{rank:05d}"
+
+
+def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:
+    entries = metadata.state_dict_metadata.items()
+    return {key: e.size for key, e in entries if isinstance(e, TensorStorageMetadata)}
 
 
 def _put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -170,7 +170,7 @@ def make_state(rank: int, world_size: int, extra: Any) -> tuple[TrainState, nn.M
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-    state = TrainState(model, [optimizer], scheduler, extra, rank=rank, world_size=world_size)
+    state = TrainState(model, [optimizer], [scheduler], extra, rank=rank, world_size=world_size)
     return state, model, scheduler
 
 

@@ -1,0 +1,182 @@
+"""The canonical names of a model's tensors, whatever it is wrapped in.
+
+`module.` of DDP, `_orig_mod.` of a compiled model and `_checkpoint_wrapped_module.` of an
+activation-checkpointed one are no part of a name, so a checkpoint loads into any of these forms.
+The names are those of stock DCP's `get_model_state_dict`, found by one walk over the modules
+each time: a replaced parameter or a new submodule is seen because nothing is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.contracts.errors import CheckpointError
+
+# Wrapper → the child whose name is no part of a canonical name.
+WRAPPERS: Final[Mapping[type[nn.Module], str]] = {
+    DistributedDataParallel: "module",
+    DataParallel: "module",
+    OptimizedModule: "_orig_mod",
+    ActivationWrapper: "_checkpoint_wrapped_module",
+}
+# Hooks of these keep to the names and values that the walk finds.
+_KNOWN_HOOKS: Final = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+_SAVING: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_LOADING: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+# It reads old versions of its own state, and is standard otherwise.
+_STANDARD: Final = (nn.Module, nn.modules.batchnorm._NormBase)
+
+
+@dataclass
+class Named:
+    """The tensors of a model by canonical name: the live ones, not copies.
+
+    `parameters` gives a parameter's first name by its id. Names count for the model's state only
+    while `is_plain`: else a module says itself what its state is, and must be asked.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[int, str] = field(default_factory=dict)
+    is_plain: bool = True
+
+
+def find_named(model: nn.Module) -> Named:
+    """Walk `model` and its submodules; a tied parameter has all of its names in `tensors`."""
+    found = Named()
+    _walk(model, "", found)
+    return found
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """True when `FullyShardedDataParallel` has taken a part of the model into flat parameters."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One mapping of all parts; raises `CheckpointError` on a name that two of them have."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        if not merged.keys().isdisjoint(part):
+            twice = sorted(merged.keys() & part.keys())
+            raise CheckpointError(
+                f"two of the models have tensors of one name: {', '.join(twice[:5])}; expected "
+                "the parts of one model under the names that they have in the whole, for example "
+                "stages made by deleting layers from it, or one nn.ModuleDict over them"
+            )
+        merged.update(part)
+    return merged
+
+
+def copy_unless_same(live: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy `loaded` into `live`, unless it was loaded there already."""
+    now, then = (t._local_tensor if isinstance(t, DTensor) else t for t in (live, loaded))
+    if now.data_ptr() != then.data_ptr() or now.dtype != then.dtype:
+        with torch.no_grad():
+            live.copy_(loaded)
+
+
+class Views:
+    """Detached views of tensors, by name; those of a DTensor are kept while they are right."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[DTensor, DTensor]] = {}
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A detached view of each; it shares its memory with the tensor as it is now."""
+        return {
+            name: self._sharded(name, tensor) if isinstance(tensor, DTensor) else tensor.detach()
+            for name, tensor in tensors.items()
+        }
+
+    def _sharded(self, name: str, tensor: DTensor) -> DTensor:
+        kept = self._kept.get(name)
+        if kept is not None and kept[0] is tensor:
+            now, then = tensor._local_tensor, kept[1]._local_tensor
+            if now.data_ptr() == then.data_ptr() and now.shape == then.shape:
+                return kept[1]
+        # Detaching a DTensor goes through its dispatcher, which costs more than all the rest.
+        view = tensor.detach()
+        assert isinstance(view, DTensor)
+        self._kept[name] = tensor, view
+        return view
+
+
+def _walk(module: nn.Module, prefix: str, found: Named) -> None:
+    """Add what `module` and its submodules hold, as `state_dict` would name it."""
+    # FSDP2 swaps its sharded parameters back in by such a hook.
+    for hook in module._state_dict_pre_hooks.values():
+        hook(module, prefix, False)
+    found.is_plain = found.is_plain and _is_plain(module)
+    tensors, parameters = found.tensors, found.parameters
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            tensors[prefix + name] = parameter
+            parameters.setdefault(id(parameter), prefix + name)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            tensors[prefix + name] = buffer
+    hidden = _hidden_child(type(module))
+    for name, child in module._modules.items():
+        if child is not None:
+            _walk(child, prefix if name == hidden else f"{prefix}{name}.", found)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """False when the module, or a hook, has a say in what is saved of it or loaded into it."""
+    hooks = (
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+    if any(hooks) and not all(_is_known(hook) for hook in _hooks_of(hooks)):
+        return False
+    own = module.__dict__
+    return _is_standard(type(module)) and "state_dict" not in own and "load_state_dict" not in own
+
+
+def _hooks_of(registries: Sequence[Mapping[int, Any]]) -> Iterator[Any]:
+    for registry in registries:
+        yield from registry.values()
+
+
+def _is_known(hook: Any) -> bool:
+    # Load hooks stand in a wrapper that holds the function as `hook`.
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).startswith(_KNOWN_HOOKS)
+
+
+_standard: dict[type, bool] = {}
+_hidden: dict[type, str | None] = {}
+
+
+def _is_standard(kind: type[nn.Module]) -> bool:
+    """True when the class leaves saving and loading to `nn.Module`; classes are looked at once."""
+    known = _standard.get(kind)
+    if known is None:
+        known = _standard[kind] = (
+            not issubclass(kind, FullyShardedDataParallel)
+            and not hasattr(kind, "_fqn_modifiers")
+            and all(getattr(kind, name) is getattr(nn.Module, name) for name in _SAVING)
+            and all(
+                any(getattr(kind, name) is getattr(standard, name) for standard in _STANDARD)
+                for name in _LOADING
+            )
+        )
+    return known
+
+
+def _hidden_child(kind: type[nn.Module]) -> str | None:
+    if kind not in _hidden:
+        names = [name for wrapper, name in WRAPPERS.items() if issubclass(kind, wrapper)]
+        _hidden[kind] = names[0] if names else None
+    return _hidden[kind]
