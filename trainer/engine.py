@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import Tree
@@ -33,6 +34,7 @@ from holdfast.trainer.layout import (
     find_changes,
     flatten,
 )
+from holdfast.trainer.metadata import read_verified
 from holdfast.trainer.planning import all_or_none, check_memory, plan_together
 from holdfast.trainer.reader import LoadReport, load_state
 from holdfast.trainer.staging import FlusherLink, Stage, StagedSlot
@@ -379,13 +381,15 @@ class CheckpointEngine:
 def read_train_state(directory: Path) -> dict[str, Any]:
     """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
 
-    Raises `DamagedCheckpointError` when the file is there and is not a JSON object.
+    Raises `DamagedCheckpointError` when it is not the manifest's, or no JSON object.
     """
     path = directory / TRAIN_STATE
-    try:
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    manifest = read_manifest(directory)
+    listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
+    if not listed and not path.exists():
         return {}
+    try:
+        parsed = json.loads(read_verified(directory, TRAIN_STATE, manifest))
     except ValueError as error:
         raise DamagedCheckpointError(
             f"{path}: not JSON: {error}; resume from another checkpoint",

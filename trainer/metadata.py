@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +18,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 
 METADATA: Final = ".metadata"
+_OF_A_STAGE: Final = re.compile(r"pp(\d+)/\.metadata")
 
 _ALLOWED: Final = frozenset(
     {
@@ -80,28 +84,137 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
     return parsed
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """The metadata of the checkpoint in `directory`, ours or stock DCP's.
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was looked into: `manifest` is None for one that stock DCP wrote."""
 
-    A manifest, where there is one, must bear out the bytes before they are looked into. Raises
-    `DamagedCheckpointError` when they differ, are missing or are not DCP's.
+    directory: Path
+    manifest: Manifest | None
+    metadata: Metadata
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The metadata of the checkpoint in `directory`; see `open_checkpoint`."""
+    return open_checkpoint(directory).metadata
+
+
+def open_checkpoint(directory: Path) -> Opened:
+    """The metadata of the checkpoint in `directory`, ours or stock DCP's, of all its stages.
+
+    A manifest, where there is one, must bear out the bytes before they are looked into, and
+    must have every file that they name. Raises `DamagedCheckpointError` when they differ, are
+    missing, are not DCP's, or lead outside the directory.
     """
-    path = directory / METADATA
+    manifest = read_manifest(directory)
+    parts = {}
+    for path in _metadata_paths(directory, manifest):
+        content = read_verified(directory, path, manifest)
+        parts[path.removesuffix(METADATA)] = parse_metadata(content, str(directory / path))
+    metadata = merge(parts)
+    _check_paths(directory, metadata, manifest)
+    return Opened(directory, manifest, metadata)
+
+
+def merge(parts: Mapping[str, Metadata]) -> Metadata:
+    """One metadata of those of all stages; keys of `parts` are their folders, `pp0/` and so on.
+
+    A key that several stages have, such as a tied embedding's, is the first one's.
+    """
+    merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+    for folder, part in parts.items():
+        new = part.state_dict_metadata.keys() - merged.state_dict_metadata.keys()
+        merged.state_dict_metadata.update(
+            {key: entry for key, entry in part.state_dict_metadata.items() if key in new}
+        )
+        merged.planner_data.update(
+            {key: value for key, value in (part.planner_data or {}).items() if key in new}
+        )
+        for index, info in (part.storage_data or {}).items():
+            if index.fqn in new:
+                moved = replace(info, relative_path=folder + info.relative_path)
+                merged.storage_data[index] = moved if folder else info
+    return merged
+
+
+def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
+    """The entries that `names` has, each under its new name."""
+    return Metadata(
+        state_dict_metadata={
+            names[key]: entry for key, entry in metadata.state_dict_metadata.items() if key in names
+        },
+        planner_data={
+            names[key]: path for key, path in (metadata.planner_data or {}).items() if key in names
+        },
+        storage_data={
+            replace(index, fqn=names[index.fqn]): info
+            for index, info in (metadata.storage_data or {}).items()
+            if index.fqn in names
+        },
+    )
+
+
+def read_verified(directory: Path, path: str, manifest: Manifest | None) -> bytes:
+    """The bytes of a small file of a checkpoint, borne out by the manifest where there is one.
+
+    Raises `DamagedCheckpointError` when they are not, or cannot be read.
+    """
     try:
-        content = path.read_bytes()
+        content = (directory / path).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(
-            f"{path}: cannot be read: {error.strerror}; expected the directory of a DCP checkpoint",
-            damaged=[f"{METADATA}: {error.strerror}"],
+            f"{directory / path}: cannot be read: {error.strerror}; expected the directory of a "
+            "DCP checkpoint",
+            damaged=[f"{path}: {error.strerror}"],
         ) from error
-    manifest = read_manifest(directory)
-    entry = next((e for e in manifest.files if e.path == METADATA), None) if manifest else None
-    if entry is not None:
-        problem = entry.difference(content)
-        if problem is not None:
-            raise DamagedCheckpointError(
-                f"{path}: it is not what the manifest says, so it is not opened; "
-                "`holdfast verify` lists what else is damaged",
-                damaged=[f"{METADATA}: {problem}"],
-            )
-    return parse_metadata(content, str(path))
+    entry = next((e for e in manifest.files if e.path == path), None) if manifest else None
+    problem = entry.difference(content) if entry is not None else None
+    if problem is not None:
+        raise DamagedCheckpointError(
+            f"{directory / path}: it is not what the manifest says, so it is not opened; "
+            "`holdfast verify` lists what else is damaged",
+            damaged=[f"{path}: {problem}"],
+        )
+    return content
+
+
+def extents_of(metadata: Metadata) -> dict[str, int]:
+    """How far the entries reach into each file, in bytes; -1 where one begins before it."""
+    extents: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        sound = info.offset >= 0 and info.length >= 0
+        end = info.offset + info.length if sound else -1
+        before = extents.get(info.relative_path, 0)
+        extents[info.relative_path] = max(before, end) if min(before, end) >= 0 else -1
+    return extents
+
+
+def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
+    """`.metadata` of the directory and of its stages, in order; at least the directory's own."""
+    if manifest is not None:
+        files = [entry.path for entry in manifest.files]
+    else:
+        files = [str(path.relative_to(directory)) for path in directory.glob(f"*/{METADATA}")]
+        files += [METADATA] if (directory / METADATA).exists() else []
+    stages = {int(match[1]): path for path in files if (match := _OF_A_STAGE.fullmatch(path))}
+    own = [METADATA] if METADATA in files or not stages else []
+    return own + [stages[stage] for stage in sorted(stages)]
+
+
+def _check_paths(directory: Path, metadata: Metadata, manifest: Manifest | None) -> None:
+    """Refuse files that lie outside the directory or that the manifest does not have."""
+    inside = directory.resolve()
+    listed = {entry.path: entry.bytes for entry in manifest.files} if manifest else None
+    for path, extent in extents_of(metadata).items():
+        if not (directory / path).resolve().is_relative_to(inside):
+            where = "points outside the directory, to"
+        elif listed is not None and path not in listed:
+            where = "names a file that the manifest does not have,"
+        elif extent < 0 or (listed is not None and extent > listed[path]):
+            where = "names bytes that are not in the file"
+        else:
+            continue
+        raise DamagedCheckpointError(
+            f"{directory}: its {METADATA} {where} {path!r}; expected its own files. Load another "
+            "checkpoint",
+            damaged=[f"{METADATA}: names {path!r}"],
+        )

@@ -1,92 +1,118 @@
-"""Loading a checkpoint in place: ours or stock DCP's, at any world size.
+"""Loading a checkpoint in place: ours or stock DCP's, at any world size and pipeline degree.
 
-What is wanted and what is there are compared first, and all ranks reach the same verdict, so
-none is left waiting in a collective for one that raised alone.
+What is wanted and what is there are compared first; then every node reads what its ranks want,
+each byte once, checked on the way. All ranks reach the same verdict at each turn, so that none
+is left waiting in a collective for one that raised alone.
 """
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import io
-import re
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+from torch.distributed.checkpoint.planner import LoadPlanner
 
-from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
+from holdfast.contracts.digests import digest_of
+from holdfast.contracts.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    HoldfastError,
+    KeyMismatchError,
+)
+from holdfast.trainer.compare_keys import (
+    KeyComparison,
+    Selection,
+    combine,
+    compare,
+    is_of_one_rank,
+    join,
+    raise_mismatch,
+    shorten,
+)
 from holdfast.trainer.layout import flatten
-from holdfast.trainer.metadata import read_metadata
+from holdfast.trainer.load_node import Node, gather
+from holdfast.trainer.load_read import Catalogue, Tally, read_wants
+from holdfast.trainer.load_stock import check_share, load_as_stock, needs_stock
+from holdfast.trainer.load_targets import Wants, collect, collect_wholes, place_whole
+from holdfast.trainer.metadata import (
+    Opened,
+    extents_of,
+    open_checkpoint,
+    pick_entries,
+    read_metadata,
+)
 
-KEYS_SHOWN: Final = 8
-_OF_ONE_RANK = re.compile(r"(?:^|\.)rank\d{5,}(?:\.|$)")
+T = TypeVar("T")
+_KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
+    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
+}
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did: keys restored, keys wanted but not saved, keys saved but not wanted."""
+    """What a load did, in keys; the bytes are those of data files, read and wanted by all ranks.
+
+    `restored` counts this rank's keys; `missing` were wanted and not saved, `extra` saved and
+    not wanted, `excluded` left out on purpose. `renamed` and `converted` say from what to what.
+    """
 
     restored: int
     missing: tuple[str, ...]
     extra: tuple[str, ...]
+    excluded: tuple[str, ...] = ()
+    renamed: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+    bytes_read: int = 0
+    bytes_unique: int = 0
+
+    def describe(self) -> str:
+        """For people: how much was restored, and by name what was not or not as it was."""
+        parts = [f"{self.restored} entries"]
+        for title, keys in (
+            ("not in the checkpoint", self.missing),
+            ("not used", self.extra),
+            ("left out", self.excluded),
+            ("renamed", self.renamed),
+            ("converted", self.converted),
+        ):
+            said = [key for key in keys if not is_of_one_rank(key)]
+            if said:
+                parts.append(f"{title}: {shorten(said)}")
+        return "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class KeyComparison:
-    """How the keys wanted differ from the keys saved; `reshaped` lines say both shapes."""
+@dataclass
+class _Prepared:
+    """What a rank made ready alone; keys of `opened` are the wanted names already."""
 
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    reshaped: tuple[str, ...]
+    opened: Opened
+    pick: Selection
+    flat: dict[str, Any]
+    renamed: tuple[str, ...]
+    wants: Wants = field(default_factory=Wants)
 
+    def taken(self) -> list[str]:
+        """The keys that are both wanted and there."""
+        saved = self.opened.metadata.state_dict_metadata
+        return [key for key in self.flat if key in saved and self.pick.takes(key)]
 
-class HoldfastReader(FileSystemReader):
-    """Stock DCP's reader, but for `.metadata`, which was read and checked before."""
+    def collect(self) -> Wants:
+        """Find the byte ranges of all that is taken; raises as `load_targets.collect` does."""
+        self.wants = collect({key: self.flat[key] for key in self.taken()}, self.opened.metadata)
+        return self.wants
 
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-        inside = directory.resolve()
-        for info in (metadata.storage_data or {}).values():
-            if not (directory / info.relative_path).resolve().is_relative_to(inside):
-                raise DamagedCheckpointError(
-                    f"{directory}: its .metadata points outside the directory, to "
-                    f"{info.relative_path!r}; expected its own files. Load another checkpoint",
-                    damaged=[f".metadata: names {info.relative_path!r}"],
-                )
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The metadata given at construction."""
-        return self._metadata
-
-
-class HoldfastLoadPlanner(DefaultLoadPlanner):
-    """Stock DCP's planner, but byte entries are read with `weights_only=True`."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a byte entry, a number of a parameter group, into the state."""
-        key = read_item.dest_index.fqn
-        loaded = torch.load(value, weights_only=True)
-        set_element(self.original_state_dict, self.mappings[key], loaded)
-
-
-def is_of_one_rank(key: str) -> bool:
-    """True for keys such as `rng.rank00003.cpu`, which one rank alone saves and wants.
-
-    At another world size such keys come and go, so they are reported and never an error.
-    """
-    return _OF_ONE_RANK.search(key) is not None
+    def only_taken(self) -> Opened:
+        """The checkpoint as if it had nothing but what is taken."""
+        names = {key: key for key in self.taken()}
+        return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
 def read_keys(directory: Path) -> frozenset[str]:
@@ -100,124 +126,175 @@ def load_state(
     *,
     group: dist.ProcessGroup | None,
     strict: bool = True,
+    include: Collection[str] = (),
+    exclude: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    planner: LoadPlanner | None = None,
 ) -> LoadReport:
     """Load `directory` in place into `state`; all ranks of `group` call it together.
 
-    Raises `KeyMismatchError` on every rank, before a byte is loaded, when shapes differ or, with
-    `strict`, when keys do; `DamagedCheckpointError` when `.metadata` cannot be believed, and
-    `CheckpointError` when a file cannot be read.
+    `include`, `exclude`, `rename` and `strict` are those of `Selection`; by default everything
+    is taken, and both sides must have the same keys. With a `planner` of the caller's own, that
+    decides what goes where, and stock DCP reads.
+    Raises `KeyMismatchError` on every rank, before a byte is loaded, when shapes differ or, if
+    strict, when keys do; `DamagedCheckpointError` when bytes are not the manifest's, by which
+    time tensors of `state` may have changed; `CheckpointError` for what cannot be loaded.
     """
-    metadata, flat, problem = _prepare(directory, state)
-    problems = [text for text in _all_gather(problem, group) if text]
-    if problems:
-        raise DamagedCheckpointError(problems[0], damaged=problems)
-    assert metadata is not None
-    found = _compare_together(metadata, flat, group)
-    _raise_mismatch(directory, found, strict)
-    try:
-        with warnings.catch_warnings():
-            # Stock DCP warns of a load without process group, which is what one process wants.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_with_dcp(
-                state,
-                storage_reader=HoldfastReader(directory, metadata),
-                planner=HoldfastLoadPlanner(allow_partial_load=True),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+    if planner is not None and (include or exclude or rename):
         raise CheckpointError(
-            f"{directory}: not loaded: {reasons}; `holdfast verify` says whether files are damaged"
-        ) from error
-    restored = sum(key in metadata.state_dict_metadata for key in flat)
-    return LoadReport(restored, found.missing, found.extra)
-
-
-def compare_keys(wanted: Mapping[str, Any], metadata: Metadata) -> KeyComparison:
-    """Compare one rank's flattened state with what was saved; `extra` is by this rank's keys."""
-    saved = metadata.state_dict_metadata
-    reshaped = []
-    for key, value in wanted.items():
-        entry = saved.get(key)
-        if entry is None:
-            continue
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor != isinstance(entry, TensorStorageMetadata):
-            kinds = ("a tensor", "a number") if is_tensor else ("a number", "a tensor")
-            reshaped.append(f"{key}: wanted {kinds[0]}, saved {kinds[1]}")
-        elif isinstance(entry, TensorStorageMetadata) and entry.size != value.size():
-            reshaped.append(f"{key}: wanted {tuple(value.size())}, saved {tuple(entry.size)}")
-    return KeyComparison(
-        missing=tuple(sorted(set(wanted) - set(saved))),
-        extra=tuple(sorted(set(saved) - set(wanted))),
-        reshaped=tuple(sorted(reshaped)),
+            "a planner and a choice of keys were given; a planner decides on keys by itself. "
+            "Leave include, exclude and rename out, or the planner"
+        )
+    pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
+    ready = _agree(_attempt(lambda: _prepare(directory, state, pick, planner)), group)
+    found = _compare_together(ready, pick, group)
+    if planner is None:
+        raise_mismatch(str(directory), found, strict=pick.strict)
+        _agree(_attempt(ready.collect), group)
+    if planner is not None or needs_stock(ready.opened.metadata):
+        _raise_damage(directory, gather(group, check_share(ready.opened, group)))
+        load_as_stock(ready.only_taken(), state, group, planner)
+        bytes_read = bytes_unique = 0
+    else:
+        bytes_read, bytes_unique = _load_ranges(ready, state, group)
+    return LoadReport(
+        restored=len(ready.taken()),
+        missing=found.missing,
+        extra=found.extra,
+        excluded=found.excluded,
+        renamed=ready.renamed,
+        converted=found.converted,
+        bytes_read=bytes_read,
+        bytes_unique=bytes_unique,
     )
 
 
 def _prepare(
-    directory: Path, state: dict[str, Any]
-) -> tuple[Metadata | None, dict[str, Any], str | None]:
-    """What each rank reads alone; an error is returned, for all ranks to raise together."""
-    try:
-        flat = flatten(state)
-        metadata = read_metadata(directory)
-        HoldfastReader(directory, metadata)
-    except CheckpointError as error:
-        return None, {}, str(error)
-    return metadata, flat, None
+    directory: Path, state: dict[str, Any], pick: Selection, planner: LoadPlanner | None
+) -> _Prepared:
+    """What each rank reads and flattens alone."""
+    # A planner of the caller's own may know what to do with leaves that we do not.
+    flat = flatten(state) if planner is None else flatten_state_dict(dict(state))[0]
+    opened = open_checkpoint(directory)
+    names = pick.rename_all(opened.metadata.state_dict_metadata)
+    renamed = {old: new for old, new in names.items() if old != new}
+    if renamed:
+        opened = replace(opened, metadata=pick_entries(opened.metadata, names))
+    lines = tuple(f"{old} to {new}" for old, new in sorted(renamed.items()))
+    return _Prepared(opened, pick, flat, lines)
 
 
 def _compare_together(
-    metadata: Metadata, flat: Mapping[str, Any], group: dist.ProcessGroup | None
+    ready: _Prepared, pick: Selection, group: dist.ProcessGroup | None
 ) -> KeyComparison:
     """One verdict for all ranks. Keys travel only when the ranks' key sets differ."""
-    own = compare_keys(flat, metadata)
-    shared = sorted(key for key in flat if not is_of_one_rank(key))
-    digest = hashlib.sha256("\0".join(shared).encode()).hexdigest()
-    one_ranks = sorted(key for key in flat if is_of_one_rank(key))
-    told = _all_gather((digest, own.missing, own.reshaped, one_ranks), group)
-    wanted = set(flat).union(*(keys for _, _, _, keys in told))
-    if len({told_digest for told_digest, *_ in told}) > 1:
-        wanted = wanted.union(*_all_gather(shared, group))
-    return KeyComparison(
-        missing=tuple(sorted({key for _, missing, _, _ in told for key in missing})),
-        extra=tuple(sorted(set(metadata.state_dict_metadata) - wanted)),
-        reshaped=tuple(sorted({line for _, _, reshaped, _ in told for line in reshaped})),
-    )
+    saved = ready.opened.metadata.state_dict_metadata
+    own = compare(_keys(ready.flat, alone=False), _keys(saved, alone=False), pick)
+    flat_alone, saved_alone = _keys(ready.flat, alone=True), _keys(saved, alone=True)
+    alone = replace(compare(flat_alone, saved_alone, pick), extra=(), excluded=())
+    digest = digest_of(repr(own).encode())
+    told = gather(group, (digest, alone, [key for key in flat_alone if pick.takes(key)]))
+    if len({each for each, _, _ in told}) > 1:
+        own = join(gather(group, own))
+    alone = join(each for _, each, _ in told)
+    unwanted = {key for key in saved_alone if pick.takes(key)}.difference(*(k for _, _, k in told))
+    return combine(own, replace(alone, extra=tuple(sorted(unwanted))))
 
 
-def _raise_mismatch(directory: Path, found: KeyComparison, strict: bool) -> None:
-    missing = [key for key in found.missing if not is_of_one_rank(key)]
-    extra = [key for key in found.extra if not is_of_one_rank(key)]
-    if not found.reshaped and not (strict and (missing or extra)):
-        return
-    parts = [
-        f"{title}: {_shorten(keys)}"
-        for title, keys in (
-            ("wanted but not saved", missing),
-            ("saved but not wanted", extra),
-            ("of another shape", found.reshaped),
+def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
+    """The entries that one rank has for itself, or those that it has not."""
+    return {key: value for key, value in entries.items() if is_of_one_rank(key) == alone}
+
+
+def _load_ranges(
+    ready: _Prepared, state: dict[str, Any], group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """Bring every wanted byte to its place; (bytes read, bytes wanted) by all ranks together."""
+    node = Node.join(group)
+    try:
+        catalogue = Catalogue(extents_of(ready.opened.metadata), ready.opened.manifest)
+        wants = ready.wants
+        tally = _read_checked(ready.opened.directory, catalogue, wants, node, group)
+        # Entries that are not what they seemed are taken whole, in a second turn of all ranks.
+        odd = [head.piece for head in wants.headers if not head.is_as_expected]
+        more = Tally(0, 0, [])
+        again = collect_wholes(odd)
+        if any(gather(group, bool(odd))):
+            more = _read_checked(ready.opened.directory, catalogue, again, node, group)
+    finally:
+        node.leave()
+    _agree(_attempt(lambda: _finish(state, wants, again)), group)
+    totals = gather(group, (tally.bytes_read + more.bytes_read, tally.bytes_unique))
+    return sum(read for read, _ in totals), sum(unique for _, unique in totals)
+
+
+def _read_checked(
+    directory: Path,
+    catalogue: Catalogue,
+    wants: Wants,
+    node: Node,
+    group: dist.ProcessGroup | None,
+) -> Tally:
+    """Read, and raise `DamagedCheckpointError` on all ranks when any found a difference."""
+    tally = read_wants(directory, catalogue, wants, node)
+    _raise_damage(directory, gather(group, tally.problems))
+    return tally
+
+
+def _finish(state: dict[str, Any], *rounds: Wants) -> None:
+    """Put in place what was taken whole: unusual tensors, and numbers of parameter groups."""
+    paths = flatten_state_dict(dict(state))[1]
+    known: dict[bytes, Any] = {}
+    for wants in rounds:
+        for piece, content in wants.wholes:
+            place_whole(piece, content)
+        for key, content in wants.numbers.items():
+            encoded = content.memory.tobytes()
+            if encoded not in known:
+                known[encoded] = torch.load(io.BytesIO(encoded), weights_only=True)
+            set_element(state, paths[key], copy.copy(known[encoded]))
+
+
+def _of_rank(rank: int, kind: str, words: str, details: dict[str, Any]) -> CheckpointError:
+    """The error of another rank, of its own kind where it is one of ours."""
+    return _KINDS.get(kind, CheckpointError)(f"rank {rank}: {words}", **details)
+
+
+def _raise_damage(directory: Path, told: list[list[str]]) -> None:
+    damaged = sorted({line for lines in told for line in lines})
+    if damaged:
+        raise DamagedCheckpointError(
+            f"{directory}: {shorten(damaged)}; nothing of it may be used. Load another checkpoint, "
+            "or restore the files from a copy",
+            damaged=damaged,
         )
-        if keys
-    ]
-    raise KeyMismatchError(
-        f"{directory} does not fit this program's state. {'. '.join(parts)}. Load it into the "
-        "model and optimizer that saved it, or pass strict=False to take only what is in both",
-        missing=missing,
-        extra=extra,
-        reshaped=found.reshaped,
+
+
+def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return act(), None
+    except Exception as error:
+        # Whatever it is, the other ranks wait for a word; `_agree` raises it on all of them.
+        return None, error
+
+
+def _agree(outcome: tuple[T | None, Exception | None], group: dist.ProcessGroup | None) -> T:
+    """The outcome when all ranks had one; else the first error is raised on every rank."""
+    value, error = outcome
+    told = gather(
+        group, None if error is None else (type(error).__name__, str(error), _details(error))
     )
+    if error is not None:
+        if isinstance(error, HoldfastError):
+            raise error
+        raise CheckpointError(f"not loaded: {type(error).__name__}: {error}") from error
+    for rank, one in enumerate(told):
+        if one is not None:
+            raise _of_rank(rank, *one)
+    return cast(T, value)
 
 
-def _shorten(keys: Collection[str]) -> str:
-    shown = ", ".join(list(keys)[:KEYS_SHOWN])
-    return shown + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")
-
-
-def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+def _details(error: Exception) -> dict[str, Any]:
+    """What an error of a checkpoint carries beside its words."""
+    names = ("damaged", "missing", "extra", "reshaped")
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}

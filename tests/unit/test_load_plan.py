@@ -1,0 +1,142 @@
+"""Byte ranges of a load, against plain slicing of arrays; who reads what, by table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.trainer.load_plan import (
+    NOBODY,
+    PIECE_BYTES,
+    Chunk,
+    FileUnits,
+    Series,
+    Unit,
+    assign,
+    clip,
+    cut,
+    overlap,
+    pieces,
+    series_between,
+)
+
+ITEM_BYTES = 2
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Chunk, Chunk]:
+    """A small tensor's shape and two boxes of it, either of which may be empty."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
+    found = []
+    for _ in range(2):
+        offsets, sizes = [], []
+        for length in shape:
+            low = draw(st.integers(0, length))
+            offsets.append(low)
+            sizes.append(draw(st.integers(0, length - low)))
+        found.append(Chunk(tuple(offsets), tuple(sizes)))
+    return shape, found[0], found[1]
+
+
+def take(array: np.ndarray, chunk: Chunk) -> np.ndarray:
+    """The box of `array` as memory of its own."""
+    where = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+    return np.array(array[where], order="C")
+
+
+def move(series: list[Series], source: bytes, target: np.ndarray) -> int:
+    """Do what a plan says, one stretch at a time; returns the bytes moved."""
+    moved = 0
+    for one in series:
+        for index in range(one.count):
+            at = one.source + index * one.source_stride
+            to = one.target + index * one.target_stride
+            assert 0 <= at <= at + one.length <= len(source)
+            target[to : to + one.length] = np.frombuffer(source[at : at + one.length], np.uint8)
+            moved += one.length
+        assert one.bytes == one.length * one.count
+    return moved
+
+
+@settings(deadline=None, max_examples=300)
+@given(case=boxes(), unit_bytes=st.integers(1, 40), gap=st.integers(0, 30))
+def test_what_is_read_is_what_slicing_gives(
+    case: tuple[tuple[int, ...], Chunk, Chunk], unit_bytes: int, gap: int
+) -> None:
+    shape, saved, wanted = case
+    whole = np.arange(1, int(np.prod(shape)) + 1, dtype=np.int16).reshape(shape)
+    content = bytes(gap) + take(whole, saved).tobytes()
+    file = FileUnits("f", len(content), 7, unit_bytes, None)
+    expected = np.zeros(wanted.sizes, np.int16)
+    if (box := overlap(saved, wanted)) is not None:
+        inside = tuple(
+            slice(b - o, b - o + n)
+            for b, o, n in zip(box.offsets, wanted.offsets, box.sizes, strict=True)
+        )
+        expected[inside] = take(whole, box)
+    target = np.zeros(expected.size * ITEM_BYTES, np.uint8)
+    bytes_moved = 0
+    for series in series_between(saved, wanted, ITEM_BYTES):
+        for number, parts in cut(series.moved(gap), file):
+            unit = file.unit(number)
+            for part in parts:
+                assert unit.start <= part.source < part.end <= unit.start + unit.size
+            bytes_moved += move(parts, content, target)
+    assert np.array_equal(target.view(np.int16).reshape(wanted.sizes), expected)
+    assert bytes_moved == (int(np.prod(box.sizes)) * ITEM_BYTES if box else 0)
+
+
+def test_a_series_that_a_range_does_not_touch_is_empty_there() -> None:
+    comb = Series(source=100, target=0, length=10, count=3, source_stride=50, target_stride=10)
+    assert clip(comb, 0, 100) == clip(comb, 110, 150) == clip(comb, 210, 999) == []
+    assert clip(comb, 105, 205) == [
+        Series(105, 5, 5),
+        Series(150, 10, 10, 1, 50, 10),
+        Series(200, 20, 5),
+    ]
+
+
+def test_columns_of_a_matrix_are_one_series_however_many_rows() -> None:
+    rows = Chunk((0, 0), (5000, 64))
+    (series,) = series_between(rows, Chunk((0, 16), (5000, 16)), 4)
+    assert series == Series(64, 0, 64, 5000, 256, 64)
+    (series,) = series_between(rows, Chunk((1000, 0), (9, 64)), 4)
+    assert series == Series(1000 * 256, 0, 9 * 256)
+    # A middle dimension is cut: two outer loops, of which one is enumerated at most.
+    blocks = series_between(Chunk((0, 0, 0), (4, 8, 8)), Chunk((0, 2, 2), (4, 4, 4)), 1)
+    assert [one.count for one in blocks] == [4] * 4
+
+
+def test_a_unit_is_read_in_pieces_that_cover_it() -> None:
+    unit = Unit("f", 3, 2 * PIECE_BYTES + 5, None)
+    assert list(pieces(unit)) == [
+        (3, PIECE_BYTES),
+        (3 + PIECE_BYTES, PIECE_BYTES),
+        (3 + 2 * PIECE_BYTES, 5),
+    ]
+    file = FileUnits("f", 25, 10, 10, ("a", "b", "c"))
+    assert [file.unit(number) for number in range(10, 10 + file.count)] == [
+        Unit("f", 0, 10, "a"),
+        Unit("f", 10, 10, "b"),
+        Unit("f", 20, 5, "c"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "owner"),
+    [
+        ([[1, 1, 0, 0]], [0, 0, NOBODY, NOBODY]),
+        ([[1, 1, 0], [0, 0, 1]], [0, 0, 1]),
+        # Two are wanted by both: the rank that reads least of its own takes them.
+        ([[1, 1, 1, 1, 0], [0, 0, 1, 1, 0]], [0, 0, 1, 1, NOBODY]),
+        ([[1, 1, 1, 1], [1, 1, 1, 1]], [0, 1, 0, 1]),
+        # A rank that wants nothing reads for the others.
+        ([[1, 1, 1], [1, 1, 1], [0, 0, 0]], [0, 1, 2]),
+    ],
+)
+def test_each_unit_is_read_by_one_rank(wanted: list[list[int]], owner: list[int]) -> None:
+    flags = np.array(wanted, dtype=np.bool_)
+    sizes = np.full(flags.shape[1], 100, dtype=np.int64)
+    assert assign(flags, sizes).tolist() == owner
