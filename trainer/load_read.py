@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from holdfast.contracts.digests import new_checksum, range_digest
+from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.trainer.load_node import HALVES, Node, Windows
 from holdfast.trainer.load_plan import (
@@ -188,7 +187,7 @@ class _Reader:
 
     def __init__(self, directory: Path, catalogue: Catalogue) -> None:
         self._directory, self._catalogue = directory, catalogue
-        self._running: dict[int, xxhash.xxh3_128] = {}
+        self._running: dict[int, RunningDigest] = {}
         self._own = threading.local()
         self._lock = threading.Lock()
         self.bytes_read = 0
@@ -242,7 +241,7 @@ class _Reader:
         handle: int,
         views: Sequence[memoryview],
         start: int,
-        running: xxhash.xxh3_128 | None,
+        running: RunningDigest | None,
     ) -> None:
         """Fill `views` one after another with the bytes from `start` on."""
         fill(handle, views, start)
@@ -252,7 +251,7 @@ class _Reader:
         with self._lock:
             self.bytes_read += sum(map(len, views))
 
-    def _compare(self, number: int, running: xxhash.xxh3_128 | None) -> None:
+    def _compare(self, number: int, running: RunningDigest | None) -> None:
         unit = self._catalogue.unit(number)
         if running is None or (found := running.hexdigest()) == unit.digest:
             return

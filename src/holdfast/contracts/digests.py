@@ -21,6 +21,7 @@ DIGEST_HEX: Final = 32
 READ_BYTES_MAX: Final = 1024 * 1024
 
 Content = bytes | bytearray | memoryview
+RunningDigest = xxhash.xxh3_128
 
 
 def canonical_json(document: Any) -> bytes:
@@ -43,9 +44,9 @@ def command_digest(argv: Sequence[str], working_directory: str) -> str:
     return document_digest({"argv": list(argv), "working_directory": working_directory})
 
 
-def new_checksum() -> xxhash.xxh3_128:
+def new_checksum() -> RunningDigest:
     """A running digest of bytes (XXH3, 128 bits): `update(bytes)`, then `hexdigest()`."""
-    return xxhash.xxh3_128()
+    return RunningDigest()
 
 
 def digest_of(content: Content) -> str:
@@ -130,7 +131,7 @@ def range_digest(path: Path, start: int, size_bytes: int) -> str:
     return running.hexdigest()
 
 
-def _feed(running: FileChecksum | xxhash.xxh3_128, handle: int, start: int, size: int) -> None:
+def _feed(running: FileChecksum | RunningDigest, handle: int, start: int, size: int) -> None:
     """Read pieces that stay in the processor's cache, and take each into `running`."""
     buffer = memoryview(bytearray(min(size, READ_BYTES_MAX) or 1))
     at, end = start, start + size
