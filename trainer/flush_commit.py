@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from holdfast.contracts.durable import (
     write_bytes,
 )
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 
 PEERS_WAIT_S: Final = 1800.0
@@ -126,6 +127,12 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
             f"{directory.name}: ranks {ranks} were staged, expected 0 to {world_size - 1}; "
             "every rank must save the same step"
         )
+    counts = Counter(file["path"] for part in parts for file in part["files"])
+    if twice := [path for path, count in counts.items() if count > 1]:
+        raise SaveError(
+            f"{directory.name}: {twice[0]} was written by several ranks, expected one each; "
+            "give every rank its own"
+        )
     staged_at = max(part["staged_at"] for part in parts)
     manifest = Manifest(
         **facts,
@@ -135,7 +142,7 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
         staged_at=staged_at,
         committed_at=time.time(),
     )
-    if not create_bytes(directory / MANIFEST, to_json(manifest.model_dump(mode="json"))):
+    if not create_bytes(directory / MANIFEST, encode_manifest(manifest)):
         return _accept_theirs(directory, manifest)
     _tidy(run, directory)
     return manifest

@@ -59,6 +59,8 @@ def inspect(directory: Path, *, verify: bool = True) -> tuple[Manifest | None, s
         manifest = read_manifest(directory)
     except DamagedCheckpointError as error:
         return None, "damaged: " + "; ".join(error.damaged)
+    except OSError as error:
+        return None, f"its manifest cannot be read: {error.strerror}"
     if manifest is None:
         return None, "never committed"
     damage = find_damage(directory, manifest, contents=verify)

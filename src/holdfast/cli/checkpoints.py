@@ -110,6 +110,8 @@ def verify(
                 damaged = _damage(directory, manifest, show=not as_json)
     except DamagedCheckpointError as error:
         damaged = list(error.damaged)
+    except OSError as error:
+        damaged = [f"manifest.json: cannot be read: {error.strerror}"]
     facts: dict[str, Any] = {
         "ok": not damaged,
         "checkpoint": manifest.id if manifest else directory.name,

@@ -5,6 +5,8 @@ A checkpoint is committed exactly when its manifest is durable under its own nam
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import isfinite
@@ -29,11 +31,17 @@ from holdfast.contracts.digests import (
     document_digest,
     range_digest,
 )
+from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.paths import MANIFEST, CheckpointName
+from holdfast.contracts.reading import read_bounded
 
 FORMAT: Final = 1
+# 10,000 ranks with a file of 256 blocks each come to 84 MB.
+MANIFEST_BYTES_MAX: Final = 1 << 30
 READERS_MAX: Final = 4
+DIGEST_SEARCH_BYTES: Final = 200
+_DIGEST = re.compile(rb',\s*"digest": "([^"]*)"\s*}\s*$')
 
 
 class FileEntry(BaseModel):
@@ -95,7 +103,8 @@ class FileEntry(BaseModel):
     @classmethod
     def _path_stays_inside(cls, value: str) -> str:
         parts = value.split("/")
-        if not value or value.startswith("/") or "\\" in value or {"", ".", ".."} & set(parts):
+        strange = value.startswith("/") or "\\" in value or "\0" in value
+        if strange or {"", ".", ".."} & set(parts):
             raise ValueError(f"{value!r}: expected a relative path inside the checkpoint")
         return value
 
@@ -144,6 +153,15 @@ class Manifest(BaseModel):
         default_factory=dict, description="finite ones only: JSON has no others"
     )
 
+    @field_validator("files")
+    @classmethod
+    def _files_are_listed_once(cls, value: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        counts = Counter(entry.path for entry in value)
+        twice = next((path for path, count in counts.items() if count > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is listed {counts[twice]} times, expected once")
+        return value
+
     @field_validator("metrics", mode="before")
     @classmethod
     def _metrics_are_finite(cls, value: Any) -> Any:
@@ -172,17 +190,30 @@ class Manifest(BaseModel):
         return document_digest(sorted((e.path, e.bytes, e.checksum) for e in self.files))
 
 
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it lies on disk: JSON, at its end the digest of all bytes before it."""
+    body = to_json(manifest.model_dump(mode="json")).removesuffix(b"\n}\n")
+    return body + f',\n "digest": "{digest_of(body)}"\n}}\n'.encode()
+
+
 def read_manifest(directory: Path) -> Manifest | None:
     """The manifest in `directory`, or None when the checkpoint was never committed.
 
     Raises `DamagedCheckpointError` when there is one that cannot be believed: not JSON, of
-    another format, or of another checkpoint than the directory's name says.
+    another format, or of another checkpoint than the directory's name says. Raises `OSError` when
+    storage does not let it be read.
     """
     path = directory / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, MANIFEST_BYTES_MAX)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise DamagedCheckpointError(
+            f"{path}: {error}; expected the manifest of a checkpoint",
+            damaged=[f"{MANIFEST}: {error}"],
+        ) from error
+    _check_digest(path, content)
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
@@ -200,6 +231,20 @@ def read_manifest(directory: Path) -> Manifest | None:
             damaged=[f"{MANIFEST}: belongs to {manifest.name}"],
         )
     return manifest
+
+
+def _check_digest(path: Path, content: bytes) -> None:
+    """Raise `DamagedCheckpointError` when bytes differ from the digest at the manifest's end.
+
+    Manifests of before had none.
+    """
+    found = _DIGEST.search(content, max(0, len(content) - DIGEST_SEARCH_BYTES))
+    if found and digest_of(memoryview(content)[: found.start()]).encode() != found[1]:
+        problem = "its bytes are not those of the digest at its end"
+        raise DamagedCheckpointError(
+            f"{path}: {problem}; expected it as it was committed",
+            damaged=[f"{MANIFEST}: {problem}"],
+        )
 
 
 def find_damage(
@@ -223,16 +268,17 @@ def find_damage(
 def _misfit(directory: Path, entry: FileEntry) -> str | None:
     """What is wrong with a file before its contents are looked at."""
     path = directory / entry.path
-    if not path.resolve().is_relative_to(directory.resolve()):
-        return f"{entry.path}: leads outside the checkpoint"
     try:
+        if not path.resolve().is_relative_to(directory.resolve()):
+            return f"{entry.path}: leads outside the checkpoint"
         size = path.stat().st_size
         if not path.is_file():
             return f"{entry.path}: not a file"
     except FileNotFoundError:
         return f"{entry.path}: missing"
-    except OSError as error:
-        return f"{entry.path}: cannot be read: {error.strerror}"
+    except (OSError, RuntimeError) as error:
+        # Links that lead in a circle are a RuntimeError.
+        return f"{entry.path}: cannot be read: {getattr(error, 'strerror', error)}"
     return None if size == entry.bytes else f"{entry.path}: {size} bytes, expected {entry.bytes}"
 
 
