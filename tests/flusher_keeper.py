@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.contracts import wire
 from holdfast.contracts.paths import CheckpointName
@@ -39,12 +39,15 @@ class Keeper:
         node: int = 0,
         nodes: int = 1,
         environment: Mapping[str, str] | None = None,
+        budget: int | None = None,
     ) -> None:
         """`environment` is added to this process's own for the flusher."""
         self.name, self._node, self._nodes = name, node, nodes
+        self._budget = budget
         self._environment = {**os.environ, **(environment or {})}
         self.kept: dict[tuple[int, int, int], int] = {}
         self.heard: list[dict[str, Any]] = []
+        self.free_room: Callable[[], tuple[int, str]] = lambda: (0, "this keeper frees nothing")
         self.start()
 
     def start(self) -> None:
@@ -52,6 +55,7 @@ class Keeper:
         self._socket, theirs = wire.pair()
         options = ["--socket", self.name, "--keeper-fd", str(theirs.fileno())]
         options += ["--node", str(self._node), "--nodes", str(self._nodes)]
+        options += ["--budget", str(self._budget)] if self._budget is not None else []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.trainer.flusher", *options],
             pass_fds=[theirs.fileno()],
@@ -122,6 +126,16 @@ class Keeper:
             for handle in handles:
                 self.kept[message["incarnation"], message["rank"], message["slot"]] = handle
             self.heard.append(message)
+            if message["kind"] == "full":
+                freed_bytes, detail = self.free_room()
+                step = message["step"]
+                wire.send(connection, "room", step=step, freed_bytes=freed_bytes, detail=detail)
+
+
+class HasName(Protocol):
+    """All that a rank wants of a keeper: the name to call its flusher by."""
+
+    name: str
 
 
 class FakeRank:
@@ -129,7 +143,7 @@ class FakeRank:
 
     def __init__(
         self,
-        keeper: Keeper,
+        keeper: HasName,
         run: Path,
         *,
         rank: int = 0,

@@ -11,11 +11,22 @@ import pytest
 
 
 @contextlib.contextmanager
-def small_storage(folder: Path, size: str) -> Iterator[Path]:
-    """A mounted tmpfs of `size` under `folder`; it takes root, and fails the test without."""
+def small_storage(folder: Path, size: str, options: str = "") -> Iterator[Path]:
+    """A mounted tmpfs of `size` under `folder`; it takes root, and fails the test without.
+
+    `options` are further ones for `mount`, such as `nr_inodes=20`.
+    """
     place = folder / "storage"
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    command = [
+        "mount",
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={size},{options}".rstrip(","),
+        "tmpfs",
+        str(place),
+    ]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode != 0:
         pytest.fail(f"a full disk cannot be tried here: {mounted.stderr}; run the tests as root")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,7 +148,9 @@ class Saver:
             self._failed[result.step] = problem
             self._note(EventKind.SAVE_FAILED, **facts, error=problem)
             if self._recorder is not None:
-                print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
+                # A full disk may take neither the checkpoint nor this line: training goes on.
+                with contextlib.suppress(OSError):
+                    print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
         self._parent = checkpoint_id(self._link.run.name, result.checkpoint)
         directory = self._link.run.checkpoint(result.checkpoint)

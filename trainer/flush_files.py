@@ -28,6 +28,7 @@ from holdfast.trainer.flush_commit import (
     committer_of,
     leave_failure,
 )
+from holdfast.trainer.flush_room import NO_ROOM, Need, Room, with_advice
 
 WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 WRITERS_MAX: Final = 4
@@ -51,13 +52,13 @@ class Committed:
     flush_s: float
 
 
-def commit_step(images: Sequence[Image], *, resumed: bool, others: Others) -> Committed:
+def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room: Room) -> Committed:
     """Write one step of this node and see it committed.
 
     `resumed` says that a flusher before this one had begun it, so that its files may be there.
-    `others` is asked while waiting for other nodes. Raises `OSError` when storage refuses and
-    `SaveError` when the step cannot be committed; the directory then stays without a manifest,
-    which is to say it does not count.
+    `room` is asked before anything is written, `others` while waiting for other nodes. Raises
+    `OSError` when storage refuses and `SaveError` when the step cannot be committed; the directory
+    then stays without a manifest, which is to say it does not count.
     """
     table = images[0].table
     run = RunPaths(Path(table["run_directory"]))
@@ -71,8 +72,7 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others) -> Co
     written: list[Path] = []
     has_written = False
     try:
-        _make_way(run, directory)
-        entries = _write_files(directory, images, resumed, written)
+        entries = _write_where_room_is(run, directory, images, resumed, written, room)
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
@@ -88,6 +88,39 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others) -> Co
             leave_failure(directory, table["node"], str(error), for_all=for_all)
         raise
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
+
+
+def _write_where_room_is(
+    run: RunPaths,
+    directory: Path,
+    images: Sequence[Image],
+    resumed: bool,
+    written: list[Path],
+    room: Room,
+) -> list[FileEntry]:
+    """Write all files; when there is no room, once more after the keeper has freed some."""
+    tables = [image.table for image in images]
+    need = Need.of_tables(tables)
+
+    def try_it() -> list[FileEntry]:
+        room.check(run, directory, need, node=tables[0]["node"])
+        _make_way(run, directory)
+        return _write_files(directory, images, resumed, written)
+
+    try:
+        return try_it()
+    except OSError as problem:
+        if problem.errno not in NO_ROOM:
+            raise
+        _discard(directory, images, written)
+        written.clear()
+        freed, words = room.ask(need, problem)
+        if not freed:
+            raise with_advice(problem, words) from problem
+    try:
+        return try_it()
+    except OSError as problem:
+        raise with_advice(problem, words) from problem
 
 
 def _make_way(run: RunPaths, directory: Path) -> None:

@@ -41,6 +41,7 @@ from holdfast.trainer.flush_plan import (
     StepGroup,
     plan,
 )
+from holdfast.trainer.flush_room import Need, Room
 from holdfast.trainer.held_slot import HeldSlot
 from holdfast.trainer.rank_link import RankLink, open_process
 from holdfast.trainer.salvage import Salvage, agree, find_salvage
@@ -69,8 +70,12 @@ class Finished:
 class Flusher:
     """Holds the slots of one node's ranks and sees each complete step through."""
 
-    def __init__(self, listener: socket.socket, keeper: socket.socket | None) -> None:
+    def __init__(
+        self, listener: socket.socket, keeper: socket.socket | None, budget: int | None = None
+    ) -> None:
+        """`budget` is the most bytes that the run's checkpoints may take."""
         self._keeper = keeper
+        self._room = Room(budget, self._ask_for_room)
         self._has_had_keeper = keeper is not None
         self._links: list[RankLink] = []
         self._held: dict[SlotKey, HeldSlot] = {}
@@ -207,11 +212,14 @@ class Flusher:
             self._selector.unregister(self._keeper)
             self._keeper.close()
             self._keeper = None
+            self._room.hang_up()
             return
         message, descriptors = heard
         if message["kind"] == "kept":
             for handle in descriptors:
                 self._adopt((message["incarnation"], message["rank"], message["slot"]), handle)
+        elif message["kind"] == "room":
+            self._room.hear(message)
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
@@ -234,6 +242,11 @@ class Flusher:
             wire.send(self._keeper, kind, descriptors=descriptors, **data)
         except OSError as error:
             _say(f"the keeper did not take `{kind}`: {error}")
+
+    def _ask_for_room(self, need: Need, problem: str) -> bool:
+        """Asked by the writer's thread: a packet is sent whole or not at all."""
+        self._tell_keeper("full", step=need.step, bytes=need.step_bytes, error=problem)
+        return self._keeper is not None
 
     # --- decisions ------------------------------------------------------------------------
 
@@ -394,7 +407,10 @@ class Flusher:
             else:
                 resumed = any(held.resumed for held in slots)
                 others = Others(self._abandonment_of(group), lambda: self._lost_nodes)
-                committed, error = commit_step(images, resumed=resumed, others=others), ""
+                committed, error = (
+                    commit_step(images, resumed=resumed, others=others, room=self._room),
+                    "",
+                )
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
         except Exception as problem:
@@ -459,11 +475,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
     parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
+    parser.add_argument("--budget", type=int, help="most bytes that all checkpoints may take")
     given = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.setsid()
     keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
-    Flusher(wire.listen(given.socket), keeper).run()
+    Flusher(wire.listen(given.socket), keeper, given.budget).run()
 
 
 if __name__ == "__main__":

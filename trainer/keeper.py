@@ -111,6 +111,8 @@ class FlusherKeeper:
     def _hold_until_hang_up(self) -> None:
         while (packet := wire.receive(self._socket)) is not None:
             message, descriptors = packet
+            if message["kind"] == "full":
+                self._answer_full(message["step"])
             if message["kind"] != "keep":
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -120,6 +122,12 @@ class FlusherKeeper:
             if former is not None:
                 os.close(former)
             self._kept[key] = descriptors[0]
+
+    def _answer_full(self, step: int) -> None:
+        """Without an agent there are no keep rules, so nothing is deleted."""
+        words = "there is no agent here that frees room by keep rules: delete what you can spare"
+        with contextlib.suppress(OSError):
+            wire.send(self._socket, "room", step=step, freed_bytes=0, detail=words)
 
 
 def is_listening(name: str) -> bool:

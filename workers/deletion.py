@@ -16,18 +16,21 @@ import shutil
 import time
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_events, load_history, pinned_checkpoints
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import readers
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.retention import Verdict
 
 UNDECIDED_S: Final = 600.0
+LATELY_S: Final = 60.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -43,6 +46,23 @@ def apply(paths: RunPaths, *, by: str, writer: str = "flow") -> list[Verdict]:
     return [
         one for one in verdicts if _delete(paths, one.name, reason=one.reason, by=by, writer=writer)
     ]
+
+
+def free_room(paths: RunPaths, *, writer: str) -> tuple[int, str]:
+    """Free what the keep rules allow, on a full disk: (bytes freed, what was done, in words).
+
+    What others have deleted within `LATELY_S` counts too: the asker may not have seen it yet.
+    """
+    deleted = apply(paths, by="a full disk", writer=writer)
+    torn_bytes = remove_torn(paths)
+    done = [f"{len(deleted)} checkpoints that no keep rule keeps were deleted"]
+    if torn_bytes:
+        done.append(f"{torn_bytes} bytes of saves that were never committed were removed")
+    left = [f"{one.name} ({one.reason})" for one in retention.plan_run(paths) if one.is_kept]
+    return torn_bytes + _deleted_lately(paths), (
+        f"{', '.join(done)}. What is left is kept: {', '.join(left) or 'nothing'}. Lower "
+        "checkpoint.keep, unpin, raise checkpoint.budget or make room"
+    )
 
 
 def delete_checkpoint(
@@ -146,6 +166,17 @@ def _delete(paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: s
         # There was no room for the line: now there is.
         _tell(paths, writer, EventKind.CHECKPOINT_DELETED, **facts)
     return True
+
+
+def _deleted_lately(paths: RunPaths) -> int:
+    """Bytes of the checkpoints whose manifests became tombstones within `LATELY_S`."""
+    freed = 0
+    for tombstone in paths.tombstones.glob("*.json"):
+        if time.time() - tombstone.stat().st_ctime < LATELY_S:
+            # A tombstone that cannot be read says nothing of its size.
+            with contextlib.suppress(ValidationError):
+                freed += Manifest.model_validate_json(tombstone.read_bytes()).bytes
+    return freed
 
 
 def _came_in_between(paths: RunPaths, checkpoint: str) -> str:

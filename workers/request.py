@@ -66,6 +66,7 @@ def build_request(
         resources=spec.resources,
         supervision=spec.supervision,
         checkpoint_interval=spec.checkpoint.interval,
+        checkpoint_budget_bytes=spec.checkpoint.budget_bytes,
         command_digest=command_digest(spec.command, working_directory),
         scheduler=parameters,
         created_at=created_at,

@@ -34,6 +34,8 @@ def train(settings: dict[str, float]) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
+    # Weight for the checkpoints, none for the steps.
+    model.register_buffer("padding", torch.zeros(int(settings.get("padding", 0))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Session(model, optimizer, seed=1) as session:
         for step in session.steps(int(settings["steps"])):

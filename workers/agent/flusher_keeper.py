@@ -19,12 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.contracts import wire
+from holdfast.contracts.errors import HoldfastError
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.deletion import free_room
 
 STARTS_MAX: Final = 5
 REPLY_MARGIN_S: Final = 5.0
 LEAVE_WAIT_S: Final = 10.0
 POLL_S: Final = 0.05
+WORDS_MAX: Final = 2000
 MODULE: Final = "holdfast.trainer.flusher"
 
 
@@ -116,6 +119,8 @@ class FlusherKeeper:
         command = [sys.executable, "-m", MODULE, "--socket", self.socket_name]
         command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
         command += ["--keeper-fd", str(theirs.fileno())]
+        if self._context.request.checkpoint_budget_bytes is not None:
+            command += ["--budget", str(self._context.request.checkpoint_budget_bytes)]
         with open(logs / "flusher.log", "ab") as log, theirs:
             self._process = subprocess.Popen(
                 command,
@@ -177,7 +182,21 @@ class FlusherKeeper:
             if received is None:
                 return
             message, descriptors = received
+            if message["kind"] == "full":
+                # Deleting takes a while, and this thread must go on to take slots.
+                arguments = (connection, int(message["step"]))
+                threading.Thread(target=self._make_room, args=arguments, daemon=True).start()
             self._note(message, descriptors)
+
+    def _make_room(self, connection: socket.socket, step: int) -> None:
+        """Free what the keep rules allow, and tell the flusher how much that was."""
+        try:
+            freed, words = free_room(self._context.run, writer=f"agent-{self._context.node:04d}")
+        except (OSError, HoldfastError) as error:
+            freed, words = 0, f"nothing could be freed: {error}"
+        with contextlib.suppress(OSError):
+            wire.send(connection, "room", step=step, freed_bytes=freed, detail=words[:WORDS_MAX])
+            print(f"no room for step {step}: {words}", file=sys.stderr, flush=True)
 
     def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]

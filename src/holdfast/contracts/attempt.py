@@ -61,6 +61,7 @@ class Request(Document):
     resources: Resources
     supervision: Supervision
     checkpoint_interval: int | str = "auto"
+    checkpoint_budget_bytes: int | None = None
     command_digest: str
     scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
     created_at: float

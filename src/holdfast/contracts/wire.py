@@ -16,6 +16,8 @@ keeper (the agent, or the Session that started the flusher) ↔ flusher, on an i
     committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
                                                                    flusher → keeper, as they occur;
                         `is_salvaged`: a snapshot, committed because its ranks are gone
+    full {step, bytes, error}  → room {step, freed_bytes, detail}      the step does not fit: one
+                        that knows the keep rules frees what they allow; every keeper answers
     A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
     its memory although a keeper still holds it; such a one need not be given back.
     The keeper closing its end tells the flusher to finish what is sealed and leave.

@@ -1,0 +1,73 @@
+"""A disk that fills under a real run: the agent frees what the rules allow, training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from tests.process.local_runs import LocalRun, wait_until
+from tests.storage import small_storage
+
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.states import AttemptState
+from holdfast.workers.checkpoints import committed_checkpoints
+
+MB = 1 << 20
+DISK_MB = 24
+FLOATS_PER_MB = MB // 4
+LEFT_BYTES = 2 * MB
+NONE = "0 checkpoints that no keep rule keeps were deleted"
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def test_a_full_disk_is_freed_then_told_and_training_goes_on(tmp_path: Path) -> None:
+    with small_storage(tmp_path, f"{DISK_MB}m") as root:
+        run = LocalRun(
+            root,
+            gpus=1,
+            steps=480,
+            sleep_s=0.03,
+            padding=5 * FLOATS_PER_MB,
+            checkpoint={"interval": 10, "keep": {"last": 1}},
+        )
+        attempt = run.submit()
+        try:
+            # No flow prunes here, so the disk fills, and the agent frees it by the keep rules.
+            deleted = wait_until(lambda: run.events(EventKind.CHECKPOINT_DELETED), "a deletion")
+            assert {event.data["by"] for event in deleted} == {"a full disk"}
+            assert deleted[0].data["reason"] == "not among the last 1"
+            assert deleted[0].writer == "agent-0000"
+            # Somebody else takes all that is left: now the rules have nothing more to give.
+            filler = root / "filler"
+            failed = wait_until(lambda: _refusals_once_filled(filler, run), "a save that fails")
+            assert "(the newest, last 1). Lower checkpoint.keep, unpin," in failed[-1]
+            assert len(committed_checkpoints(run.paths)) == 1, "the newest stays"
+            step = max(event.data["step"] for event in run.events(EventKind.SAVE_FAILED))
+            run.wait_for_step(attempt, step + 5)
+            filler.unlink()
+            view = run.wait_for_end()
+            assert (view.state, view.last_step) == (AttemptState.COMPLETED, 480)
+            assert committed_checkpoints(run.paths)[-1].step == 480
+            assert "was not saved: " in attempt.rank_log(0, 1, 0).read_text()
+        finally:
+            run.end_all()
+
+
+def _refusals_once_filled(filler: Path, run: LocalRun) -> list[str]:
+    """Leave `LEFT_BYTES` for journals and logs and none for a checkpoint; what was refused."""
+    with open(filler, "ab") as stream, contextlib.suppress(OSError):
+        stream.write(bytes(max(0, _free_bytes(filler) - LEFT_BYTES)))
+    # A save that was under way at the same time has taken some of it.
+    too_much = LEFT_BYTES - _free_bytes(filler)
+    if too_much > 0:
+        os.truncate(filler, max(0, filler.stat().st_size - too_much))
+    errors = [str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)]
+    return [error for error in errors if "space left on device: step" in error and NONE in error]
+
+
+def _free_bytes(place: Path) -> int:
+    facts = os.statvfs(place)
+    return facts.f_bavail * facts.f_frsize
