@@ -36,7 +36,11 @@ class Saver:
         self._link, self._record, self._recorder = link, record, recorder
         self._ranks = ranks
         self.engine = CheckpointEngine(
-            flusher=link.flusher, run=link.run, identity=link.identity, group=ranks.group
+            flusher=link.flusher,
+            run=link.run,
+            identity=link.identity,
+            group=ranks.group,
+            stage_group=link.group,
         )
         self.in_flight: dict[str, int] = {}
         self._failed: dict[int, str] = {}

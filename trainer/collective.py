@@ -86,7 +86,7 @@ class Tree:
     """Talk that grows with nodes: ranks to the first of their node, those to the first of all.
 
     Every rank of the group calls the same methods in the same order. Made together: each says
-    which `node` it is on, and groups of the nodes and of their first ranks are made.
+    which `node` it is on.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, node: int) -> None:
@@ -94,12 +94,9 @@ class Tree:
         if group is not None:
             self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._nodes = self._gather_nodes(group, node)
+        self._group = group
         self._mates = [rank for rank, other in enumerate(self._nodes) if other == node]
         self._firsts = sorted(self._nodes.index(other) for other in set(self._nodes))
-        self._node_group = self._first_group = group
-        if group is not None and len(self._firsts) > 1:
-            self._node_group = _subgroup(group, self._mates)
-            self._first_group = _subgroup(group, self._firsts) if self.is_first else None
 
     @property
     def is_first(self) -> bool:
@@ -117,19 +114,19 @@ class Tree:
 
     def gather_node(self, value: Any) -> list[Any]:
         """What each rank of the node gave, on its first rank; empty on others."""
-        return _gather(value, self._node_group, len(self._mates), receives=self.is_first)
+        return self._gather(value, self._mates)
 
     def gather_firsts(self, value: Any) -> list[Any]:
         """What each node's first rank gave, on the root; empty on others. First ranks only."""
-        return _gather(value, self._first_group, len(self._firsts), receives=self.is_root)
+        return self._gather(value, self._firsts)
 
     def scatter_firsts(self, values: Sequence[Any]) -> Any:
         """The root's word for this node; `values` has one for each. First ranks only."""
-        return _scatter(values, self._first_group, len(self._firsts), sends=self.is_root)
+        return self._scatter(values, self._firsts)
 
     def scatter_node(self, values: Sequence[Any]) -> Any:
         """The first rank's word for this rank; `values` has one for each of the node."""
-        return _scatter(values, self._node_group, len(self._mates), sends=self.is_first)
+        return self._scatter(values, self._mates)
 
     def agree(self, problem: str | None) -> list[str]:
         """Every rank's problem, on every rank, in the order of nodes; empty when there is none."""
@@ -141,39 +138,31 @@ class Tree:
         agreed: list[str] = self.scatter_node([verdict] * len(self._mates))
         return agreed
 
+    def _gather(self, value: Any, ranks: Sequence[int]) -> list[Any]:
+        """To the first of `ranks`, one after another: no group of their own is needed."""
+        if self._rank == ranks[0]:
+            return [value, *(self._receive(rank) for rank in ranks[1:])]
+        self._send(value, ranks[0])
+        return []
+
+    def _scatter(self, values: Sequence[Any], ranks: Sequence[int]) -> Any:
+        if self._rank != ranks[0]:
+            return self._receive(ranks[0])
+        for rank, value in zip(ranks[1:], values[1:], strict=True):
+            self._send(value, rank)
+        return values[0]
+
+    def _send(self, value: Any, rank: int) -> None:
+        dist.send_object_list([value], group=self._group, group_dst=rank)
+
+    def _receive(self, rank: int) -> Any:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, group=self._group, group_src=rank)
+        return box[0]
+
     def _gather_nodes(self, group: dist.ProcessGroup | None, node: int) -> list[int]:
         if group is None:
             return [node]
-        own = torch.tensor([node], dtype=torch.int64)
-        every = torch.empty(self._size, dtype=torch.int64)
-        dist.all_gather_into_tensor(every, own, group=group)
-        return [int(other) for other in every.tolist()]
-
-
-def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A gloo group of some of `group`'s ranks; only they take part in making it."""
-    if len(ranks) == 1:
-        return None
-    members = [dist.get_global_rank(group, rank) for rank in ranks]
-    made: dist.ProcessGroup = dist.new_group(
-        members, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True
-    )
-    return made
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None, size: int, *, receives: bool) -> list[Any]:
-    if group is None or size == 1:
-        return [value]
-    boxes: list[Any] | None = [None] * size if receives else None
-    dist.gather_object(value, boxes, group=group, group_dst=0)
-    return boxes or []
-
-
-def _scatter(
-    values: Sequence[Any], group: dist.ProcessGroup | None, size: int, *, sends: bool
-) -> Any:
-    if group is None or size == 1:
-        return values[0]
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, list(values) if sends else None, group=group, group_src=0)
-    return box[0]
+        every = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        dist.all_gather(every, torch.tensor([node], dtype=torch.int64), group=group)
+        return [int(other) for other in every]

@@ -57,7 +57,8 @@ class CheckpointEngine:
     """One rank's saves and loads.
 
     `flusher` is the socket name of the node's flusher, called by `prepare`. `group` is a gloo
-    group over all ranks, or None for a single process.
+    group over all ranks, or None for a single process; `stage_group` one over the ranks of this
+    pipeline stage, where `identity` names one.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class CheckpointEngine:
         run: RunPaths,
         identity: Identity,
         group: dist.ProcessGroup | None,
+        stage_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
         self._link = FlusherLink(flusher, identity)
-        self._tree: Tree | None = None
+        self._stage_group = group if identity.stage is None else stage_group
+        self._trees: tuple[Tree, Tree] | None = None
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
@@ -234,11 +237,17 @@ class CheckpointEngine:
 
     def _build(self, state: dict[str, Any], timeout_s: float) -> tuple[Layout, Stage]:
         """Plan with all ranks and get slots for the plan; all succeed or all raise."""
-        if self._tree is None:
-            self._tree = Tree(self._group, self._identity.node)
-        tree, who = self._tree, self._identity
+        who = self._identity
+        if self._trees is None:
+            tree = Tree(self._group, who.node)
+            self._trees = tree, tree if who.stage is None else Tree(self._stage_group, who.node)
+        tree, stage_tree = self._trees
         layout = plan_together(
-            state, identity=who, tree=tree, prepare=lambda: self._settle_old_stage(timeout_s)
+            state,
+            identity=who,
+            tree=tree,
+            stage_tree=stage_tree,
+            prepare=lambda: self._settle_old_stage(timeout_s),
         )
         check_memory(tree, who.node, layout.image_bytes)
         pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in flatten(state).values())
@@ -373,7 +382,12 @@ class CheckpointEngine:
             "reason": reason,
             "command_digest": who.command_digest,
             "versions": _versions(),
-            "topology": {"nodes": who.nodes, "ranks_per_node": who.local_ranks},
+            "topology": {
+                "nodes": who.nodes,
+                "ranks_per_node": who.local_ranks,
+                "pipeline": who.stages,
+                "mesh": dict(who.mesh),
+            },
             "metrics": {key: float(value) for key, value in (metrics or {}).items()},
         }
 

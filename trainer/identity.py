@@ -10,7 +10,8 @@ class Identity:
     """One rank of one incarnation. Numbers count from 0, but for `attempt` and `incarnation`.
 
     Under pipeline parallelism `stage` is the rank's stage of `stages`, and `stage_rank` its place
-    among the stage's ranks; else `stage` is None.
+    among the stage's ranks; else `stage` is None. `mesh` has the names and sizes of the device
+    mesh's dimensions, where the program told them.
     """
 
     run_uid: str
@@ -28,6 +29,7 @@ class Identity:
     stages: int = 1
     stage_rank: int = 0
     stage_size: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
 
     @property
     def folder(self) -> str:

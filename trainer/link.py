@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts import environment as names
 from holdfast.contracts.attempt import RunRecord, read_document
@@ -23,6 +26,7 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.keeper import FlusherKeeper, wait_for_former
+from holdfast.trainer.pipeline import find_place
 from holdfast.trainer.program import program_digest, program_stem
 
 INCARNATIONS_MAX: Final = 100_000
@@ -32,7 +36,8 @@ INCARNATIONS_MAX: Final = 100_000
 class Link:
     """What a rank needs of its node. `keeper` is set where this process started the flusher.
 
-    `board_handle` keeps the board alive in the process that made it.
+    `board_handle` keeps the board alive in the process that made it. `group` is over the ranks
+    that save together, `data_part` of `data_parts` this rank's part of each batch.
     """
 
     run: RunPaths
@@ -42,6 +47,9 @@ class Link:
     has_agent: bool
     keeper: FlusherKeeper | None = None
     board_handle: int | None = None
+    group: dist.ProcessGroup | None = None
+    data_part: int = 0
+    data_parts: int = 1
 
     @property
     def attempt(self) -> AttemptPaths:
@@ -56,8 +64,20 @@ class Link:
             os.close(self.board_handle)
 
 
-def open_link(directory: str | Path | None, ranks: Ranks) -> Link:
+def open_link(directory: str | Path | None, ranks: Ranks, mesh: DeviceMesh | None = None) -> Link:
     """This rank's link; every rank must call it. Raises `PreflightError` when it cannot be."""
+    link = _open(directory, ranks)
+    place = find_place(link.identity, ranks, mesh)
+    return replace(
+        link,
+        identity=place.identity,
+        group=place.group,
+        data_part=place.data_part,
+        data_parts=place.data_parts,
+    )
+
+
+def _open(directory: str | Path | None, ranks: Ranks) -> Link:
     env = os.environ
     wanted = int(env.get("WORLD_SIZE", "1"))
     if wanted > 1 and ranks.group is None:

@@ -57,12 +57,18 @@ class Reply:
 
 
 def plan_together(
-    state: Mapping[str, Any], *, identity: Identity, tree: Tree, prepare: Callable[[], None]
+    state: Mapping[str, Any],
+    *,
+    identity: Identity,
+    tree: Tree,
+    stage_tree: Tree,
+    prepare: Callable[[], None],
 ) -> Layout:
     """This rank's layout; every rank of `tree` calls it with its own part of the state.
 
-    Copies of one box are written once, evenly by bytes. `prepare` is called before anything
-    else. Raises `SaveError` on all ranks.
+    The ranks of `stage_tree` plan together: those of a pipeline stage, else all. Copies of one
+    box are written once, evenly by bytes. `prepare` is called before anything else. Raises
+    `SaveError` on all ranks of `tree`.
     """
     described: list[RankRows] = []
 
@@ -72,8 +78,8 @@ def plan_together(
 
     raise_problems(tree.agree(_problem(describe, identity.rank)))
     own = described[0]
-    reply, problem = _ask(own, tree)
-    raise_problems([problem] if problem else [])
+    reply, problem = _ask(own, stage_tree, identity.rank)
+    raise_problems(tree.agree(problem if stage_tree.is_root else None))
     assert reply is not None
     entries = [own.entries[kind][row] for kind in (0, 1) for row in reply.kept[kind].tolist()]
     layout = plan_layout(identity.file_name, entries, own.signature)
@@ -119,7 +125,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 # --- the conversation -------------------------------------------------------------------------
 
 
-def _ask(own: RankRows, tree: Tree) -> tuple[Reply | None, str | None]:
+def _ask(own: RankRows, tree: Tree, rank: int) -> tuple[Reply | None, str | None]:
     """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
     mates = tree.gather_node((tuple(own.blocks), own.blocks, own.tables))
     if not tree.is_first:
@@ -136,7 +142,7 @@ def _ask(own: RankRows, tree: Tree) -> tuple[Reply | None, str | None]:
     contents = tree.gather_firsts(
         Contents(pack({d: blocks[d] for d in wanted[0]}), {d: tables[d] for d in wanted[1]})
     )
-    answer = tree.scatter_firsts(_decide(indexes, contents) if tree.is_root else [])
+    answer = tree.scatter_firsts(_decide(indexes, contents, rank) if tree.is_root else [])
     replies: Sequence[Any] = tree.scatter_node(answer)
     reply, problem = replies
     return reply, problem
@@ -163,7 +169,7 @@ def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> Global
 
 
 def _decide(
-    indexes: Sequence[NodeIndex], contents: Sequence[Contents]
+    indexes: Sequence[NodeIndex], contents: Sequence[Contents], root: int
 ) -> list[list[tuple[Reply | None, str | None]]]:
     """A reply for each rank of each node; the same problem for all when planning failed."""
     found: list[tuple[GlobalPlan, bytes]] = []
@@ -172,7 +178,7 @@ def _decide(
         made = decide(indexes, contents)
         found.append((made, pickle_metadata(made, distcp_name)))
 
-    problem = _problem(plan, 0)
+    problem = _problem(plan, root)
     if problem:
         return [[(None, problem)] * len(index.ranks) for index in indexes]
     made, metadata = found[0]

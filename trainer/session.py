@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from holdfast.contracts.agreement import consider
@@ -65,6 +66,7 @@ class Session:
         interval: int | str = "auto",
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
@@ -82,6 +84,8 @@ class Session:
             directory: the run's folder when there is no agent; else `$HOLDFAST_ROOT/<script>`,
                 else `./runs/<script>`.
             best: a logged metric whose best value is kept, as ("eval_loss", "min").
+            mesh: of all ranks; each stage of its dimension "pp" saves into a folder of its own,
+                and along "pp", "tp", "cp" and "sp" ranks get the same samples.
 
         Raises `PreflightError` when the process group or the flusher is missing,
         `CheckpointError` when the checkpoint does not fit the program.
@@ -92,7 +96,7 @@ class Session:
         self.seed, self._best_of = seed, best
         self._failures = FailureRecord()
         self._ranks = Ranks()
-        self._link: Link = open_link(directory, self._ranks)
+        self._link: Link = open_link(directory, self._ranks, mesh)
         identity = self._link.identity
         self._record = self._link.board.record(identity.local_rank)
         self._record.register(identity.rank, NOWHERE)
@@ -107,7 +111,6 @@ class Session:
             rank=identity.rank,
             world_size=identity.world_size,
         )
-        self._settler: Settler | None = None
         self._total: int | None = None
         self._completed = 0
         self.best: dict[str, Any] = {}
@@ -116,8 +119,8 @@ class Session:
         self._recorder = self._make_recorder()
         self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
         self._resume(chosen)
-        if not self._link.has_agent and identity.local_rank == 0:
-            self._settler = Settler(self._link, self._note)
+        settles = not self._link.has_agent and identity.local_rank == 0
+        self._settler = Settler(self._link, self._note) if settles else None
         atexit.register(self._at_exit)
 
     # --- where training stands ------------------------------------------------------------
@@ -209,10 +212,11 @@ class Session:
     # --- data -----------------------------------------------------------------------------
 
     def batch(self, dataset_size: int, global_batch: int) -> Batch:
-        """This rank's sample ids of the step under way, shape (global_batch / ranks,), int64.
+        """This rank's sample ids of the step under way, shape (global_batch / parts,), int64.
 
-        A function of (seed, step, global batch, recorded skip windows): together the ranks see
-        the same samples at every rank count. Raises `SpecError` on a split that is not even.
+        There are as many parts as ranks, fewer where a mesh says that ranks work on the same. A
+        function of (seed, step, global batch, recorded skip windows): together the ranks see the
+        same samples at every rank count. Raises `SpecError` on a split that is not even.
         """
         return self._position.batch(dataset_size, global_batch)
 
@@ -301,8 +305,8 @@ class Session:
         self.best, self.resumed_from = found.best, found.checkpoint
         self._completed = found.step
         self._position = Position(
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=self._link.data_part,
+            world_size=self._link.data_parts,
             seed=self.seed,
             skips=found.skips,
             former=found.data,

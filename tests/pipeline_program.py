@@ -1,0 +1,138 @@
+"""Two pipeline stages of sharded ranks, saved together; what every rank must agree on is checked.
+
+    python -m tests.pipeline_program RANK WORLD_SIZE FOLDER FLUSHER
+
+The first rank of each stage writes its stage's whole state to `FOLDER/stage<i>.pt`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.checkpoint_program import OPTIONS, make_identity, train
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from holdfast.contracts.errors import PreflightError, SaveError
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.collective import Ranks, Tree
+from holdfast.trainer.engine import CheckpointEngine
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.layout import Layout
+from holdfast.trainer.pipeline import Place, find_place
+from holdfast.trainer.planning import plan_together
+
+FACTS: dict[str, Any] = {"reason": "interval", "parent": None}
+
+
+def main() -> None:
+    rank, world_size, folder, flusher = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4]
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
+    ranks, identity = Ranks(), make_identity(rank, world_size)
+    place = check_place(identity, ranks, mesh)
+    engine = CheckpointEngine(
+        flusher=flusher,
+        run=RunPaths(folder / "r"),
+        identity=place.identity,
+        group=ranks.group,
+        stage_group=place.group,
+    )
+    state = make_state(mesh, rank, place.identity.stage or 0)
+    engine.prepare(state)
+    assert engine.save(state, {"epoch": 1}, step=2, **FACTS)
+    dump(state, folder, place.identity)
+    assert [(r.step, r.committed) for r in engine.wait(60)] == [(2, True)]
+    check_refusal(engine, state, rank)
+    check_nodes(state, place, ranks)
+    engine.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh) -> Place:
+    """What the mesh says of this rank; stages share samples, data-parallel ranks do not."""
+    place = find_place(identity, ranks, mesh)
+    stage_size = identity.world_size // 2
+    assert place.identity.stage == identity.rank // stage_size
+    assert (place.identity.stages, place.identity.stage_size) == (2, stage_size)
+    assert place.identity.stage_rank == identity.rank % stage_size
+    assert (place.data_part, place.data_parts) == (identity.rank % stage_size, stage_size)
+    plain = find_place(identity, ranks, None)
+    assert (plain.identity, plain.data_part) == (identity, identity.rank)
+    with pytest.raises(PreflightError, match="expected the mesh of all ranks"):
+        find_place(identity, ranks, mesh["dp"])
+    return place
+
+
+def make_state(mesh: DeviceMesh, rank: int, stage: int) -> dict[str, Any]:
+    """This rank's stage, a layer with a name of its own, and what the stages have in common."""
+    torch.manual_seed(stage)
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({str(stage): torch.nn.Linear(13, 7)})
+    model.forward = model.layers[str(stage)].forward
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, stage)
+    return {
+        "model": get_model_state_dict(model, options=OPTIONS),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=OPTIONS),
+        "scheduler": {"last": torch.tensor([3, 5])},
+        "rng": {f"rank{rank:05d}": torch.full((9,), rank, dtype=torch.uint8)},
+    }
+
+
+def dump(state: dict[str, Any], folder: Path, identity: Identity) -> None:
+    whole = {
+        part: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entries.items()}
+        for part, entries in state.items()
+    }
+    if identity.stage_rank == 0:
+        torch.save(whole, folder / f"stage{identity.stage}.pt")
+
+
+def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) -> None:
+    """What one rank of one stage cannot save, no rank of any stage waits for."""
+    worse = {**state, "model": {**state["model"], "x": object() if rank == 3 else torch.zeros(1)}}
+    with pytest.raises(SaveError, match=r"because of rank 3: model\.x: a object"):
+        engine.prepare(worse)
+    if rank < 2:
+        half = torch.nn.Parameter(torch.zeros(2 + rank))
+        worse = {**state, "model": {**state["model"], "x": half}}
+    else:
+        worse = state
+    with pytest.raises(SaveError, match=r"because of rank 0: model\.x: one rank has float32"):
+        engine.prepare(worse)
+
+
+def check_nodes(state: dict[str, Any], place: Place, ranks: Ranks) -> None:
+    """The plan is the same however the ranks are spread over nodes."""
+    plans: list[Layout] = []
+    rank = ranks.rank
+    for node in (0, rank // 2, rank % 2, rank):
+        tree, stage_tree = Tree(ranks.group, node), Tree(place.group, node)
+        assert tree.agree(f"rank {rank}" if rank else None) != []
+        assert tree.agree(None) == []
+        plans.append(
+            plan_together(
+                state,
+                identity=place.identity,
+                tree=tree,
+                stage_tree=stage_tree,
+                prepare=lambda: None,
+            )
+        )
+    first, *others = [(plan.files, plan.tensors, plan.numbers, plan.fixed) for plan in plans]
+    assert all(other == first for other in others)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Pipeline stages save together: a folder for each, one manifest over all, stock DCP reads each."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.flusher_keeper import Keeper
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.trainer.metadata import parse_metadata
+
+PROGRAM = (sys.executable, "-m", "tests.pipeline_program")
+RANKS_S = 240.0
+WORLD_SIZE = 4
+
+
+def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_path: Path) -> None:
+    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    ranks = [start_rank(rank, tmp_path, keeper) for rank in range(WORLD_SIZE)]
+    try:
+        errors = [rank.communicate(timeout=RANKS_S)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "\n".join(errors)[-6000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        keeper.close()
+    directory = tmp_path / "r" / "checkpoints" / "step-00000002.a0001.i01"
+    manifest = read_manifest(directory)
+    assert manifest is not None
+    assert find_damage(directory, manifest) == []
+    assert {entry.path for entry in manifest.files} == {
+        *(f"pp{stage}/.metadata" for stage in (0, 1)),
+        *(f"pp{stage}/__{rank}_0.distcp" for stage in (0, 1) for rank in (0, 1)),
+        "train_state.json",
+    }
+    assert manifest.topology["pipeline"] == 2
+    assert manifest.topology["mesh"] == {"pp": 2, "dp": 2}
+    for stage in (0, 1):
+        expected = torch.load(tmp_path / f"stage{stage}.pt")
+        check_stage(directory / f"pp{stage}", expected)
+        metadata = parse_metadata((directory / f"pp{stage}" / ".metadata").read_bytes(), "stage")
+        assert {key for key in metadata.state_dict_metadata if key.startswith("rng.")} == {
+            f"rng.rank{2 * stage + rank:05d}" for rank in (0, 1)
+        }
+
+
+def start_rank(rank: int, folder: Path, keeper: Keeper) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*PROGRAM, str(rank), str(WORLD_SIZE), str(folder), keeper.name],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def check_stage(directory: Path, expected: dict[str, Any]) -> None:
+    """Stock DCP loads a stage's folder, bit for bit."""
+    state = {
+        part: {k: torch.zeros_like(v) if torch.is_tensor(v) else 0 for k, v in entries.items()}
+        for part, entries in expected.items()
+    }
+    load_with_dcp(state, checkpoint_id=directory, no_dist=True)
+    for part, entries in expected.items():
+        assert entries
+        for key, value in entries.items():
+            found = state[part][key]
+            if isinstance(value, torch.Tensor):
+                assert isinstance(found, torch.Tensor)
+                assert torch.equal(found, value), key
+            else:
+                assert found == value, key
