@@ -113,6 +113,10 @@ class Views:
 
 def _walk(module: nn.Module, prefix: str, found: Named) -> None:
     """Add what `module` and its submodules hold, as `state_dict` would name it."""
+    if isinstance(module, FullyShardedDataParallel):
+        # Its tensors are flat, and its hooks would gather them.
+        found.is_plain = False
+        return
     # FSDP2 swaps its sharded parameters back in by such a hook.
     for hook in module._state_dict_pre_hooks.values():
         hook(module, prefix, False)
@@ -164,8 +168,7 @@ def _is_standard(kind: type[nn.Module]) -> bool:
     known = _standard.get(kind)
     if known is None:
         known = _standard[kind] = (
-            not issubclass(kind, FullyShardedDataParallel)
-            and not hasattr(kind, "_fqn_modifiers")
+            not hasattr(kind, "_fqn_modifiers")
             and all(getattr(kind, name) is getattr(nn.Module, name) for name in _SAVING)
             and all(
                 any(getattr(kind, name) is getattr(standard, name) for standard in _STANDARD)

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.runs import T0, RunFolder
 
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -187,28 +185,3 @@ def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Inde
     assert not thread.is_alive()
     assert load_history(paths).state is RunState.CANCELLED
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
-
-
-def test_the_keep_rules_are_applied_but_not_to_what_is_read(tmp_path: Path, index: Index) -> None:
-    fields = {"checkpoint": {"keep": {"ttl": "1h"}}, "supervision": {"poll_s": 0.1}}
-    run = RunFolder(tmp_path, "kelp", "k" * 32, fields)
-    run.submit(1, 1, T0)
-    run.claim(1, T0)
-    # Within the hour is the second; long before it the first, which is read, and the newest.
-    first, second, third = (
-        run.commit(step, 1, at=at) for step, at in ((10, T0), (20, time.time()), (30, T0))
-    )
-    with reading(run.paths.checkpoint(first)):
-        run.finish(1, AttemptState.COMPLETED, None, 30, T0 + 90)
-        assert supervise_once(run.paths, index) == [first, second, third]
-    assert supervise_once(run.paths, index) == [second, third]
-    told = [e for e in load_events(run.paths) if e.kind is EventKind.CHECKPOINT_DELETED]
-    assert [(e.writer, e.data["by"], e.data["reason"]) for e in told] == [
-        ("flow", "keep rules", "older than 1h")
-    ]
-
-
-def supervise_once(paths: RunPaths, index: Index) -> list[str]:
-    """Supervise a run that has ended; the checkpoints it has then."""
-    Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
-    return [directory.name for directory in paths.list_checkpoints()]

@@ -1,0 +1,283 @@
+"""A killed training goes on bit for bit; the tests carry the numbers C1 to C18.
+
+The numbers are those of the usual mistakes of resuming: C1 to C7 are what a checkpoint must be,
+C12 to C18 what a resume must not lose. One run is never interrupted, its twin is killed within a
+step, all that is not in the run's folder is lost, and the identical command goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.process import exact_program
+from tests.process.exact_program import GLOBAL_BATCH, OVERFLOW_STEP, SAMPLES, SWA_START
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+
+from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.contracts.keep_rules import kept_by_rules
+from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.spec import Keep
+from holdfast.trainer.keeper import is_listening
+from holdfast.trainer.link import socket_name
+from holdfast.trainer.reader import load_state
+
+PROGRAM = Path(exact_program.__file__)
+RANKS = 2
+STEPS = 24
+INTERVAL = 5
+WAIT_S = 150.0
+POLL_S = 0.05
+KILL_SEED = 20
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """A run that came to its end, and what its launches said."""
+
+    run: RunPaths
+    outputs: tuple[str, ...]
+
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        text = (self.run.directory / "records" / f"rank{rank}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def steps(self, rank: int) -> list[dict[str, Any]]:
+        """The lines of all steps, those done twice as they were done last."""
+        last = {line["step"]: line for line in self.lines(rank) if "step" in line}
+        return [last[step] for step in sorted(last)]
+
+    def end(self, rank: int) -> dict[str, Any]:
+        (line,) = [line for line in self.lines(rank) if "end" in line]
+        return line
+
+    def column(self, name: str, rank: int = 0) -> list[Any]:
+        return [line[name] for line in self.steps(rank)]
+
+    def resumes(self) -> list[dict[str, Any]]:
+        events, _ = read_journal(self.run.attempt(0).rank_journal)
+        return [event.data for event in events if event.kind is EventKind.RESUMED]
+
+    def newest(self) -> Path:
+        return self.run.list_checkpoints()[-1]
+
+
+def launch(directory: Path, kill_at: int = 0) -> str:
+    """One launch of the identical command; returns what it said."""
+    settings = json.dumps({"steps": STEPS, "directory": str(directory)})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+    env |= {"HOLDFAST_CHECKPOINT_INTERVAL": str(INTERVAL), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(PROGRAM), settings],
+        env=env | {"EXACT_KILL_AT": str(kill_at)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert (done.returncode == 0) == (kill_at == 0), done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def wait_for_flusher(run: RunPaths, incarnation: int) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while is_listening(socket_name(run, incarnation, 0)):
+        assert time.monotonic() < give_up
+        time.sleep(POLL_S)
+
+
+def train(directory: Path, kills: list[int]) -> Ran:
+    """Train to the end, killed within each of the steps `kills`."""
+    outputs = [launch(directory, step) for step in kills]
+    return Ran(RunPaths(directory), (*outputs, launch(directory)))
+
+
+def name_of(checkpoint: Path) -> CheckpointName:
+    name = CheckpointName.parse(checkpoint.name)
+    assert name is not None
+    return name
+
+
+def tear(checkpoint: Path, run: RunPaths) -> Path:
+    """A newer checkpoint that a kill tore: half a file, and no manifest."""
+    name = name_of(checkpoint)
+    torn = run.checkpoint(str(dataclasses.replace(name, step=name.step + 2)))
+    shutil.copytree(checkpoint, torn)
+    (torn / "manifest.json").unlink()
+    os.truncate(torn / "__0_0.distcp", (torn / "__0_0.distcp").stat().st_size // 2)
+    return torn
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return train(tmp_path_factory.mktemp("whole") / "run", [])
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Killed at a step drawn by lot; then another machine has the run's folder and no more."""
+    folder = tmp_path_factory.mktemp("killed")
+    run = RunPaths(folder / "run")
+    kill_at = random.Random(KILL_SEED).randrange(2 * INTERVAL, STEPS)
+    first = launch(run.directory, kill_at)
+    wait_for_flusher(run, 1)
+    tear(run.list_checkpoints()[-1], run)
+    shutil.move(run.directory, folder / "durable")
+    shutil.copytree(folder / "durable", run.directory)
+    shutil.rmtree(folder / "durable")
+    return Ran(run, (first, launch(run.directory)))
+
+
+def assert_alike(resumed: Ran, whole: Ran) -> None:
+    for rank in range(RANKS):
+        assert resumed.steps(rank) == whole.steps(rank)
+        assert resumed.end(rank) == whole.end(rank)
+
+
+def test_c1_the_full_state_comes_back_to_the_bit(whole: Ran, killed: Ran) -> None:
+    assert_alike(killed, whole)
+    assert set(killed.end(0)) > {"model", "moments", "torch", "python", "numpy", "best", "counter"}
+    restored = killed.resumes()[-1]["restored"]
+    extras = ["ema", "swa", "scaler", "counter", "generator"]
+    assert restored == [
+        *("model", "optimizer", "scheduler.0", "scheduler.1"),
+        *(f"extra.{name}" for name in extras),
+        "rng",
+    ]
+
+
+def test_c2_a_half_written_checkpoint_is_never_believed(killed: Ran) -> None:
+    step = killed.resumes()[-1]["step"]
+    (torn,) = [p for p in killed.run.list_checkpoints() if read_manifest(p) is None]
+    assert name_of(torn).step > step
+    assert f"passed over {torn.name}: never committed" in killed.outputs[-1]
+    for path in killed.run.list_checkpoints():
+        manifest = read_manifest(path)
+        assert manifest is None or find_damage(path, manifest) == []
+
+
+def test_c3_the_identical_command_resumes_without_being_told(killed: Ran) -> None:
+    first, second = killed.resumes()
+    assert (first["checkpoint"], first["step"]) == (None, 0)
+    assert second["step"] >= 2 * INTERVAL
+    assert first["argv"] == second["argv"]
+    assert first["command_digest"] == second["command_digest"]
+    assert not any("resume" in word for word in first["argv"])
+
+
+def test_c4_the_runs_folder_is_all_that_a_resume_needs(killed: Ran) -> None:
+    # The fixture let nothing else survive.
+    name = killed.resumes()[-1]["checkpoint"].partition(":")[2]
+    assert (killed.run.directory / "checkpoints" / name / "manifest.json").exists()
+    assert killed.end(0)["end"] == STEPS
+
+
+def test_c5_no_rank_gathers_the_state_of_all(whole: Ran) -> None:
+    sizes = [path.stat().st_size for path in whole.newest().glob("*.distcp")]
+    assert len(sizes) == RANKS
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
+def test_c6_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
+    saved = torch.load(whole.run.directory.parent / "whole.pt")
+    model, ema = (
+        {key: torch.full_like(value, 7) for key, value in saved[part].items()}
+        for part in ("model", "ema")
+    )
+    state = {"model": model, "extra": {f"ema.{key}": value for key, value in ema.items()}}
+    load_state(whole.newest(), state, group=None, strict=False)
+    for part, loaded in (("model", model), ("ema", ema)):
+        assert all(torch.equal(loaded[key], saved[part][key]) for key in saved[part])
+
+
+def test_c7_stock_dcp_reads_what_was_written(whole: Ran, tmp_path: Path) -> None:
+    saved = torch.load(whole.run.directory.parent / "whole.pt")["model"]
+    model = exact_program.Net()
+    wanted = {"model": model.state_dict()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        load_with_dcp(wanted, checkpoint_id=whole.newest())
+    set_model_state_dict(model, wanted["model"])
+    assert all(torch.equal(value, saved[key]) for key, value in model.state_dict().items())
+    dcp_to_torch_save(whole.newest(), tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=True)["model"]
+    assert set(one) == set(saved)
+    assert all(torch.equal(one[key], saved[key]) for key in saved)
+
+
+def test_c12_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
+    done = [line["step"] for line in killed.lines(0) if "step" in line]
+    resumed = killed.resumes()[-1]["step"]
+    again = done.index(resumed + 1, done.index(resumed) + 1)
+    assert done[again:] == list(range(resumed + 1, STEPS + 1))
+    assert killed.column("epoch") == whole.column("epoch")
+    # It was killed within an epoch, not at its end.
+    assert killed.column("epoch")[resumed] == killed.column("epoch")[resumed - 1] >= 1
+
+
+def test_c13_data_is_neither_repeated_nor_shuffled_anew(whole: Ran, killed: Ran) -> None:
+    for rank in range(RANKS):
+        assert killed.column("ids", rank) == whole.column("ids", rank)
+    pairs = zip(killed.column("ids", 0), killed.column("ids", 1), strict=True)
+    order = [sample for ids in pairs for share in ids for sample in share]
+    assert len(order) == STEPS * GLOBAL_BATCH
+    epochs = [order[at : at + SAMPLES] for at in range(0, len(order) - SAMPLES, SAMPLES)]
+    assert len(epochs) == 2
+    assert all(sorted(epoch) == list(range(SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+
+
+def test_c14_the_learning_rate_goes_on(whole: Ran, killed: Ran) -> None:
+    rates = killed.column("lr")
+    assert rates == whole.column("lr")
+    assert rates[: SWA_START + 1] == sorted(rates[: SWA_START + 1], reverse=True)
+    assert len(set(rates)) > SWA_START
+
+
+def test_c15_the_gradient_scaler_goes_on(whole: Ran, killed: Ran) -> None:
+    scales = killed.column("scale")
+    assert scales == whole.column("scale")
+    assert scales[OVERFLOW_STEP] == scales[OVERFLOW_STEP - 1] / 2
+    assert max(scales) > scales[0]
+    assert killed.end(0)["scaler"] == whole.end(0)["scaler"]
+
+
+def test_c16_averaged_weights_come_back(whole: Ran, killed: Ran) -> None:
+    for name in ("ema", "swa"):
+        assert killed.end(1)[name] == whole.end(1)[name]
+        assert killed.end(1)[name] != killed.end(1)["model"]
+
+
+def test_c17_keeping_the_best_never_costs_the_newest(whole: Ran, killed: Ran) -> None:
+    assert killed.end(0)["best"] == whole.end(0)["best"]
+    manifests = [read_manifest(path) for path in whole.run.list_checkpoints()]
+    branch = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
+    keep = Keep.model_validate({"last": 1, "best": {"metric": "loss", "mode": "min", "n": 1}})
+    kept = set(kept_by_rules(branch, keep, now=time.time()))
+    best = min(branch, key=lambda manifest: manifest.metrics["loss"])
+    assert kept == {branch[-1].name, best.name}
+
+
+@pytest.mark.storm
+@pytest.mark.parametrize("resumes", [2, 5])
+def test_resumes_in_a_row_change_nothing(resumes: int, whole: Ran, tmp_path: Path) -> None:
+    lot = random.Random(resumes)
+    kills = sorted(lot.sample(range(2, STEPS), resumes))
+    ran = train(tmp_path / "run", kills)
+    assert_alike(ran, whole)
+    assert len(ran.resumes()) == resumes + 1

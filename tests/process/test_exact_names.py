@@ -1,0 +1,36 @@
+"""C18: a checkpoint holds canonical names, whatever the model was wrapped in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.flusher_keeper import Keeper
+
+PROGRAM = Path(__file__).with_name("forms_program.py")
+RANKS = 2
+WAIT_S = 250.0
+
+
+def test_c18_each_form_of_a_model_loads_each_other(tmp_path: Path) -> None:
+    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, PROGRAM, str(rank), str(RANKS), tmp_path, keeper.name],
+                env=env,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        errors = [process.communicate(timeout=WAIT_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+        keeper.close()
+    assert [process.returncode for process in ranks] == [0] * RANKS, "\n".join(errors)
