@@ -10,6 +10,7 @@ HoldfastError
 ├── CheckpointError (RuntimeError)
 │   ├── DamagedCheckpointError           bytes on disk differ from the manifest
 │   ├── KeyMismatchError                 the keys saved and the keys wanted differ
+│   ├── MirrorError                      the mirror refused, or did not answer in time
 │   └── SaveError                        a save did not become durable
 ├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
@@ -88,6 +89,14 @@ class KeyMismatchError(CheckpointError):
         self.missing = tuple(missing)
         self.extra = tuple(extra)
         self.reshaped = tuple(reshaped)
+
+
+class MirrorError(CheckpointError):
+    """The mirror refused, or did not answer in time; `is_passing` says that it may yet do so."""
+
+    def __init__(self, message: str, *, is_passing: bool = False) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
 
 
 class SaveError(CheckpointError):

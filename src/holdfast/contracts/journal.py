@@ -51,6 +51,9 @@ class EventKind(StrEnum):
     STAGED = "staged"  # checkpoint, step, bytes, blocked_s, reason
     COMMITTED = "committed"  # checkpoint, step, bytes, flush_s
     SAVE_FAILED = "save_failed"  # checkpoint, step, error
+    MIRRORED = "mirrored"  # checkpoint, step, url, bytes, seconds
+    MIRROR_FAILED = "mirror_failed"  # checkpoint, step, url, error
+    FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
     NODE_LOST = "node_lost"  # node, host
     NOTE = "note"  # text
 

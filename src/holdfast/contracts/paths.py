@@ -13,6 +13,8 @@ LATEST = "latest"
 PARTS = "parts"
 READING = ".reading-"
 REMOVING = ".removing"
+MIRRORED = "mirrored.json"
+FETCHING = "fetching.json"
 
 _CHECKPOINT = re.compile(r"step-([0-9]{8,})\.a([0-9]{4,})\.i([0-9]{2,})")
 _ATTEMPT = re.compile(r"[0-9]{4,}")
@@ -147,6 +149,10 @@ class AttemptPaths:
     def heartbeat(self, node: int) -> Path:
         return self.heartbeats / f"node-{node:04d}.json"
 
+    def mirror_journal(self, node: int) -> Path:
+        """What became of the copies that a node's flusher sent to the mirror."""
+        return self.journal / f"mirror-{node:04d}.jsonl"
+
     def incarnation(self, number: int) -> Path:
         """A folder whose exclusive creation takes an incarnation number."""
         return self.directory / "incarnations" / f"{number:02d}"
@@ -206,6 +212,11 @@ class RunPaths:
     @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
+
+    @property
+    def fetched(self) -> Path:
+        """Copies from the mirror of checkpoints whose own directory here is damaged."""
+        return self.directory / "fetched"
 
     @property
     def tombstones(self) -> Path:

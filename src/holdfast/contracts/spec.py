@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.mirrors import problem_with_mirror
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.states import Cause
 
@@ -139,6 +140,16 @@ class Checkpointing(SpecPart):
     budget: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
         default=None, description="most bytes that the run's checkpoints may take (`500GB`)"
     )
+    mirror: str | None = Field(
+        default=None,
+        description="where every checkpoint is copied to: an fsspec URL such as s3://bucket/prefix "
+        "or file:///shared/directory; credentials come by environment, never from here",
+    )
+    local: str | None = Field(
+        default=None,
+        description="a directory on the node's own disk that files are written to first; the "
+        "mirror then holds what counts",
+    )
     staging: Literal["memory"] = Field(
         default="memory", description="where a step is staged before it is written"
     )
@@ -166,6 +177,24 @@ class Checkpointing(SpecPart):
     def budget_bytes(self) -> int | None:
         """The budget in bytes."""
         return _size_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+
+    @field_validator("mirror")
+    @classmethod
+    def _mirror_is_a_location(cls, value: str | None) -> str | None:
+        if value is not None and (problem := problem_with_mirror(value)):
+            raise ValueError(problem)
+        return value
+
+    @model_validator(mode="after")
+    def _local_needs_a_mirror(self) -> Checkpointing:
+        if self.local is not None and not self.local.startswith("/"):
+            raise ValueError(f"local {self.local!r}: expected an absolute path on the nodes")
+        if self.local is not None and self.mirror is None:
+            raise ValueError(
+                "local without mirror: what lies on one node's disk alone is lost with the node; "
+                "give checkpoint.mirror as well"
+            )
+        return self
 
     @property
     def interval_steps(self) -> int | None:
