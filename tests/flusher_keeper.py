@@ -72,10 +72,12 @@ class Keeper:
         """Tell the flusher something."""
         wire.send(self._socket, kind, descriptors=descriptors, **data)
 
-    def drain(self, timeout_s: float = WAIT_S, lost: Sequence[int] = ()) -> dict[str, Any]:
+    def drain(
+        self, timeout_s: float = WAIT_S, lost: Sequence[int] = (), *, mirror: bool = False
+    ) -> dict[str, Any]:
         """Ask the flusher to finish without the `lost` nodes, and wait for its answer."""
         self.heard = [message for message in self.heard if message["kind"] != "drained"]
-        self.send("drain", timeout_s=timeout_s, lost=list(lost))
+        self.send("drain", timeout_s=timeout_s, lost=list(lost), mirror=mirror)
         wait_until(lambda: self.of_kind("drained"), "the answer to drain", timeout_s + 5)
         return self.of_kind("drained")[-1]
 

@@ -1,6 +1,6 @@
 """The flusher: one small process per node that makes staged steps durable.
 
-    python -m holdfast.trainer.flusher --socket NAME --node I --nodes N [--keeper-fd FD]
+    python -m holdfast.trainer.flusher --socket NAME --node I --nodes N [--keeper-fd FD] [--run DIR]
 
 It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
 when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.allocator import Allocator
@@ -45,6 +46,7 @@ from holdfast.trainer.flush_room import Need, Room
 from holdfast.trainer.held_slot import HeldSlot
 from holdfast.trainer.rank_link import RankLink, open_process
 from holdfast.trainer.salvage import Salvage, agree, find_salvage
+from holdfast.trainer.mirror_worker import MirrorWorker
 
 TICK_S: Final = 0.1
 KEEPER_SEND_TIMEOUT_S: Final = 5.0
@@ -53,7 +55,10 @@ IDLE_S: Final = 60.0
 LINGER_S: Final = 5.0
 # torchrun gives the ranks of a failed program 30 s before it kills them.
 SNAPSHOT_LINGER_S: Final = 60.0
+# With keeper and ranks gone, the longest that copies to the mirror are waited for.
+MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
+UNMIRRORED_MAX: Final = 20
 IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -71,9 +76,14 @@ class Flusher:
     """Holds the slots of one node's ranks and sees each complete step through."""
 
     def __init__(
-        self, listener: socket.socket, keeper: socket.socket | None, budget: int | None = None
+        self,
+        listener: socket.socket,
+        keeper: socket.socket | None,
+        budget: int | None = None,
+        mirror: MirrorWorker | None = None,
     ) -> None:
         """`budget` is the most bytes that the run's checkpoints may take."""
+        self._mirror = mirror
         self._keeper = keeper
         self._room = Room(budget, self._ask_for_room)
         self._has_had_keeper = keeper is not None
@@ -90,6 +100,7 @@ class Flusher:
         self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
         self._drain_by: float | None = None
         self._lost_nodes: frozenset[int] = frozenset()
+        self._drains_mirror = False
         self._alone_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -223,6 +234,7 @@ class Flusher:
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
+            self._drains_mirror = bool(message.get("mirror"))
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
         """Take back a slot that a flusher before this one held."""
@@ -338,9 +350,13 @@ class Flusher:
         """Answer a keeper that waits once nothing complete is left to write, or time is up."""
         if self._drain_by is None or self._finished:
             return
-        idle = not self._busy and not self._plan().ready and not self._snapshots()
+        unmirrored = self._mirror.unfinished if self._mirror and self._drains_mirror else []
+        is_written = not self._busy and not self._plan().ready and not self._snapshots()
+        idle = is_written and not unmirrored
         if not idle and time.monotonic() < self._drain_by:
             return
+        if unmirrored:
+            _say(f"not in the mirror when time was up: {', '.join(unmirrored)}")
         self._drain_by = None
         self._tell_keeper(
             "drained",
@@ -350,6 +366,7 @@ class Flusher:
                 for r in self._results
                 if not r.committed
             ],
+            unmirrored=unmirrored[:UNMIRRORED_MAX],
         )
         self._results.clear()
 
@@ -384,7 +401,9 @@ class Flusher:
                 self._alone_since = now
             return now - self._alone_since > IDLE_S
         linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
-        return not self._links or now - self._alone_since > linger_s
+        is_left = not self._links or now - self._alone_since > linger_s
+        is_mirrored = self._mirror is None or self._mirror.is_idle
+        return is_left and (is_mirrored or now - self._alone_since > MIRROR_LINGER_S)
 
     # --- the writer's thread --------------------------------------------------------------
 
@@ -411,6 +430,8 @@ class Flusher:
                     commit_step(images, resumed=resumed, others=others, room=self._room),
                     "",
                 )
+                if self._mirror is not None:
+                    _send_to_mirror(self._mirror, images)
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
         except Exception as problem:
@@ -455,6 +476,15 @@ class Flusher:
         return reason
 
 
+def _send_to_mirror(mirror: MirrorWorker, images: list[Image]) -> None:
+    """Have a step that was committed just now copied: this node's files of it."""
+    table = images[0].table
+    run = RunPaths(Path(table["run_directory"]))
+    own = [file["path"] for image in images for file in image.table["files"]]
+    mirror.add(run, run.checkpoint(table["checkpoint"]), own)
+    mirror.recover(run, run)
+
+
 def _leave_word(table: dict[str, Any], reason: str) -> None:
     """Tell other nodes, where there are some, that this step will not be complete here."""
     if table["nodes"] > 1:
@@ -476,11 +506,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
     parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
     parser.add_argument("--budget", type=int, help="most bytes that all checkpoints may take")
+    parser.add_argument("--run", type=Path, help="the run, for copies left by an earlier flusher")
     given = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.setsid()
     keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
-    Flusher(wire.listen(given.socket), keeper, given.budget).run()
+    listener = wire.listen(given.socket)
+    Flusher(listener, keeper, given.budget, _start_mirror(given.node, given.run)).run()
+
+
+def _start_mirror(node: int, run: Path | None) -> MirrorWorker | None:
+    """The mirror's thread, where the environment names a mirror."""
+    tiers = Tiers.from_environment(os.environ)
+    if not tiers.mirror:
+        return None
+    mirror = MirrorWorker(tiers, node=node)
+    mirror.start()
+    if run is not None:
+        mirror.recover(RunPaths(run), RunPaths(run))
+    return mirror
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ from typing import Final
 from holdfast.contracts import wire
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, RunConflictError
+from holdfast.contracts.mirrors import Tiers
 
 RESTARTS_MAX: Final = 3
 START_TIMEOUT_S: Final = 30.0
 END_TIMEOUT_S: Final = 60.0
+MIRROR_TIMEOUT_S: Final = 1800.0
 FORMER_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.02
 
@@ -31,9 +33,12 @@ POLL_S: Final = 0.02
 class FlusherKeeper:
     """Starts a flusher, restarts it `RESTARTS_MAX` times if it dies, and sends it home."""
 
-    def __init__(self, name: str, *, node: int, nodes: int, log: Path) -> None:
+    def __init__(self, name: str, *, node: int, nodes: int, log: Path, run: Path) -> None:
         """Raises `PreflightError` when the flusher does not answer within `START_TIMEOUT_S`."""
-        self._name, self._node, self._nodes, self._log = name, node, nodes, log
+        self._name, self._node, self._nodes = name, node, nodes
+        self._log, self._run = log, run
+        has_mirror = bool(Tiers.from_environment(os.environ).mirror)
+        self._end_timeout_s = MIRROR_TIMEOUT_S if has_mirror else END_TIMEOUT_S
         self._kept: dict[tuple[int, int, int], int] = {}
         self._is_closing = False
         make_directory(log.parent)
@@ -43,7 +48,10 @@ class FlusherKeeper:
         self._thread.start()
 
     def close(self, *, wait: bool) -> None:
-        """Hang up; with `wait`, wait for the flusher to finish, for `END_TIMEOUT_S` at most."""
+        """Hang up; with `wait`, wait for the flusher to finish, its copies to a mirror included.
+
+        For `END_TIMEOUT_S` at most, and with a mirror for `MIRROR_TIMEOUT_S`.
+        """
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -51,7 +59,7 @@ class FlusherKeeper:
         self._socket.close()
         if wait:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
+                self._process.wait(self._end_timeout_s)
         for descriptor in self._kept.values():
             os.close(descriptor)
         self._kept.clear()
@@ -60,6 +68,7 @@ class FlusherKeeper:
         mine, theirs = wire.pair()
         command = [sys.executable, "-m", "holdfast.trainer.flusher", "--socket", self._name]
         command += ["--node", str(self._node), "--nodes", str(self._nodes)]
+        command += ["--run", str(self._run)]
         with theirs, open(self._log, "ab") as log:
             # Output goes to a file: the flusher outlives the ranks, and whoever reads torchrun's
             # output would wait for it. A session of its own keeps torchrun's signals away.

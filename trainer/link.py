@@ -154,7 +154,9 @@ def _own_link(directory: str | Path | None, env: Mapping[str, str], ranks: Ranks
         if incarnation > 1:
             wait_for_former(socket_name(run, incarnation - 1, identity.node), run.directory)
         log = run.attempt(0).flusher_log(identity.node)
-        keeper = FlusherKeeper(flusher, node=identity.node, nodes=identity.nodes, log=log)
+        keeper = FlusherKeeper(
+            flusher, node=identity.node, nodes=identity.nodes, log=log, run=run.directory
+        )
         board, handle = Board.create(identity.local_ranks)
         made.append((board, handle, keeper))
         return identity.node, f"/proc/{os.getpid()}/fd/{handle}", flusher

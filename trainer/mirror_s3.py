@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -62,8 +62,6 @@ class S3Store:
         self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="mirror")
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
-        # What a killed upload of this file left is of no use to this one.
-        self.abort_uploads(key)
         parts = checked_parts(path, entry)
         first = next(parts)
         if len(first) == entry.bytes:
@@ -139,14 +137,23 @@ class S3Store:
                 )
 
     def abort_uploads(self, prefix: str) -> int:
+        return self._abort_all(prefix, lambda _: True)
+
+    # --- requests -------------------------------------------------------------------------
+
+    def _abort_all(self, prefix: str, is_wanted: Callable[[str], bool]) -> int:
+        """Abort the uploads under `prefix` whose key is wanted; returns how many."""
         count = 0
         markers: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Prefix=self._root + prefix, **markers)
             for upload in page.get("Uploads", ()):
+                key = upload["Key"][len(self._root) :]
+                if not is_wanted(key):
+                    continue
                 # Another process may complete or abort it at this moment.
                 with contextlib.suppress(S3Error):
-                    self._abort(upload["Key"][len(self._root) :], upload["UploadId"])
+                    self._abort(key, upload["UploadId"])
                     count += 1
             if not page.get("IsTruncated"):
                 return count
@@ -154,8 +161,6 @@ class S3Store:
                 "KeyMarker": page["NextKeyMarker"],
                 "UploadIdMarker": page["NextUploadIdMarker"],
             }
-
-    # --- requests -------------------------------------------------------------------------
 
     def _put(self, key: str, content: bytes, **conditions: str) -> None:
         self._call(
@@ -168,6 +173,8 @@ class S3Store:
 
     def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
         """Send parts as they are read, a few at once; nothing is there unless all were right."""
+        # What a killed upload of this file left is of no use to this one.
+        self._abort_all(key, lambda found: found == key)
         upload = self._call("create_multipart_upload", Key=self._root + key)["UploadId"]
         done: list[dict[str, Any]] = []
         under_way: deque[Future[dict[str, Any]]] = deque()

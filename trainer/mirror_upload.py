@@ -68,6 +68,7 @@ def send_files(store: Store, upload: Upload, *, tries: Tries) -> int:
     Raises `MirrorError` when the mirror refuses or stays silent, `DamagedCheckpointError` when a
     file here is no longer what was committed, `OSError` when it cannot be read.
     """
+    _refuse_deleted(store, upload, tries)
     there = tries.do(store.sizes, checkpoint_folder(upload.name))
     sent = 0
     for entry in upload.entries:
@@ -95,8 +96,7 @@ def commit(store: Store, upload: Upload, *, tries: Tries) -> None:
     Raises `MirrorError` when the mirror has another checkpoint of that name, or had this one and
     deleted it.
     """
-    if tries.do(store.read, tombstone_key(upload.name)) is not None:
-        raise MirrorError(f"{upload.name} was deleted from the mirror; it is not sent again")
+    _refuse_deleted(store, upload, tries)
     key = checkpoint_key(upload.name)
     if tries.do(store.put_new, key, upload.content):
         return
@@ -106,6 +106,11 @@ def commit(store: Store, upload: Upload, *, tries: Tries) -> None:
             f"{upload.name}: the mirror has another checkpoint of that name; two runs must not "
             "share a name, an identity and a mirror. Nothing was replaced"
         )
+
+
+def _refuse_deleted(store: Store, upload: Upload, tries: Tries) -> None:
+    if tries.do(store.read, tombstone_key(upload.name)) is not None:
+        raise MirrorError(f"{upload.name} was deleted from the mirror; it is not sent again")
 
 
 class Tries:

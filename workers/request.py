@@ -67,6 +67,8 @@ def build_request(
         supervision=spec.supervision,
         checkpoint_interval=spec.checkpoint.interval,
         checkpoint_budget_bytes=spec.checkpoint.budget_bytes,
+        checkpoint_mirror=spec.checkpoint.mirror or "",
+        checkpoint_local=spec.checkpoint.local or "",
         command_digest=command_digest(spec.command, working_directory),
         scheduler=parameters,
         created_at=created_at,

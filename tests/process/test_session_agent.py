@@ -83,7 +83,9 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
     run = RunPaths(tmp_path / "elsewhere" / "gpt")
     attempt = run.attempt(3)
     name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
-    keeper = FlusherKeeper(name, node=0, nodes=1, log=attempt.flusher_log(0))
+    keeper = FlusherKeeper(
+        name, node=0, nodes=1, log=attempt.flusher_log(0), run=attempt.directory.parent.parent
+    )
     board, handle = Board.create(2)
     env = {
         "HOLDFAST_BOARD": f"/proc/{os.getpid()}/fd/{handle}",

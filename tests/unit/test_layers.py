@@ -27,6 +27,8 @@ PARTS = {
 }
 LIBRARIES = {
     "torch": {"trainer"},
+    "fsspec": {"trainer"},
+    "s3fs": {"trainer"},
     "prefect": {"flows", "cli"},
     "sqlalchemy": {"lineage", "migrations"},
     "alembic": {"lineage", "migrations"},
@@ -34,7 +36,7 @@ LIBRARIES = {
 }
 CLOSED = {
     "contracts": {"holdfast", "pydantic", "xxhash"},
-    "trainer": {"holdfast", "pydantic", "torch", "numpy", "psutil"},
+    "trainer": {"holdfast", "pydantic", "torch", "numpy", "psutil", "fsspec", "s3fs"},
 }
 
 

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from holdfast.contracts import wire
+from holdfast.contracts import environment, wire
+from holdfast.contracts.attempt import Request
 from holdfast.contracts.errors import HoldfastError
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.deletion import free_room
@@ -28,6 +29,8 @@ REPLY_MARGIN_S: Final = 5.0
 LEAVE_WAIT_S: Final = 10.0
 POLL_S: Final = 0.05
 WORDS_MAX: Final = 2000
+# How a program is told of its object store; the flusher must find the same one.
+STORE_PREFIXES: Final = ("AWS_", environment.S3_ENDPOINT)
 MODULE: Final = "holdfast.trainer.flusher"
 
 
@@ -78,15 +81,16 @@ class FlusherKeeper:
         if not self.is_running and not self._closing and self._starts < STARTS_MAX:
             self._start()
 
-    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         """Wait until everything sealed and complete is committed; False when time ran out.
 
-        `lost` are the nodes that are gone: nothing more will come of them.
+        `lost` are the nodes that are gone: nothing more will come of them. With `mirror`, also
+        until every commit of this node is copied there, if there is one.
         """
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up and self._starts < STARTS_MAX:
             left_s = give_up - time.monotonic()
-            if self._ask_drain(left_s, lost):
+            if self._ask_drain(left_s, lost, mirror):
                 return True
             self.tend()
             time.sleep(POLL_S)
@@ -118,6 +122,7 @@ class FlusherKeeper:
         logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", MODULE, "--socket", self.socket_name]
         command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
+        command += ["--run", str(self._context.run.directory)]
         command += ["--keeper-fd", str(theirs.fileno())]
         if self._context.request.checkpoint_budget_bytes is not None:
             command += ["--budget", str(self._context.request.checkpoint_budget_bytes)]
@@ -129,6 +134,7 @@ class FlusherKeeper:
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
+                env=build_environment(self._context.request, os.environ),
             )
         self._connection = ours
         self._give_back(ours)
@@ -148,7 +154,7 @@ class FlusherKeeper:
                         incarnation=incarnation,
                     )
 
-    def _ask_drain(self, timeout_s: float, lost: Collection[int]) -> bool:
+    def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
         """One question; False when the flusher ended before it answered, or was late."""
         connection, process = self._connection, self._process
         if connection is None or process is None:
@@ -160,13 +166,14 @@ class FlusherKeeper:
                 "drain",
                 timeout_s=max(timeout_s - REPLY_MARGIN_S, timeout_s / 2),
                 lost=sorted(lost),
+                mirror=mirror,
             )
         except OSError:
             return False
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
             if self._drained is not None:
-                return True
+                return not self._drained.get("unmirrored")
             if process.poll() is not None:
                 return False
             time.sleep(POLL_S)
@@ -219,3 +226,9 @@ class FlusherKeeper:
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._connection = None
+
+
+def build_environment(request: Request, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The flusher's environment: this one, with the spec's words on where copies go: pure."""
+    stores = {k: v for k, v in request.environment.items() if k.startswith(STORE_PREFIXES)}
+    return {**inherited, **stores, **request.tiers.to_environment()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ CRASH_DRAIN_S: Final = 300.0
 # The files of a node that is lost will not come; only what is complete without it is waited for.
 LOST_DRAIN_S: Final = 30.0
 RESTART_PAUSE_S: Final = 1.0
+MIRROR_SLICE_S: Final = 2.0
 INCARNATIONS_MAX: Final = 1000
 
 
@@ -97,15 +99,16 @@ class Lead:
             ended = self._run_incarnation(number)
             self.last = ended
             if ended.ending != "crashed" or self.wish is not None:
-                return
+                break
             decision = self._decide(ended, restarts)
             self.verdict = decision.reason
             self._note(f"{decision.action} in place: {decision.reason}")
             if decision.action != "restart":
-                return
+                break
             self._look_for_stops(self._signals.wait(RESTART_PAUSE_S))
             if self.wish is not None:
-                return
+                break
+        self._await_mirror()
 
     def finish(self) -> None:
         """Let the other nodes' agents go."""
@@ -187,9 +190,11 @@ class Lead:
             with self._losing(node):
                 node.kill()
         drain_s = self._drain_s()
+        # What lies on the nodes' own disks counts once it is mirrored, so a restart awaits that.
+        has_local = bool(self.context.request.checkpoint_local)
         for node in self.nodes:
             with self._losing(node):
-                if not node.drain(drain_s, self._lost_numbers()):
+                if not node.drain(drain_s, self._lost_numbers(), mirror=has_local):
                     self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
         failures, kills = [], 0
         for node in self.nodes:
@@ -325,6 +330,38 @@ class Lead:
         if self.wish is not None and self.wish.deadline is not None:
             return max(1.0, min(self.wish.deadline - time.time(), longest_s))
         return min(CRASH_DRAIN_S, longest_s) if self.wish is None else longest_s
+
+    def _await_mirror(self) -> None:
+        """Keep the nodes until what was committed is in the mirror, or the time is up.
+
+        In slices, so that a signal with a deadline is heard meanwhile. How the attempt ended is
+        known by then, and such a signal changes nothing of it.
+        """
+        if not self.context.request.checkpoint_mirror:
+            return
+        until = time.time() + self.context.request.supervision.flush_timeout_s
+        if self.wish is not None and self.wish.deadline is not None:
+            until = min(until, self.wish.deadline - RESERVE_S)
+        waiting = list(self.nodes)
+        while waiting and time.time() < until:
+            for node in list(waiting):
+                slice_s = max(0.1, min(MIRROR_SLICE_S, until - time.time()))
+                with self._losing(node):
+                    if node.drain(slice_s, mirror=True):
+                        waiting.remove(node)
+            waiting = [node for node in waiting if node.name not in self.lost]
+            until = min(until, self._deadline_heard() - RESERVE_S)
+        if waiting:
+            names = ", ".join(node.name for node in waiting)
+            self._note(f"not everything of {names} was in the mirror when time was up")
+
+    def _deadline_heard(self) -> float:
+        """The earliest deadline, Unix seconds, of what asked for a stop since the last look."""
+        now = time.time()
+        wishes = [self._stops.from_signal(name, now)[0] for name in self._signals.wait(0.0)]
+        wishes += [self._stops.from_file(now), self._stops.from_limit(now)]
+        deadlines = [w.deadline for w in wishes if w is not None and w.deadline is not None]
+        return min(deadlines, default=math.inf)
 
     # --- helpers ----------------------------------------------------------------------------
 

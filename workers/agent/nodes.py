@@ -52,9 +52,13 @@ class RemoteNode:
     def kill(self) -> None:
         self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
 
-    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         answer = self._peer.call(
-            "drain", timeout_s=timeout_s + CALL_TIMEOUT_S, drain_s=timeout_s, lost=sorted(lost)
+            "drain",
+            timeout_s=timeout_s + CALL_TIMEOUT_S,
+            drain_s=timeout_s,
+            lost=sorted(lost),
+            mirror=mirror,
         )
         return bool(answer["done"])
 
@@ -125,7 +129,8 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
         runtime.kill()
         return {}
     if kind == "drain":
-        return {"done": runtime.drain(question["drain_s"], question["lost"])}
+        done = runtime.drain(question["drain_s"], question["lost"], mirror=question["mirror"])
+        return {"done": done}
     if kind == "wreck":
         return runtime.wreck().to_json()
     return answer_for_board(runtime.board, question) or {}
@@ -151,7 +156,7 @@ def _leave_without_lead(
                 detail=str(error),
             )
     runtime.kill()
-    runtime.drain(ORPHAN_DRAIN_S, lost=(0,))
+    runtime.drain(ORPHAN_DRAIN_S, lost=(0,), mirror=True)
     if not context.attempt.outcome.exists():
         job = Submission(
             job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()

@@ -88,10 +88,11 @@ class Node(NodePort, Protocol):
         """End torchrun and everything below it, by force."""
         ...
 
-    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         """Let the flusher commit what is sealed; False when it was not done in time.
 
-        `lost` are the nodes whose files will not come any more.
+        `lost` are the nodes whose files will not come any more. With `mirror`, what was
+        committed is copied too.
         """
         ...
 
@@ -159,9 +160,9 @@ class NodeRuntime(BoardPort):
             flusher = self.keeper.pid
             kill_all_below(os.getpid(), frozenset({flusher} if flusher else ()))
 
-    def drain(self, timeout_s: float, lost: Collection[int] = ()) -> bool:
+    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         told_before = len(self.keeper.told.failed)
-        is_done = self.keeper.drain(timeout_s, lost)
+        is_done = self.keeper.drain(timeout_s, lost, mirror=mirror)
         if lost:
             # The ranks are dead by now, so nobody else says what the lost node took with it.
             self._journal_failures(self.keeper.told.failed[told_before:])

@@ -190,9 +190,14 @@ def build_environment(
         environment.FLUSHER: handles.flusher,
         environment.CONFIG: json.dumps(request.config),
         environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
+        **request.tiers.to_environment(),
     }
     threads = str(request.resources.cpus_per_gpu or 1)
-    kept = {k: v for k, v in inherited.items() if not k.startswith(("TORCHELASTIC_", "HOLDFAST_"))}
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
+    }
     return {"OMP_NUM_THREADS": threads, **kept, **request.environment, **own}
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.contracts.durable import create_bytes, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.spec import Launch, Resources, Supervision
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -62,6 +63,8 @@ class Request(Document):
     supervision: Supervision
     checkpoint_interval: int | str = "auto"
     checkpoint_budget_bytes: int | None = None
+    checkpoint_mirror: str = ""
+    checkpoint_local: str = ""
     command_digest: str
     scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
     created_at: float
@@ -71,6 +74,11 @@ class Request(Document):
     def world_size(self) -> int:
         """Ranks of the attempt."""
         return self.nodes * self.gpus_per_node
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where its checkpoints lie besides the run's folder."""
+        return Tiers(mirror=self.checkpoint_mirror, local=self.checkpoint_local)
 
 
 class Submission(Document):

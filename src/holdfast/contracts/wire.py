@@ -12,7 +12,9 @@ rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
 keeper (the agent, or the Session that started the flusher) ↔ flusher, on an inherited socket
     keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
     kept   {rank, slot, incarnation} with a descriptor             keeper → a flusher started anew
-    drain  {timeout_s, lost: [nodes]}  → drained {committed: [steps], failed: [{step, error}]}
+    drain  {timeout_s, lost: [nodes], mirror}
+           → drained {committed: [steps], failed: [{step, error}], unmirrored: [checkpoints]}
+           with `mirror`, what was committed is waited for in the mirror too
     committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
                                                                    flusher → keeper, as they occur;
                         `is_salvaged`: a snapshot, committed because its ranks are gone

@@ -1,0 +1,76 @@
+"""Committed checkpoints on disk, and uploaders in processes of their own, for tests of mirrors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+from holdfast.contracts.digests import FileChecksum
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.paths import CheckpointName
+
+UID = "a" * 32
+WAIT_S = 120.0
+# The smallest parts that S3 takes, so that a small file has several.
+PART_BYTES = 5 * 1024 * 1024
+SIZES = {"small": 1000, "empty": 0, "pp0/large": PART_BYTES + 17}
+
+
+def make_checkpoint(run: Path, step: int, sizes: Mapping[str, int] | None = None) -> Path:
+    """A committed checkpoint with random bytes; returns its directory."""
+    name = CheckpointName(step, 1, 1)
+    directory = run / "checkpoints" / str(name)
+    entries = []
+    for path, size in (SIZES if sizes is None else sizes).items():
+        content, checksum = os.urandom(size), FileChecksum(size)
+        checksum.update(content)
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
+        entries.append(FileEntry.of(path, size, checksum))
+    manifest = Manifest(
+        run_uid=UID,
+        run=run.name,
+        name=str(name),
+        step=step,
+        attempt=1,
+        incarnation=1,
+        world_size=1,
+        files=tuple(entries),
+        committed_at=time.time(),
+    )
+    (directory / "manifest.json").write_text(manifest.model_dump_json())
+    return directory
+
+
+def fork_server() -> ForkServerContext:
+    """Processes that have imported the libraries already, and no thread of pytest's."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["s3fs", "holdfast.trainer.mirror"])
+    return context
+
+
+def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
+    """What a child does: upload one checkpoint, with no second tries."""
+    from holdfast.trainer import mirror_store
+    from holdfast.trainer.mirror_upload import Tries, commit, read_upload, send_files
+
+    os.environ.update(variables)
+    mirror_store.PART_BYTES = PART_BYTES  # type: ignore[misc]
+    store, tries = mirror_store.open_store(location), Tries(pauses_s=())
+    upload = read_upload(directory, None)
+    assert upload is not None
+    send_files(store, upload, tries=tries)
+    commit(store, upload, tries=tries)
+
+
+def start(
+    context: ForkServerContext, target: Callable[..., None], *given: object
+) -> ForkServerProcess:
+    """A child at work; to be joined within `WAIT_S`."""
+    process = context.Process(target=target, args=given, daemon=True)
+    process.start()
+    return process

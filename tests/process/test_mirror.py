@@ -1,0 +1,222 @@
+"""Copies in mirrors: a directory, a real S3-compatible store, and what kills do to an upload."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
+from tests.object_store import BUCKET, ObjectStore, Proxy, Strike, object_store
+
+from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.mirrors import checkpoint_key
+from holdfast.contracts.paths import CheckpointName
+from holdfast.trainer import mirror, mirror_store
+from holdfast.trainer.mirror_fetch import fetch, newest_remote, read_remote
+from holdfast.trainer.mirror_store import Store, open_store
+from holdfast.trainer.mirror_upload import Tries, commit, missing_files, read_upload, send_files
+
+QUICK = Tries(pauses_s=[0.05] * 5)
+ONCE = Tries(pauses_s=())
+# What an upload of `SIZES` asks the store for, in order; the killing test goes through them.
+REQUESTS = 14
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_store, "PART_BYTES", PART_BYTES)
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    with object_store(tmp_path_factory.mktemp("store")) as store:
+        yield store
+
+
+@pytest.fixture
+def proxy(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(s3.port)
+    for name, value in s3.environment(made.port).items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["file", "s3", "local"])
+def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+    # fsspec's own name for the local file system stands for all that is neither of the others.
+    return f"{request.param}://{tmp_path}/mirror/r.{UID[:8]}"
+
+
+def send(store: Store, directory: Path, tries: Tries = ONCE) -> int:
+    upload = read_upload(directory, None)
+    assert upload is not None
+    sent = send_files(store, upload, tries=tries)
+    assert missing_files(store, upload, tries=tries) == []
+    commit(store, upload, tries=tries)
+    return sent
+
+
+def name_of(step: int) -> CheckpointName:
+    return CheckpointName(step, 1, 1)
+
+
+def test_a_checkpoint_goes_to_the_mirror_and_comes_back(location: str, tmp_path: Path) -> None:
+    store = open_store(location)
+    directories = [make_checkpoint(tmp_path / "r", step) for step in (5, 6)]
+    for directory in directories:
+        assert send(store, directory) == sum(SIZES.values())
+        assert send(store, directory) == 0, "what is there is not sent again"
+    remote, skipped = newest_remote(store, UID, newer_than=name_of(5), without=(), tries=ONCE)
+    assert remote is not None
+    assert (remote.name, skipped) == (name_of(6), [])
+    into = tmp_path / "back" / str(name_of(6))
+    assert fetch(store, remote, into, url=location, tries=ONCE) == sum(SIZES.values())
+    manifest = read_manifest(into)
+    assert manifest == read_manifest(directories[1])
+    assert manifest is not None
+    assert find_damage(into, manifest) == []
+    assert mirror.main([location, "verify", str(name_of(6))]) == 0
+    # Deleted: the manifest stays as a tombstone, and the checkpoint is not sent again.
+    assert mirror.main([location, "delete", str(name_of(6))]) == 0
+    assert read_remote(store, name_of(6), UID, tries=ONCE) is None
+    assert store.sizes(f"checkpoints/{name_of(6)}") == {}
+    assert store.read(f"tombstones/{name_of(6)}.json") == (into / "manifest.json").read_bytes()
+    with pytest.raises(MirrorError, match="was deleted from the mirror"):
+        send(store, directories[1])
+    found, _ = newest_remote(store, UID, newer_than=None, without=(), tries=ONCE)
+    assert found is not None
+    assert found.name == name_of(5)
+
+
+def test_only_what_was_committed_here_is_sent(location: str, tmp_path: Path) -> None:
+    store = open_store(location)
+    directory = make_checkpoint(tmp_path / "r", 5)
+    content = bytearray((directory / "pp0/large").read_bytes())
+    content[70_000] ^= 1
+    (directory / "pp0/large").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="pp0/large"):
+        send(store, directory)
+    assert checkpoint_key(str(name_of(5)), "pp0/large") not in store.sizes("checkpoints")
+    assert store.read(checkpoint_key(str(name_of(5)))) is None
+
+
+def test_only_what_was_committed_is_believed_of_the_mirror(location: str, tmp_path: Path) -> None:
+    store = open_store(location)
+    send(store, make_checkpoint(tmp_path / "r", 5))
+    store.put(checkpoint_key(str(name_of(5)), "small"), os.urandom(SIZES["small"]))
+    assert mirror.main([location, "verify", str(name_of(5))]) == 1
+    remote = read_remote(store, name_of(5), UID, tries=ONCE)
+    assert remote is not None
+    into = tmp_path / "back" / str(name_of(5))
+    with pytest.raises(DamagedCheckpointError, match="small"):
+        fetch(store, remote, into, url=location, tries=ONCE)
+    assert not (into / "manifest.json").exists()
+    with pytest.raises(DamagedCheckpointError, match="another run"):
+        read_remote(store, name_of(5), "b" * 32, tries=ONCE)
+    store.put(checkpoint_key(str(name_of(9))), b"{}")
+    store.put(checkpoint_key(str(name_of(8)), "small"), b"half of it")
+    found, skipped = newest_remote(store, UID, newer_than=None, without=(), tries=ONCE)
+    assert found is not None
+    assert found.name == name_of(5)
+    assert ["never committed" in line for line in skipped] == [False, True]
+    # Another run's checkpoint of that name is never replaced.
+    upload = read_upload(make_checkpoint(tmp_path / "other" / "r", 5), None)
+    assert upload is not None
+    with pytest.raises(MirrorError, match="another checkpoint of that name"):
+        commit(store, upload, tries=ONCE)
+
+
+def kill(children: list[BaseProcess]) -> None:
+    assert children[0].pid is not None
+    os.kill(children[0].pid, signal.SIGKILL)
+
+
+def strike_uploads(
+    cases: list[tuple[int, bool]], s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> list[str]:
+    """For each (request, before): kill an uploader there, look, and finish in another process.
+
+    Returns the verbs of the requests that were struck; "none" where the upload had fewer.
+    """
+    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+    store, context = open_store(location), fork_server()
+    send(store, make_checkpoint(tmp_path / "r", 1))
+    verbs = []
+    for step, (at, before) in enumerate(cases, start=2):
+        directory = make_checkpoint(tmp_path / "r", step)
+        children: list[BaseProcess] = []
+        strike = Strike(at, before, partial(kill, children))
+        proxy.arm(strike)
+        children.append(start(context, push, s3.environment(proxy.port), location, directory))
+        children[0].join(WAIT_S)
+        is_struck = strike.has_struck.is_set()
+        assert children[0].exitcode == (-signal.SIGKILL if is_struck else 0)
+        verbs.append(proxy.requests[at].split(" ")[0] if is_struck else "none")
+        proxy.arm(None)
+        # The mirror's newest is the one before or this one, whole either way.
+        found, _ = newest_remote(store, UID, newer_than=None, without=(), tries=QUICK)
+        assert found is not None
+        assert found.name.step in {step - 1, step}, (at, before)
+        assert mirror.verify(store, str(found.name))["ok"], (at, before)
+        send(store, directory, QUICK)
+        assert mirror.verify(store, str(name_of(step)))["ok"], (at, before)
+        assert store.abort_uploads("checkpoints/") == 0, f"{(at, before)} left an upload behind"
+    return verbs
+
+
+def test_an_uploader_killed_at_any_request_leaves_what_can_be_believed(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    verbs = strike_uploads([(at, True) for at in range(REQUESTS + 1)], s3, proxy, tmp_path)
+    assert verbs[-1] == "none"
+    assert {*verbs} == {"GET", "HEAD", "POST", "PUT", "none"}
+    assert verbs.count("none") == 1
+
+
+@pytest.mark.storm
+def test_an_uploader_killed_after_any_answer_leaves_what_can_be_believed(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    verbs = strike_uploads([(at, False) for at in range(REQUESTS)], s3, proxy, tmp_path)
+    assert "none" not in verbs
+
+
+def test_requests_whose_answers_are_lost_are_made_again(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+    store = open_store(location)
+    at, before, step = 0, False, 1
+    while True:
+        strike = Strike(at, before, lambda: None)
+        proxy.arm(strike)
+        send(store, make_checkpoint(tmp_path / "r", step), QUICK)
+        proxy.arm(None)
+        assert mirror.verify(store, str(name_of(step)))["ok"]
+        step += 1
+        if not strike.has_struck.is_set():
+            break
+        at, before = (at, True) if not before else (at + 1, False)
+    assert at > 10
+    assert store.abort_uploads("checkpoints/") == 0
+
+
+def test_a_refusal_is_told_at_once_and_without_the_secret(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
+    assert mirror.main([f"s3://{BUCKET}/elsewhere/r", "list"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert "SignatureDoesNotMatch" in answer["error"] or "signature" in answer["error"]
+    assert "not-the-secret" not in answer["error"]
+    assert len(proxy.requests) == 1, "what is refused is not asked for again"
