@@ -28,7 +28,6 @@ from typing import Any, Final
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.allocator import Allocator
@@ -44,9 +43,9 @@ from holdfast.trainer.flush_plan import (
 )
 from holdfast.trainer.flush_room import Need, Room
 from holdfast.trainer.held_slot import HeldSlot
+from holdfast.trainer.mirror_worker import MirrorWorker, start_mirror
 from holdfast.trainer.rank_link import RankLink, open_process
 from holdfast.trainer.salvage import Salvage, agree, find_salvage
-from holdfast.trainer.mirror_worker import MirrorWorker
 
 TICK_S: Final = 0.1
 KEEPER_SEND_TIMEOUT_S: Final = 5.0
@@ -58,7 +57,6 @@ SNAPSHOT_LINGER_S: Final = 60.0
 # With keeper and ranks gone, the longest that copies to the mirror are waited for.
 MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
-UNMIRRORED_MAX: Final = 20
 IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -79,8 +77,8 @@ class Flusher:
         self,
         listener: socket.socket,
         keeper: socket.socket | None,
-        budget: int | None = None,
-        mirror: MirrorWorker | None = None,
+        budget: int | None,
+        mirror: MirrorWorker,
     ) -> None:
         """`budget` is the most bytes that the run's checkpoints may take."""
         self._mirror = mirror
@@ -350,13 +348,10 @@ class Flusher:
         """Answer a keeper that waits once nothing complete is left to write, or time is up."""
         if self._drain_by is None or self._finished:
             return
-        unmirrored = self._mirror.unfinished if self._mirror and self._drains_mirror else []
-        is_written = not self._busy and not self._plan().ready and not self._snapshots()
-        idle = is_written and not unmirrored
-        if not idle and time.monotonic() < self._drain_by:
+        unmirrored = self._mirror.unfinished if self._drains_mirror else []
+        idle = not self._busy and not self._plan().ready and not self._snapshots()
+        if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
             return
-        if unmirrored:
-            _say(f"not in the mirror when time was up: {', '.join(unmirrored)}")
         self._drain_by = None
         self._tell_keeper(
             "drained",
@@ -366,7 +361,7 @@ class Flusher:
                 for r in self._results
                 if not r.committed
             ],
-            unmirrored=unmirrored[:UNMIRRORED_MAX],
+            unmirrored=unmirrored,
         )
         self._results.clear()
 
@@ -401,9 +396,11 @@ class Flusher:
                 self._alone_since = now
             return now - self._alone_since > IDLE_S
         linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
-        is_left = not self._links or now - self._alone_since > linger_s
-        is_mirrored = self._mirror is None or self._mirror.is_idle
-        return is_left and (is_mirrored or now - self._alone_since > MIRROR_LINGER_S)
+        if self._mirror.unfinished:
+            linger_s = MIRROR_LINGER_S
+        elif not self._links:
+            return True
+        return now - self._alone_since > linger_s
 
     # --- the writer's thread --------------------------------------------------------------
 
@@ -430,8 +427,7 @@ class Flusher:
                     commit_step(images, resumed=resumed, others=others, room=self._room),
                     "",
                 )
-                if self._mirror is not None:
-                    _send_to_mirror(self._mirror, images)
+                self._mirror.take([image.table for image in images])
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
         except Exception as problem:
@@ -476,15 +472,6 @@ class Flusher:
         return reason
 
 
-def _send_to_mirror(mirror: MirrorWorker, images: list[Image]) -> None:
-    """Have a step that was committed just now copied: this node's files of it."""
-    table = images[0].table
-    run = RunPaths(Path(table["run_directory"]))
-    own = [file["path"] for image in images for file in image.table["files"]]
-    mirror.add(run, run.checkpoint(table["checkpoint"]), own)
-    mirror.recover(run, run)
-
-
 def _leave_word(table: dict[str, Any], reason: str) -> None:
     """Tell other nodes, where there are some, that this step will not be complete here."""
     if table["nodes"] > 1:
@@ -512,19 +499,7 @@ def main(argv: list[str] | None = None) -> None:
         os.setsid()
     keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
     listener = wire.listen(given.socket)
-    Flusher(listener, keeper, given.budget, _start_mirror(given.node, given.run)).run()
-
-
-def _start_mirror(node: int, run: Path | None) -> MirrorWorker | None:
-    """The mirror's thread, where the environment names a mirror."""
-    tiers = Tiers.from_environment(os.environ)
-    if not tiers.mirror:
-        return None
-    mirror = MirrorWorker(tiers, node=node)
-    mirror.start()
-    if run is not None:
-        mirror.recover(RunPaths(run), RunPaths(run))
-    return mirror
+    Flusher(listener, keeper, given.budget, start_mirror(given.node, given.run)).run()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -45,6 +45,7 @@ ROUNDS_MAX: Final = 10
 ROUND_PAUSE_S: Final = 60.0
 LOCK_POLL_S: Final = 0.2
 ERROR_CHARACTERS_MAX: Final = 2000
+NAMED_MAX: Final = 20
 
 
 @dataclass
@@ -63,6 +64,15 @@ class Task:
     made: float = field(default_factory=time.monotonic)
 
 
+def start_mirror(node: int, run: Path | None) -> MirrorWorker:
+    """A worker, at work where the environment names a mirror; `run` may have copies to finish."""
+    worker = MirrorWorker(Tiers.from_environment(os.environ), node=node)
+    worker.start()
+    if run is not None:
+        worker.recover(RunPaths(run), RunPaths(run))
+    return worker
+
+
 class MirrorWorker:
     """One node's copying. `add` and the properties may be used from any thread."""
 
@@ -78,11 +88,20 @@ class MirrorWorker:
         self._thread = threading.Thread(target=self._serve, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin; the thread ends with the process."""
-        self._thread.start()
+        """Begin, if there is a mirror; the thread ends with the process."""
+        if self._tiers.mirror:
+            self._thread.start()
+
+    def take(self, tables: Sequence[Mapping[str, Any]]) -> None:
+        """Copy a step that was committed just now; `tables` are those of this node's slots."""
+        run = RunPaths(Path(tables[0]["run_directory"]))
+        own = [file["path"] for table in tables for file in table["files"]]
+        self.add(run, run.checkpoint(tables[0]["checkpoint"]), own)
 
     def add(self, run: RunPaths, directory: Path, own: Collection[str] | None) -> None:
         """Copy the checkpoint in `directory`, committed just now, as soon as its turn comes."""
+        if not self._tiers.mirror:
+            return
         with self._changed:
             self._new.append(Task(run, directory, None if own is None else frozenset(own)))
             passed = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
@@ -94,7 +113,7 @@ class MirrorWorker:
     def recover(self, run: RunPaths, checkpoints: RunPaths) -> None:
         """Take up what earlier flushers of the run left: on node 0, or on each node its own."""
         is_ours = self._node == 0 or bool(self._tiers.local)
-        if not is_ours or checkpoints.directory in self._recovered:
+        if not self._tiers.mirror or not is_ours or checkpoints.directory in self._recovered:
             return
         self._recovered.add(checkpoints.directory)
         left = [
@@ -108,15 +127,11 @@ class MirrorWorker:
 
     @property
     def unfinished(self) -> list[str]:
-        """Names of the checkpoints that are not in the mirror yet, in no order."""
+        """Names of checkpoints, some of many, that are not in the mirror yet."""
         with self._changed:
             tasks = [*self._new, *self._old, *self._waiting]
             tasks += [self._current] if self._current else []
-        return [task.directory.name for task in tasks]
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.unfinished
+        return [task.directory.name for task in tasks[:NAMED_MAX]]
 
     # --- the thread -----------------------------------------------------------------------
 
