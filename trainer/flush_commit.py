@@ -108,6 +108,13 @@ def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> 
             write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
 
 
+def leave_word(table: dict[str, Any], reason: str) -> None:
+    """Tell other nodes, where there are some, that the step of `table` ends incomplete here."""
+    if table["nodes"] > 1:
+        directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
+        leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
+
+
 def committer_of(nodes: int, lost: Collection[int]) -> int | None:
     """The node that writes the manifest: the lowest that is left, None when none is."""
     return min(set(range(nodes)) - set(lost), default=None)

@@ -28,10 +28,9 @@ from typing import Any, Final
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
-from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer.allocator import Allocator
-from holdfast.trainer.flush_commit import Others, leave_failure
+from holdfast.trainer.flush_commit import Others, leave_word
 from holdfast.trainer.flush_files import Committed, Image, commit_step
 from holdfast.trainer.flush_plan import (
     Departures,
@@ -418,7 +417,7 @@ class Flusher:
         try:
             images = [Image(held.slot.table, held.slot.data) for held in slots]
             if given_up is not None:
-                _leave_word(images[0].table, given_up)
+                leave_word(images[0].table, given_up)
                 committed, error = None, given_up
             else:
                 resumed = any(held.resumed for held in slots)
@@ -470,13 +469,6 @@ class Flusher:
             return None
 
         return reason
-
-
-def _leave_word(table: dict[str, Any], reason: str) -> None:
-    """Tell other nodes, where there are some, that this step will not be complete here."""
-    if table["nodes"] > 1:
-        directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
-        leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
 
 
 def _say(text: str) -> None:
