@@ -1,14 +1,16 @@
 """What runs inside the job: the session, the checkpoint engine, the flusher, resume, data order.
 
 Importing this package does not import torch, so that the flusher starts in a fraction of a
-second; `Session` and `ElasticSampler` are fetched when they are first asked for.
+second; what it offers by name is fetched when it is first asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.trainer.loading import load_checkpoint as load_checkpoint
     from holdfast.trainer.sampler import ElasticSampler as ElasticSampler
     from holdfast.trainer.session import Session as Session
 
@@ -18,16 +20,11 @@ if __name__ != "holdfast.trainer":
         f"import holdfast.trainer, not {__name__}: the folder is a part of the package"
     )
 
-__all__ = ["ElasticSampler", "Session"]
+__all__ = ["ElasticSampler", "Session", "load_checkpoint"]
+_MODULES = {"ElasticSampler": "sampler", "Session": "session", "load_checkpoint": "loading"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Session":
-        from holdfast.trainer.session import Session
-
-        return Session
-    if name == "ElasticSampler":
-        from holdfast.trainer.sampler import ElasticSampler
-
-        return ElasticSampler
+    if name in _MODULES:
+        return getattr(import_module(f"holdfast.trainer.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -220,9 +220,16 @@ class CheckpointEngine:
             time.sleep(POLL_S)
         return self.poll()
 
-    def load(self, directory: Path, state: dict[str, Any], *, strict: bool = True) -> LoadReport:
+    def load(
+        self,
+        directory: Path,
+        state: dict[str, Any],
+        *,
+        strict: bool = True,
+        exclude: Collection[str] = (),
+    ) -> LoadReport:
         """Load a checkpoint, ours or stock DCP's, in place into `state`; see `load_state`."""
-        return load_state(directory, state, group=self._group, strict=strict)
+        return load_state(directory, state, group=self._group, strict=strict, exclude=exclude)
 
     def close(self) -> None:
         """Let slots and flusher go; what is sealed is committed all the same."""

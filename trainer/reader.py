@@ -73,20 +73,17 @@ class LoadReport:
     bytes_read: int = 0
     bytes_unique: int = 0
 
-    def describe(self) -> str:
-        """For people: how much was restored, and by name what was not or not as it was."""
-        parts = [f"{self.restored} entries"]
-        for title, keys in (
+    def notes(self) -> tuple[str, ...]:
+        """For people: what was not restored, or not as it was, by name; keys of one rank aside."""
+        titled = (
             ("not in the checkpoint", self.missing),
-            ("not used", self.extra),
+            ("in the checkpoint and not used", self.extra),
             ("left out", self.excluded),
             ("renamed", self.renamed),
             ("converted", self.converted),
-        ):
-            said = [key for key in keys if not is_of_one_rank(key)]
-            if said:
-                parts.append(f"{title}: {shorten(said)}")
-        return "; ".join(parts)
+        )
+        said = [(title, [key for key in keys if not is_of_one_rank(key)]) for title, keys in titled]
+        return tuple(f"{title}: {shorten(keys)}" for title, keys in said if keys)
 
 
 @dataclass

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts import environment
+from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.leases import reading
@@ -25,7 +26,8 @@ from holdfast.trainer.program import program_argv
 from holdfast.trainer.resume import choose
 from holdfast.trainer.train_state import Restored, TrainState
 
-CHOICES_MAX: Final = 3
+CHOICES_MAX: Final = 100
+FALLBACKS_MAX: Final = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +66,26 @@ def resume(
 ) -> Resumed:
     """Restore the newest believable checkpoint of the run; every rank must call it.
 
-    Raises `CheckpointError` when the checkpoint and the program's state do not fit together.
+    What turns out damaged while it is read is passed over, by all ranks together. Raises
+    `CheckpointError` when the checkpoint and the program's state do not fit together, and
+    `DamagedCheckpointError` when one was read in part and there is none to fall back to.
     """
-    # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
-    with contextlib.ExitStack() as held:
-        choice = ranks.share(lambda: _choose(link.run, held))
-        return _restore(choice, link, ranks, engine, state, recorder)
+    passed: dict[str, str] = {}
+    for _ in range(FALLBACKS_MAX):
+        # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
+        with contextlib.ExitStack() as held:
+            choice = ranks.share(lambda: _choose(link.run, passed, held))
+            try:
+                return _restore(choice, link, ranks, engine, state, recorder)
+            except DamagedCheckpointError as error:
+                if choice.directory is None:
+                    raise
+                passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
+    raise DamagedCheckpointError(
+        f"{link.run.directory}: {len(passed)} checkpoints were read and all are damaged; look at "
+        "the storage with `holdfast verify`",
+        damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
+    )
 
 
 def _restore(
@@ -80,13 +96,15 @@ def _restore(
     state: TrainState,
     recorder: Recorder | None,
 ) -> Resumed:
+    """Load what was chosen and say so; `DamagedCheckpointError` on all ranks if it is damaged."""
     found = Resumed(skips=choice.skips)
     restored = [Restored(parts=())]
+    report = None
     if choice.directory is not None:
         document = choice.document
         directory = Path(choice.directory)
         target = state.template(document, lambda: read_metadata(directory))
-        engine.load(directory, target, strict=True)
+        report = engine.load(directory, target, exclude=state.exclude)
         restored = ranks.gather(lambda: state.apply(target, document))
         found = Resumed(
             step=int(document["step"]),
@@ -96,13 +114,23 @@ def _restore(
             best=dict(document["best"]),
         )
     if recorder is not None:
-        print(describe(link.run.name, found, restored, choice.skipped), flush=True)
+        notes = report.notes() if report is not None else ()
+        print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
         _journal(link, found, restored[0], choice.skipped, recorder)
     return found
 
 
-def describe(run: str, found: Resumed, restored: list[Restored], skipped: tuple[str, ...]) -> str:
-    """The one line for people: what was restored and what was not; `restored` is by rank."""
+def describe(
+    run: str,
+    found: Resumed,
+    restored: list[Restored],
+    skipped: tuple[str, ...],
+    loaded: Sequence[str] = (),
+) -> str:
+    """The one line for people: what was restored and what was not.
+
+    `restored` is by rank, `loaded` what the load itself has to say of single keys.
+    """
     over = f"; passed over {'; '.join(skipped)}" if skipped else ""
     if found.checkpoint is None:
         return f"holdfast: {run} begins at step 0, with no checkpoint to go on from{over}"
@@ -115,6 +143,7 @@ def describe(run: str, found: Resumed, restored: list[Restored], skipped: tuple[
             f"ranks {', '.join(reseeded)} had no saved random state and were seeded from "
             "(seed, rank, step)"
         )
+    notes += loaded
     not_restored = f"; {'; '.join(notes)}" if notes else ""
     return (
         f"holdfast: {run} goes on after step {found.step} from {found.checkpoint}: restored "
@@ -132,21 +161,36 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
     )
 
 
-def _choose(run: RunPaths, held: contextlib.ExitStack) -> _Choice:
-    """The choice, under a lease; one that was deleted before the lease stood is chosen anew."""
+def _choose(run: RunPaths, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
+    """The choice, under a lease; one deleted before the lease stood is chosen anew.
+
+    `passed` has what was passed over while it was read, and gains one whose train state is
+    damaged.
+    """
+    skips = recorded_skips(load_events(run))
+    read_before = bool(passed)
     for _ in range(CHOICES_MAX):
-        choice = choose(run)
-        if choice.directory is None:
+        choice = choose(run, passing_over=passed)
+        if choice.directory is None or choice.manifest is None:
             break
         held.enter_context(reading(choice.directory))
-        if (choice.directory / MANIFEST).exists():
-            break
-    skips = recorded_skips(load_events(run))
-    if choice.directory is None or choice.manifest is None:
-        return _Choice(None, None, choice.skipped, skips, {})
-    name = checkpoint_id(choice.manifest.run, choice.manifest.name)
-    document = read_train_state(choice.directory)
-    return _Choice(str(choice.directory), name, choice.skipped, skips, document)
+        if not (choice.directory / MANIFEST).exists():
+            continue
+        try:
+            document = read_train_state(choice.directory)
+        except DamagedCheckpointError as error:
+            passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
+            continue
+        name = checkpoint_id(choice.manifest.run, choice.manifest.name)
+        return _Choice(str(choice.directory), name, choice.skipped, skips, document)
+    if read_before:
+        raise DamagedCheckpointError(
+            f"{run.directory}: no checkpoint is whole, and the newest was read in part, so that "
+            f"this process cannot begin anew. Passed over: {'; '.join(choice.skipped)}. Restore "
+            "one from a copy, or fork a checkpoint of another run",
+            damaged=choice.skipped,
+        )
+    return _Choice(None, None, choice.skipped, skips, {})
 
 
 def _journal(

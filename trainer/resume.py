@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,47 +22,85 @@ class Choice:
     skipped: tuple[str, ...]
 
 
-def choose(run: RunPaths, *, verify: bool = True) -> Choice:
+def choose(
+    run: RunPaths, *, verify: bool = False, passing_over: Mapping[str, str] | None = None
+) -> Choice:
     """The newest believable checkpoint of the run's current branch; nothing is ever deleted.
 
-    With `verify` every byte is read against the manifest, else sizes alone are compared. A run
-    without a checkpoint of its own goes on from the one it was forked from, if it was. Raises
-    `DamagedCheckpointError` when that one cannot be believed: to begin from nothing would not
-    be what the fork asked for.
+    Sizes alone are compared, for whoever loads it compares the contents; with `verify` every
+    byte is read here. `passing_over` has directories that turned out damaged, and how. The last
+    one that there is to fall back to is always read, because a load that fails leaves a state
+    that cannot begin anew. A run without a checkpoint of its own goes on from the one it was
+    forked from, if it was. Raises `DamagedCheckpointError` when that one cannot be believed: to
+    begin from nothing would not be what the fork asked for.
     """
+    passed = passing_over or {}
+    record = read_document(RunRecord, run.spec)
+    origin = Path(record.forked_path) if record is not None and record.forked_path else None
+    uid = record.uid if record is not None else None
+    skipped: list[str] = []
+    believed = _candidates(run, uid, passed, skipped)
+    found = next(believed, None)
+    while found is not None:
+        directory, manifest = found
+        before = len(skipped)
+        following = next(believed, None)
+        must_read = verify or (following is None and origin is None)
+        damage = find_damage(directory, manifest) if must_read else []
+        if not damage:
+            return Choice(directory, manifest, tuple(skipped[:before]))
+        skipped.insert(before, f"{directory.name}: {_in_words(damage)}")
+        found = following
+    if origin is None:
+        return Choice(None, None, tuple(skipped))
+    manifest_of_origin, problem = inspect(origin, verify=verify)
+    problem = passed.get(str(origin), problem)
+    if problem is not None:
+        raise DamagedCheckpointError(
+            f"{origin}: this run was forked from it and has no checkpoint of its own, but "
+            f"{problem}; restore the directory or fork another checkpoint",
+            damaged=[problem],
+        )
+    return Choice(origin, manifest_of_origin, tuple(skipped))
+
+
+def _candidates(
+    run: RunPaths, uid: str | None, passed: Mapping[str, str], skipped: list[str]
+) -> Iterator[tuple[Path, Manifest]]:
+    """Checkpoints that look whole, newest first; the others leave a line in `skipped`."""
     excluded = excluded_checkpoints(load_events(run))
-    skipped = []
     for directory in reversed(run.list_checkpoints()):
         if directory.name in excluded:
             skipped.append(f"{directory.name}: excluded by a rollback")
             continue
-        manifest, problem = inspect(directory, verify=verify)
+        manifest, problem = inspect(directory, verify=False, run_uid=uid)
+        problem = passed.get(str(directory), problem)
         if manifest is not None and problem is None:
-            return Choice(directory, manifest, tuple(skipped))
-        skipped.append(f"{directory.name}: {problem}")
-    record = read_document(RunRecord, run.spec)
-    if record is None or not record.forked_path:
-        return Choice(None, None, tuple(skipped))
-    directory = Path(record.forked_path)
-    manifest, problem = inspect(directory, verify=verify)
-    if problem is not None:
-        raise DamagedCheckpointError(
-            f"{directory}: this run was forked from it and has no checkpoint of its own, but "
-            f"{problem}; restore the directory or fork another checkpoint",
-            damaged=[problem],
-        )
-    return Choice(directory, manifest, tuple(skipped))
+            yield directory, manifest
+        else:
+            skipped.append(f"{directory.name}: {problem}")
 
 
-def inspect(directory: Path, *, verify: bool = True) -> tuple[Manifest | None, str | None]:
-    """(manifest, None) of a believable checkpoint, else what is wrong with it as the second."""
+def inspect(
+    directory: Path, *, verify: bool = True, run_uid: str | None = None
+) -> tuple[Manifest | None, str | None]:
+    """(manifest, None) of a believable checkpoint, else what is wrong with it as the second.
+
+    With `run_uid` the manifest must be of that run.
+    """
     try:
         manifest = read_manifest(directory)
     except DamagedCheckpointError as error:
-        return None, "damaged: " + "; ".join(error.damaged)
+        return None, _in_words(error.damaged)
     except OSError as error:
         return None, f"its manifest cannot be read: {error.strerror}"
     if manifest is None:
         return None, "never committed"
+    if run_uid is not None and manifest.run_uid != run_uid:
+        return manifest, f"damaged: its manifest is of another run, {manifest.run}"
     damage = find_damage(directory, manifest, contents=verify)
-    return manifest, ("damaged: " + "; ".join(damage)) if damage else None
+    return manifest, _in_words(damage) if damage else None
+
+
+def _in_words(damage: Iterable[str]) -> str:
+    return "damaged: " + "; ".join(damage)

@@ -103,6 +103,11 @@ class TrainState:
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(self._find())
 
+    @property
+    def exclude(self) -> tuple[str, ...]:
+        """Parts of a checkpoint that are not taken over."""
+        return self._exclude
+
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
         """This rank's state now: what DCP saves, and the document (rank 0's is the one kept).
 
@@ -139,8 +144,7 @@ class TrainState:
                 f"train_state.json has format {document.get('format')!r}; this version of "
                 f"Holdfast reads {FORMAT}"
             )
-        self._materialise_saved(metadata)
-        state = self._tensors()
+        state = self.tensors(metadata)
         saved_ranks = int(document["world_size"])
         # The states of ranks that are no more are read by rank 0 and left unused, so that the
         # keys of all ranks together are those of the checkpoint.
@@ -158,13 +162,7 @@ class TrainState:
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
-        parts = []
-        if not is_excluded(MODEL, self._exclude):
-            self._apply_model(state[MODEL])
-            parts.append(MODEL)
-        if self._optimizers and not is_excluded(OPTIMIZER, self._exclude):
-            self._apply_optimizers(state[OPTIMIZER])
-            parts.append(OPTIMIZER)
+        parts = self.put_back(state)
         saved = document["objects"]
         parts += self._objects.apply(saved, _flat_objects(state), self._exclude)
         own = state.get(RNG, {}).get(_rank_key(self._rank))
@@ -185,6 +183,22 @@ class TrainState:
             ),
             reseeded=own is None,
         )
+
+    def tensors(self, metadata: Callable[[], Metadata] | None = None) -> State:
+        """Model and optimizer state alone; `metadata` is as for `template`."""
+        self._materialise_saved(metadata)
+        return self._tensors()
+
+    def put_back(self, state: State) -> list[str]:
+        """Put model and optimizer state back as `tensors` gave it; returns what was put back."""
+        parts = []
+        if not is_excluded(MODEL, self._exclude):
+            self._apply_model(state[MODEL])
+            parts.append(MODEL)
+        if self._optimizers and not is_excluded(OPTIMIZER, self._exclude):
+            self._apply_optimizers(state[OPTIMIZER])
+            parts.append(OPTIMIZER)
+        return parts
 
     def rewind_generators(self) -> None:
         """Put the random generators back to where `apply` left them; the first call alone does.

@@ -154,6 +154,28 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Pat
     assert f"goes on after step {step} from run:step-{step:08d}.a0000.i01" in launch.output
 
 
+def test_a_bit_flipped_in_the_newest_checkpoint_is_passed_over_aloud(
+    uninterrupted: RunPaths, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=2, dropout=0.2) as launch:
+        assert launch.wait() == 0, launch.output
+    *_, older, newest = (p for p in launch.run.list_checkpoints() if read_manifest(p))
+    with open(newest / "__1_0.distcp", "r+b") as stream:
+        content = stream.read()
+        stream.seek(len(content) // 2)
+        stream.write(bytes([content[len(content) // 2] ^ 1]))
+    with Launch(directory, ranks=2, dropout=0.2) as launch:
+        assert launch.wait() == 0, launch.output
+    resumed = events_of(launch.run, EventKind.RESUMED)[-1]
+    assert resumed.data["checkpoint"] == f"run:{older.name}"
+    (line,) = [one for one in resumed.data["skipped"] if one.startswith(newest.name)]
+    assert "damaged: __1_0.distcp: checksum " in line
+    assert f"passed over {line}" in launch.output
+    for rank in range(2):
+        assert ends_of(launch.run, rank)[-1:] == ends_of(uninterrupted, rank)
+
+
 def test_the_journal_and_manifests_tell_every_save(uninterrupted: RunPaths) -> None:
     staged = events_of(uninterrupted, EventKind.STAGED)
     committed = events_of(uninterrupted, EventKind.COMMITTED)

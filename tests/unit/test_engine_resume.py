@@ -18,7 +18,9 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.trainer.resume import choose
 
 
-def commit(run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1) -> Path:
+def commit(
+    run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1, uid: str = "0" * 32
+) -> Path:
     name = CheckpointName(step, attempt, incarnation)
     directory = run.checkpoint(name)
     directory.mkdir(parents=True)
@@ -29,7 +31,7 @@ def commit(run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1) -> 
         checksum=file_checksum(directory / "__0_0.distcp"),
     )
     manifest = Manifest(
-        run_uid="0" * 32,
+        run_uid=uid,
         run=run.name,
         name=str(name),
         step=step,
@@ -43,19 +45,23 @@ def commit(run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1) -> 
     return directory
 
 
-def fork_from(run: RunPaths, directory: Path) -> None:
+def write_record(run: RunPaths, *, uid: str, forked_path: str | None = None) -> None:
     run.directory.mkdir(exist_ok=True)
     record = RunRecord(
-        uid="1" * 32,
+        uid=uid,
         run=run.name,
         name=run.name,
         root=str(run.directory.parent),
         created_at=1.0,
         spec={},
         spec_digest="",
-        forked_path=str(directory),
+        forked_path=forked_path,
     )
     write_document(run.spec, record)
+
+
+def fork_from(run: RunPaths, directory: Path) -> None:
+    write_record(run, uid="1" * 32, forked_path=str(directory))
 
 
 @pytest.fixture
@@ -85,7 +91,7 @@ def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) ->
     (commit(run, 40) / "manifest.json").write_bytes(b"{}")
     (commit(run, 50) / "manifest.json").unlink()
     (commit(run, 60) / "__0_0.distcp").unlink()
-    choice = choose(run)
+    choice = choose(run, verify=True)
     assert choice.directory == good
     assert [line.split(".")[0] for line in choice.skipped] == [
         f"step-000000{step}" for step in (60, 50, 40, 30, 20)
@@ -94,8 +100,33 @@ def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) ->
     for word in ("missing", "never committed", "manifest", "checksum", "5 bytes"):
         assert word in said
     assert len(run.list_checkpoints()) == 6
-    # Without reading contents the flipped bit goes unseen, as is said where it is offered.
-    assert choose(run, verify=False).directory == flipped.parent
+    # By sizes alone the flipped bit goes unseen; whoever loads it finds it and asks again.
+    assert choose(run).directory == flipped.parent
+    again = choose(run, passing_over={str(flipped.parent): "damaged: as read"})
+    assert again.directory == good
+    assert f"{flipped.parent.name}: damaged: as read" in again.skipped
+
+
+def test_the_last_one_to_fall_back_to_is_read_before_it_is_chosen(run: RunPaths) -> None:
+    flipped = commit(run, 10) / "__0_0.distcp"
+    flipped.write_bytes(b"X" + flipped.read_bytes()[1:])
+    (commit(run, 5) / "__0_0.distcp").write_bytes(b"short")
+    choice = choose(run)
+    assert choice.directory is None
+    assert [line.split(":")[0] for line in choice.skipped] == [
+        "step-00000010.a0001.i01",
+        "step-00000005.a0001.i01",
+    ]
+
+
+def test_a_manifest_of_another_run_is_not_believed(run: RunPaths) -> None:
+    good = commit(run, 10)
+    write_record(run, uid="0" * 32)
+    assert choose(run).directory == good
+    strange = commit(run, 20, uid="9" * 32)
+    choice = choose(run)
+    assert choice.directory == good
+    assert choice.skipped == (f"{strange.name}: damaged: its manifest is of another run, r",)
 
 
 def test_what_a_rollback_excluded_is_passed_over(run: RunPaths) -> None:
@@ -112,7 +143,7 @@ def test_a_fork_begins_from_its_origin_until_it_has_its_own(run: RunPaths, tmp_p
     origin = commit(RunPaths(tmp_path / "origin"), 70)
     fork_from(run, origin)
     assert choose(run).directory == origin
-    own = commit(run, 71)
+    own = commit(run, 71, uid="1" * 32)
     assert choose(run).directory == own
 
 

@@ -38,10 +38,12 @@ def test_every_module_imports_and_exports_what_it_names(name: str) -> None:
     assert not missing
 
 
-def test_the_session_is_reached_by_its_public_name() -> None:
-    from holdfast.trainer import Session
+def test_what_programs_use_is_reached_by_its_public_name() -> None:
+    from holdfast.trainer import ElasticSampler, Session, load_checkpoint
 
     assert inspect.isclass(Session)
+    assert inspect.isclass(ElasticSampler)
+    assert inspect.isfunction(load_checkpoint)
     with pytest.raises(AttributeError, match="has no attribute"):
         getattr(importlib.import_module("holdfast.trainer"), "Sesion")  # noqa: B009
 

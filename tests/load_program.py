@@ -1,0 +1,188 @@
+"""Ranks that save known tensors and load them at other shapes; each load says what it read.
+
+    python load_program.py save|load RANK WORLD_SIZE FOLDER FLUSHER CHECKPOINT
+
+Values follow from the key alone, so that every load can be checked without the one that saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.checkpoint_program import make_identity
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.engine import CheckpointEngine
+from holdfast.trainer.reader import LoadReport, load_state
+
+# Rows that no number of ranks divides, and a byte count per row that is no power of two.
+SHAPES = {f"w{index}": (1001, 1036 + 4 * index) for index in range(8)} | {"bias": (1001,)}
+GROUP: dict[str, Any] = {"lr": 0.25, "betas": (0.9, 0.95), "foreach": None}
+SAME, RESHARDED = 1.02, 1.05
+
+Lay = Callable[[torch.Tensor], torch.Tensor]
+
+
+def value_of(key: str) -> torch.Tensor:
+    """The whole tensor that belongs to `key`."""
+    torch.manual_seed(len(key) * 1000 + sum(map(ord, key)))
+    return torch.randn(SHAPES[key])
+
+
+def make_state(lay: Lay, *, filled: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """The state laid out by `lay`, with its values or with noise, and some small entries."""
+    model = {}
+    for key, shape in SHAPES.items():
+        whole = value_of(key) if filled else torch.full(shape, 7.0)
+        model[key] = lay(whole.to(dtype))
+    steps = {f"s{index}": torch.tensor(float(index) if filled else -1.0) for index in range(20)}
+    groups = dict(GROUP) if filled else dict.fromkeys(GROUP, 0)
+    return {"model": model, "optimizer": {"steps": steps, "groups": groups}}
+
+
+def check(state: dict[str, Any]) -> None:
+    """Every value, bit for bit or rounded to the type that it was loaded as."""
+    for key, found in state["model"].items():
+        whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert torch.equal(whole, value_of(key).to(whole.dtype)), key
+    for index in range(20):
+        assert state["optimizer"]["steps"][f"s{index}"].item() == index
+    assert state["optimizer"]["groups"] == GROUP
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked storage and page cache for."""
+    (line,) = [one for one in Path("/proc/self/io").read_text().splitlines() if "rchar" in one]
+    return int(line.split()[1])
+
+
+def load(
+    checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup, ratio: float, **choice: Any
+) -> LoadReport:
+    """Load, and compare what all ranks read with what they wanted, both ways of counting."""
+    dist.barrier()
+    before = bytes_read()
+    report = load_state(checkpoint, state, group=group, **choice)
+    read = torch.tensor(float(bytes_read() - before), dtype=torch.float64)
+    dist.all_reduce(read)
+    assert report.bytes_read <= ratio * report.bytes_unique, report
+    assert read.item() <= ratio * report.bytes_unique, (read, report)
+    return report
+
+
+def save(engine: CheckpointEngine, mesh: DeviceMesh) -> None:
+    state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=True)
+    assert engine.save(state, {"epoch": 1}, step=1, reason="interval", parent=None)
+    assert engine.wait(120)[0].committed
+
+
+def load_all(checkpoint: Path, world_size: int, group: dist.ProcessGroup) -> None:
+    """Every layout that this number of ranks has."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    unique = sum(value_of(key).nbytes for key in SHAPES)
+    for ratio, placement in (
+        (SAME if world_size == 2 else RESHARDED, Shard(0)),
+        (RESHARDED, Shard(-1)),
+        (RESHARDED, Replicate()),
+    ):
+        at = placement
+
+        def lay(whole: torch.Tensor, at: Any = at) -> torch.Tensor:
+            dim = Shard(whole.dim() - 1) if at == Shard(-1) else at
+            return distribute_tensor(whole, mesh, [dim])
+
+        state = make_state(lay, filled=False)
+        report = load(checkpoint, state, group, ratio)
+        check(state)
+        assert unique <= report.bytes_unique <= 1.01 * unique, report
+        assert (report.missing, report.extra, report.converted) == ((), (), ())
+    if world_size == 4:
+        grid = init_device_mesh("cpu", (2, 2))
+        state = make_state(
+            lambda t: (
+                distribute_tensor(t, grid, [Shard(0), Shard(t.dim() - 1)][: grid.ndim])
+                if t.dim() > 1
+                else distribute_tensor(t, grid, [Replicate(), Shard(0)])
+            ),
+            filled=False,
+        )
+        load(checkpoint, state, group, RESHARDED)
+        check(state)
+    state = make_state(lambda t: t.t().contiguous().t(), filled=False, dtype=torch.bfloat16)
+    report = load(checkpoint, state, group, RESHARDED)
+    check(state)
+    assert len(report.converted) == len(SHAPES)
+    assert "model.w0: float32 to bfloat16" in report.converted
+
+
+def load_some(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Parts, other names, and what is refused before a byte is read."""
+    state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
+    state["model"]["fresh"] = torch.ones(3)
+    state["model"]["moved"] = {"w1": state["model"].pop("w1")}
+    with pytest.raises(KeyMismatchError) as refused:
+        load_state(checkpoint, state, group=group)
+    assert refused.value.missing == ("model.fresh", "model.moved.w1")
+    assert refused.value.extra == ("model.w1",)
+    report = load_state(
+        checkpoint,
+        state,
+        group=group,
+        strict=False,
+        exclude=["optimizer", "model.w2"],
+        rename={"model.w1": "model.moved.w1"},
+    )
+    assert report.missing == ("model.fresh",)
+    assert report.renamed == ("model.w1 to model.moved.w1",)
+    assert {"model.w2", "optimizer.groups.lr"} < set(report.excluded)
+    assert torch.equal(state["model"]["moved"]["w1"].full_tensor(), value_of("w1"))
+    assert torch.equal(state["model"]["w0"].full_tensor(), value_of("w0"))
+    assert torch.equal(state["model"]["fresh"], torch.ones(3))
+    assert (state["model"]["w2"].to_local() == 7).all()
+    assert state["optimizer"]["groups"]["lr"] == 0
+
+
+def load_damaged(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """A flipped bit in one rank's part is an error on every rank, which names file and block."""
+    state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
+    with pytest.raises(DamagedCheckpointError) as damaged:
+        load_state(checkpoint, state, group=group)
+    (line,) = damaged.value.damaged
+    assert line.startswith("__1_0.distcp: bytes 4194304 to 8388607: checksum "), line
+
+
+def main() -> None:
+    act, rank, world_size, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
+    flusher, checkpoint = sys.argv[5], Path(sys.argv[6])
+    store = f"file://{folder}/store-{act}-{world_size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    group = dist.new_group(backend="gloo")
+    mesh = init_device_mesh("cpu", (world_size,))
+    if act == "save":
+        engine = CheckpointEngine(
+            flusher=flusher,
+            run=RunPaths(folder / "r"),
+            identity=make_identity(rank, world_size),
+            group=group,
+        )
+        save(engine, mesh)
+        engine.close()
+    else:
+        load_all(checkpoint, world_size, group)
+    if act == "load" and world_size == 2:
+        load_some(checkpoint, mesh, group)
+        load_damaged(folder / "damaged" / checkpoint.name, mesh, group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
