@@ -49,7 +49,7 @@ def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> None:
     root = Path(__file__).parents[2]
     search = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    where = [folder, flusher, checkpoint(folder)]
+    where = [str(folder), flusher, str(checkpoint(folder))]
     ranks = [
         subprocess.Popen(
             [sys.executable, PROGRAM, act, str(rank), str(world_size), *where],
