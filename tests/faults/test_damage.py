@@ -214,7 +214,7 @@ def test_damage_is_found_and_passed_over(
     _, problem = inspect(directory)
     assert problem is not None
     assert word in problem
-    choice = choose(run)
+    choice = choose(run, verify=True)
     assert choice.manifest is not None
     assert choice.manifest.step == GOOD
     assert choice.skipped == (f"{directory.name}: {problem}",)
