@@ -25,9 +25,10 @@ about the disk than about the program. One pair is: a memcpy of the state (the f
 sizes as a checkpoint has, in large writes with one fsync each, both ranks at once), a save
 through `Session`, one by stock DCP in each of its three modes with its own defaults, a raw cold
 read, and a load by both. Before each read the pages of every file are let go by
-`posix_fadvise(DONTNEED)`, and `mincore` says whether they went. The order rotates from pair to
-pair. Ratios are taken pair by pair; the table has their median, smallest and largest. The slowest
-rank counts.
+`posix_fadvise(DONTNEED)`, and `mincore` says whether they went. Before each act that takes pages
+of memory as many are touched and let go, because a virtual machine's free pages may first have to
+come back from its host. The order rotates from pair to pair. Ratios are taken pair by pair; the
+table has their median, smallest and largest. The slowest rank counts.
 
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first

@@ -94,6 +94,7 @@ def run(plan: Plan) -> dict[str, Any]:
         "resident_after_drop": round(facts["cold_resident"], 4),
         "step_s": plan.step_s,
         "saves_for_memory": plan.saves,
+        "memory_bytes": facts["memory"],
         "seconds_in_all": round(time.time() - began, 1),
     }
     measured = figures.answer(found) | ({"gpu": figures.gpu(course.gpu)} if course.gpu else {})
@@ -110,7 +111,7 @@ class Course:
 
     def run(self) -> tuple[figures.Found, dict[str, Any]]:
         """What was found, and the facts of the pairs."""
-        endurance = self._program("endurance", self._endurance_settings())["seconds"]
+        endurance = self._program("endurance", self._endurance_settings())
         pairs = self._program("pairs", {"end_by": self._share_of_time(PAIRS_SHARE)})
         saved = {"load": pairs["facts"]["checkpoint"], "save": True}
         narrowed = self._program("reshard", saved, ranks=1, folder="narrowed")
@@ -127,10 +128,10 @@ class Course:
             signals=[ratio for _, ratio in starts],
             narrowed=narrowed["seconds"],
             widened=widened["seconds"],
-            endurance=endurance,
+            endurance=endurance["seconds"],
             unique_bytes=pairs["facts"]["unique_bytes"],
         )
-        return found, pairs["facts"]
+        return found, pairs["facts"] | {"memory": endurance["facts"]}
 
     def _program(
         self,

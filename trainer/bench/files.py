@@ -103,6 +103,17 @@ def create_small(directory: Path, numbers: Iterable[int]) -> None:
             os.close(handle)
 
 
+def ready_pages(size: int) -> None:
+    """Touch `size` bytes of memory and let them go, so that the next act finds pages to use.
+
+    A virtual machine may give its free pages back to the host after a second or two, and the
+    next to need them waits for their return: without this, whoever comes after a pause pays.
+    """
+    with mmap.mmap(-1, max(size, mmap.PAGESIZE)) as memory:
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
+
+
 def drop_cache(paths: Sequence[Path]) -> float:
     """Make files cold: fsync them and let their pages go; the share that stayed in memory.
 

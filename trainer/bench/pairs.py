@@ -14,6 +14,7 @@ from holdfast.trainer.bench.files import (
     create_small,
     drop_cache,
     read_files,
+    ready_pages,
     remove,
     share_out,
     sizes_of,
@@ -71,6 +72,7 @@ class Pairs:
     def _write_raw(self) -> None:
         """As many files of the same sizes as a checkpoint has, by all ranks at once."""
         directory = self._fresh("raw")
+        self._ready()
         self._program.note(
             raw_write=self._program.measure(
                 lambda: write_files(directory, self._share, self._image.bytes)
@@ -87,6 +89,7 @@ class Pairs:
         self._clear(directory)
 
     def _save(self) -> None:
+        self._ready()
         done = self._saver.save()
         self._program.note(
             **{"save.blocked": done.blocked, "save.committed": done.committed, "tail": done.tail}
@@ -95,7 +98,11 @@ class Pairs:
         self._saver.keep_only(done.directory)
 
     def _save_stock(self, mode: str) -> Act:
-        return lambda: self._stock.save(mode, "stock")
+        def act() -> None:
+            self._ready()
+            self._stock.save(mode, "stock")
+
+        return act
 
     def _read_raw(self) -> None:
         self._cool(self._newest)
@@ -117,6 +124,10 @@ class Pairs:
 
     def _cool(self, directory: Path) -> None:
         cool(self._program, directory)
+        self._ready()
+
+    def _ready(self) -> None:
+        ready_pages(sum(self._share.values()))
 
     def _fresh(self, kind: str) -> Path:
         """A directory that is new, for all ranks."""

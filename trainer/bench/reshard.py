@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from holdfast.trainer.bench.files import read_files, share_out, sizes_of
+from holdfast.trainer.bench.files import read_files, ready_pages, share_out, sizes_of
 from holdfast.trainer.bench.loads import load_cold
 from holdfast.trainer.bench.pairs import cool
 from holdfast.trainer.bench.ranks import Image, Program, Trained
@@ -26,9 +26,11 @@ def main() -> None:
     program.facts |= {"unique_bytes": trained.unique_bytes(), "cold_resident": 0.0}
     for _ in range(min(LOADS, program.settings["pairs"])):
         cool(program, source)
+        ready_pages(sum(share.values()))
         seconds = program.measure(lambda: read_files(source, share, image.bytes))
         program.note(raw_read=seconds)
         cool(program, source)
+        ready_pages(sum(share.values()))
         loaded_s, count = load_cold(program, trained, source)
         program.note(load=loaded_s, load_bytes=count)
     if program.settings["save"]:

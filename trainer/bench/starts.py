@@ -15,7 +15,7 @@ from typing import Final
 
 import torch.distributed as dist
 
-from holdfast.trainer.bench.files import remove, share_out, sizes_of, write_files
+from holdfast.trainer.bench.files import ready_pages, remove, share_out, sizes_of, write_files
 from holdfast.trainer.bench.ranks import Image, Program, Trained, measure_memcpy
 from holdfast.trainer.bench.saves import Saver
 
@@ -36,23 +36,26 @@ def main() -> None:
 
 
 def measure_steady(program: Program, trained: Trained, saver: Saver) -> None:
-    """Saves after the first, each beside the limits of the same moment."""
+    """Saves after the first, each beside the limits of the same moment; pages are left ready."""
     sizes = sizes_of(saver.run.latest.resolve())
     share = share_out(sizes, program.ranks)[program.rank]
     image = Image(trained.tensors(), sum(share.values()))
     for number in range(STEADY_SAVES):
         trained.update()
+        ready_pages(sum(share.values()))
         done = saver.save()
         program.note(**{"save.blocked": done.blocked, "save.committed": done.committed})
         program.note(memcpy=measure_memcpy(program, image))
         raw = program.directory / f"raw-{number}"
         if program.rank == 0:
             raw.mkdir()
+        ready_pages(sum(share.values()))
         program.note(raw_write=program.measure(partial(write_files, raw, share, image.bytes)))
         program.meet()
         if program.rank == 0:
             remove(raw)
         saver.keep_only(done.directory)
+    ready_pages(sum(share.values()))
 
 
 def train_until_stopped(program: Program, saver: Saver) -> list[float]:
