@@ -100,7 +100,7 @@ def measure_all(options: argparse.Namespace, copies: int) -> dict[str, Any]:
         "decide_s": decide_s,
         "sent_bytes": sum(len(pickle.dumps(node)) for node in contents),
         "heard_bytes": sum(kept.nbytes for pair in made.kept for kept in pair),
-        "rows_written": len(made.writer),
+        "rows_written": len(made.row),
     }
     if not options.no_metadata:
         contents.clear()

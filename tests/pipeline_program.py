@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoint_program import OPTIONS, make_identity, train
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,11 +25,28 @@ from torch.distributed.tensor import DTensor
 from holdfast.contracts.errors import PreflightError, SaveError
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.collective import Ranks, Tree
+from holdfast.trainer.custom_plan import plan_custom
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.layout import Layout
 from holdfast.trainer.pipeline import Place, find_place
 from holdfast.trainer.planning import plan_together
+
+
+class HalfPlanner(DefaultSavePlanner):
+    """Saves every tensor in half precision, as the reference's example does."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        return data.to(torch.float16) if isinstance(data, torch.Tensor) else data
+
 
 FACTS: dict[str, Any] = {"reason": "interval", "parent": None}
 
@@ -116,6 +135,7 @@ def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) ->
 def check_nodes(state: dict[str, Any], place: Place, ranks: Ranks) -> None:
     """The plan is the same however the ranks are spread over nodes."""
     plans: list[Layout] = []
+    customs: list[Layout] = []
     rank = ranks.rank
     for node in (0, rank // 2, rank % 2, rank):
         tree, stage_tree = Tree(ranks.group, node), Tree(place.group, node)
@@ -130,6 +150,13 @@ def check_nodes(state: dict[str, Any], place: Place, ranks: Ranks) -> None:
                 prepare=lambda: None,
             )
         )
+        custom = plan_custom(
+            HalfPlanner(), state, identity=place.identity, tree=tree, stage_tree=stage_tree
+        )
+        dtypes = {v.dtype for v in custom.values.values() if isinstance(v, torch.Tensor)}
+        assert dtypes == {torch.float16}
+        customs.append(custom.layout)
+    assert all(custom == customs[0] for custom in customs)
     first, *others = [(plan.files, plan.tensors, plan.numbers, plan.fixed) for plan in plans]
     assert all(other == first for other in others)
 

@@ -128,6 +128,24 @@ class Tree:
         """The first rank's word for this rank; `values` has one for each of the node."""
         return self._scatter(values, self._mates)
 
+    def gather_all(self, value: Any) -> list[Any]:
+        """What every rank gave, by rank, on the root; empty on others."""
+        mine = dict(zip(self._mates, self.gather_node(value), strict=False))
+        if not self.is_first:
+            return []
+        every = {rank: v for node in self.gather_firsts(mine) for rank, v in node.items()}
+        return [every[rank] for rank in sorted(every)]
+
+    def scatter_all(self, values: Sequence[Any]) -> Any:
+        """The root's word for this rank; `values` has one for each rank."""
+        node: Sequence[Any] = []
+        if self.is_first:
+            by_node: dict[int, list[Any]] = {self._nodes[first]: [] for first in self._firsts}
+            for rank, value in enumerate(values):
+                by_node[self._nodes[rank]].append(value)
+            node = self.scatter_firsts(list(by_node.values()))
+        return self.scatter_node(node)
+
     def agree(self, problem: str | None) -> list[str]:
         """Every rank's problem, on every rank, in the order of nodes; empty when there is none."""
         found = [text for text in self.gather_node(problem) if text]

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
@@ -25,6 +27,7 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import Tree
+from holdfast.trainer.custom_plan import plan_custom
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.layout import (
     TRAIN_STATE_BYTES_MAX,
@@ -58,7 +61,8 @@ class CheckpointEngine:
 
     `flusher` is the socket name of the node's flusher, called by `prepare`. `group` is a gloo
     group over all ranks, or None for a single process; `stage_group` one over the ranks of this
-    pipeline stage, where `identity` names one.
+    pipeline stage, where `identity` names one. A `planner` of the user's own plans every save
+    anew, with all ranks; without one, or with one that is just stock DCP's, the plan is kept.
     """
 
     def __init__(
@@ -69,10 +73,12 @@ class CheckpointEngine:
         identity: Identity,
         group: dist.ProcessGroup | None,
         stage_group: dist.ProcessGroup | None = None,
+        planner: SavePlanner | None = None,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
         self._link = FlusherLink(flusher, identity)
         self._stage_group = group if identity.stage is None else stage_group
+        self._planner = None if type(planner) is DefaultSavePlanner else planner
         self._trees: tuple[Tree, Tree] | None = None
         self._layout: Layout | None = None
         self._stage: Stage | None = None
@@ -105,7 +111,10 @@ class CheckpointEngine:
         them has changed. It waits at most `timeout_s` seconds for saves of the former plan.
         Raises `SaveError` on all ranks when one cannot save its state or get its slots.
         """
-        self._build(state, timeout_s)
+        if self._planner is not None:
+            self._build_custom(self._planner, state, timeout_s)
+        else:
+            self._build(state, timeout_s)
 
     def changes(self, state: dict[str, Any]) -> str | None:
         """What no longer fits the plan, in words for people; None while a save needs no new one.
@@ -113,6 +122,8 @@ class CheckpointEngine:
         A save of this very `state` right after it does not compare again.
         Raises `SaveError` when the state cannot be saved at all.
         """
+        if self._planner is not None:
+            return None
         if self._layout is None:
             return "nothing is planned yet"
         flat = flatten(state)
@@ -137,15 +148,13 @@ class CheckpointEngine:
         All ranks call it after the same step. On return the state may change; `poll` tells when
         it is committed. `train_state` is JSON, written by rank 0. None means that both slots are
         still being written and this save was passed over; with `must` it waits for a free one.
-        A first save without `prepare` plans with all ranks; others plan nothing.
+        A first save without `prepare` plans with all ranks, and so does each with a planner of
+        the user's; others plan nothing.
         Raises `SaveError` when the state cannot be saved, is another than was planned, does not
         fit into memory, or no slot came free within `timeout_s` seconds.
         """
         began = time.monotonic()
-        layout, stage = self._layout, self._stage
-        if layout is None or stage is None:
-            layout, stage = self._build(state, timeout_s)
-        flat = self._checked(layout, state)
+        stage, flat = self._planned(state, timeout_s)
         document = self._encode_train_state(train_state)
         staged = self._take_slot(stage, step, timeout_s if must else 0.0)
         if staged is None and must:
@@ -183,7 +192,7 @@ class CheckpointEngine:
         cannot be saved or is another than was planned.
         """
         began = time.monotonic()
-        if self._layout is None or self._stage is None:
+        if self._layout is None or self._stage is None or self._planner is not None:
             return False
         self._link.keep_up()
         flat = self._checked(self._layout, state)
@@ -242,25 +251,57 @@ class CheckpointEngine:
 
     # --- the layout, together with all ranks ----------------------------------------------
 
-    def _build(self, state: dict[str, Any], timeout_s: float) -> tuple[Layout, Stage]:
+    def _planned(self, state: dict[str, Any], timeout_s: float) -> tuple[Stage, Mapping[str, Any]]:
+        """The plan's slots, and what to copy into them."""
+        if self._planner is not None:
+            values = self._build_custom(self._planner, state, timeout_s)
+        else:
+            if self._layout is None or self._stage is None:
+                self._build(state, timeout_s)
+            assert self._layout is not None
+            values = self._checked(self._layout, state)
+        assert self._stage is not None
+        return self._stage, values
+
+    def _build(self, state: dict[str, Any], timeout_s: float) -> None:
         """Plan with all ranks and get slots for the plan; all succeed or all raise."""
-        who = self._identity
-        if self._trees is None:
-            tree = Tree(self._group, who.node)
-            self._trees = tree, tree if who.stage is None else Tree(self._stage_group, who.node)
-        tree, stage_tree = self._trees
+        tree, stage_tree = self._made_trees()
         layout = plan_together(
             state,
-            identity=who,
+            identity=self._identity,
             tree=tree,
             stage_tree=stage_tree,
             prepare=lambda: self._settle_old_stage(timeout_s),
         )
-        check_memory(tree, who.node, layout.image_bytes)
-        pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in flatten(state).values())
-        stage = all_or_none(tree, who.rank, lambda: Stage(self._link, layout, pin=pin))
-        self._layout, self._stage = layout, stage
-        return layout, stage
+        self._open_stage(tree, layout, flatten(state))
+
+    def _build_custom(
+        self, planner: SavePlanner, state: dict[str, Any], timeout_s: float
+    ) -> Mapping[str, Any]:
+        """Plan one save with the user's planner; new slots only when its layout is another."""
+        tree, stage_tree = self._made_trees()
+        made = plan_custom(
+            planner, state, identity=self._identity, tree=tree, stage_tree=stage_tree
+        )
+        if tree.agree(None if self._layout == made.layout else "another layout"):
+            all_or_none(tree, self._identity.rank, lambda: self._settle_old_stage(timeout_s))
+            self._open_stage(tree, made.layout, made.values)
+        return made.values
+
+    def _made_trees(self) -> tuple[Tree, Tree]:
+        """The ways to talk to all ranks and to those of this stage; the first call makes them."""
+        if self._trees is None:
+            who = self._identity
+            tree = Tree(self._group, who.node)
+            self._trees = tree, tree if who.stage is None else Tree(self._stage_group, who.node)
+        return self._trees
+
+    def _open_stage(self, tree: Tree, layout: Layout, values: Mapping[str, Any]) -> None:
+        check_memory(tree, self._identity.node, layout.image_bytes)
+        pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in values.values())
+        rank = self._identity.rank
+        self._stage = all_or_none(tree, rank, lambda: Stage(self._link, layout, pin=pin))
+        self._layout = layout
 
     def _settle_old_stage(self, timeout_s: float) -> None:
         """Before a new plan: what was staged by the old one must be written, then let go."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.columns import Int64s, Item, Rows, UInt64s, decode_table, whole_masses
+from holdfast.trainer.columns import Int32s, Int64s, Item, Rows, UInt64s, decode_table, whole_masses
 
 ALIGNMENT: Final = 64
 _KEYS_SHOWN: Final = 5
@@ -26,22 +26,24 @@ _MIX: Final = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """Every row that is written, sorted by key and then by place, as columns.
+    """Who writes which row, and where; columns are by row, as all nodes' rows were joined.
 
-    `key` numbers `items`; `writer` is a rank; `offset` and `length` are bytes in that rank's
-    file; `form` numbers `form_sizes`. `kept` has for each rank the rows that it writes, in the
-    order of its file: of its shared block, then of its own.
+    `key` numbers `items`. `row` lists the rows that are written, by key and then by place;
+    `writer` is the rank that writes a row, `offset` and `length` are bytes in that rank's file,
+    `form` numbers `form_sizes`. `kept` has for each rank the rows that it writes, in the order of
+    its file: of its shared block, then of its own.
     """
 
     items: tuple[Item, ...]
-    key: npt.NDArray[np.int64]
+    row: Int64s
+    key: Int32s
     place: Int64s
-    form: Int64s
+    form: Int32s
     form_sizes: Int64s
-    writer: Int64s
+    writer: Int32s
     offset: Int64s
     length: Int64s
-    kept: tuple[tuple[Int64s, Int64s], ...]
+    kept: tuple[tuple[Int32s, Int32s], ...]
     file_bytes: Int64s
 
 
@@ -53,6 +55,13 @@ class _Groups:
     start: Int64s
     count: Int64s
 
+    def rows_of(self, boxes: Int64s) -> tuple[Int64s, Int64s]:
+        """All rows of these boxes, and for each its box's place among `boxes`."""
+        count = self.count[boxes]
+        box = np.repeat(np.arange(len(boxes)), count)
+        nth = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
+        return self.order[np.repeat(self.start[boxes], count) + nth], box
+
 
 def plan_all(
     rows: Rows, tables: Mapping[bytes, bytes], holdings: Sequence[Sequence[bytes]]
@@ -62,24 +71,26 @@ def plan_all(
     Raises `SaveError` when ranks differ about a key, or their parts do not tile a tensor.
     """
     items, key = _number_keys(rows, tables)
-    block = np.repeat(np.arange(len(rows.digests)), rows.row_counts)
-    form_base = np.cumsum(rows.form_counts) - rows.form_counts
-    form = rows.form + form_base[block]
+    numbers = np.arange(len(rows.digests), dtype=np.int32)
+    block: Int32s = np.repeat(numbers, rows.row_counts)
+    form_base = (np.cumsum(rows.form_counts) - rows.form_counts).astype(np.int32)
+    form: Int32s = rows.form + np.repeat(form_base, rows.row_counts)
     groups = _group(rows, key, items)
     _check_tiling(rows, key, items, groups)
     length = rows.form_bytes[form]
     holders = _Holders.of(rows.digests, holdings)
-    row, writer = _assign(groups, block, align(length), holders)
-    offset, kept, file_bytes = _lay_out(rows, block, row, writer, length, len(holdings))
+    row, writer = _assign(rows, groups, block, align(length), holders)
+    offset, kept, file_bytes = _lay_out(rows, block, writer, length, len(holdings))
     return GlobalPlan(
         items=items,
-        key=key[row],
-        place=rows.place[row],
-        form=form[row],
+        row=row,
+        key=key,
+        place=rows.place,
+        form=form,
         form_sizes=rows.form_sizes,
         writer=writer,
         offset=offset,
-        length=length[row],
+        length=length,
         kept=kept,
         file_bytes=file_bytes,
     )
@@ -99,9 +110,7 @@ def offsets_of(lengths: Int64s) -> Int64s:
 # --- keys and boxes ---------------------------------------------------------------------------
 
 
-def _number_keys(
-    rows: Rows, tables: Mapping[bytes, bytes]
-) -> tuple[tuple[Item, ...], npt.NDArray[np.int64]]:
+def _number_keys(rows: Rows, tables: Mapping[bytes, bytes]) -> tuple[tuple[Item, ...], Int32s]:
     """One list of items for all tables, and each row's place in it."""
     items: dict[str, Item] = {}
     number: dict[str, int] = {}
@@ -117,18 +126,19 @@ def _number_keys(
                     "every rank must save the same tensor under one name"
                 )
             flat.append(number.setdefault(item.key, len(number)))
-    bases = np.array([base[digest] for digest in rows.tables], dtype=np.int64)
-    key = np.array(flat, dtype=np.int64)[rows.item + np.repeat(bases, rows.row_counts)]
-    return tuple(items.values()), key
+    bases = np.array([base[digest] for digest in rows.tables], dtype=np.int32)
+    in_tables = rows.item + np.repeat(bases, rows.row_counts)
+    return tuple(items.values()), np.array(flat, dtype=np.int32)[in_tables]
 
 
-def _group(rows: Rows, key: Int64s, items: Sequence[Item]) -> _Groups:
+def _group(rows: Rows, key: Int32s, items: Sequence[Item]) -> _Groups:
     """Bring the copies of each box together, in the order of keys and places.
 
     By key first, which is cheap; where ranks come in the order of their parts that is all.
     """
     extent = np.array([max(prod(item.shape), 1) for item in items], dtype=np.int64)
-    code = (np.cumsum(extent) - extent)[key] + rows.place
+    code = (np.cumsum(extent) - extent)[key]
+    code += rows.place
     small = key.astype(np.uint16) if len(items) < 1 << 16 else key
     order = np.argsort(small, kind="stable")
     code = code[order]
@@ -153,19 +163,19 @@ def _is_repeated(code: Int64s) -> npt.NDArray[np.bool_]:
     return repeated
 
 
-def _check_tiling(rows: Rows, key: Int64s, items: Sequence[Item], groups: _Groups) -> None:
+def _check_tiling(rows: Rows, key: Int32s, items: Sequence[Item], groups: _Groups) -> None:
     """Raise `SaveError` unless the boxes of every tensor cover it exactly once."""
-    mass = rows.mass[groups.order]
-    within = np.ones(len(mass), dtype=bool)
-    within[groups.start] = False
-    unequal = np.flatnonzero(within[1:] & (mass[1:] != mass[:-1]))
-    key_of_box = key[groups.order[groups.start]]
+    first = groups.order[groups.start]
+    key_of_box = key[first]
     total: UInt64s = np.zeros(len(items), dtype=np.uint64)
     starts = np.flatnonzero(np.diff(key_of_box, prepend=-1))
     if len(starts):
-        total[key_of_box[starts]] = np.add.reduceat(mass[groups.start], starts)
+        total[key_of_box[starts]] = np.add.reduceat(rows.mass[first], starts)
     wrong = total != whole_masses([item.shape for item in items])
-    wrong[key[groups.order[unequal + 1]]] = True
+    repeated = np.flatnonzero(groups.count > 1)
+    copies, box = groups.rows_of(repeated)
+    unequal = rows.mass[copies] != rows.mass[first[repeated]][box]
+    wrong[key[copies[unequal]]] = True
     if not wrong.any():
         return
     names = [items[number].key for number in np.flatnonzero(wrong).tolist()]
@@ -203,17 +213,20 @@ class _Holders:
 
 
 def _assign(
-    groups: _Groups, block: Int64s, weight: Int64s, holders: _Holders
-) -> tuple[Int64s, Int64s]:
-    """The row that is written of each box, and the rank that writes it."""
-    row = groups.order[groups.start].copy()
-    first_block = block[row]
-    writer = holders.rank[holders.start[first_block]]
-    is_single = (groups.count == 1) & (holders.count[first_block] == 1)
-    loads = np.bincount(
-        writer[is_single], weights=weight[row[is_single]], minlength=holders.ranks
-    ).astype(np.int64)
-    shared = np.flatnonzero(~is_single)
+    rows: Rows, groups: _Groups, block: Int32s, weight: Int64s, holders: _Holders
+) -> tuple[Int64s, Int32s]:
+    """The row that is written of each box, and the rank that writes each row, -1 for none."""
+    row = groups.order[groups.start]
+    writer: Int32s = np.repeat(holders.rank[holders.start].astype(np.int32), rows.row_counts)
+    is_shared = groups.count > 1
+    if holders.count.max(initial=1) > 1:
+        is_shared |= holders.count[block[row]] > 1
+    shared = np.flatnonzero(is_shared)
+    copies, _ = groups.rows_of(shared)
+    writer[copies] = -1
+    alone = np.flatnonzero(writer >= 0) if len(shared) else slice(None)
+    loads = np.bincount(writer[alone], weights=weight[alone], minlength=holders.ranks)
+    loads = loads.astype(np.int64)
     for batch in _batches(_holder_sets(shared, groups, block, holders)):
         _share_out(batch, groups, weight, loads, row, writer)
     return row, writer
@@ -229,7 +242,7 @@ class _HolderSet:
 
 
 def _holder_sets(
-    shared: Int64s, groups: _Groups, block: Int64s, holders: _Holders
+    shared: Int64s, groups: _Groups, block: Int32s, holders: _Holders
 ) -> list[_HolderSet]:
     """Boxes with more than one holder by their blocks, sets with the fewest members first."""
     if not len(shared):
@@ -237,7 +250,8 @@ def _holder_sets(
     blocks = np.arange(len(holders.count), dtype=np.uint64)
     label = (blocks + np.uint64(1)) * _MIX
     label = (label ^ (label >> np.uint64(31))) * _MIX
-    labels = np.add.reduceat(label[block[groups.order]], groups.start)[shared]
+    copies, box = groups.rows_of(shared)
+    labels = np.add.reduceat(label[block[copies]], np.flatnonzero(np.diff(box, prepend=-1)))
     _, first, which = np.unique(labels, return_index=True, return_inverse=True)
     by_set = np.argsort(which, kind="stable")
     ends = np.cumsum(np.bincount(which))
@@ -270,7 +284,7 @@ def _share_out(
     weight: Int64s,
     loads: Int64s,
     row: Int64s,
-    writer: Int64s,
+    writer: Int32s,
 ) -> None:
     """Give each box, heaviest first, to the member of its set that has the least so far."""
     most = max(len(one.boxes) for one in sets)
@@ -287,7 +301,7 @@ def _share_out(
         index, box = every[has_box], column[has_box]
         least = np.argmin(load[index], axis=1)
         row[box] = groups.order[groups.start[box] + nth[index, least]]
-        writer[box] = members[index, least]
+        writer[row[box]] = members[index, least]
         load[index, least] += weight[row[box]]
     loads[members] = load
 
@@ -296,27 +310,27 @@ def _share_out(
 
 
 def _lay_out(
-    rows: Rows, block: Int64s, row: Int64s, writer: Int64s, length: Int64s, ranks: int
-) -> tuple[Int64s, tuple[tuple[Int64s, Int64s], ...], Int64s]:
-    """Each written box's offset in its writer's file, each rank's rows, each file's bytes."""
-    turn = np.full(len(length), -1, dtype=np.int64)
-    turn[row] = 2 * writer + rows.kinds[block[row]]
-    written = np.flatnonzero(turn >= 0)
+    rows: Rows, block: Int32s, writer: Int32s, length: Int64s, ranks: int
+) -> tuple[Int64s, tuple[tuple[Int32s, Int32s], ...], Int64s]:
+    """Each row's offset in its writer's file, each rank's rows, each file's bytes."""
+    turn = 2 * writer + np.repeat(rows.kinds, rows.row_counts)
+    written = np.flatnonzero(writer >= 0)
     turn = turn[written]
-    small = turn.astype(np.uint16) if 2 * ranks < 1 << 16 else turn
-    in_file = np.argsort(small, kind="stable")
-    written, turn = written[in_file], turn[in_file]
+    if np.any(turn[1:] < turn[:-1]):
+        small = turn.astype(np.uint16) if 2 * ranks < 1 << 16 else turn
+        in_file = np.argsort(small, kind="stable")
+        written, turn = written[in_file], turn[in_file]
     aligned = align(length[written])
     end = np.cumsum(aligned)
-    bounds = np.searchsorted(turn, np.arange(2 * ranks + 1))
+    bounds = np.searchsorted(turn, np.arange(2 * ranks + 1, dtype=turn.dtype))
     before = np.concatenate((np.zeros(1, dtype=np.int64), end))[bounds]
-    at = np.empty(len(length), dtype=np.int64)
-    at[written] = end - aligned - before[turn // 2 * 2]
+    offset = np.zeros(len(length), dtype=np.int64)
+    offset[written] = end - aligned - np.repeat(before[:-1:2], np.diff(bounds[::2]))
     row_base = np.cumsum(rows.row_counts) - rows.row_counts
-    local = written - row_base[block[written]]
+    local = (written - row_base[block[written]]).astype(np.int32)
     parts = np.split(local, bounds[1:-1])
     kept = tuple((parts[2 * rank], parts[2 * rank + 1]) for rank in range(ranks))
-    return at[row], kept, np.diff(before[::2])
+    return offset, kept, np.diff(before[::2])
 
 
 def _describe(item: Item) -> str:

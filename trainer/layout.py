@@ -153,7 +153,7 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in _leaves("", state):
         if path in flat:
             raise SaveError(f"two entries have one name when joined by dots: {path}")
-        if not isinstance(value, torch.Tensor) and not _is_plain(value):
+        if not isinstance(value, torch.Tensor) and not is_plain(value):
             raise SaveError(
                 f"{path}: a {type(value).__name__} cannot be saved as checkpoint state; expected "
                 "a tensor, or a bool, int, float, str or None of an optimizer's parameter group. "
@@ -188,6 +188,11 @@ class Signature:
 
     def __init__(self, flat: Mapping[str, Any]) -> None:
         self._prints = {key: _fingerprint(value) for key, value in flat.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._prints == other._prints
+
+    __hash__ = None  # type: ignore[assignment]
 
     def fits(self, flat: Mapping[str, Any]) -> bool:
         """True when `flat` needs no other plan; a microsecond or less for each key."""
@@ -351,7 +356,7 @@ def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
     return f"{dtype} {where}{tuple(shape)}"
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """True for what a parameter group holds: numbers, words, and lists of them (betas)."""
     if type(value) in (list, tuple):
         return all(type(entry) in _NUMBERS for entry in value)

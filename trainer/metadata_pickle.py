@@ -49,7 +49,7 @@ Piece = bytes | Bytes2d
 def pickle_metadata(plan: GlobalPlan, file_name: Callable[[int], str]) -> bytes:
     """The pickle of DCP's `Metadata` for `plan`; `file_name` says a writer's file."""
     memo = _Memo()
-    used = np.unique(plan.writer).tolist()
+    used = np.unique(plan.writer[plan.row]).tolist()
     files = {rank: memo.put(_text(file_name(rank))) for rank in used}
     keys = [memo.put(_text(item.key)) for item in plan.items]
     chunks, places = _records(plan, memo, np.array(keys), _lookup(files))
@@ -139,8 +139,9 @@ def _records(
     chunks: dict[int, Bytes2d] = {}
     places: list[Bytes2d] = []
     kinds = np.array([-1 if i.dtype is None else len(i.shape) for i in plan.items], dtype=np.int64)
+    kind_of_row = kinds[plan.key[plan.row]]
     for kind in np.unique(kinds).tolist():
-        row = np.flatnonzero(kinds[plan.key] == kind)
+        row = plan.row[kind_of_row == kind]
         key = plan.key[row]
         where = _Template()
         where.add(*_new(memo, "MetadataIndex"), _MARK, memo.get("fqn"))

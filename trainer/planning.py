@@ -17,7 +17,7 @@ import psutil
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer.collective import Tree
-from holdfast.trainer.columns import Block, Int64s, Rows, join, pack
+from holdfast.trainer.columns import Block, Int32s, Rows, join, pack
 from holdfast.trainer.global_plan import GlobalPlan, plan_all
 from holdfast.trainer.identity import Identity, distcp_name
 from holdfast.trainer.layout import Layout, add_metadata, add_train_state, plan_layout
@@ -28,7 +28,7 @@ T = TypeVar("T")
 GIB: Final = 1024**3
 
 Digests = tuple[bytes, ...]
-Kept = tuple[Int64s, Int64s]
+Kept = tuple[Int32s, Int32s]
 """Rows that a rank writes, in the order of its file: of its shared block, then of its own."""
 
 
@@ -76,7 +76,7 @@ def plan_together(
         prepare()
         described.append(describe_rank(state))
 
-    raise_problems(tree.agree(_problem(describe, identity.rank)))
+    raise_problems(tree.agree(problem_of(describe, identity.rank)))
     own = described[0]
     reply, problem = _ask(own, stage_tree, identity.rank)
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
@@ -91,7 +91,7 @@ def plan_together(
 def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
     """Do `act` on every rank and return its own result; `SaveError` on all when one failed."""
     result: list[T] = []
-    problem = _problem(lambda: result.append(act()), rank)
+    problem = problem_of(lambda: result.append(act()), rank)
     raise_problems(tree.agree(problem))
     return result[0]
 
@@ -178,7 +178,7 @@ def _decide(
         made = decide(indexes, contents)
         found.append((made, pickle_metadata(made, distcp_name)))
 
-    problem = _problem(plan, root)
+    problem = problem_of(plan, root)
     if problem:
         return [[(None, problem)] * len(index.ranks) for index in indexes]
     made, metadata = found[0]
@@ -188,7 +188,8 @@ def _decide(
     ]
 
 
-def _problem(act: Callable[[], object], rank: int) -> str | None:
+def problem_of(act: Callable[[], object], rank: int) -> str | None:
+    """Do `act`; what went wrong, with the rank that it went wrong on, or None."""
     try:
         act()
     except Exception as error:

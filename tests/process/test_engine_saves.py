@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tests.flusher_keeper import Keeper, wait_until
+from tests.pipeline_program import HalfPlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -34,7 +38,7 @@ def keeper() -> Iterator[Keeper]:
     made.close()
 
 
-def make_engine(flusher: str, folder: Path) -> CheckpointEngine:
+def make_engine(flusher: str, folder: Path, planner: SavePlanner | None = None) -> CheckpointEngine:
     identity = Identity(
         run_uid="1" * 32,
         run="r",
@@ -49,7 +53,7 @@ def make_engine(flusher: str, folder: Path) -> CheckpointEngine:
         command_digest="c" * 64,
     )
     return CheckpointEngine(
-        flusher=flusher, run=RunPaths(folder / "r"), identity=identity, group=None
+        flusher=flusher, run=RunPaths(folder / "r"), identity=identity, group=None, planner=planner
     )
 
 
@@ -248,3 +252,44 @@ def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -
     assert problem is not None
     assert "node 0: " in problem
     assert "need 18.00 GiB, 13.00 GiB are free" in problem
+
+
+class PickyPlanner(HalfPlanner):
+    """Gives what `worse` says in place of the group's learning rate."""
+
+    worse: Any = None
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if write_item.index.fqn != "group.lr" or self.worse is None:
+            return super().resolve_data(write_item)
+        stream = io.BytesIO()
+        torch.save(self.worse, stream)
+        return stream
+
+
+def test_a_planner_of_the_users_plans_every_save(keeper: Keeper, tmp_path: Path) -> None:
+    planner = PickyPlanner()
+    engine = make_engine(keeper.name, tmp_path, planner)
+    state = make_state()
+    for step in (1, 2, 3):
+        state = make_state(float(step))
+        if step == 3:
+            state["model"]["new"] = torch.ones(100_000)
+        assert engine.changes(state) is None
+        assert engine.save(state, {}, step=step, **FACTS)
+        assert engine.wait(20)[0].committed
+    loaded = make_state(9.0)
+    loaded["model"] = {k: torch.zeros_like(v).half() for k, v in state["model"].items()}
+    load_with_dcp(loaded, checkpoint_id=directory_of(tmp_path, 3), no_dist=True)
+    assert loaded["group"] == state["group"]
+    for key, value in loaded["model"].items():
+        assert torch.equal(value, state["model"][key].half()), key
+    assert not engine.snapshot(state, {}, step=4, **FACTS)
+    planner.worse = Path("code")
+    with pytest.raises(SaveError, match=r"group\.lr: .* cannot be read without running code"):
+        engine.save(state, {}, step=4, **FACTS)
+    planner.worse = {"a": "mapping"}
+    with pytest.raises(SaveError, match=r"group\.lr: the planner resolves it to a dict"):
+        engine.save(state, {}, step=4, **FACTS)
+    assert not directory_of(tmp_path, 4).exists()
+    engine.close()
