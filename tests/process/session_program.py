@@ -38,8 +38,15 @@ def main() -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
+    late = Late(settings.get("late"))
     session = Session(
-        model, optimizer, scheduler, seed=3, directory=settings["directory"], best=("loss", "min")
+        model,
+        optimizer,
+        scheduler,
+        seed=3,
+        extra={"late": late},
+        directory=settings["directory"],
+        best=("loss", "min"),
     )
     note_pid(session)
     with session, open_record(session) as record:
@@ -58,11 +65,28 @@ def main() -> None:
                 dist.all_reduce(total)
                 mean = total.item()
             session.log(loss=mean)
+            late.steps = step
             write(record, step=step, ids=ids.tolist(), loss=mean, world=session.world_size)
             time.sleep(settings.get("sleep_s", 0.0))
         write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
     if is_joined:
         dist.destroy_process_group()
+
+
+class Late:
+    """An object whose state gets a tensor on one rank, after some steps: `at` is (rank, steps)."""
+
+    def __init__(self, at: list[int] | None) -> None:
+        self._at, self.steps = at, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        is_born = self._at is not None and self.steps >= self._at[1]
+        if not is_born or self._at is None or self._at[0] != dist.get_rank():
+            return {}
+        return {"average": torch.full((1000,), float(self.steps))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = int(state["average"][0]) if state else 0
 
 
 def note_pid(session: Session) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.manifest import find_damage, read_manifest
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 STEPS = 40
@@ -305,3 +305,16 @@ def test_two_launches_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     # The second waited for the first, and found nothing left to do.
     assert [line["end"] for line in ends_of(first.run, 0)] == [STEPS, STEPS]
     assert len(steps_of(first.run, 0)) == STEPS
+
+
+def test_state_born_on_one_rank_is_planned_anew_by_all(tmp_path: Path) -> None:
+    """At an agreed step, and at the last save, which has none."""
+    for run, at in (("meeting", 8), ("end", 12)):
+        with Launch(tmp_path / run, ranks=2, steps=13, late=[0, at]) as launch:
+            assert launch.wait() == 0, launch.output
+            saved = {
+                name.step: b"extra.late.average" in (path / ".metadata").read_bytes()
+                for path in launch.run.list_checkpoints()
+                if (name := CheckpointName.parse(path.name)) and read_manifest(path)
+            }
+        assert saved == {5: False, 10: at <= 10, 13: True}
