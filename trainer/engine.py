@@ -451,8 +451,9 @@ def read_train_state(directory: Path) -> dict[str, Any]:
     if not listed and not path.exists():
         return {}
     try:
-        parsed = json.loads(read_verified(directory, TRAIN_STATE, manifest))
-    except ValueError as error:
+        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{path}: not JSON: {error}; resume from another checkpoint",
             damaged=[f"{TRAIN_STATE}: {error}"],
