@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.process.test_session import (
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 def test_killed_ranks_lose_one_step_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    settings = {"ranks": 2, "interval": "1000", "snapshots": "1", "dropout": 0.2}
+    settings: dict[str, Any] = {"ranks": 2, "interval": "1000", "snapshots": "1", "dropout": 0.2}
     with Launch(directory, **settings, sleep_s=0.1) as launch:
         launch.wait_until(12)
         kill(launch.rank_pids())
@@ -56,7 +57,7 @@ def test_killed_ranks_lose_one_step_and_go_on_bit_for_bit(tmp_path: Path) -> Non
 
 
 def test_auto_keeps_snapshots_within_the_budget_and_says_so(tmp_path: Path) -> None:
-    settings = {"ranks": 2, "interval": "auto", "snapshots": "auto"}
+    settings: dict[str, Any] = {"ranks": 2, "interval": "auto", "snapshots": "auto"}
     with Launch(tmp_path / "run", **settings, sleep_s=0.2) as launch:
         launch.wait_until(30)
         kill(launch.rank_pids())
