@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from collections.abc import Collection, Mapping
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import Tree
@@ -76,6 +78,8 @@ class CheckpointEngine:
         planner: SavePlanner | None = None,
     ) -> None:
         self._run, self._identity, self._group = run, identity, group
+        tiers = Tiers.from_environment(os.environ)
+        self._node_folder = tiers.node_folder(identity.run, identity.run_uid)
         self._link = FlusherLink(flusher, identity)
         self._stage_group = group if identity.stage is None else stage_group
         self._planner = None if type(planner) is DefaultSavePlanner else planner
@@ -397,6 +401,7 @@ class CheckpointEngine:
         files = files_of(layout, None if document is None else len(document))
         return {
             "run_directory": str(self._run.directory.absolute()),
+            "node_folder": str(self._node_folder.directory) if self._node_folder else "",
             "checkpoint": str(name),
             "step": name.step,
             "rank": who.rank,
@@ -451,9 +456,8 @@ def read_train_state(directory: Path) -> dict[str, Any]:
     if not listed and not path.exists():
         return {}
     try:
-        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        parsed = json.loads(read_verified(directory, TRAIN_STATE, manifest))
+    except ValueError as error:
         raise DamagedCheckpointError(
             f"{path}: not JSON: {error}; resume from another checkpoint",
             damaged=[f"{TRAIN_STATE}: {error}"],

@@ -19,6 +19,7 @@ from holdfast.contracts.digests import FileChecksum
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry, read_manifest
+from holdfast.contracts.mirrors import files_directory
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer.flush_commit import (
     Others,
@@ -72,7 +73,8 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
     written: list[Path] = []
     has_written = False
     try:
-        entries = _write_where_room_is(run, directory, images, resumed, written, room)
+        files = files_directory(table, directory)
+        entries = _write_where_room_is(run, directory, files, images, resumed, written, room)
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
@@ -93,19 +95,24 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
 def _write_where_room_is(
     run: RunPaths,
     directory: Path,
+    files: Path,
     images: Sequence[Image],
     resumed: bool,
     written: list[Path],
     room: Room,
 ) -> list[FileEntry]:
-    """Write all files; when there is no room, once more after the keeper has freed some."""
+    """Write all files; when there is no room, once more after the keeper has freed some.
+
+    `directory` is the checkpoint's, `files` the one that its files go to, mostly the same.
+    """
     tables = [image.table for image in images]
     need = Need.of_tables(tables)
 
     def try_it() -> list[FileEntry]:
         room.check(run, directory, need, node=tables[0]["node"])
         _make_way(run, directory)
-        return _write_files(directory, images, resumed, written)
+        make_directory(files)
+        return _write_files(files, images, resumed, written)
 
     try:
         return try_it()

@@ -35,7 +35,7 @@ class FsspecStore:
     def __init__(self, url: str) -> None:
         self._url = url
         # Options that a library wants beyond its environment have no place in a spec.
-        with telling(url, "opening", ImportError, ValueError, OSError):
+        with telling(url, "opening", ImportError, ValueError, OSError, is_passing=False):
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="mirror")
 

@@ -163,11 +163,13 @@ def checked_parts(path: Path, entry: FileEntry) -> Iterator[bytes]:
 
 
 @contextmanager
-def telling(url: str, doing: str, *errors: type[BaseException]) -> Iterator[None]:
+def telling(
+    url: str, doing: str, *errors: type[BaseException], is_passing: bool = True
+) -> Iterator[None]:
     """Turn a library's errors into a `MirrorError` that says where and what was tried."""
     try:
         yield
     except errors as error:
         raise MirrorError(
-            f"{url}: {doing}: {type(error).__name__}: {error}", is_passing=True
+            f"{url}: {doing}: {type(error).__name__}: {error}", is_passing=is_passing
         ) from error

@@ -32,7 +32,7 @@ PAUSE_MAX_S: Final = 30.0
 class Upload:
     """A committed checkpoint to be copied: where its files lie, and which of them are ours."""
 
-    directory: Path
+    files: Path
     manifest: Manifest
     content: bytes
     own: frozenset[str]
@@ -47,10 +47,13 @@ class Upload:
         return [entry for entry in self.manifest.files if entry.path in self.own]
 
 
-def read_upload(directory: Path, own: Collection[str] | None) -> Upload | None:
+def read_upload(
+    directory: Path, own: Collection[str] | None, files: Path | None = None
+) -> Upload | None:
     """What is to be copied of the checkpoint in `directory`, or None when it is not committed.
 
-    `own` are the paths of this node's files, None for all that lie there.
+    `own` are the paths of this node's files, None for all that lie there; `files` is where they
+    lie when that is not `directory`.
     """
     try:
         content = (directory / MANIFEST).read_bytes()
@@ -58,8 +61,9 @@ def read_upload(directory: Path, own: Collection[str] | None) -> Upload | None:
         return None
     manifest = Manifest.model_validate_json(content)
     paths = frozenset(entry.path for entry in manifest.files)
-    ours = {p for p in paths if (directory / p).exists()} if own is None else paths & set(own)
-    return Upload(directory=directory, manifest=manifest, content=content, own=frozenset(ours))
+    place = directory if files is None else files
+    ours = {p for p in paths if (place / p).exists()} if own is None else paths & set(own)
+    return Upload(files=place, manifest=manifest, content=content, own=frozenset(ours))
 
 
 def send_files(store: Store, upload: Upload, *, tries: Tries) -> int:
@@ -75,7 +79,7 @@ def send_files(store: Store, upload: Upload, *, tries: Tries) -> int:
         key = checkpoint_key(upload.name, entry.path)
         if there.get(key) == entry.bytes:
             continue
-        tries.do(store.put_file, key, upload.directory / entry.path, entry)
+        tries.do(store.put_file, key, upload.files / entry.path, entry)
         sent += entry.bytes
     return sent
 

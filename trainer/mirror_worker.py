@@ -10,18 +10,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.durable import create_bytes, make_directory
+from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.mirrors import (
+    MirrorRecord,
+    Tiers,
+    files_directory,
+    read_record,
+    write_record,
+)
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.trainer.mirror_store import Store, open_store
 from holdfast.trainer.mirror_upload import (
@@ -46,6 +54,8 @@ ROUND_PAUSE_S: Final = 60.0
 LOCK_POLL_S: Final = 0.2
 ERROR_CHARACTERS_MAX: Final = 2000
 NAMED_MAX: Final = 20
+# Checkpoints that stay on a node's own disk, for a restart on the same node.
+NODE_COPIES_MAX: Final = 2
 
 
 @dataclass
@@ -54,6 +64,7 @@ class Task:
 
     run: RunPaths
     directory: Path
+    files: Path
     own: frozenset[str] | None
     upload: Upload | None = None
     began: float = 0.0
@@ -69,7 +80,7 @@ def start_mirror(node: int, run: Path | None) -> MirrorWorker:
     worker = MirrorWorker(Tiers.from_environment(os.environ), node=node)
     worker.start()
     if run is not None:
-        worker.recover(RunPaths(run), RunPaths(run))
+        worker.recover(RunPaths(run))
     return worker
 
 
@@ -83,7 +94,6 @@ class MirrorWorker:
         self._waiting: list[Task] = []
         self._current: Task | None = None
         self._store: tuple[str, Store] | None = None
-        self._recovered: set[Path] = set()
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="mirror", daemon=True)
 
@@ -94,31 +104,27 @@ class MirrorWorker:
 
     def take(self, tables: Sequence[Mapping[str, Any]]) -> None:
         """Copy a step that was committed just now; `tables` are those of this node's slots."""
-        run = RunPaths(Path(tables[0]["run_directory"]))
-        own = [file["path"] for table in tables for file in table["files"]]
-        self.add(run, run.checkpoint(tables[0]["checkpoint"]), own)
-
-    def add(self, run: RunPaths, directory: Path, own: Collection[str] | None) -> None:
-        """Copy the checkpoint in `directory`, committed just now, as soon as its turn comes."""
         if not self._tiers.mirror:
             return
+        run = RunPaths(Path(tables[0]["run_directory"]))
+        own = frozenset(file["path"] for table in tables for file in table["files"])
+        directory = run.checkpoint(tables[0]["checkpoint"])
         with self._changed:
-            self._new.append(Task(run, directory, None if own is None else frozenset(own)))
+            self._new.append(Task(run, directory, files_directory(tables[0], directory), own))
             passed = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
             self._changed.notify()
         if passed is not None:
             behind = f"passed over: {BACKLOG_MAX} newer ones wait; the mirror is slower than saves"
             self._journal(passed, EventKind.MIRROR_FAILED, error=behind)
 
-    def recover(self, run: RunPaths, checkpoints: RunPaths) -> None:
+    def recover(self, run: RunPaths) -> None:
         """Take up what earlier flushers of the run left: on node 0, or on each node its own."""
         is_ours = self._node == 0 or bool(self._tiers.local)
-        if not self._tiers.mirror or not is_ours or checkpoints.directory in self._recovered:
+        if not self._tiers.mirror or not is_ours:
             return
-        self._recovered.add(checkpoints.directory)
         left = [
-            Task(run, directory, None, peers_wait_s=LEFT_WAIT_S)
-            for directory in reversed(checkpoints.list_checkpoints())
+            Task(run, directory, self._files_of(run, directory), None, peers_wait_s=LEFT_WAIT_S)
+            for directory in reversed(run.list_checkpoints())
             if (directory / MANIFEST).exists() and read_record(directory) is None
         ]
         with self._changed:
@@ -170,7 +176,7 @@ class MirrorWorker:
 
     def _advance(self, task: Task) -> None:
         """Take one checkpoint as far as it goes now."""
-        upload = task.upload = task.upload or read_upload(task.directory, task.own)
+        upload = task.upload = task.upload or read_upload(task.directory, task.own, task.files)
         if upload is None:
             return
         task.began = task.began or time.monotonic()
@@ -179,6 +185,7 @@ class MirrorWorker:
             with self._alone(task.run):
                 send_files(store, upload, tries=Tries())
             task.is_sent = True
+            self._clear_node(task)
         if self._node != 0:
             return
         missing = missing_files(store, upload, tries=Tries())
@@ -197,19 +204,14 @@ class MirrorWorker:
             self._waiting.append(task)
 
     def _finish(self, task: Task, upload: Upload) -> None:
-        """Note the copy beside the manifest, in the run's folder too, and in the journal."""
+        """Note the copy beside the manifest and in the journal."""
         seconds = round(time.monotonic() - task.began, 6)
         url = self._location(upload)
         record = MirrorRecord(
             url=url, bytes=upload.manifest.bytes, seconds=seconds, mirrored_at=time.time()
         )
-        home = task.run.checkpoint(upload.name)
-        if home != task.directory and not task.run.tombstone(upload.name).exists():
-            make_directory(home)
-            create_bytes(home / MANIFEST, upload.content)
-        for directory in {home, task.directory}:
-            if (directory / MANIFEST).exists():
-                write_record(directory, record)
+        if (task.directory / MANIFEST).exists():
+            write_record(task.directory, record)
         facts: dict[str, Any] = {"url": url, "bytes": record.bytes, "seconds": seconds}
         self._journal(task, EventKind.MIRRORED, **facts)
 
@@ -221,6 +223,27 @@ class MirrorWorker:
         task.rounds += 1
         if is_passing and task.rounds < ROUNDS_MAX:
             self._look_again(task, ROUND_PAUSE_S)
+
+    def _files_of(self, run: RunPaths, directory: Path) -> Path:
+        """Where this node has its files of a checkpoint that an earlier flusher wrote."""
+        manifest = read_manifest(directory) if self._tiers.local else None
+        if manifest is None:
+            return directory
+        folder = self._tiers.node_folder(manifest.run, manifest.run_uid)
+        return folder.checkpoint(directory.name) if folder else directory
+
+    def _clear_node(self, task: Task) -> None:
+        """Leave only the newest copies on the node's own disk: the mirror has the others.
+
+        What is not in the mirror yet stays, unless it was deleted altogether.
+        """
+        if task.files == task.directory:
+            return
+        folder = RunPaths(task.files.parent.parent)
+        for files in folder.list_checkpoints()[:-NODE_COPIES_MAX]:
+            home = task.run.checkpoint(files.name)
+            if read_record(home) is not None or not home.exists():
+                shutil.rmtree(files, ignore_errors=True)
 
     def _location(self, upload: Upload) -> str:
         return self._tiers.location(upload.manifest.run, upload.manifest.run_uid)

@@ -8,11 +8,13 @@ is left waiting in a collective for one that raised alone.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -47,7 +49,6 @@ from holdfast.trainer.metadata import (
     pick_entries,
     read_metadata,
 )
-from holdfast.trainer.plain_load import load_plain
 
 T = TypeVar("T")
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
@@ -247,7 +248,7 @@ def _finish(state: dict[str, Any], *rounds: Wants) -> None:
         for key, content in wants.numbers.items():
             encoded = content.memory.tobytes()
             if encoded not in known:
-                known[encoded] = load_plain(encoded)
+                known[encoded] = torch.load(io.BytesIO(encoded), weights_only=True)
             set_element(state, paths[key], copy.copy(known[encoded]))
 
 

@@ -14,7 +14,8 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.leases import reading
-from holdfast.contracts.paths import MANIFEST, RunPaths, checkpoint_id
+from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
 from holdfast.trainer.cadence import Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import SkipWindow, parse_skips
@@ -22,9 +23,8 @@ from holdfast.trainer.engine import CheckpointEngine, read_train_state
 from holdfast.trainer.link import Link
 from holdfast.trainer.metadata import read_metadata
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.mirror_resume import Search
 from holdfast.trainer.program import program_argv
-from holdfast.trainer.resume import choose
-from holdfast.trainer.snapshots import SnapshotRhythm
 from holdfast.trainer.train_state import Restored, TrainState
 
 CHOICES_MAX: Final = 100
@@ -58,11 +58,6 @@ def chosen_interval(default: int | str) -> Interval:
     return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
 
 
-def chosen_snapshots(default: int | str) -> SnapshotRhythm:
-    """The spec's rhythm of snapshots when there is one, else the program's."""
-    return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
-
-
 def resume(
     link: Link,
     ranks: Ranks,
@@ -77,10 +72,11 @@ def resume(
     `DamagedCheckpointError` when one was read in part and there is none to fall back to.
     """
     passed: dict[str, str] = {}
+    search = _search(link, passed, recorder)
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
         with contextlib.ExitStack() as held:
-            choice = ranks.share(lambda: _choose(link.run, passed, held))
+            choice = _choose_together(search, passed, held, link, ranks)
             try:
                 return _restore(choice, link, ranks, engine, state, recorder)
             except DamagedCheckpointError as error:
@@ -167,16 +163,61 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
     )
 
 
-def _choose(run: RunPaths, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
+def _search(link: Link, passed: dict[str, str], recorder: Recorder | None) -> Search:
+    """The look for a checkpoint in all tiers that the environment names."""
+    identity = link.identity
+
+    def journal(kind: EventKind, **facts: Any) -> None:
+        if recorder is not None:
+            numbers: dict[str, Any] = {
+                "attempt": identity.attempt,
+                "incarnation": identity.incarnation,
+            }
+            recorder.event(kind, **numbers, **facts)
+
+    return Search(
+        run=link.run,
+        run_uid=identity.run_uid,
+        tiers=Tiers.from_environment(os.environ),
+        nodes=identity.nodes,
+        passed=passed,
+        journal=journal,
+    )
+
+
+def _choose_together(
+    search: Search,
+    passed: dict[str, str],
+    held: contextlib.ExitStack,
+    link: Link,
+    ranks: Ranks,
+) -> _Choice:
+    """Rank 0's choice, known to all and there on every node."""
+    choice = ranks.share(lambda: _choose(search, passed, held))
+    if search.tiers.local:
+        ranks.gather(lambda: _bring(search, link, choice))
+    return choice
+
+
+def _bring(search: Search, link: Link, choice: _Choice) -> None:
+    """With a disk of its own each node has to have the files; node 0 has them already."""
+    is_other = link.identity.node != 0 and link.identity.local_rank == 0
+    if is_other and choice.directory is not None:
+        name = CheckpointName.parse(Path(choice.directory).name)
+        if name is not None and choice.directory.startswith(search.tiers.local):
+            search.bring(name)
+
+
+def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
     """The choice, under a lease; one deleted before the lease stood is chosen anew.
 
     `passed` has what was passed over while it was read, and gains one whose train state is
     damaged.
     """
-    skips = recorded_skips(load_events(run))
+    skips = recorded_skips(load_events(search.run))
     read_before = bool(passed)
     for _ in range(CHOICES_MAX):
-        choice = choose(run, passing_over=passed)
+        choice = search.choose()
         if choice.directory is None or choice.manifest is None:
             break
         held.enter_context(reading(choice.directory))
@@ -191,9 +232,9 @@ def _choose(run: RunPaths, passed: dict[str, str], held: contextlib.ExitStack) -
         return _Choice(str(choice.directory), name, choice.skipped, skips, document)
     if read_before:
         raise DamagedCheckpointError(
-            f"{run.directory}: no checkpoint is whole, and the newest was read in part, so that "
-            f"this process cannot begin anew. Passed over: {'; '.join(choice.skipped)}. Restore "
-            "one from a copy, or fork a checkpoint of another run",
+            f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
+            f"that this process cannot begin anew. Passed over: {'; '.join(choice.skipped)}. "
+            "Restore one from a copy, or fork a checkpoint of another run",
             damaged=choice.skipped,
         )
     return _Choice(None, None, choice.skipped, skips, {})

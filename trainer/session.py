@@ -30,20 +30,17 @@ from torch.optim import Optimizer
 from holdfast.contracts.agreement import consider
 from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import EventKind
-from holdfast.trainer.boundary import Captured, Saver
-from holdfast.trainer.cadence import Interval
+from holdfast.trainer.boundary import Saver
+from holdfast.trainer.cadence import Cadence, Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import Batch
 from holdfast.trainer.link import Link, open_link
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.pace import Pace
 from holdfast.trainer.position import Position
-from holdfast.trainer.restore import chosen_interval, chosen_snapshots, resume
+from holdfast.trainer.restore import chosen_interval, resume
 from holdfast.trainer.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.settler import Settler
 from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
-from holdfast.trainer.snapshots import SnapshotRhythm
 from holdfast.trainer.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
@@ -70,7 +67,6 @@ class Session:
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
         mesh: DeviceMesh | None = None,
-        snapshots: int | str = "auto",
     ) -> None:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
@@ -90,14 +86,13 @@ class Session:
             best: a logged metric whose best value is kept, as ("eval_loss", "min").
             mesh: of all ranks; each stage of its dimension "pp" saves into a folder of its own,
                 and along "pp", "tp", "cp" and "sp" ranks get the same samples.
-            snapshots: steps between copies in memory, "auto" or "off"; the spec has precedence.
 
         Raises `PreflightError` when the process group or the flusher is missing,
         `CheckpointError` when the checkpoint does not fit the program.
         """
         if best is not None and best[1] not in BETTER:
             raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
-        chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
+        chosen = chosen_interval(interval)
         self.seed, self._best_of = seed, best
         self._failures = FailureRecord()
         self._ranks = Ranks()
@@ -122,7 +117,8 @@ class Session:
         self._is_checkpoint_wanted = self.should_stop = False
         self._is_inside_step = self._is_finished = self._is_closed = False
         self._recorder = self._make_recorder()
-        self._resume(chosen, rhythm)
+        self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
+        self._resume(chosen)
         settles = not self._link.has_agent and identity.local_rank == 0
         self._settler = Settler(self._link, self._note) if settles else None
         atexit.register(self._at_exit)
@@ -184,16 +180,11 @@ class Session:
         returns True the last checkpoint has been committed.
         """
         self._completed += 1
-        step, pace, saver = self._completed, self._pace, self._saver
-        pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
-        if saver.in_flight:
-            saver.collect()
-        if self._is_checkpoint_wanted or pace.cadence.is_due(step):
+        step = self._completed
+        if self._saver.in_flight:
+            self._saver.collect()
+        if self._is_checkpoint_wanted or self._cadence.is_due(step):
             self._meet(step)
-            pace.meter.enter(time.monotonic())
-        elif pace.rhythm.is_due(step):
-            saver.snapshot(step)
-            pace.meter.enter(time.monotonic())
         if self._record.cross(step):
             self._consider(step)
         return self.should_stop
@@ -280,15 +271,13 @@ class Session:
         """
         if self._is_closed:
             return
-        is_orderly = False
         try:
             if not self._is_finished and not self._is_inside_step:
                 self._finish()
             else:
                 self._saver.wait()
-            is_orderly = True
         finally:
-            self._release(wait=True, is_orderly=is_orderly)
+            self._release(wait=True)
 
     def __enter__(self) -> Session:
         return self
@@ -309,11 +298,8 @@ class Session:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _resume(self, interval: Interval, rhythm: SnapshotRhythm) -> None:
+    def _resume(self, interval: Interval) -> None:
         """Take over the newest believable checkpoint and prepare the saves to come."""
-        self._saver = Saver(
-            self._link, self._ranks, self._record, self._recorder, capture=self._capture
-        )
         found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
         self._saver.began_at(found.step, found.checkpoint)
         self.best, self.resumed_from = found.best, found.checkpoint
@@ -326,16 +312,9 @@ class Session:
             former=found.data,
             completed=lambda: self._completed,
         )
-        self._pace = Pace(
-            interval,
-            rhythm,
-            step=found.step,
-            link=self._link,
-            saver=self._saver,
-            recorder=self._recorder,
-        )
+        self._cadence = Cadence(interval, step=found.step, now=time.monotonic())
         self._record.register(self.rank, found.step)
-        self._saver.prepare()
+        self._saver.prepare(self._state.capture(self._progress()))
 
     def _make_recorder(self) -> Recorder | None:
         if self._ranks.rank != 0:
@@ -375,50 +354,47 @@ class Session:
             self.should_stop = True
             self._finish()
 
-    def _capture(self) -> Captured:
-        return self._state.capture(self._progress())
-
     def _meet(self, step: int) -> None:
         """An agreed step: all ranks learn whether to save now, and when to meet again."""
         wanted, self._is_checkpoint_wanted = self._is_checkpoint_wanted, False
-        cadence, saver = self._pace.cadence, self._saver
+        is_due = self._cadence.is_due(step)
         decision = (False, 0)
         if self.rank == 0:
             # Asked for between two agreed steps, a checkpoint does not move the next of them.
-            is_due = cadence.is_due(step)
-            now = time.monotonic()
-            decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
-        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look()]
-        said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, is_changed, copy_us, step_us = said
+            decision = (
+                self._cadence.decide(step, time.monotonic())
+                if is_due
+                else (wanted, self._cadence.next_step)
+            )
+        captured = self._state.capture(self._progress())
+        save, next_step, is_busy, is_changed = self._ranks.largest(
+            [
+                decision[0] or wanted,
+                decision[1],
+                self._saver.is_busy,
+                self._saver.is_changed(captured),
+            ]
+        )
         saved = bool(save) and not is_busy
         if saved:
             if is_changed:
-                saver.prepare()
-            saver.save(step=step, reason="request" if wanted else "interval")
+                self._saver.prepare(captured)
+            self._saver.save(captured, step=step, reason="request" if wanted else "interval")
         elif save:
-            saver.passed_over(step)
-        if not saved and self._pace.rhythm.is_due(step):
-            saver.snapshot(step)
-        saver.forget()
-        self._pace.settle(copy_us, step_us, saved=saved)
-        cadence.settle(step, next_step, saved=saved, now=time.monotonic())
+            self._saver.passed_over(step)
+        self._cadence.settle(step, next_step, saved=saved, now=time.monotonic())
 
     def _finish(self) -> None:
         """The last save of this incarnation, committed; then say how it ended."""
         self._is_finished = True
-        self._saver.finish(step=self._completed)
-        self._note(EventKind.NOTE, text=f"left after step {self._completed}", has_left=True)
+        self._saver.finish(lambda: self._state.capture(self._progress()), step=self._completed)
         is_stopped = self.should_stop and (self._total is None or self._completed < self._total)
         self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
         if self.should_stop and not self._link.has_agent and self.rank == 0:
             self._link.run.stop_file.unlink(missing_ok=True)
 
-    def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
-        """Let everything go; with `wait`, also wait for a flusher of our own to end.
-
-        Unless the end is orderly, the flusher commits the newest snapshot.
-        """
+    def _release(self, *, wait: bool) -> None:
+        """Let everything go; with `wait`, also wait for a flusher of our own to end."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -427,7 +403,7 @@ class Session:
             self._settler.close()
         if self._recorder is not None:
             self._recorder.close()
-        self._saver.close(is_orderly=is_orderly)
+        self._saver.close()
         if self._flags is not None:
             self._flags.close()
         self._failures.close()

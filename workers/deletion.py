@@ -27,6 +27,7 @@ from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
+from holdfast.workers.mirrors import delete_copies
 from holdfast.workers.retention import Verdict
 
 UNDECIDED_S: Final = 600.0
@@ -34,18 +35,22 @@ LATELY_S: Final = 60.0
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-def apply(paths: RunPaths, *, by: str, writer: str = "flow") -> list[Verdict]:
+def apply(paths: RunPaths, *, by: str, writer: str = "flow", copies: bool = True) -> list[Verdict]:
     """Delete what nothing keeps; returns the verdicts that were carried out.
 
+    With `copies` those in the run's mirror go too, which may take as long as the mirror likes.
     Others may do the same at the same time: each checkpoint is deleted, and told of, by one.
     """
     finish_deletions(paths)
     verdicts = [one for one in retention.plan_run(paths) if not one.is_kept]
     if verdicts:
         make_newest_durable(paths)
-    return [
+    deleted = [
         one for one in verdicts if _delete(paths, one.name, reason=one.reason, by=by, writer=writer)
     ]
+    if copies:
+        delete_copies(paths, writer=writer)
+    return deleted
 
 
 def free_room(paths: RunPaths, *, writer: str) -> tuple[int, str]:
@@ -53,7 +58,7 @@ def free_room(paths: RunPaths, *, writer: str) -> tuple[int, str]:
 
     What others have deleted within `LATELY_S` counts too: the asker may not have seen it yet.
     """
-    deleted = apply(paths, by="a full disk", writer=writer)
+    deleted = apply(paths, by="a full disk", writer=writer, copies=False)
     torn_bytes = remove_torn(paths)
     done = [f"{len(deleted)} checkpoints that no keep rule keeps were deleted"]
     if torn_bytes:
@@ -86,6 +91,7 @@ def delete_checkpoint(
         raise SpecError(f"{name} is kept: it is {keeper}")
     make_newest_durable(paths)
     is_done = _delete(paths, checkpoint, reason=reason, by=by, writer=writer)
+    delete_copies(paths, writer=writer)
     return manifest.bytes if is_done else 0
 
 

@@ -23,6 +23,7 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.keep_rules import kept_by_rules, why_not_kept
 from holdfast.contracts.leases import readers
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.contracts.spec import Keep
 
@@ -134,7 +135,10 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
     paths = history.paths
     read = {one.name: readers(paths.checkpoint(one.name)) for one in manifests}
     damage = {
-        one.name: find_damage(paths.checkpoint(one.name), one, contents=False) for one in manifests
+        one.name: find_damage(paths.checkpoint(one.name), one, contents=False)
+        for one in manifests
+        # With a node-local tier the files lie on the nodes, which nobody here can look at.
+        if history.spec.checkpoint.local is None
     }
     return Facts(
         pins=pinned_checkpoints(history.events),
@@ -142,7 +146,16 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
         read={name: ", ".join(who) for name, who in read.items() if who},
         excluded=excluded_checkpoints(history.events),
         damaged={name: lines[0] for name, lines in damage.items() if lines},
+        mirrored=_mirrored(history, manifests),
     )
+
+
+def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[str] | None:
+    """The checkpoints that the run's mirror has; None when its spec names none."""
+    if history.spec.checkpoint.mirror is None:
+        return None
+    paths = history.paths
+    return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
 
 
 def protection(history: RunHistory, manifests: Sequence[Manifest], checkpoint: str) -> str:

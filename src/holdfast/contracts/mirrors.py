@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -68,6 +69,12 @@ class Tiers:
     def node_folder(self, run: str, run_uid: str) -> RunPaths | None:
         """The run's folder on the node's own disk, or None without such a tier."""
         return RunPaths(Path(self.local) / place_of(run, run_uid)) if self.local else None
+
+
+def files_directory(table: Mapping[str, Any], directory: Path) -> Path:
+    """Where a slot's table says that a checkpoint's files go: `directory`, or the node's own."""
+    folder = table.get("node_folder")
+    return RunPaths(Path(folder)).checkpoint(directory.name) if folder else directory
 
 
 def place_of(run: str, run_uid: str) -> str:

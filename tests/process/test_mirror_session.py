@@ -1,0 +1,108 @@
+"""A run whose checkpoints are mirrored: saved, killed, moved to a machine that lacks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts.environment import CHECKPOINT_LOCAL, CHECKPOINT_MIRROR
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.mirrors import read_record
+from holdfast.contracts.paths import RunPaths
+
+PROGRAM = Path(__file__).with_name("session_program.py")
+WAIT_S = 150.0
+
+
+def train(run: Path, steps: int, tiers: dict[str, str], *, is_ok: bool = True, **more: Any) -> str:
+    """One launch of the small program up to `steps`; returns what it said."""
+    settings = {"steps": steps, "directory": str(run), **more}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(settings)],
+        env={**env, "HOLDFAST_CHECKPOINT_INTERVAL": "2", "OMP_NUM_THREADS": "1", **tiers},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode == 0) is is_ok, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def mirrored_steps(run: Path) -> list[int]:
+    events = load_events(RunPaths(run))
+    return sorted(e.data["step"] for e in events if e.kind is EventKind.MIRRORED)
+
+
+def copies_of(mirror: Path, step: int) -> Path:
+    return next(mirror.glob(f"run.*/checkpoints/step-{step:08d}.*"))
+
+
+def test_a_run_goes_on_where_only_the_mirror_has_its_checkpoints(tmp_path: Path) -> None:
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
+    tiers = {CHECKPOINT_MIRROR: f"file://{mirror}"}
+    train(run, 6, tiers)
+    paths = RunPaths(run)
+    assert mirrored_steps(run)[-1] == 6, "the end of the copy is awaited"
+    assert all(read_record(directory) for directory in paths.list_checkpoints())
+    manifest = read_manifest(copies_of(mirror, 6))
+    assert manifest is not None
+    assert find_damage(copies_of(mirror, 6), manifest) == []
+    # Gone from here: it comes back from the mirror and counts as any other.
+    shutil.rmtree(paths.checkpoints)
+    said = train(run, 8, tiers)
+    assert "goes on after step 6" in said
+    assert manifest.name in {p.name for p in paths.list_checkpoints()}
+    assert find_damage(paths.checkpoint(manifest.name), manifest) == []
+    fetched = [e.data for e in load_events(paths) if e.kind is EventKind.FETCHED]
+    assert [(one["step"], one["bytes"]) for one in fetched] == [(6, manifest.bytes)]
+    # Damaged here and whole there: the good copy is used, the bad one is left for people.
+    newest = paths.list_checkpoints()[-1]
+    file = next(newest.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    said = train(run, 10, tiers)
+    assert "goes on after step 8" in said
+    assert f"passed over {newest.name}: damaged" in said
+    assert (paths.fetched / newest.name / "manifest.json").exists()
+    # The mirror is half: what it has not committed is not believed.
+    (copies_of(mirror, 10) / "manifest.json").unlink()
+    shutil.rmtree(paths.checkpoints)
+    said = train(run, 12, tiers)
+    assert "goes on after step 8" in said
+    assert "in the mirror: never committed there" in said
+
+
+def test_nothing_is_begun_anew_while_the_mirror_cannot_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_text("not a directory")
+    tiers = {CHECKPOINT_MIRROR: f"no-such-scheme://{tmp_path}/mirror"}
+    said = train(tmp_path / "run", 4, tiers, is_ok=False)
+    assert "what the mirror has is not known" in said
+    assert not (tmp_path / "run" / "records").exists()
+
+
+def test_files_go_to_the_nodes_own_disk_first(tmp_path: Path) -> None:
+    run, mirror, scratch = tmp_path / "run", tmp_path / "mirror", tmp_path / "scratch"
+    tiers = {CHECKPOINT_MIRROR: f"file://{mirror}", CHECKPOINT_LOCAL: str(scratch)}
+    train(run, 6, tiers)
+    paths = RunPaths(run)
+    assert mirrored_steps(run)[-1] == 6
+    name = paths.list_checkpoints()[-1].name
+    assert sorted(os.listdir(paths.checkpoint(name))) == ["manifest.json", "mirrored.json"]
+    on_node = RunPaths(next(scratch.iterdir()))
+    assert (on_node.checkpoint(name) / "train_state.json").exists()
+    assert len(on_node.list_checkpoints()) <= 3, "the node's disk is kept clear"
+    # On the same node nothing is fetched; what is on its disk is used.
+    assert "goes on after step 6" in train(run, 8, tiers)
+    assert not [e for e in load_events(paths) if e.kind is EventKind.FETCHED]
+    # Another node has none of it.
+    shutil.rmtree(scratch)
+    assert "goes on after step 8" in train(run, 10, tiers)
+    assert [e.data["step"] for e in load_events(paths) if e.kind is EventKind.FETCHED] == [8]
