@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli import doctor_run
 from holdfast.cli.doctor_checks import Finding, run_checks
 from holdfast.cli.index import choose_root
 from holdfast.cli.output import AsJson, RootOption, answer
@@ -16,14 +17,38 @@ def register(app: typer.Typer) -> None:
     app.command()(doctor)
 
 
-def doctor(root: RootOption = None, as_json: AsJson = False) -> None:
-    """Check what runs need, one line each, with the next step where something is amiss."""
+def doctor(
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="Look at this run instead.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="With --run: would it fit these GPUs?")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--checkpoint", help="With --run: not the newest, but this one.")
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check what runs need, one line each; or, with --run, whether a checkpoint fits N GPUs."""
+    if (run is None) != (gpus is None) or (checkpoint and run is None):
+        raise typer.BadParameter("--run and --gpus go together, as in `--run my-run --gpus 4`")
+    if run is not None and gpus is not None:
+        fit = doctor_run.examine(run, gpus, checkpoint, root)
+        answer(fit, as_json, doctor_run.render)
+        ok = fit["ok"]
+    else:
+        ok = _check_machine(root, as_json)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _check_machine(root: str | None, as_json: bool) -> bool:
     findings = run_checks(choose_root(root))
     ok = all(finding.level != "fail" for finding in findings)
     facts: dict[str, Any] = {"ok": ok, "checks": [vars(finding) for finding in findings]}
     answer(facts, as_json, lambda _: _render(findings))
-    if not ok:
-        raise typer.Exit(1)
+    return ok
 
 
 def _render(findings: list[Finding]) -> None:

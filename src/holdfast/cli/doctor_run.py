@@ -1,0 +1,106 @@
+"""`holdfast doctor --run RUN --gpus N`: whether a run's checkpoint fits that many GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any, Final
+
+import typer
+
+from holdfast.cli.index import locate_checkpoint, locate_run
+from holdfast.cli.output import bytes_text, print_facts
+from holdfast.contracts.errors import CheckpointError, NotFoundError, PreflightError
+from holdfast.contracts.history import excluded_checkpoints, load_history
+from holdfast.contracts.paths import RunPaths, checkpoint_id
+
+SHAPE_S_MAX: Final = 300.0
+# What `python -m holdfast.trainer.shape` calls them → what people read.
+PARTS: Final = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "other": "other state",
+    "device": "sum",
+    "staging": "staging",
+}
+
+
+def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> dict[str, Any]:
+    """Whether `gpus` ranks can go on from the run's checkpoint, and what each would need, in bytes.
+
+    Raises `NotFoundError` when the run has no committed checkpoint, `CheckpointError` when that
+    cannot be believed, `PreflightError` when the job's environment cannot be asked.
+    """
+    from holdfast.workers.sizes import problem_with
+
+    paths = locate_run(run, root)
+    spec = load_history(paths).spec
+    directory = paths.checkpoint(_choose(paths, checkpoint, root))
+    shape = _ask_trainer(spec.launch.python or sys.executable, str(directory), gpus)
+    problem = problem_with(spec, gpus) or shape.pop("problem")
+    return {
+        "ok": problem is None,
+        "run": paths.name,
+        "gpus": gpus,
+        "checkpoint": checkpoint_id(paths.name, directory.name),
+        "problem": problem,
+        "counts": [n for n in shape["counts"] if problem_with(spec, n) is None],
+        "bytes_per_rank": {part: shape[part] for part in PARTS},
+    }
+
+
+def render(facts: dict[str, Any]) -> None:
+    """The answer for people."""
+    memory = facts["bytes_per_rank"]
+    fits = "fits" if facts["ok"] else "does not fit"
+    typer.echo(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
+    if facts["problem"]:
+        typer.echo(f"  {facts['problem']}")
+        return
+    typer.echo("memory of the largest rank, activations not counted")
+    print_facts({f"  {PARTS[part]}": bytes_text(size) for part, size in memory.items()})
+
+
+def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
+    """The directory name of the checkpoint asked for, else of the newest one of the branch."""
+    from holdfast.workers.checkpoints import committed_checkpoints
+
+    if checkpoint is not None:
+        owner, name = locate_checkpoint(checkpoint, root)
+        if owner.directory.resolve() != paths.directory.resolve():
+            raise NotFoundError(f"{checkpoint}: a checkpoint of {owner.name}, not of {paths.name}")
+        return name
+    excluded = excluded_checkpoints(load_history(paths).events)
+    names = [m.name for m in committed_checkpoints(paths) if m.name not in excluded]
+    if not names:
+        raise NotFoundError(
+            f"{paths.name} has no committed checkpoint yet; ask again after its first save"
+        )
+    return names[-1]
+
+
+def _ask_trainer(python: str, directory: str, gpus: int) -> dict[str, Any]:
+    """What the job's own environment says: torch is needed to read a checkpoint's metadata."""
+    command = [python, "-m", "holdfast.trainer.shape", directory, "--gpus", str(gpus), "--json"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SHAPE_S_MAX, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PreflightError(
+            f"{python} could not be asked about the checkpoint ({error}); see that the spec's "
+            "launch.python can be run on this machine"
+        ) from error
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        told = done.stderr.strip().rpartition("\n")[2]
+        if told.startswith("holdfast: "):
+            raise CheckpointError(told.removeprefix("holdfast: ")) from None
+        raise PreflightError(
+            f"{python} cannot read checkpoints: {told or 'it said nothing'}; install "
+            "`holdfast[trainer]` there, or ask from a machine that has the job's environment"
+        ) from None
+    return found
