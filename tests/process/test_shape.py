@@ -1,0 +1,92 @@
+"""What a checkpoint is said to need on N ranks, beside what N ranks then take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdfast.cli.main import app
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import Elastic, Resources, RunSpec
+from holdfast.workers.runs import create_run
+
+PROGRAM = Path(__file__).with_name("shape_program.py")
+TIMEOUT_S = 150.0
+TOLERANCE = 0.10
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def train(run: Path, mode: str, ranks: int, scratch: Path) -> list[dict[str, int]]:
+    """What each rank took, as it says itself."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run(
+        [*command, str(PROGRAM), str(run), mode],
+        env={**os.environ, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def make_run(root: Path, **spec: Any) -> RunPaths:
+    wanted = RunSpec(name="r", command=("train.py",), **spec)
+    return create_run(wanted, root, created_by="a test")
+
+
+def doctor(root: Path, *arguments: str) -> tuple[int, Any]:
+    called = ["doctor", "--root", str(root), "--json", *arguments]
+    result = CliRunner().invoke(app, called)
+    return result.exit_code, json.loads(result.stdout) if result.stdout else str(result.exception)
+
+
+@pytest.mark.parametrize("mode", ["sharded", "whole"])
+def test_the_memory_foretold_is_the_memory_taken(mode: str, tmp_path: Path) -> None:
+    resources = Resources(executor="local", gpus_per_node=2)
+    paths = make_run(tmp_path, resources=resources, elastic=Elastic(min_gpus=1, max_gpus=2))
+    for ranks in (2, 1, 2):
+        foretold = None
+        if paths.list_checkpoints():
+            status, foretold = doctor(tmp_path, "--run", "r", "--gpus", str(ranks))
+            assert status == 0
+            assert foretold["ok"]
+            assert set(foretold["counts"]) == {1, 2}
+        taken = train(paths.directory, mode, ranks, tmp_path)
+        assert [one["ranks"] for one in taken] == [ranks] * ranks
+        if foretold is None:
+            continue
+        for part in ("device", "staging"):
+            most = max(one[part] for one in taken)
+            assert foretold["bytes_per_rank"][part] == pytest.approx(most, rel=TOLERANCE), part
+
+
+def test_a_size_that_the_spec_forbids_does_not_fit(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, resources=Resources(executor="local", gpus_per_node=2))
+    train(paths.directory, "sharded", 1, tmp_path)
+    status, found = doctor(tmp_path, "--run", "r", "--gpus", "3")
+    assert status == 1
+    assert not found["ok"]
+    assert "3" in found["problem"]
+
+
+def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    status, found = doctor(tmp_path, "--run", "r", "--gpus", "1")
+    assert status != 0
+    assert "no committed checkpoint" in found
+
+
+def test_half_a_question_is_a_wrong_call(tmp_path: Path) -> None:
+    status, _ = doctor(tmp_path, "--gpus", "2")
+    assert status == 2
