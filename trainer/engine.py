@@ -43,6 +43,7 @@ from holdfast.trainer.metadata import read_verified
 from holdfast.trainer.planning import all_or_none, check_memory, plan_together
 from holdfast.trainer.reader import LoadReport, load_state
 from holdfast.trainer.staging import FlusherLink, Stage, StagedSlot
+from holdfast.trainer.topology import describe_mesh
 
 SAVE_TIMEOUT_S: Final = 1800.0
 POLL_S: Final = 0.002
@@ -87,6 +88,7 @@ class CheckpointEngine:
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
+        self._mesh: dict[str, int] = {}
         self._results: list[SaveResult] = []
         self._last_committed: str | None = None
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -302,6 +304,7 @@ class CheckpointEngine:
 
     def _open_stage(self, tree: Tree, layout: Layout, values: Mapping[str, Any]) -> None:
         check_memory(tree, self._identity.node, layout.image_bytes)
+        self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in values.values())
         rank = self._identity.rank
         self._stage = all_or_none(tree, rank, lambda: Stage(self._link, layout, pin=pin))
@@ -439,7 +442,7 @@ class CheckpointEngine:
                 "nodes": who.nodes,
                 "ranks_per_node": who.local_ranks,
                 "pipeline": who.stages,
-                "mesh": dict(who.mesh),
+                "mesh": self._mesh,
             },
             "metrics": {key: float(value) for key, value in (metrics or {}).items()},
         }

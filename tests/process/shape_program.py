@@ -2,8 +2,8 @@
 
     shape_program.py RUN_DIRECTORY MODE      MODE: sharded (FSDP2) or whole (every rank has all)
 
-Each rank prints one line of JSON: the tensors that live on the device, and the shared memory that
-is resident in it, which is its staging slots.
+Rank 0 prints one line of JSON, by rank: the tensors that live on the device, and the shared memory
+that is resident in the process, which is its staging slots.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ def main() -> None:
         model(torch.ones(1, WIDTH)).square().mean().backward()
         optimizer.step()
     told = {"device": device_bytes(model, optimizer), "staging": resident_shared_bytes()}
-    print(json.dumps({"ranks": dist.get_world_size(), **told}), flush=True)
+    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    if dist.get_rank() == 0:
+        print(json.dumps(everyone), flush=True)
     session.close()
     dist.destroy_process_group()
 
 
 def device_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Bytes of parameters, gradients and optimizer state that this rank itself holds."""
-    tensors = list(model.parameters())
+    tensors: list[torch.Tensor] = list(model.parameters())
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
