@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.columns import OWN, SHARED, Block, Item, Row, make_block
+from holdfast.trainer.compare_keys import is_of_one_rank
 from holdfast.trainer.layout import (
     NumberEntry,
     Signature,
@@ -26,7 +26,6 @@ from holdfast.trainer.layout import (
 
 # A number's later values may take this many bytes more than the first.
 NUMBER_ROOM_BYTES: Final = 192
-_OF_ONE_RANK = re.compile(r"(?:^|\.)rank\d{5,}(?:\.|$)")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes)"""
@@ -63,11 +62,6 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
             tables[block.table] = table
         entries.append(tuple(entry for _, entry in held))
     return RankRows(blocks, tables, (entries[SHARED], entries[OWN]), Signature(flat))
-
-
-def is_of_one_rank(key: str) -> bool:
-    """True for keys such as `rng.rank00003.cpu`, which one rank alone saves and wants."""
-    return _OF_ONE_RANK.search(key) is not None
 
 
 class _Reader:

@@ -33,13 +33,14 @@ from torch.distributed.checkpoint.planner import (
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.columns import OWN, SHARED, Block, Item, Row, make_block, pack
+from holdfast.trainer.compare_keys import is_of_one_rank
 from holdfast.trainer.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.identity import distcp_name
 from holdfast.trainer.layout import Signature, check_unchanged, flatten, plan_layout
 from holdfast.trainer.metadata import parse_metadata
 from holdfast.trainer.metadata_pickle import pickle_metadata
 from holdfast.trainer.planning import Contents, NodeIndex, choose_sources, decide
-from holdfast.trainer.rank_rows import describe_rank, is_of_one_rank
+from holdfast.trainer.rank_rows import describe_rank
 
 HEADER_BYTES = 700
 
