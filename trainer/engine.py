@@ -241,10 +241,13 @@ class CheckpointEngine:
         state: dict[str, Any],
         *,
         strict: bool = True,
+        rename: Mapping[str, str] | None = None,
         exclude: Collection[str] = (),
     ) -> LoadReport:
         """Load a checkpoint, ours or stock DCP's, in place into `state`; see `load_state`."""
-        return load_state(directory, state, group=self._group, strict=strict, exclude=exclude)
+        return load_state(
+            directory, state, group=self._group, strict=strict, rename=rename, exclude=exclude
+        )
 
     def close(self) -> None:
         """Let slots and flusher go; what is sealed is committed all the same."""

@@ -134,6 +134,16 @@ class Objects:
             tensors[self._row_key(name)] = self._row(name, thing.state_dict())
         return tensors, documents
 
+    def left_behind(self, documents: Mapping[str, Any], exclude: Collection[str]) -> list[str]:
+        """Per-rank objects of another world size that `exclude` names, whatever was done before."""
+        return [
+            name
+            for name, saved in documents.items()
+            if _form(saved) == PER_RANK
+            and saved["ranks"] != self._world_size
+            and is_excluded(name, exclude)
+        ]
+
     def templates(
         self, documents: Mapping[str, Any], shapes: SavedShapes, exclude: Collection[str]
     ) -> Tensors:

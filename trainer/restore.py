@@ -106,7 +106,10 @@ def _restore(
         document = choice.document
         directory = Path(choice.directory)
         target = state.template(document, lambda: read_metadata(directory))
-        report = engine.load(directory, target, exclude=state.exclude)
+        fit = state.fit_for(document)
+        report = engine.load(
+            directory, target, strict=fit.strict, rename=fit.rename, exclude=fit.exclude
+        )
         restored = ranks.gather(lambda: state.apply(target, document))
         found = Resumed(
             step=int(document["step"]),

@@ -34,6 +34,7 @@ from holdfast.trainer.boundary import Saver
 from holdfast.trainer.cadence import Cadence, Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import Batch
+from holdfast.trainer.fit import Fit
 from holdfast.trainer.link import Link, open_link
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.position import Position
@@ -54,6 +55,12 @@ class Session:
     torchrun, and lets the exception go on.
     """
 
+    best: dict[str, Any]
+    should_stop = False
+    _completed = 0
+    _total: int | None = None
+    _is_checkpoint_wanted = _is_inside_step = _is_finished = _is_closed = False
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -67,6 +74,9 @@ class Session:
         directory: str | Path | None = None,
         best: tuple[str, str] | None = None,
         mesh: DeviceMesh | None = None,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+        exclude: str | Sequence[str] = (),
     ) -> None:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
@@ -86,6 +96,9 @@ class Session:
             best: a logged metric whose best value is kept, as ("eval_loss", "min").
             mesh: of all ranks; each stage of its dimension "pp" saves into a folder of its own,
                 and along "pp", "tp", "cp" and "sp" ranks get the same samples.
+            strict: refuse a checkpoint with keys that the program lacks, or the reverse.
+            rename, exclude: saved names to new ones, and parts left as they are, for the one
+                checkpoint that does not fit; see `Fit`.
 
         Raises `PreflightError` when the process group or the flusher is missing,
         `CheckpointError` when the checkpoint does not fit the program.
@@ -108,14 +121,10 @@ class Session:
             _listed(scheduler),
             extra,
             per_rank=per_rank,
+            fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
             rank=identity.rank,
             world_size=identity.world_size,
         )
-        self._total: int | None = None
-        self._completed = 0
-        self.best: dict[str, Any] = {}
-        self._is_checkpoint_wanted = self.should_stop = False
-        self._is_inside_step = self._is_finished = self._is_closed = False
         self._recorder = self._make_recorder()
         self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
         self._resume(chosen)

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer import optimizers as flattened
 from holdfast.trainer import rng
+from holdfast.trainer.fit import FIT, Fit
 from holdfast.trainer.names import (
     Named,
     Views,
@@ -81,12 +82,12 @@ class TrainState:
         rank: int,
         world_size: int,
         per_rank: Mapping[str, Any] | None = None,
-        exclude: Collection[str] = (),
+        fit: Fit | None = None,
     ) -> None:
         """`models` are the parts of one model under the names that they have in the whole.
 
-        `exclude` names parts of a checkpoint that are not taken over. Raises `CheckpointError`
-        for what cannot be saved.
+        `fit` is how a checkpoint that does not fit is taken over. Raises `CheckpointError` for
+        what cannot be saved.
         """
         self._models = (models,) if isinstance(models, nn.Module) else tuple(models)
         self._optimizers = tuple(optimizers)
@@ -95,7 +96,7 @@ class TrainState:
             schedulers, extra or {}, per_rank or {}, rank=rank, world_size=world_size
         )
         self._rank, self._world_size = rank, world_size
-        self._exclude = tuple(exclude)
+        self._fit = fit or Fit()
         self._views = Views()
         self._stateless: set[int] = set()
         self._generators: dict[str, torch.Tensor] | None = None
@@ -103,10 +104,10 @@ class TrainState:
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(self._find())
 
-    @property
-    def exclude(self) -> tuple[str, ...]:
-        """Parts of a checkpoint that are not taken over."""
-        return self._exclude
+    def fit_for(self, document: Mapping[str, Any]) -> Fit:
+        """How the checkpoint of `document` is to be taken over."""
+        left = self._objects.left_behind(document["objects"], self._fit.exclude)
+        return self._fit.still_to_do(document).without(left)
 
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
         """This rank's state now: what DCP saves, and the document (rank 0's is the one kept).
@@ -127,6 +128,7 @@ class TrainState:
             "best": progress.best,
             "world_size": self._world_size,
             "rng": sorted(generators),
+            FIT: self._fit.describe(),
             "objects": documents,
         }
         return state, document
@@ -157,16 +159,18 @@ class TrainState:
         def shapes() -> dict[str, Sequence[int]]:
             return _shapes(metadata()) if metadata is not None else {}
 
-        _put(state, self._objects.templates(document["objects"], shapes, self._exclude))
+        exclude = self.fit_for(document).exclude
+        _put(state, self._objects.templates(document["objects"], shapes, exclude))
         return state
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
         """Put a loaded `state` and its document back into the program's objects."""
-        parts = self.put_back(state)
+        exclude = self.fit_for(document).exclude
+        parts = self.put_back(state, exclude)
         saved = document["objects"]
-        parts += self._objects.apply(saved, _flat_objects(state), self._exclude)
+        parts += self._objects.apply(saved, _flat_objects(state), exclude)
         own = state.get(RNG, {}).get(_rank_key(self._rank))
-        if is_excluded(RNG, self._exclude):
+        if is_excluded(RNG, exclude):
             own = None
         if own is not None:
             rng.restore(own)
@@ -179,7 +183,7 @@ class TrainState:
             parts=tuple(parts),
             missing=tuple(name for name in self._objects if name not in saved),
             unused=tuple(
-                name for name in saved if name not in ours and not is_excluded(name, self._exclude)
+                name for name in saved if name not in ours and not is_excluded(name, exclude)
             ),
             reseeded=own is None,
         )
@@ -189,13 +193,13 @@ class TrainState:
         self._materialise_saved(metadata)
         return self._tensors()
 
-    def put_back(self, state: State) -> list[str]:
+    def put_back(self, state: State, exclude: Collection[str] = ()) -> list[str]:
         """Put model and optimizer state back as `tensors` gave it; returns what was put back."""
         parts = []
-        if not is_excluded(MODEL, self._exclude):
+        if not is_excluded(MODEL, exclude):
             self._apply_model(state[MODEL])
             parts.append(MODEL)
-        if self._optimizers and not is_excluded(OPTIMIZER, self._exclude):
+        if self._optimizers and not is_excluded(OPTIMIZER, exclude):
             self._apply_optimizers(state[OPTIMIZER])
             parts.append(OPTIMIZER)
         return parts
@@ -252,8 +256,13 @@ class TrainState:
     def _optimizer_tensors(self, named: Named) -> State:
         if not self._is_fsdp1 and all(map(flattened.is_plain, self._optimizers)):
             found: State = {}
-            for each in self._flattened:
-                found |= each.gather(named.parameters)
+            try:
+                for each in self._flattened:
+                    found |= each.gather(named.parameters)
+            except KeyError:
+                # A parameter was replaced behind the optimizer's back; this says which.
+                self._check(named)
+                raise
             return found
         return get_optimizer_state_dict(self._models[0], self._optimizers, options=OPTIONS)
 

@@ -1,0 +1,201 @@
+"""Samplers under torch's loaders and torchdata's: one order at every world size, nothing twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import islice
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.contracts.errors import SpecError
+from holdfast.trainer.data import SkipWindow
+from holdfast.trainer.position import Position
+
+SAMPLES = 50
+GLOBAL_BATCH = 12
+TOTAL = 11
+
+
+class Numbers(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Run:
+    """One rank's position, and the steps that it completed."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, step: int = 0, **more: Any) -> None:
+        self.step = step
+        self.position = Position(
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            skips=more.get("skips", ()),
+            former=more.get("former", {}),
+            completed=lambda: self.step,
+        )
+
+    def train(self, batches: Any, steps: int | None = None) -> list[list[int]]:
+        """Complete a step for each batch."""
+        seen = []
+        for batch in islice(batches, steps):
+            seen.append(batch.tolist())
+            self.step += 1
+        return seen
+
+
+def whole_order(first: int = 1) -> list[list[int]]:
+    run = Run()
+    order = run.position.order(SAMPLES, GLOBAL_BATCH)
+    return [order.step_ids(step).tolist() for step in range(first, TOTAL + 1)]
+
+
+def together(ranks: list[list[list[int]]]) -> list[list[int]]:
+    return [[i for share in step for i in share] for step in zip(*ranks, strict=True)]
+
+
+LOADERS: list[Any] = [
+    lambda sampler: DataLoader(Numbers(), batch_sampler=sampler),
+    lambda sampler: StatefulDataLoader(Numbers(), batch_sampler=sampler),
+    lambda sampler: StatefulDataLoader(
+        Numbers(), batch_sampler=sampler, num_workers=2, prefetch_factor=3
+    ),
+]
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_c13_what_was_fetched_ahead_is_neither_lost_nor_repeated(load: Any) -> None:
+    stopped_at, seen = 4, []
+    for rank in range(2):
+        run = Run(rank, 2)
+        batches = load(run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL))
+        seen.append(run.train(batches, stopped_at))
+    resumed = []
+    for rank in range(3):
+        run = Run(rank, 3, step=stopped_at)
+        batches = load(run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL))
+        assert len(batches) == TOTAL - stopped_at
+        resumed.append(run.train(batches))
+    assert together(seen) + together(resumed) == whole_order()
+
+
+def test_a_second_iteration_begins_where_the_session_stands() -> None:
+    run = Run()
+    loader = LOADERS[0](run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL))
+    assert run.train(loader, 3) + run.train(loader) == whole_order()
+
+
+@pytest.mark.parametrize("batch_size", [6, 3])
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_single_ids_by_epoch_are_the_same_order(kind: Any, batch_size: int) -> None:
+    ranks = []
+    parts = 6 // batch_size
+    for rank in range(2):
+        run = Run(rank, 2)
+        sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, batch_size)
+        loader = kind(Numbers(), batch_size=batch_size, sampler=sampler)
+        steps: list[list[int]] = []
+        while run.step < TOTAL:
+            sampler.set_epoch(run.position.epoch)
+            assert len(loader) == len(sampler) // batch_size
+            batches = iter(loader)
+            for first in batches:
+                rest = [next(batches).tolist() for _ in range(parts - 1)]
+                steps.append([*first.tolist(), *(i for part in rest for i in part)])
+                run.step += 1
+        ranks.append(steps[:TOTAL])
+    assert together(ranks) == whole_order()
+
+
+def test_an_epoch_resumed_in_its_middle_goes_on_there() -> None:
+    run = Run(step=2)
+    sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+    # Steps 1 to 5 begin in epoch 0: 50 samples are four steps and a bit.
+    assert len(sampler) == 3 * GLOBAL_BATCH
+    assert list(sampler) == [i for step in whole_order(3)[:3] for i in step]
+
+
+def test_an_epoch_that_is_not_this_one_is_refused() -> None:
+    run = Run(step=5)
+    sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+    sampler.set_epoch(1)
+    with pytest.raises(SpecError, match=r"set_epoch\(0\): after step 5 the data stands in epoch 1"):
+        sampler.set_epoch(0)
+
+
+def test_epochs_end_where_windows_are_passed_over() -> None:
+    run = Run(skips=(SkipWindow(2, 3),))
+    sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+    # Step 1 is in epoch 0; steps 2 to 4 of the order are passed over, so step 2 is the fifth.
+    assert len(sampler) == 2 * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("batch_size", [0, 5, 24])
+def test_a_loaders_batch_that_does_not_make_up_a_step_is_refused(batch_size: int) -> None:
+    with pytest.raises(SpecError, match="gives each of 2 ranks 6 samples per step"):
+        Run(0, 2).position.distributed_sampler(SAMPLES, GLOBAL_BATCH, batch_size)
+
+
+def test_c12_the_epoch_is_known_before_the_data_is(capsys: pytest.CaptureFixture[str]) -> None:
+    former = {"samples": SAMPLES, "global_batch": GLOBAL_BATCH, "seed": 3, "position": 60}
+    run = Run(step=5, former=former)
+    assert run.position.epoch == 1
+    assert run.position.describe() == former
+    run.position.order(SAMPLES, GLOBAL_BATCH)
+    assert run.position.epoch == 1
+    assert capsys.readouterr().out == ""
+    run.position.order(SAMPLES, 2 * GLOBAL_BATCH)
+    assert "the data order changed after step 5: global_batch 12 → 24" in capsys.readouterr().out
+
+
+WORKERS = """
+    import os, signal, sys
+    from torch.utils.data import DataLoader
+    from holdfast.trainer import Session
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    protected = sys.argv[1] == "protected"
+    # The main process ignores the signal, so the workers must not inherit that.
+    def reset(worker):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if protected:
+            Session.worker_init(worker)
+    batches = iter(DataLoader(range(400), batch_size=4, num_workers=2, worker_init_fn=reset))
+    seen = [next(batches).tolist() for _ in range(3)]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seen += [batch.tolist() for batch in batches]
+    assert sum(seen, []) == list(range(400))
+"""
+
+
+@pytest.mark.parametrize("kind", ["protected", "bare"])
+def test_workers_of_a_loader_outlive_a_stop_signal_to_the_group(kind: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WORKERS), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # As torchrun does, to the rank and all that it started.
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate("go\n", timeout=120)
+    if kind == "protected":
+        assert process.returncode == 0, errors
+    else:
+        # What the loader says of it depends on what it was doing.
+        assert process.returncode != 0
