@@ -78,7 +78,8 @@ def find_directory(checkpoint: str | Path) -> Path:
     """The directory of a checkpoint given by its path or id; `NotFoundError` if there is none."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
-        return path.absolute()
+        # A link such as `latest` is not the name that its manifest has.
+        return path.resolve()
     run, _, name = str(checkpoint).rpartition(":")
     if run and CheckpointName.parse(name):
         path = RunPaths(default_root() / run).checkpoint(name)

@@ -1,0 +1,98 @@
+"""What may differ between a checkpoint and the model that it is loaded into, beside the shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.elastic_layouts import LAYOUTS, Net
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from holdfast.contracts.errors import KeyMismatchError
+from holdfast.trainer import load_checkpoint
+
+
+def check_changes(source: Path, truth: dict[str, Any]) -> None:
+    """Types, new parameters, names and shapes; two ranks call it."""
+    check_precision(source, truth)
+    check_new_parameter(source, truth)
+    check_rename(source, truth)
+    check_other_shape(source)
+    check_link(source)
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    tensors = get_model_state_dict(model)
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in tensors.items()}
+
+
+def check_precision(source: Path, truth: dict[str, Any]) -> None:
+    """float32 becomes bfloat16, moments too, and each is named."""
+    net = Net(seed=7).to(torch.bfloat16)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(net.parameters())
+    report = load_checkpoint(source, net, optimizer)
+    assert "model.head.weight: float32 to bfloat16" in report.converted
+    assert "optimizer.state.head.weight.exp_avg: float32 to bfloat16" in report.converted
+    assert all(torch.equal(v, truth[f"model.{k}"].bfloat16()) for k, v in whole(net).items())
+
+
+def check_new_parameter(source: Path, truth: dict[str, Any]) -> None:
+    """Refused by name when strict; else it keeps its first value, and all others are loaded."""
+    net = Net(seed=7)
+    net.adapter = nn.Linear(3, 5)
+    first = net.adapter.weight.detach().clone()
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(net.parameters())
+    with pytest.raises(KeyMismatchError, match=r"wanted but not saved: model\.adapter\.bias"):
+        load_checkpoint(source, net, optimizer)
+    report = load_checkpoint(source, net, optimizer, strict=False)
+    assert {"model.adapter.bias", "model.adapter.weight"} <= set(report.missing)
+    found = whole(net)
+    assert torch.equal(found.pop("adapter.weight"), first)
+    found.pop("adapter.bias")
+    assert all(torch.equal(value, truth[f"model.{key}"]) for key, value in found.items())
+
+
+def check_rename(source: Path, truth: dict[str, Any]) -> None:
+    """Another name for a module is an error without a map, and loads with one."""
+    model: Any = LAYOUTS["tp"].make(2, seed=7)[0]
+    model.exit = model.head
+    del model.head
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(KeyMismatchError) as refused:
+        load_checkpoint(source, model, optimizer)
+    assert "model.exit.weight" in refused.value.missing
+    assert "model.head.weight" in refused.value.extra
+    report = load_checkpoint(source, model, optimizer, rename={"model.head.*": "model.exit.*"})
+    assert "model.head.weight to model.exit.weight" in report.renamed
+    assert torch.equal(whole(model)["exit.weight"], truth["model.head.weight"])
+    moment = optimizer.state[model.exit.weight]["exp_avg"].full_tensor()
+    assert torch.equal(moment, truth["optimizer.state.head.weight.exp_avg"])
+
+
+def check_other_shape(source: Path) -> None:
+    """Another size of the model is an error that says both, also when not strict."""
+    net = Net(seed=7)
+    net.head = nn.Linear(12, 14)
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(KeyMismatchError, match=r"wanted \(14, 12\), saved \(13, 12\)"):
+        load_checkpoint(source, net, strict=False)
+
+
+def check_link(source: Path) -> None:
+    """The link to the newest checkpoint is one too."""
+    net = Net(seed=7)
+    report = load_checkpoint(source.parent / "latest", net)
+    assert report.missing == ()
+    newest = Net(seed=8)
+    load_checkpoint((source.parent / "latest").resolve(), newest)
+    pairs = zip(net.state_dict().values(), newest.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

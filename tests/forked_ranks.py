@@ -1,0 +1,66 @@
+"""Real ranks from one process that has imported torch already: forked, joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+FAILED = 1
+
+
+def run_ranks(world_size: int, store: Path, act: Callable[[], None]) -> None:
+    """Run `act` on `world_size` ranks to its end; `store` is a new file for them to meet.
+
+    Raises `RuntimeError` when one failed; what it raised is on standard error by then, and the
+    others are ended.
+    """
+    pids = [_fork(rank, world_size, store, act) for rank in range(world_size)]
+    failed = None
+    for _ in range(world_size):
+        pid, status = os.wait()
+        if status and failed is None:
+            failed = pids.index(pid)
+            for other in set(pids) - {pid}:
+                _end(other)
+    if failed is not None:
+        raise RuntimeError(f"rank {failed} of {world_size} failed")
+
+
+def _fork(rank: int, world_size: int, store: Path, act: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = FAILED
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        act()
+        dist.barrier()
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        # The process ends here, whatever it was; its parent raises.
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _end(pid: int) -> None:
+    try:
+        os.kill(pid, 9)
+    except ProcessLookupError:
+        print(f"{pid} had ended already", file=sys.stderr)

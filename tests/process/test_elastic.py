@@ -1,0 +1,80 @@
+"""A checkpoint loads at every other shape of a cluster, to the bit, and back again.
+
+Each process group loads what the ones before it saved, compares it with what the savers held,
+and saves it from its own shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.elastic_layouts import layouts_of
+from tests.flusher_keeper import Keeper
+
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.paths import RunPaths
+
+ROOT = Path(__file__).parents[2]
+PHASE_S = 250.0
+STORM_PHASE_S = 900.0
+
+
+def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> int:
+    """One process group's loads and saves; returns how many loads it did."""
+    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    command = [sys.executable, "-m", "tests.elastic_program"]
+    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            [*command, str(world_size), str(folder), keeper.name, str(stride)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    finally:
+        keeper.close()
+    assert done.returncode == 0, done.stderr[-6000:]
+    (loads,) = re.findall(rf"(\d+) loads at {world_size} ranks", done.stdout)
+    return int(loads)
+
+
+def check_manifests(folder: Path, world_size: int) -> None:
+    """One committed, undamaged checkpoint for each layout, whose manifest says the mesh."""
+    checkpoints = RunPaths(folder / f"n{world_size}").list_checkpoints()
+    layouts = layouts_of(world_size).values()
+    assert len(checkpoints) == len(layouts)
+    for path, layout in zip(checkpoints, layouts, strict=True):
+        manifest = read_manifest(path)
+        assert manifest is not None
+        assert find_damage(path, manifest) == []
+        mesh = dict(zip(layout.names, layout.sizes[world_size], strict=True))
+        assert manifest.topology["mesh"] == mesh
+        assert manifest.topology["pipeline"] == mesh.get("pp", 1)
+
+
+def test_what_four_ranks_saved_loads_at_two_and_one_and_back(tmp_path: Path) -> None:
+    loads = [run_phase(n, tmp_path, 4, PHASE_S) for n in (4, 2, 1, 4)]
+    assert loads[0] == 0
+    assert min(loads[1:]) >= 5
+    for world_size in (4, 2, 1):
+        check_manifests(tmp_path, world_size)
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(7200)
+def test_every_layout_loads_every_other_on_one_to_eight_ranks(tmp_path: Path) -> None:
+    order, saved = (8, 4, 2, 1, 2, 4, 8), dict[int, int]()
+    for world_size in order:
+        own = len(layouts_of(world_size))
+        others = sum(count for ranks, count in saved.items() if ranks != world_size)
+        assert run_phase(world_size, tmp_path, 1, STORM_PHASE_S) == own * others
+        saved[world_size] = own
+        check_manifests(tmp_path, world_size)
