@@ -80,17 +80,18 @@ def commit_together(
     return _Wait(run, directory, part, others).for_commit()
 
 
-def accept_commit(run: RunPaths, directory: Path) -> None:
+def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
     """Make sure of a commit that a flusher before this one had made, and finish what follows it.
 
-    Raises `OSError` when storage refuses; the manifest is then taken back, for it may not outlast
-    a power cut.
+    Raises `OSError` when storage refuses. A node that `is_alone` then takes the manifest back,
+    for it may not outlast a power cut; where there are others, one of them may have been sure.
     """
     try:
         fsync_directory(directory)
     except OSError:
-        with contextlib.suppress(OSError):
-            (directory / MANIFEST).unlink()
+        if is_alone:
+            with contextlib.suppress(OSError):
+                (directory / MANIFEST).unlink()
         raise
     _tidy(run, directory)
 

@@ -67,7 +67,11 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
     is_alone = table["nodes"] == 1
     if resumed and is_alone:
         _sweep(directory)
-    done = _refuse_or_accept_existing(run, directory, images, resumed)
+    try:
+        done = _refuse_or_accept_existing(run, directory, images, resumed)
+    except OSError as error:
+        _tell_others(directory, table, error, others)
+        raise
     if done is not None:
         return done
     written: list[Path] = []
@@ -85,11 +89,16 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
         # Another node may commit what this one has written, however this one's wait ended.
         if is_alone or not has_written:
             _discard(directory, images, written)
-        if not is_alone:
-            for_all = table["node"] == committer_of(table["nodes"], others.lost())
-            leave_failure(directory, table["node"], str(error), for_all=for_all)
+        _tell_others(directory, table, error, others)
         raise
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
+
+
+def _tell_others(directory: Path, table: dict[str, Any], error: Exception, others: Others) -> None:
+    """Tell the other nodes, where there are some, that this one will not deliver the step."""
+    if table["nodes"] > 1:
+        for_all = table["node"] == committer_of(table["nodes"], others.lost())
+        leave_failure(directory, table["node"], str(error), for_all=for_all)
 
 
 def _write_where_room_is(
@@ -158,6 +167,9 @@ def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) 
             return
         for path in written:
             path.unlink(missing_ok=True)
+        if images[0].table["nodes"] > 1:
+            # Another node may be about to write into the same folders.
+            return
         for folder in sorted(_folders(directory, images), reverse=True):
             if folder.exists():
                 folder.rmdir()
@@ -177,7 +189,7 @@ def _refuse_or_accept_existing(
             f"{directory} is a committed checkpoint already and is never overwritten; two "
             "programs must not write the same attempt and incarnation of a run"
         )
-    accept_commit(run, directory)
+    accept_commit(run, directory, is_alone=images[0].table["nodes"] == 1)
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 

@@ -158,7 +158,7 @@ def settle(slots: Sequence[Slot]) -> None:
     """Wait until the flushers have decided on every slot."""
     wait_until(
         lambda: all(slot.state in _ENDINGS for slot in slots),
-        f"a decision; the slots are {[slot.state.name for slot in slots]}",
+        "a decision on every slot",
         SETTLE_S,
     )
 

@@ -28,10 +28,11 @@ from tests.faults.shim import Action, Point, points_of, strangers
 from tests.flusher_keeper import wait_until
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.slots import Slot
+from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.flush_files import WRITE_BYTES_MAX
 
 RUN = "run"
+DONE = SlotState.DONE
 FILES = {
     *(".metadata", "__0_0.distcp", "train_state.json", "pp1", "__1_0.distcp", "manifest.json"),
 }
@@ -199,3 +200,67 @@ def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path:
             assert not has_committed(slots), struck
             strikes.expect(step, committed=False)
         strikes.expect_next_save()
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("struck_node", [0, 1])
+def test_every_call_of_each_of_two_nodes_fails_in_turn(
+    shim_library: Path, tmp_path: Path, struck_node: int
+) -> None:
+    """Node 0's word decides: what it calls committed is believed, what it gives up is not."""
+    with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
+        believed, steps = 1, count(2)
+        nodes[struck_node].shim.forget()
+        assert has_committed(save(nodes, believed))
+        points = points_of(nodes[struck_node].shim.calls(), RUN)
+        assert len(points) > 25
+        for point in points:
+            step = next(steps)
+            # A poll may come less often than it did: a point that is not met fails nothing.
+            nodes[struck_node].shim.arm(point, name_of(step), Action.FAIL_ONCE, errno.EIO)
+            slots = [node.stage(step) for node in nodes]
+            settle(slots[0] + slots[1])
+            if has_committed(slots[0]):
+                believed = step
+            elif nodes[struck_node].shim.has_fired:
+                assert os.strerror(errno.EIO) in slots[0][0].error, point
+            assert believed_step(nodes[0].run) == believed, point
+            nodes[struck_node].shim.let_pass()
+            believed = next(steps)
+            assert has_committed(save(nodes, believed)), point
+            assert believed_step(nodes[0].run) == believed, point
+
+
+def wait_for_fault_or_commit(struck: Node, slots: list[Slot]) -> None:
+    wait_until(
+        lambda: struck.shim.has_fired or all(slot.state is DONE for slot in slots),
+        "the fault or the commit",
+        SETTLE_S,
+    )
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("struck_node", [0, 1])
+def test_after_every_call_of_each_of_two_nodes_its_flusher_is_killed(
+    shim_library: Path, tmp_path: Path, struck_node: int
+) -> None:
+    """Started anew by its keeper, it finishes its part, and both nodes report one commit."""
+    with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
+        struck = nodes[struck_node]
+        struck.shim.forget()
+        assert has_committed(save(nodes, 1))
+        for step, point in enumerate(points_of(struck.shim.calls(), RUN), 2):
+            struck.shim.arm(point, name_of(step), Action.KILL_AFTER)
+            slots = [slot for node in nodes for slot in node.stage(step)]
+            wait_for_fault_or_commit(struck, slots)
+            if struck.shim.has_fired:
+                struck.keeper.process.wait(SETTLE_S)
+                assert believed_step(struck.run) in {step - 1, step}, point
+                struck.shim.let_pass()
+                struck.keeper.kill()
+                struck.keeper.start()
+            settle(slots)
+            assert has_committed(slots), (point, [slot.error for slot in slots])
+            assert believed_step(struck.run) == step, point
