@@ -32,6 +32,7 @@ class HoldfastReader(FileSystemReader):
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
         self._metadata = metadata
+        self.keys_read: frozenset[str] = frozenset()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The metadata given at construction."""
@@ -39,6 +40,7 @@ class HoldfastReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what `plan` says; byte entries are refused unless they are plain values."""
+        self.keys_read = frozenset(item.storage_index.fqn for item in plan.items)
         return super().read_data(plan, _Careful(planner))  # type: ignore[arg-type]
 
 
@@ -68,19 +70,20 @@ def load_as_stock(
     state: dict[str, Any],
     group: dist.ProcessGroup | None,
     planner: LoadPlanner | None,
-) -> None:
-    """Load `state` in place as `torch.distributed.checkpoint.load` does, of checked files.
+) -> frozenset[str]:
+    """Load `state` in place as `torch.distributed.checkpoint.load` does; the saved keys read.
 
     The files must have been checked before. Raises `CheckpointError` on all ranks when stock
     DCP fails.
     """
+    reader = HoldfastReader(opened.directory, opened.metadata)
     try:
         with warnings.catch_warnings():
             # Stock DCP warns of a load without process group, which is what one process wants.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_with_dcp(
                 state,
-                storage_reader=HoldfastReader(opened.directory, opened.metadata),
+                storage_reader=reader,
                 planner=planner or DefaultLoadPlanner(allow_partial_load=True),
                 process_group=group,
                 no_dist=group is None,
@@ -91,6 +94,7 @@ def load_as_stock(
             f"{opened.directory}: not loaded: {reasons}; `holdfast verify` says whether files "
             "are damaged"
         ) from error
+    return reader.keys_read
 
 
 def check_share(opened: Opened, group: dist.ProcessGroup | None) -> list[str]:

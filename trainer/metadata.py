@@ -118,8 +118,11 @@ def open_checkpoint(directory: Path) -> Opened:
 def merge(parts: Mapping[str, Metadata]) -> Metadata:
     """One metadata of those of all stages; keys of `parts` are their folders, `pp0/` and so on.
 
-    A key that several stages have, such as a tied embedding's, is the first one's.
+    A key that several stages have, such as a tied embedding's, is the first one's. Without stages
+    all is as it was saved, with what a planner of one's own may have put there.
     """
+    if parts.keys() == {""}:
+        return parts[""]
     merged = Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
     for folder, part in parts.items():
         new = part.state_dict_metadata.keys() - merged.state_dict_metadata.keys()
@@ -127,7 +130,7 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
             {key: entry for key, entry in part.state_dict_metadata.items() if key in new}
         )
         merged.planner_data.update(
-            {key: value for key, value in (part.planner_data or {}).items() if key in new}
+            {key: path for key, path in paths_of(part).items() if key in new}
         )
         for index, info in (part.storage_data or {}).items():
             if index.fqn in new:
@@ -136,15 +139,19 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
     return merged
 
 
+def paths_of(metadata: Metadata) -> Mapping[str, Any]:
+    """The paths of nested keys, as stock DCP's planner keeps them; other planners keep others."""
+    kept = metadata.planner_data
+    return kept if isinstance(kept, Mapping) else {}
+
+
 def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     """The entries that `names` has, each under its new name."""
     return Metadata(
         state_dict_metadata={
             names[key]: entry for key, entry in metadata.state_dict_metadata.items() if key in names
         },
-        planner_data={
-            names[key]: path for key, path in (metadata.planner_data or {}).items() if key in names
-        },
+        planner_data={names[key]: path for key, path in paths_of(metadata).items() if key in names},
         storage_data={
             replace(index, fqn=names[index.fqn]): info
             for index, info in (metadata.storage_data or {}).items()

@@ -132,7 +132,7 @@ def load_state(
 
     `include`, `exclude`, `rename` and `strict` are those of `Selection`; by default everything
     is taken, and both sides must have the same keys. With a `planner` of the caller's own, that
-    decides what goes where, and stock DCP reads.
+    decides what goes where, stock DCP reads, and the report has the keys that it asked for.
     Raises `KeyMismatchError` on every rank, before a byte is loaded, when shapes differ or, if
     strict, when keys do; `DamagedCheckpointError` when bytes are not the manifest's, by which
     time tensors of `state` may have changed; `CheckpointError` for what cannot be loaded.
@@ -143,14 +143,15 @@ def load_state(
             "Leave include, exclude and rename out, or the planner"
         )
     pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
-    ready = _agree(_attempt(lambda: _prepare(directory, state, pick, planner)), group)
+    if planner is not None:
+        return _load_planned(directory, state, group, planner)
+    ready = _agree(_attempt(lambda: _prepare(directory, state, pick)), group)
     found = _compare_together(ready, pick, group)
-    if planner is None:
-        raise_mismatch(str(directory), found, strict=pick.strict)
-        _agree(_attempt(ready.collect), group)
-    if planner is not None or needs_stock(ready.opened.metadata):
+    raise_mismatch(str(directory), found, strict=pick.strict)
+    _agree(_attempt(ready.collect), group)
+    if needs_stock(ready.opened.metadata):
         _raise_damage(directory, gather(group, check_share(ready.opened, group)))
-        load_as_stock(ready.only_taken(), state, group, planner)
+        load_as_stock(ready.only_taken(), state, group, None)
         bytes_read = bytes_unique = 0
     else:
         bytes_read, bytes_unique = _load_ranges(ready, state, group)
@@ -166,12 +167,21 @@ def load_state(
     )
 
 
-def _prepare(
-    directory: Path, state: dict[str, Any], pick: Selection, planner: LoadPlanner | None
-) -> _Prepared:
+def _load_planned(
+    directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, planner: LoadPlanner
+) -> LoadReport:
+    """Load as the caller's planner says, which alone knows what is wanted and what is missing."""
+    opened = _agree(_attempt(lambda: open_checkpoint(directory)), group)
+    _raise_damage(directory, gather(group, check_share(opened, group)))
+    own = load_as_stock(opened, state, group, planner)
+    read = frozenset().union(*gather(group, own))
+    extra = opened.metadata.state_dict_metadata.keys() - read
+    return LoadReport(restored=len(own), missing=(), extra=tuple(sorted(extra)))
+
+
+def _prepare(directory: Path, state: dict[str, Any], pick: Selection) -> _Prepared:
     """What each rank reads and flattens alone."""
-    # A planner of the caller's own may know what to do with leaves that we do not.
-    flat = flatten(state) if planner is None else flatten_state_dict(dict(state))[0]
+    flat = flatten(state)
     opened = open_checkpoint(directory)
     names = pick.rename_all(opened.metadata.state_dict_metadata)
     renamed = {old: new for old, new in names.items() if old != new}
@@ -248,8 +258,22 @@ def _finish(state: dict[str, Any], *rounds: Wants) -> None:
         for key, content in wants.numbers.items():
             encoded = content.memory.tobytes()
             if encoded not in known:
-                known[encoded] = torch.load(io.BytesIO(encoded), weights_only=True)
+                known[encoded] = _open_number(key, encoded)
             set_element(state, paths[key], copy.copy(known[encoded]))
+
+
+def _open_number(key: str, encoded: bytes) -> Any:
+    """The value of a byte entry; `DamagedCheckpointError` for one that only code could read."""
+    try:
+        return torch.load(io.BytesIO(encoded), weights_only=True)
+    except Exception as error:
+        # A hostile entry can raise anything at all; whatever it was, it is no plain value.
+        words = (str(error) or type(error).__name__).splitlines()[0]
+        raise DamagedCheckpointError(
+            f"{key}: the entry is no plain value and is not opened ({words}); leave it out with "
+            "exclude, or load it with stock DCP if you trust who wrote it",
+            damaged=[f"{key}: no plain value"],
+        ) from error
 
 
 def _of_rank(rank: int, kind: str, words: str, details: dict[str, Any]) -> CheckpointError:
