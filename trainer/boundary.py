@@ -92,7 +92,7 @@ class Saver:
             EventKind.STAGED,
             checkpoint=name,
             step=step,
-            bytes=document_bytes(state),
+            bytes=self.engine.tensor_bytes,
             blocked_s=blocked_s,
             reason=reason,
         )
@@ -173,15 +173,3 @@ def _measured(directory: Path) -> dict[str, Any]:
     """What the manifest says of a committed save; nothing when it was deleted meanwhile."""
     manifest = read_manifest(directory)
     return {"bytes": manifest.bytes, "flush_s": manifest.flush_s} if manifest else {}
-
-
-def document_bytes(state: State) -> int:
-    """Bytes of the tensors that this rank stages, nested mappings included."""
-    total = 0
-    for value in state.values():
-        if isinstance(value, dict):
-            total += document_bytes(value)
-        elif hasattr(value, "nbytes"):
-            local = value.to_local() if hasattr(value, "to_local") else value
-            total += int(local.nbytes)
-    return total

@@ -89,6 +89,7 @@ class CheckpointEngine:
         self._stage: Stage | None = None
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
         self._mesh: dict[str, int] = {}
+        self._tensor_bytes = 0
         self._results: list[SaveResult] = []
         self._last_committed: str | None = None
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -98,6 +99,11 @@ class CheckpointEngine:
         """Directory name of the newest save of this engine known to be committed."""
         self._collect()
         return self._last_committed
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensors that this rank writes at each save; 0 before anything is planned."""
+        return self._tensor_bytes
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -312,6 +318,7 @@ class CheckpointEngine:
         rank = self._identity.rank
         self._stage = all_or_none(tree, rank, lambda: Stage(self._link, layout, pin=pin))
         self._layout = layout
+        self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 
     def _settle_old_stage(self, timeout_s: float) -> None:
         """Before a new plan: what was staged by the old one must be written, then let go."""
