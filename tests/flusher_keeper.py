@@ -40,10 +40,11 @@ class Keeper:
         nodes: int = 1,
         environment: Mapping[str, str] | None = None,
         budget: int | None = None,
+        run: Path | None = None,
     ) -> None:
         """`environment` is added to this process's own for the flusher."""
         self.name, self._node, self._nodes = name, node, nodes
-        self._budget = budget
+        self._budget, self._run = budget, run
         self._environment = {**os.environ, **(environment or {})}
         self.kept: dict[tuple[int, int, int], int] = {}
         self.heard: list[dict[str, Any]] = []
@@ -56,6 +57,7 @@ class Keeper:
         options = ["--socket", self.name, "--keeper-fd", str(theirs.fileno())]
         options += ["--node", str(self._node), "--nodes", str(self._nodes)]
         options += ["--budget", str(self._budget)] if self._budget is not None else []
+        options += ["--run", str(self._run)] if self._run is not None else []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.trainer.flusher", *options],
             pass_fds=[theirs.fileno()],
@@ -155,9 +157,10 @@ class FakeRank:
         nodes: int = 1,
         incarnation: int = 1,
         data_bytes: int = 1 << 20,
+        node_folder: str = "",
     ) -> None:
         self.run, self.rank, self.world_size, self.incarnation = run, rank, world_size, incarnation
-        self.node, self.nodes = node, nodes
+        self.node, self.nodes, self.node_folder = node, nodes, node_folder
         self.local_ranks = local_ranks or world_size // nodes
         wait_until(lambda: self._dial(keeper.name), "the flusher to listen")
         wire.send(
@@ -198,6 +201,7 @@ class FakeRank:
         name = str(CheckpointName(step, 1, self.incarnation))
         table = {
             "run_directory": str(self.run),
+            "node_folder": self.node_folder,
             "checkpoint": name,
             "step": step,
             "rank": self.rank,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from examples.demo_service import PrefectService
+from tests.object_store import ObjectStore, Proxy, object_store
 
 
 @pytest.fixture(scope="module")
@@ -22,3 +23,18 @@ def prefect_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefec
         service.command("holdfast", "deploy")
         with service.working():
             yield service
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    with object_store(tmp_path_factory.mktemp("store")) as store:
+        yield store
+
+
+@pytest.fixture
+def proxy(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    made = Proxy(s3.port)
+    for name, value in s3.environment(made.port).items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.close()

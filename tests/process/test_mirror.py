@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from tests.mirrors import PART_BYTES, SIZES, UID, WAIT_S, fork_server, make_checkpoint, push, start
-from tests.object_store import BUCKET, ObjectStore, Proxy, Strike, object_store
+from tests.object_store import BUCKET, ObjectStore, Proxy, Strike
 
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -32,21 +31,6 @@ REQUESTS = 14
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_store, "PART_BYTES", PART_BYTES)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    with object_store(tmp_path_factory.mktemp("store")) as store:
-        yield store
-
-
-@pytest.fixture
-def proxy(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    made = Proxy(s3.port)
-    for name, value in s3.environment(made.port).items():
-        monkeypatch.setenv(name, value)
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["file", "s3", "local"])

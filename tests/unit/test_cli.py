@@ -22,6 +22,7 @@ from holdfast.contracts.durable import to_json
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.mirrors import MirrorRecord, write_record
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
@@ -295,9 +296,17 @@ def test_checkpoints_are_listed_oldest_first(call: Call, ended_run: RunPaths) ->
     found = call("checkpoints", "kelp", "--json").json
     assert [each["step"] for each in found] == [10, 20]
     wanted = {"id", "step", "path", "state", "reason", "parent", "attempt", "world_size", "bytes"}
-    wanted |= {"checksum", "blocked_s", "flush_s", "committed_at", "pinned"}
+    wanted |= {"checksum", "blocked_s", "flush_s", "committed_at", "pinned", "mirror"}
     assert wanted <= set(found[0])
     assert found[1]["parent"] == found[0]["id"]
+    url = "s3://bucket/kelp.0"
+    write_record(
+        ended_run.list_checkpoints()[0],
+        MirrorRecord(url=url, bytes=1, seconds=0.1, mirrored_at=1.0),
+    )
+    again = call("checkpoints", "kelp", "--json").json
+    assert [each["mirror"] for each in again] == [url, None]
+    assert call("verify", again[0]["id"], "--json").json["mirror"] == url
 
 
 def test_lineage_has_nodes_and_edges(call: Call, ended_run: RunPaths) -> None:

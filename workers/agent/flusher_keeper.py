@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.contracts import environment, wire
-from holdfast.contracts.attempt import Request
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.mirrors import Tiers
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.deletion import free_room
 
@@ -120,12 +120,13 @@ class FlusherKeeper:
         ours, theirs = wire.pair()
         logs = self._context.attempt.node_logs(self._context.node)
         logs.mkdir(parents=True, exist_ok=True)
+        request = self._context.request
         command = [sys.executable, "-m", MODULE, "--socket", self.socket_name]
         command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
         command += ["--run", str(self._context.run.directory)]
         command += ["--keeper-fd", str(theirs.fileno())]
-        if self._context.request.checkpoint_budget_bytes is not None:
-            command += ["--budget", str(self._context.request.checkpoint_budget_bytes)]
+        if request.checkpoint_budget_bytes is not None:
+            command += ["--budget", str(request.checkpoint_budget_bytes)]
         with open(logs / "flusher.log", "ab") as log, theirs:
             self._process = subprocess.Popen(
                 command,
@@ -134,7 +135,7 @@ class FlusherKeeper:
                 stderr=log,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=build_environment(self._context.request, os.environ),
+                env=build_environment(os.environ, request.environment, request.tiers),
             )
         self._connection = ours
         self._give_back(ours)
@@ -228,7 +229,9 @@ class FlusherKeeper:
             self._connection = None
 
 
-def build_environment(request: Request, inherited: Mapping[str, str]) -> dict[str, str]:
+def build_environment(
+    inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers
+) -> dict[str, str]:
     """The flusher's environment: this one, with the spec's words on where copies go: pure."""
-    stores = {k: v for k, v in request.environment.items() if k.startswith(STORE_PREFIXES)}
-    return {**inherited, **stores, **request.tiers.to_environment()}
+    stores = {k: v for k, v in spec.items() if k.startswith(STORE_PREFIXES)}
+    return {**inherited, **stores, **tiers.to_environment()}

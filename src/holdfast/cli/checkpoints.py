@@ -13,8 +13,11 @@ from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_ta
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import checkpoint_id
 
+# A checkpoint in a mirror is read whole, over whatever lies in between.
+MIRROR_TIMEOUT_S: Final = 6 * 3600.0
 OVERTAKEN: Final = "a reader or a pin came in between, or another process deletes it"
 
 if TYPE_CHECKING:
@@ -97,8 +100,12 @@ def verify(
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with what was committed."""
+    """Read every byte of a checkpoint and compare it with what was committed.
+
+    Where the run's files went to the nodes' own disks, the copy in its mirror is read.
+    """
     directory = _directory_of(checkpoint, root)
+    record = read_record(directory)
     damaged: list[str] = []
     manifest: Manifest | None = None
     try:
@@ -106,6 +113,8 @@ def verify(
             manifest = read_manifest(directory)
             if manifest is None:
                 damaged = ["manifest.json: missing: the checkpoint was never committed"]
+            elif record is not None and _is_elsewhere(directory, manifest):
+                damaged = _damage_in_mirror(record.url, manifest)
             else:
                 damaged = _damage(directory, manifest, show=not as_json)
     except DamagedCheckpointError as error:
@@ -116,6 +125,7 @@ def verify(
         "ok": not damaged,
         "checkpoint": manifest.id if manifest else directory.name,
         "path": str(directory),
+        "mirror": record.url if record else None,
         "files": len(manifest.files) if manifest else 0,
         "bytes": manifest.bytes if manifest else 0,
         "damaged": damaged,
@@ -143,6 +153,19 @@ def _directory_of(checkpoint: str, root: str | None) -> Path:
         f"{checkpoint}: no such directory ({directory}); `holdfast checkpoints {paths.name}` "
         "lists those there are"
     )
+
+
+def _is_elsewhere(directory: Path, manifest: Manifest) -> bool:
+    """True when nothing but the manifest is here: the files are on nodes and in the mirror."""
+    return not any((directory / entry.path).exists() for entry in manifest.files)
+
+
+def _damage_in_mirror(location: str, manifest: Manifest) -> list[str]:
+    """The damaged files of the copy; raises `MirrorError` when the mirror cannot be asked."""
+    from holdfast.workers import mirrors
+
+    answer = mirrors.ask(location, "verify", manifest.name, timeout_s=MIRROR_TIMEOUT_S)
+    return [f"in the mirror: {line}" for line in answer["damaged"]]
 
 
 def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
@@ -185,6 +208,8 @@ def _render_verify(facts: dict[str, Any]) -> None:
     if facts["ok"]:
         size = bytes_text(facts["bytes"])
         typer.echo(f"{facts['checkpoint']}: {facts['files']} files, {size}: as committed")
+        if facts["mirror"]:
+            typer.echo(f"  also in {facts['mirror']}")
         return
     typer.echo(f"{facts['checkpoint']}: damaged")
     for line in facts["damaged"]:

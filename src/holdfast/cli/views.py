@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +27,7 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 
@@ -77,7 +79,14 @@ def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = Fal
 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
-        answer(queries.list_checkpoints(database, directory), as_json, _render_checkpoints)
+        found = [_with_mirror(row) for row in queries.list_checkpoints(database, directory)]
+        answer(found, as_json, _render_checkpoints)
+
+
+def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint and, as disk has it, the place in the mirror where its copy is."""
+    record = read_record(Path(row["path"]))
+    return {**row, "mirror": record.url if record else None}
 
 
 def lineage(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -185,11 +194,12 @@ def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
             seconds_text(row["blocked_s"]),
             seconds_text(row["flush_s"]),
             time_text(row["committed_at"]),
+            "yes" if row["mirror"] else "",
         )
         for row in found
     ]
     headings = ("checkpoint", "step", "state", "kept because", "GPUs", "size", "blocked", "flush")
-    print_table((*headings, "committed"), rows)
+    print_table((*headings, "committed", "mirrored"), rows)
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:

@@ -1,0 +1,154 @@
+"""Copies that real flushers and agents send: killed, started anew, on two nodes, at a job's end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
+from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, Strike
+from tests.process.local_runs import LocalRun
+
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.slots import SlotState
+from holdfast.contracts.states import AttemptState
+from holdfast.trainer import mirror
+from holdfast.trainer.mirror_store import open_store
+from holdfast.workers import deletion, retention
+from holdfast.workers.mirrors import location_of
+
+UID = "0" * 32
+NAME = "step-00000007.a0001.i01"
+WAIT_S = 120.0
+
+
+def socket_name(node: int = 0) -> str:
+    return f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}-{node}"
+
+
+def told(run: Path, kind: EventKind) -> list[str]:
+    return [str(e.data["checkpoint"]) for e in load_events(RunPaths(run)) if e.kind is kind]
+
+
+def test_a_flusher_that_is_killed_is_replaced_by_one_that_finishes_the_copy(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    run = tmp_path / "r"
+    tiers = Tiers(mirror=f"s3://{BUCKET}/{tmp_path.name}")
+    environment = {**s3.environment(proxy.port), **tiers.to_environment()}
+    keeper = Keeper(socket_name(), environment=environment, run=run)
+    # Asked for first: the tombstone, the list, the file and its size; killed at the fourth.
+    strike = Strike(3, True, keeper.process.kill)
+    proxy.arm(strike)
+    try:
+        rank = FakeRank(keeper, run)
+        wait_for(rank.stage(7, b"x" * 50_000), SlotState.DONE)
+        assert strike.has_struck.wait(WAIT_S)
+        keeper.kill()
+        proxy.arm(None)
+        assert read_record(run / "checkpoints" / NAME) is None
+        keeper.start()
+        answer = keeper.drain(WAIT_S, mirror=True)
+        assert answer["unmirrored"] == []
+        assert told(run, EventKind.MIRRORED) == [NAME]
+        assert read_record(run / "checkpoints" / NAME) is not None
+        assert mirror.verify(open_store(tiers.location("r", UID)), NAME)["ok"]
+        rank.close()
+    finally:
+        keeper.close()
+
+
+def test_a_mirror_that_is_away_delays_no_save_and_is_told(tmp_path: Path) -> None:
+    run, place = tmp_path / "r", tmp_path / "mirror"
+    place.write_text("a file where a directory should be")
+    tiers = Tiers(mirror=f"file://{place}")
+    keeper = Keeper(socket_name(), environment=tiers.to_environment(), run=run)
+    try:
+        rank = FakeRank(keeper, run)
+        for step in range(1, 10):
+            wait_for(rank.stage(step, b"x" * 1000, slot=step % 2), SlotState.DONE)
+        answer = keeper.drain(1.0, mirror=True)
+        assert "step-00000009.a0001.i01" in answer["unmirrored"]
+        assert keeper.drain(WAIT_S)["unmirrored"] == [], "without the word it is not waited for"
+        wait_until(lambda: told(run, EventKind.MIRROR_FAILED), "what was passed over", WAIT_S)
+        assert "step-00000002.a0001.i01" in told(run, EventKind.MIRROR_FAILED)
+        rank.close()
+    finally:
+        keeper.close()
+
+
+def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None:
+    run, copies = tmp_path / "r", tmp_path / "mirror" / "r.00000000"
+    nodes = [
+        Tiers(mirror=f"file://{tmp_path}/mirror", local=f"{tmp_path}/node{n}") for n in range(2)
+    ]
+    folders = [tiers.node_folder("r", UID) for tiers in nodes]
+    keepers = [
+        Keeper(socket_name(n), node=n, nodes=2, environment=tiers.to_environment(), run=run)
+        for n, tiers in enumerate(nodes)
+    ]
+    try:
+        ranks = []
+        for n, folder in enumerate(folders):
+            assert folder is not None
+            where = str(folder.directory)
+            ranks.append(
+                FakeRank(keepers[n], run, rank=n, world_size=2, node=n, nodes=2, node_folder=where)
+            )
+        slots = [rank.stage(7, bytes([65 + rank.rank]) * 9000) for rank in ranks]
+        for slot in slots:
+            wait_for(slot, SlotState.DONE)
+        for keeper in reversed(keepers):
+            assert keeper.drain(WAIT_S, mirror=True)["unmirrored"] == []
+        shared = run / "checkpoints" / NAME
+        assert sorted(os.listdir(shared)) == ["manifest.json", "mirrored.json"]
+        for n, folder in enumerate(folders):
+            assert folder is not None
+            assert os.listdir(folder.checkpoint(NAME)) == [f"__{n}_0.distcp"]
+        manifest = read_manifest(copies / checkpoint_folder(NAME))
+        assert manifest is not None
+        assert find_damage(copies / checkpoint_folder(NAME), manifest) == []
+        for rank in ranks:
+            rank.close()
+    finally:
+        for keeper in keepers:
+            keeper.close()
+
+
+@pytest.mark.timeout(240)
+def test_a_job_waits_for_its_copies_and_pruning_deletes_them(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/{tmp_path.name}"
+    keep = {"last": 1}
+    run = LocalRun(
+        tmp_path / "root", steps=12, checkpoint={"interval": 4, "mirror": url, "keep": keep}
+    )
+    try:
+        run.submit()
+        assert run.wait_for_end().state is AttemptState.COMPLETED
+    finally:
+        run.end_all()
+    committed = [d.name for d in run.paths.list_checkpoints() if read_record(d)]
+    assert committed[-1].startswith("step-00000012"), "the last one is awaited"
+    location = location_of(run.paths)
+    assert location is not None
+    assert mirror.verify(open_store(location), committed[-1])["ok"]
+    doomed = [one.name for one in retention.plan_run(run.paths) if not one.is_kept]
+    assert doomed
+    deletion.apply(run.paths, by="tests")
+    for name in doomed:
+        assert open_store(location).sizes(checkpoint_folder(name)) == {}
+        assert open_store(location).read(f"tombstones/{name}.json") is not None
+    assert mirror.verify(open_store(location), committed[-1])["ok"]
+    # The secret is in nothing that the run leaves behind.
+    files = [p for p in run.paths.directory.rglob("*") if p.is_file()]
+    found = [p for p in files if s3.secret.encode() in p.read_bytes()]
+    assert found == []
+    assert not [p for p in files if p.suffix == ".json" and ACCESS_KEY.encode() in p.read_bytes()]

@@ -1,0 +1,129 @@
+"""Mirrors, the pure part: URLs, tiers, tries, and the check of bytes that go by."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from holdfast.contracts import digests
+from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
+from holdfast.contracts.manifest import FileEntry
+from holdfast.contracts.mirrors import Tiers, problem_with_mirror
+from holdfast.contracts.spec import Checkpointing
+from holdfast.trainer.mirror_store import EntryCheck, part_bytes_for
+from holdfast.trainer.mirror_upload import PAUSE_MAX_S, TRIES_MAX, Tries, default_pauses
+from holdfast.workers.agent.flusher_keeper import build_environment
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("s3://bucket/prefix", None),
+        ("file:///shared/place", None),
+        ("gs://bucket", None),
+        ("/shared/place", "expected a URL"),
+        ("s3:/bucket", "expected a URL"),
+        ("s3://", "expected a bucket"),
+        ("s3://key:secret@bucket", "must not hold credentials"),
+        ("s3://bucket?versions=1", "expected no `?`"),
+    ],
+)
+def test_a_mirror_is_named_by_a_url_without_secrets(url: str, problem: str | None) -> None:
+    found = problem_with_mirror(url)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in str(found)
+    assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"local": "/scratch"}, {"local": "scratch", "mirror": "s3://b"}, {"mirror": "here"}],
+)
+def test_tiers_that_cannot_be_meant_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match=r"local|expected"):
+        Checkpointing.model_validate(wrong)
+
+
+def test_tiers_reach_the_job_by_environment_and_runs_do_not_meet() -> None:
+    tiers = Tiers(mirror="s3://bucket/", local="/scratch")
+    assert Tiers.from_environment(tiers.to_environment()) == tiers
+    assert Tiers.from_environment({}) == Tiers()
+    places = {tiers.location("r", uid * 32) for uid in "ab"}
+    assert places == {"s3://bucket/r.aaaaaaaa", "s3://bucket/r.bbbbbbbb"}
+    folder = tiers.node_folder("r", "a" * 32)
+    assert folder is not None
+    assert str(folder.directory) == "/scratch/r.aaaaaaaa"
+    assert Tiers(mirror="s3://b").node_folder("r", "a" * 32) is None
+
+
+def test_the_flusher_is_told_of_the_store_and_of_nothing_else_in_the_spec() -> None:
+    spec = {"AWS_ENDPOINT_URL": "http://store", "LD_PRELOAD": "x.so"}
+    told = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"))
+    assert told == {
+        "PATH": "/bin",
+        "AWS_ENDPOINT_URL": "http://store",
+        "HOLDFAST_CHECKPOINT_MIRROR": "s3://b",
+    }
+
+
+def test_what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() -> None:
+    asked: list[int] = []
+    slept: list[float] = []
+
+    def refuse(is_passing: bool, until: int) -> int:
+        asked.append(1)
+        if len(asked) < until:
+            raise MirrorError("no", is_passing=is_passing)
+        return len(asked)
+
+    tries = Tries(pauses_s=[1.0, 2.0], sleep=slept.append)
+    assert tries.do(refuse, True, 3) == 3
+    assert slept == [1.0, 2.0]
+    asked.clear()
+    with pytest.raises(MirrorError):
+        tries.do(refuse, True, 4)
+    assert len(asked) == 3
+    asked.clear()
+    with pytest.raises(MirrorError):
+        tries.do(refuse, False, 2)
+    assert len(asked) == 1
+    assert len(default_pauses()) == TRIES_MAX - 1
+    assert max(default_pauses()) <= PAUSE_MAX_S
+
+
+@given(st.data())
+def test_bytes_are_believed_only_when_all_are_the_entrys(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "BLOCK_BYTES", 16)
+        content = data.draw(st.binary(max_size=80))
+        running = digests.FileChecksum(len(content))
+        running.update(content)
+        entry = FileEntry.of("a", len(content), running)
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=5)))
+        edges = [0, *cuts, len(content)]
+
+        def feed(given: bytes) -> None:
+            check = EntryCheck(entry)
+            for start, end in pairwise(edges):
+                check.update(given[start:end])
+            check.update(given[len(content) :])
+            check.finish()
+
+        feed(content)
+        wrong = [content[:-1], content + b"x"] if content else [b"x"]
+        if content:
+            at = data.draw(st.integers(0, len(content) - 1))
+            wrong.append(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        for bad in wrong:
+            with pytest.raises(DamagedCheckpointError):
+                feed(bad)
+
+
+def test_no_file_needs_more_parts_than_a_store_takes() -> None:
+    for size in (0, 1 << 20, 160 * 10**9, 5 * 2**40):
+        part = part_bytes_for(size)
+        assert -(-size // part) <= 10_000
