@@ -18,23 +18,38 @@ from holdfast.trainer.collective import Ranks
 from holdfast.trainer.engine import CheckpointEngine, SaveResult
 from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.snapshots import first_copy_s
 from holdfast.trainer.train_state import State
 
 # The longest that a flush may take before a session that ends gives up on it.
 FLUSH_TIMEOUT_S: Final = 1800.0
 BEAT_S: Final = 1.0
 
+# How much the newest copy counts in what a copy is taken to cost.
+COPY_WEIGHT: Final = 0.3
+CRASH: Final = "crash"
+
 Captured = tuple[State, dict[str, Any]]
 
 
 class Saver:
-    """Drives the checkpoint engine of one rank, and keeps count of what is in flight."""
+    """Drives the checkpoint engine of one rank, and keeps count of what is in flight.
+
+    `capture` gives the live state at a boundary. What saves cost is measured on the way:
+    `copy_s`, seconds that a copy holds training up; `flush_s`, seconds from staged to durable.
+    """
 
     def __init__(
-        self, link: Link, ranks: Ranks, record: RankRecord, recorder: Recorder | None
+        self,
+        link: Link,
+        ranks: Ranks,
+        record: RankRecord,
+        recorder: Recorder | None,
+        *,
+        capture: Callable[[], Captured],
     ) -> None:
         self._link, self._record, self._recorder = link, record, recorder
-        self._ranks = ranks
+        self._ranks, self._capture = ranks, capture
         self.engine = CheckpointEngine(
             flusher=link.flusher,
             run=link.run,
@@ -43,35 +58,66 @@ class Saver:
             stage_group=link.group,
         )
         self.in_flight: dict[str, int] = {}
+        self._staged_at: dict[str, float] = {}
         self._failed: dict[int, str] = {}
         self._staged_step = 0
         self._parent: str | None = None
+        self._captured: Captured | None = None
+        self._capture_s = 0.0
+        self._copy_s: float | None = None
+        self.flush_s: float | None = None
+        self._has_complained = False
 
     @property
     def is_busy(self) -> bool:
         """True while every slot of this rank is still being written."""
         return len(self.in_flight) >= SLOTS_PER_RANK
 
+    @property
+    def copy_s(self) -> float:
+        """What a copy costs, in seconds; assumed from its size until one was made."""
+        if self._copy_s is None:
+            return first_copy_s(self.engine.tensor_bytes)
+        return self._copy_s
+
     def began_at(self, step: int, checkpoint: str | None) -> None:
         """The state as restored: `step` needs no save, `checkpoint` is the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
+        if checkpoint is None or self._recorder is None:
+            return
+        manifest = read_manifest(self._link.run.checkpoint(checkpoint.rpartition(":")[2]))
+        if manifest is not None and manifest.reason == CRASH:
+            text = (
+                f"step {step} was in memory alone when the ranks died, and was committed then "
+                f"({manifest.bytes} bytes)"
+            )
+            self._note(EventKind.NOTE, text=text, checkpoint=manifest.name, step=step)
 
-    def prepare(self, captured: Captured) -> None:
-        """Plan for states like `captured`; all ranks call it together. Raises `SaveError`."""
+    def prepare(self) -> None:
+        """Plan for the state as it is; all ranks call it together. Raises `SaveError`."""
         self._record.beat(Phase.SAVE)
-        self.engine.prepare(captured[0], timeout_s=FLUSH_TIMEOUT_S)
+        self.engine.prepare(self._take_captured()[0], timeout_s=FLUSH_TIMEOUT_S)
 
-    def is_changed(self, captured: Captured) -> bool:
-        """True when this rank's state needs another plan; then all ranks must `prepare`."""
-        return self.engine.changes(captured[0]) is not None
+    def look(self) -> bool:
+        """Capture the state for what this boundary brings.
 
-    def save(self, captured: Captured, *, step: int, reason: str) -> None:
-        """Stage `captured` as the checkpoint of `step`; returns as soon as it is sealed.
+        True when it needs another plan; then all ranks must `prepare`.
+        """
+        self._captured = None
+        self._captured = self._take_captured()
+        return self.engine.changes(self._captured[0]) is not None
+
+    def forget(self) -> None:
+        """Nothing more is done with what `look` captured."""
+        self._captured = None
+
+    def save(self, *, step: int, reason: str) -> None:
+        """Stage the state as the checkpoint of `step`; returns as soon as it is sealed.
 
         Raises `SaveError` when it cannot be staged.
         """
         self._record.beat(Phase.SAVE)
-        state, document = captured
+        state, document = self._take_captured()
         began = time.monotonic()
         name = self.engine.save(
             state,
@@ -85,17 +131,49 @@ class Saver:
         )
         if name is None:
             raise SaveError(f"step {step}: no staging slot came free in {FLUSH_TIMEOUT_S:.0f} s")
-        self.in_flight[name] = step
+        now = time.monotonic()
+        self.in_flight[name], self._staged_at[name] = step, now
         self._staged_step = step
-        blocked_s = round(time.monotonic() - began, 6)
+        self._measure(now - began)
         self._note(
             EventKind.STAGED,
             checkpoint=name,
             step=step,
             bytes=self.engine.tensor_bytes,
-            blocked_s=blocked_s,
+            blocked_s=round(now - began, 6),
             reason=reason,
         )
+
+    def snapshot(self, step: int) -> None:
+        """Keep the state after `step` in memory, where a slot is free; never fails training."""
+        state, document = self._take_captured()
+        began = time.monotonic()
+        metrics = dict(self._recorder.latest) if self._recorder else None
+        facts: dict[str, Any] = {"reason": CRASH, "parent": self._parent, "metrics": metrics}
+        try:
+            is_kept = self.engine.snapshot(state, document, step=step, **facts)
+        except SaveError as error:
+            # A changed state is planned anew at the next meeting; until then there are none.
+            if not self._has_complained:
+                self._note(EventKind.NOTE, text=f"no snapshots from step {step} on: {error}")
+            self._has_complained = True
+            return
+        if is_kept:
+            self._measure(time.monotonic() - began)
+
+    def _take_captured(self) -> Captured:
+        """The state captured by `look`, once, or captured now."""
+        captured, self._captured = self._captured, None
+        if captured is None:
+            began = time.monotonic()
+            captured = self._capture()
+            self._capture_s = time.monotonic() - began
+        return captured
+
+    def _measure(self, copied_s: float) -> None:
+        cost_s = self._capture_s + copied_s
+        former_s = cost_s if self._copy_s is None else self._copy_s
+        self._copy_s = former_s + COPY_WEIGHT * (cost_s - former_s)
 
     def passed_over(self, step: int) -> None:
         """Note that a checkpoint was due but the storage is two of them behind."""
@@ -116,18 +194,17 @@ class Saver:
             for result in self.engine.wait(BEAT_S):
                 self._take(result)
 
-    def finish(self, capture: Callable[[], Captured], *, step: int) -> None:
+    def finish(self, *, step: int) -> None:
         """Commit `step` unless it is committed, or just what was restored.
 
         Raises `SaveError` when the checkpoint of `step` did not become durable.
         """
         if step != self._staged_step:
             self.collect()
-            captured = capture()
             # All ranks are here: the one collective that a last save takes.
-            if self._ranks.largest([self.is_changed(captured)])[0]:
-                self.prepare(captured)
-            self.save(captured, step=step, reason="final")
+            if self._ranks.largest([self.look()])[0]:
+                self.prepare()
+            self.save(step=step, reason="final")
         self.wait()
         waiting = [name for name, number in self.in_flight.items() if number == step]
         problem = self._failed.get(step)
@@ -140,12 +217,18 @@ class Saver:
                 "run the same command"
             )
 
-    def close(self) -> None:
-        """Let the engine go; what is sealed is finished by the flusher."""
+    def close(self, *, is_orderly: bool) -> None:
+        """Let the engine go; what is sealed is finished by the flusher.
+
+        Snapshots too, unless this is an orderly end: then nothing more is to come of them.
+        """
+        if is_orderly:
+            self.engine.discard_snapshots()
         self.engine.close()
 
     def _take(self, result: SaveResult) -> None:
         self.in_flight.pop(result.checkpoint, None)
+        staged_at = self._staged_at.pop(result.checkpoint, None)
         facts: dict[str, Any] = {"checkpoint": result.checkpoint, "step": result.step}
         if not result.committed:
             problem = result.error or "for no stated reason"
@@ -156,6 +239,8 @@ class Saver:
                 with contextlib.suppress(OSError):
                     print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
+        if staged_at is not None:
+            self.flush_s = time.monotonic() - staged_at
         self._parent = checkpoint_id(self._link.run.name, result.checkpoint)
         directory = self._link.run.checkpoint(result.checkpoint)
         self._note(EventKind.COMMITTED, lambda: _measured(directory), **facts)

@@ -3,11 +3,14 @@
 Ranks meet at *agreed steps* only, which every rank knows beforehand. By steps these are the
 multiples of the interval. By seconds rank 0's clock decides: at an agreed step it says whether
 to save now and which step is the next agreed one, in the one small collective that a save makes
-anyway. Ordinary steps in between pay a comparison.
+anyway. Ordinary steps in between pay a comparison. `auto` is seconds too, which rank 0 corrects as
+it learns what a save costs (`economy`). Where the steps' pace is to be learned, the first meetings
+come early and then at growing distances.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +23,8 @@ from holdfast.contracts.spec import Checkpointing
 AUTO_INTERVAL_S: Final = 600.0
 # The first meeting after a start: step times are known by then, and it costs next to nothing.
 FIRST_LOOK_STEPS: Final = 8
+# Each early meeting comes at this multiple of the steps since the start.
+LOOK_GROWTH: Final = 3
 # How far towards the due time the next meeting is put: steps may become slower meanwhile.
 APPROACH: Final = 0.5
 # Within this share of the interval the save is taken now rather than a few steps later.
@@ -28,10 +33,14 @@ SLACK: Final = 0.02
 
 @dataclass(frozen=True)
 class Interval:
-    """Steps or seconds between checkpoints; exactly one of them is set."""
+    """Steps or seconds between checkpoints; exactly one of them is set.
+
+    With `is_auto` the seconds are what holds until something is known.
+    """
 
     steps: int | None = None
     seconds: float | None = None
+    is_auto: bool = False
 
     @classmethod
     def parse(cls, value: int | str) -> Interval:
@@ -44,19 +53,31 @@ class Interval:
             raise SpecError(f"checkpoint interval {reason}") from error
         if checked.interval_steps is not None:
             return cls(steps=checked.interval_steps)
-        return cls(seconds=checked.interval_s or AUTO_INTERVAL_S)
+        if checked.interval_s is None:
+            return cls(seconds=AUTO_INTERVAL_S, is_auto=True)
+        return cls(seconds=checked.interval_s)
 
 
 class Cadence:
     """The agreed steps of one session; times are monotonic seconds."""
 
-    def __init__(self, interval: Interval, *, step: int, now: float) -> None:
+    def __init__(
+        self, interval: Interval, *, step: int, now: float, looks_early: bool = False
+    ) -> None:
         """`step` is the last complete one, from which training goes on."""
         self._interval = interval
+        self._interval_s = interval.seconds or 0.0
         self._saved_at = now
         self._looked_at = now
-        self._looked_step = step
-        self.next_step = self._next_multiple(step) if interval.steps else step + FIRST_LOOK_STEPS
+        self._looked_step = self._first_step = step
+        self._looks_early = looks_early or interval.is_auto
+        self.next_step = step + FIRST_LOOK_STEPS
+        if interval.steps:
+            self.next_step = self._by_steps(step)
+
+    def adopt(self, interval_s: float) -> None:
+        """Rank 0, by `auto`: the seconds between checkpoints from now on."""
+        self._interval_s = interval_s
 
     def is_due(self, step: int) -> bool:
         """True when all ranks meet after `step`."""
@@ -65,14 +86,14 @@ class Cadence:
     def decide(self, step: int, now: float) -> tuple[bool, int]:
         """Rank 0 at an agreed step: (save now, the next agreed step)."""
         if self._interval.steps:
-            return True, self._next_multiple(step)
-        interval_s = self._interval.seconds
-        assert interval_s is not None
+            return step % self._interval.steps == 0, self._by_steps(step)
+        interval_s = self._interval_s
         step_s = (now - self._looked_at) / max(step - self._looked_step, 1)
         remaining_s = interval_s - (now - self._saved_at)
         save = remaining_s <= max(SLACK * interval_s, step_s / 2)
         wait_s = APPROACH * (interval_s if save else remaining_s)
-        return save, step + max(1, int(wait_s / max(step_s, 1e-9)))
+        next_step = step + max(1, int(wait_s / max(step_s, 1e-9)))
+        return save, min(next_step, self._next_look(step))
 
     def settle(self, step: int, next_step: int, *, saved: bool, now: float) -> None:
         """Every rank after an agreed step: take over what was decided."""
@@ -81,7 +102,14 @@ class Cadence:
         if saved:
             self._saved_at = now
 
-    def _next_multiple(self, step: int) -> int:
+    def _by_steps(self, step: int) -> int:
         every = self._interval.steps
         assert every is not None
-        return (step // every + 1) * every
+        return min((step // every + 1) * every, self._next_look(step))
+
+    def _next_look(self, step: int) -> int:
+        """The next early meeting; further off than any other where none is wanted."""
+        if not self._looks_early:
+            return sys.maxsize
+        since = step - self._first_step
+        return self._first_step + max(FIRST_LOOK_STEPS, since * LOOK_GROWTH)

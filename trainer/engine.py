@@ -111,11 +111,6 @@ class CheckpointEngine:
         self._collect()
         return tuple(sorted(name.step for name in self._in_flight.values()))
 
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that this rank copies at a save; 0 while nothing is planned."""
-        return self._layout.used_bytes if self._layout else 0
-
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and get the slots; the next save is then like any other.
 
@@ -469,8 +464,9 @@ def read_train_state(directory: Path) -> dict[str, Any]:
     if not listed and not path.exists():
         return {}
     try:
-        parsed = json.loads(read_verified(directory, TRAIN_STATE, manifest))
-    except ValueError as error:
+        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{path}: not JSON: {error}; resume from another checkpoint",
             damaged=[f"{TRAIN_STATE}: {error}"],

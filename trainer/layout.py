@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -29,7 +29,8 @@ FILE_ALIGNMENT: Final = 4096
 TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22
-_NUMBERS: Final = (bool, int, float, str, type(None))
+_NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+_LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
 _KEYS_SHOWN: Final = 5
 
 
@@ -150,30 +151,32 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises `SaveError` naming a leaf that is neither a tensor nor a number of a parameter group.
     """
     flat: dict[str, Any] = {}
-    for path, value in _leaves("", state):
-        if path in flat:
-            raise SaveError(f"two entries have one name when joined by dots: {path}")
-        if not isinstance(value, torch.Tensor) and not is_plain(value):
-            raise SaveError(
-                f"{path}: a {type(value).__name__} cannot be saved as checkpoint state; expected "
-                "a tensor, or a bool, int, float, str or None of an optimizer's parameter group. "
-                "Put anything else into the train state as JSON, or make it a tensor"
-            )
-        flat[path] = value
+    _flatten_into(flat, "", state)
     return flat
 
 
-def _leaves(prefix: str, container: Mapping[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
-    """Leaves with their names. A list is a leaf unless it holds tensors, as DCP has it."""
+def _flatten_into(
+    flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any]
+) -> None:
+    """Add the leaves with their names. A list is a leaf unless it holds tensors, as DCP has it."""
     entries = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, value in entries:
         key = f"{prefix}{name}"
-        if type(value) is not dict and isinstance(value, torch.Tensor):
-            yield key, value
-        elif isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
-            yield from _leaves(f"{key}.", value)
-        else:
-            yield key, value
+        # Nearly all are of these, and every save comes through here.
+        if type(value) not in _LEAF_TYPES:
+            if isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
+                _flatten_into(flat, f"{key}.", value)
+                continue
+            if not isinstance(value, torch.Tensor) and not is_plain(value):
+                raise SaveError(
+                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state; "
+                    "expected a tensor, or a bool, int, float, str or None of an optimizer's "
+                    "parameter group. Put anything else into the train state as JSON, or make it "
+                    "a tensor"
+                )
+        if key in flat:
+            raise SaveError(f"two entries have one name when joined by dots: {key}")
+        flat[key] = value
 
 
 def _is_nested(entries: Sequence[Any]) -> bool:
@@ -199,7 +202,10 @@ class Signature:
         prints = self._prints
         if flat.keys() != prints.keys():
             return False
-        return all(_fingerprint(value) == prints[key] for key, value in flat.items())
+        return all(
+            prints[key] is None if type(value) in _NUMBERS else _fingerprint(value) == prints[key]
+            for key, value in flat.items()
+        )
 
     def differences(self, flat: Mapping[str, Any]) -> list[str]:
         """A line for each key that differs, in words for people."""
@@ -234,7 +240,8 @@ def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """This rank's own part of a tensor, detached."""
     if isinstance(value, DTensor):
-        return value.to_local().detach()
+        # Without a gradient to record, to_local does no more than this.
+        return value._local_tensor.detach()
     if isinstance(value, ShardedTensor):
         part: torch.Tensor = value.local_shards()[0].tensor.detach()
         return part

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -24,6 +23,7 @@ from torch.futures import Future
 from holdfast.contracts.errors import CheckpointError
 from holdfast.contracts.manifest import find_damage
 from holdfast.trainer.metadata import Opened
+from holdfast.trainer.plain_load import load_plain
 
 
 class HoldfastReader(FileSystemReader):
@@ -54,9 +54,8 @@ class _Careful:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Let the planner have a byte entry; raises `UnpicklingError` for one that has code."""
-        torch.load(value, weights_only=True)
-        value.seek(0)
+        """Let the planner have a byte entry; `DamagedCheckpointError` for one that has code."""
+        load_plain(value.getvalue())
         self._planner.load_bytes(read_item, value)
 
 

@@ -8,7 +8,6 @@ taken whole and opened by `torch.load`.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +33,8 @@ from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.layout import make_template
 from holdfast.trainer.load_plan import Chunk, Series, overlap, series_between
+from holdfast.trainer.metadata_check import overlap_any
+from holdfast.trainer.plain_load import load_plain
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -164,7 +165,14 @@ def collect_wholes(pieces: list[Piece]) -> Wants:
 
 def place_whole(piece: Piece, content: Target) -> None:
     """Open an entry that was taken whole and put what is wanted of it into the tensor."""
-    saved = torch.load(io.BytesIO(content.memory.tobytes()), map_location="cpu", weights_only=True)
+    saved = load_plain(content.memory.tobytes())
+    if not isinstance(saved, torch.Tensor) or tuple(saved.size()) != piece.saved.sizes:
+        found = tuple(saved.size()) if isinstance(saved, torch.Tensor) else type(saved).__name__
+        raise DamagedCheckpointError(
+            f"{piece.part.key}: its entry holds {found}, expected a tensor of "
+            f"{piece.saved.sizes} as .metadata says; load another checkpoint",
+            damaged=[f"{piece.part.key}: holds {found}"],
+        )
     target = piece.part.local
     for dimension, (begin, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
         saved = saved.narrow(dimension, begin - piece.saved.offsets[dimension], size)
@@ -182,19 +190,20 @@ def _pieces_of(
     found = []
     for chunk in _create_chunk_list(value):
         part = _make_part(key, value, chunk, entry.properties.dtype)
-        covered = 0
+        covered, boxes = 0, []
         for each in entry.chunks:
             saved = _chunk(each)
             box = overlap(saved, part.wanted)
             if box is not None:
                 covered += prod(box.sizes)
+                boxes.append((box.offsets, box.sizes))
                 info = _find(storage, MetadataIndex(key, each.offsets))
                 found.append(Piece(part, saved, box, info))
-        if covered < prod(part.wanted.sizes):
+        if covered != prod(part.wanted.sizes) or overlap_any(boxes):
             raise DamagedCheckpointError(
                 f"{key}: the saved chunks hold {covered} of the {prod(part.wanted.sizes)} "
-                "elements wanted; the checkpoint is not whole. Load another one",
-                damaged=[f".metadata: {key}: chunks are missing"],
+                "elements wanted, or some twice; the checkpoint is not whole. Load another one",
+                damaged=[f".metadata: {key}: its chunks are not the whole"],
             )
     return found
 

@@ -19,8 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.reading import read_bounded
+from holdfast.trainer.metadata_check import find_problem
 
 METADATA: Final = ".metadata"
+# That of 10,000 ranks with 1,000 tensors each has about 1 GB.
+METADATA_BYTES_MAX: Final = 8 << 30
 _OF_A_STAGE: Final = re.compile(r"pp(\d+)/\.metadata")
 
 _ALLOWED: Final = frozenset(
@@ -56,8 +60,9 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        # Not by `getattr`, at which torch would import parts of itself that it has not yet.
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP never writes")
 
 
@@ -80,6 +85,11 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
         raise DamagedCheckpointError(
             f"{source}: holds a {type(parsed).__name__}, expected DCP's Metadata",
             damaged=[f"{METADATA}: a {type(parsed).__name__}"],
+        )
+    if problem := find_problem(parsed):
+        raise DamagedCheckpointError(
+            f"{source}: {problem}; load another checkpoint, or write this one again with DCP",
+            damaged=[f"{METADATA}: {problem}"],
         )
     return parsed
 
@@ -160,20 +170,23 @@ def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     )
 
 
-def read_verified(directory: Path, path: str, manifest: Manifest | None) -> bytes:
+def read_verified(
+    directory: Path, path: str, manifest: Manifest | None, bytes_max: int = METADATA_BYTES_MAX
+) -> bytes:
     """The bytes of a small file of a checkpoint, borne out by the manifest where there is one.
 
-    Raises `DamagedCheckpointError` when they are not, or cannot be read.
+    Raises `DamagedCheckpointError` when they are not, cannot be read or are over `bytes_max`.
     """
-    try:
-        content = (directory / path).read_bytes()
-    except OSError as error:
-        raise DamagedCheckpointError(
-            f"{directory / path}: cannot be read: {error.strerror}; expected the directory of a "
-            "DCP checkpoint",
-            damaged=[f"{path}: {error.strerror}"],
-        ) from error
     entry = next((e for e in manifest.files if e.path == path), None) if manifest else None
+    try:
+        content = read_bounded(directory / path, bytes_max)
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else str(error)
+        raise DamagedCheckpointError(
+            f"{directory / path}: cannot be read: {words}; expected the directory of a "
+            "DCP checkpoint",
+            damaged=[f"{path}: {words}"],
+        ) from error
     problem = entry.difference(content) if entry is not None else None
     if problem is not None:
         raise DamagedCheckpointError(
@@ -208,20 +221,32 @@ def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
 
 
 def _check_paths(directory: Path, metadata: Metadata, manifest: Manifest | None) -> None:
-    """Refuse files that lie outside the directory or that the manifest does not have."""
-    inside = directory.resolve()
+    """Refuse files that lie outside the directory or are shorter than `.metadata` needs."""
     listed = {entry.path: entry.bytes for entry in manifest.files} if manifest else None
     for path, extent in extents_of(metadata).items():
-        if not (directory / path).resolve().is_relative_to(inside):
-            where = "points outside the directory, to"
-        elif listed is not None and path not in listed:
-            where = "names a file that the manifest does not have,"
-        elif extent < 0 or (listed is not None and extent > listed[path]):
-            where = "names bytes that are not in the file"
+        problem = _problem_of_path(directory, path, extent, listed)
+        if problem:
+            raise DamagedCheckpointError(
+                f"{directory}: its {METADATA} {problem} {path!r}; expected its own files. Load "
+                "another checkpoint",
+                damaged=[f"{METADATA}: names {path!r}"],
+            )
+
+
+def _problem_of_path(
+    directory: Path, path: str, extent: int, listed: Mapping[str, int] | None
+) -> str | None:
+    """What is wrong with a file of which `.metadata` names the first `extent` bytes."""
+    try:
+        if not (directory / path).resolve().is_relative_to(directory.resolve()):
+            return "points outside the directory, to"
+        if listed is not None:
+            size = listed.get(path, -1)
         else:
-            continue
-        raise DamagedCheckpointError(
-            f"{directory}: its {METADATA} {where} {path!r}; expected its own files. Load another "
-            "checkpoint",
-            damaged=[f"{METADATA}: names {path!r}"],
-        )
+            size = (directory / path).stat().st_size if (directory / path).is_file() else -1
+    except (OSError, RuntimeError):
+        # Links that lead in a circle are a RuntimeError.
+        size = -1
+    if size < 0:
+        return "names a file that the checkpoint does not have,"
+    return "names bytes that are not in the file" if extent < 0 or extent > size else None

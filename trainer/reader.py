@@ -8,13 +8,11 @@ is left waiting in a collective for one that raised alone.
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
@@ -49,6 +47,7 @@ from holdfast.trainer.metadata import (
     pick_entries,
     read_metadata,
 )
+from holdfast.trainer.plain_load import load_plain
 
 T = TypeVar("T")
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
@@ -265,12 +264,10 @@ def _finish(state: dict[str, Any], *rounds: Wants) -> None:
 def _open_number(key: str, encoded: bytes) -> Any:
     """The value of a byte entry; `DamagedCheckpointError` for one that only code could read."""
     try:
-        return torch.load(io.BytesIO(encoded), weights_only=True)
-    except Exception as error:
-        # A hostile entry can raise anything at all; whatever it was, it is no plain value.
-        words = (str(error) or type(error).__name__).splitlines()[0]
+        return load_plain(encoded)
+    except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{key}: the entry is no plain value and is not opened ({words}); leave it out with "
+            f"{key}: the entry is no plain value and is not opened ({error}); leave it out with "
             "exclude, or load it with stock DCP if you trust who wrote it",
             damaged=[f"{key}: no plain value"],
         ) from error

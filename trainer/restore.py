@@ -25,6 +25,7 @@ from holdfast.trainer.metadata import read_metadata
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror_resume import Search
 from holdfast.trainer.program import program_argv
+from holdfast.trainer.snapshots import SnapshotRhythm
 from holdfast.trainer.train_state import Restored, TrainState
 
 CHOICES_MAX: Final = 100
@@ -56,6 +57,11 @@ class _Choice:
 def chosen_interval(default: int | str) -> Interval:
     """The spec's interval when there is one, else the program's."""
     return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
+
+
+def chosen_snapshots(default: int | str) -> SnapshotRhythm:
+    """The spec's rhythm of snapshots when there is one, else the program's."""
+    return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
 
 
 def resume(

@@ -30,18 +30,21 @@ from torch.optim import Optimizer
 from holdfast.contracts.agreement import consider
 from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.boundary import Saver
-from holdfast.trainer.cadence import Cadence, Interval
+from holdfast.contracts.journal import EventKind
+from holdfast.trainer.boundary import Captured, Saver
+from holdfast.trainer.cadence import Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data import Batch
 from holdfast.trainer.fit import Fit
 from holdfast.trainer.link import Link, open_link
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.pace import Pace
 from holdfast.trainer.position import Position
-from holdfast.trainer.restore import chosen_interval, resume
+from holdfast.trainer.restore import chosen_interval, chosen_snapshots, resume
 from holdfast.trainer.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.settler import Settler
 from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
+from holdfast.trainer.snapshots import SnapshotRhythm
 from holdfast.trainer.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
@@ -77,6 +80,7 @@ class Session:
         strict: bool = True,
         rename: Mapping[str, str] | None = None,
         exclude: str | Sequence[str] = (),
+        snapshots: int | str = "auto",
     ) -> None:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
@@ -99,13 +103,14 @@ class Session:
             strict: refuse a checkpoint with keys that the program lacks, or the reverse.
             rename, exclude: saved names to new ones, and parts left as they are, for the one
                 checkpoint that does not fit; see `Fit`.
+            snapshots: steps between copies in memory, "auto" or "off"; the spec has precedence.
 
         Raises `PreflightError` when the process group or the flusher is missing,
         `CheckpointError` when the checkpoint does not fit the program.
         """
         if best is not None and best[1] not in BETTER:
             raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
-        chosen = chosen_interval(interval)
+        chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
         self._failures = FailureRecord()
         self._ranks = Ranks()
@@ -126,10 +131,7 @@ class Session:
             world_size=identity.world_size,
         )
         self._recorder = self._make_recorder()
-        self._saver = Saver(self._link, self._ranks, self._record, self._recorder)
-        self._resume(chosen)
-        settles = not self._link.has_agent and identity.local_rank == 0
-        self._settler = Settler(self._link, self._note) if settles else None
+        self._resume(chosen, rhythm)
         atexit.register(self._at_exit)
 
     # --- where training stands ------------------------------------------------------------
@@ -189,11 +191,16 @@ class Session:
         returns True the last checkpoint has been committed.
         """
         self._completed += 1
-        step = self._completed
-        if self._saver.in_flight:
-            self._saver.collect()
-        if self._is_checkpoint_wanted or self._cadence.is_due(step):
+        step, pace, saver = self._completed, self._pace, self._saver
+        pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
+        if saver.in_flight:
+            saver.collect()
+        if self._is_checkpoint_wanted or pace.cadence.is_due(step):
             self._meet(step)
+            pace.meter.enter(time.monotonic())
+        elif pace.rhythm.is_due(step):
+            saver.snapshot(step)
+            pace.meter.enter(time.monotonic())
         if self._record.cross(step):
             self._consider(step)
         return self.should_stop
@@ -280,13 +287,15 @@ class Session:
         """
         if self._is_closed:
             return
+        is_orderly = False
         try:
             if not self._is_finished and not self._is_inside_step:
                 self._finish()
             else:
                 self._saver.wait()
+            is_orderly = True
         finally:
-            self._release(wait=True)
+            self._release(wait=True, is_orderly=is_orderly)
 
     def __enter__(self) -> Session:
         return self
@@ -307,8 +316,11 @@ class Session:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _resume(self, interval: Interval) -> None:
-        """Take over the newest believable checkpoint and prepare the saves to come."""
+    def _resume(self, interval: Interval, rhythm: SnapshotRhythm) -> None:
+        """Take over the newest believable checkpoint; prepare the saves and stops to come."""
+        self._saver = Saver(
+            self._link, self._ranks, self._record, self._recorder, capture=self._capture
+        )
         found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
         self._saver.began_at(found.step, found.checkpoint)
         self.best, self.resumed_from = found.best, found.checkpoint
@@ -321,9 +333,18 @@ class Session:
             former=found.data,
             completed=lambda: self._completed,
         )
-        self._cadence = Cadence(interval, step=found.step, now=time.monotonic())
+        self._pace = Pace(
+            interval,
+            rhythm,
+            step=found.step,
+            link=self._link,
+            saver=self._saver,
+            recorder=self._recorder,
+        )
         self._record.register(self.rank, found.step)
-        self._saver.prepare(self._state.capture(self._progress()))
+        self._saver.prepare()
+        settles = not self._link.has_agent and self._link.identity.local_rank == 0
+        self._settler = Settler(self._link, self._note) if settles else None
 
     def _make_recorder(self) -> Recorder | None:
         if self._ranks.rank != 0:
@@ -363,47 +384,50 @@ class Session:
             self.should_stop = True
             self._finish()
 
+    def _capture(self) -> Captured:
+        return self._state.capture(self._progress())
+
     def _meet(self, step: int) -> None:
         """An agreed step: all ranks learn whether to save now, and when to meet again."""
         wanted, self._is_checkpoint_wanted = self._is_checkpoint_wanted, False
-        is_due = self._cadence.is_due(step)
+        cadence, saver = self._pace.cadence, self._saver
         decision = (False, 0)
         if self.rank == 0:
             # Asked for between two agreed steps, a checkpoint does not move the next of them.
-            decision = (
-                self._cadence.decide(step, time.monotonic())
-                if is_due
-                else (wanted, self._cadence.next_step)
-            )
-        captured = self._state.capture(self._progress())
-        save, next_step, is_busy, is_changed = self._ranks.largest(
-            [
-                decision[0] or wanted,
-                decision[1],
-                self._saver.is_busy,
-                self._saver.is_changed(captured),
-            ]
-        )
+            is_due = cadence.is_due(step)
+            now = time.monotonic()
+            decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
+        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look()]
+        said = self._ranks.largest([*mine, *self._pace.figures()])
+        save, next_step, is_busy, is_changed, copy_us, step_us = said
         saved = bool(save) and not is_busy
         if saved:
             if is_changed:
-                self._saver.prepare(captured)
-            self._saver.save(captured, step=step, reason="request" if wanted else "interval")
+                saver.prepare()
+            saver.save(step=step, reason="request" if wanted else "interval")
         elif save:
-            self._saver.passed_over(step)
-        self._cadence.settle(step, next_step, saved=saved, now=time.monotonic())
+            saver.passed_over(step)
+        if not saved and self._pace.rhythm.is_due(step):
+            saver.snapshot(step)
+        saver.forget()
+        self._pace.settle(copy_us, step_us, saved=saved)
+        cadence.settle(step, next_step, saved=saved, now=time.monotonic())
 
     def _finish(self) -> None:
         """The last save of this incarnation, committed; then say how it ended."""
         self._is_finished = True
-        self._saver.finish(lambda: self._state.capture(self._progress()), step=self._completed)
+        self._saver.finish(step=self._completed)
+        self._note(EventKind.NOTE, text=f"left after step {self._completed}", has_left=True)
         is_stopped = self.should_stop and (self._total is None or self._completed < self._total)
         self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
         if self.should_stop and not self._link.has_agent and self.rank == 0:
             self._link.run.stop_file.unlink(missing_ok=True)
 
-    def _release(self, *, wait: bool) -> None:
-        """Let everything go; with `wait`, also wait for a flusher of our own to end."""
+    def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
+        """Let everything go; with `wait`, also wait for a flusher of our own to end.
+
+        Unless the end is orderly, the flusher commits the newest snapshot.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -412,7 +436,7 @@ class Session:
             self._settler.close()
         if self._recorder is not None:
             self._recorder.close()
-        self._saver.close()
+        self._saver.close(is_orderly=is_orderly)
         if self._flags is not None:
             self._flags.close()
         self._failures.close()

@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -27,6 +27,7 @@ from holdfast.contracts.slots import (
     Slot,
     choose_slot,
 )
+from holdfast.trainer.copying import Copier
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.layout import Layout, encode_number, local_part
 
@@ -143,10 +144,13 @@ class StagedSlot:
             os.close(handle)
         self._layout = layout
         self._memory = torch.frombuffer(self.slot.data, dtype=torch.uint8)
-        self._views = [
-            self._memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
-            for place in layout.tensors
-        ]
+        self._copier = Copier(
+            [
+                self._memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
+                for place in layout.tensors
+            ],
+            torch.get_num_threads(),
+        )
         self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
         self._pinned = 0
         self._lock = threading.Lock()
@@ -160,7 +164,7 @@ class StagedSlot:
         """
         with self._lock, torch.no_grad():
             sources = [local_part(flat[place.key]) for place in self._layout.tensors]
-            copy_tensors(self._views, sources)
+            self._copier.copy(sources)
         self._fill_numbers(flat)
         if train_state is not None and self._layout.train_state_at is not None:
             at = self._layout.train_state_at
@@ -173,7 +177,7 @@ class StagedSlot:
 
     def close(self) -> None:
         """Let the memory go from this process."""
-        self._views.clear()
+        self._copier.close()
         del self._memory
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
@@ -246,29 +250,6 @@ class Stage:
                     return
             if pin:
                 staged.pin()
-
-
-def copy_tensors(views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source into its view; returns when the bytes are there.
-
-    From a GPU the copies run on a side stream that waits for what is queued on the current one,
-    so they are ordered after the optimizer's kernels.
-    """
-    device = next((s.device for s in sources if s.device.type == "cuda"), None)
-    with torch.no_grad():
-        if device is None:
-            if views:
-                # One call for all tensors; each is copied by as many threads as torch may use.
-                torch._foreach_copy_(list(views), list(sources))
-            return
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record(torch.cuda.current_stream(device))
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            for view, source in zip(views, sources, strict=True):
-                view.copy_(source, non_blocking=True)
-        stream.synchronize()
 
 
 def _pin(memory: torch.Tensor) -> int:

@@ -69,6 +69,7 @@ def build_request(
         checkpoint_budget_bytes=spec.checkpoint.budget_bytes,
         checkpoint_mirror=spec.checkpoint.mirror or "",
         checkpoint_local=spec.checkpoint.local or "",
+        checkpoint_snapshots=spec.checkpoint.snapshots,
         command_digest=command_digest(spec.command, working_directory),
         scheduler=parameters,
         created_at=created_at,

@@ -28,7 +28,15 @@ pytestmark = pytest.mark.timeout(180)
 class Launch:
     """One launch of the program; use as a context manager, so that nothing is left behind."""
 
-    def __init__(self, directory: Path, *, ranks: int, interval: str = "5", **more: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        ranks: int,
+        interval: str = "5",
+        snapshots: str = "off",
+        **more: Any,
+    ) -> None:
         self.run = RunPaths(directory)
         settings = {"steps": STEPS, "directory": str(directory), **more}
         command = [sys.executable, str(PROGRAM), json.dumps(settings, sort_keys=True)]
@@ -39,6 +47,7 @@ class Launch:
             command[1:1] = torchrun
         self._output = directory.parent / f"output-{time.monotonic_ns()}.txt"
         ours = {"HOLDFAST_CHECKPOINT_INTERVAL": interval, "OMP_NUM_THREADS": "1"}
+        ours["HOLDFAST_CHECKPOINT_SNAPSHOTS"] = snapshots
         env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
         with open(self._output, "wb") as stream:
             self.process = subprocess.Popen(

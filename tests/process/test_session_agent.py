@@ -123,8 +123,9 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
     assert len(steps_of(run, 0)) == len(steps_of(run, 1)) == step
     events, _ = read_journal(attempt.rank_journal)
     assert {event.data["attempt"] for event in events} == {3}
-    assert events[-1].kind is EventKind.COMMITTED
-    assert events[-1].data["checkpoint"] == f"step-{step:08d}.a0003.i02"
+    committed = [event.data for event in events if event.kind is EventKind.COMMITTED]
+    assert committed[-1]["checkpoint"] == f"step-{step:08d}.a0003.i02"
+    assert events[-1].data["has_left"] is True
     board.close()
     os.close(handle)
 

@@ -36,7 +36,7 @@ from holdfast.trainer.train_state import Restored
         ("50", Interval(steps=50)),
         ("300s", Interval(seconds=300)),
         ("10m", Interval(seconds=600)),
-        ("auto", Interval(seconds=AUTO_INTERVAL_S)),
+        ("auto", Interval(seconds=AUTO_INTERVAL_S, is_auto=True)),
     ],
 )
 def test_intervals_are_read(given: int | str, expected: Interval) -> None:

@@ -36,9 +36,12 @@ MODULE: Final = "holdfast.trainer.flusher"
 
 @dataclass
 class Flushed:
-    """What the flusher told: `committed` and `failed` messages as they came."""
+    """What the flusher told that the ranks could not: messages as they came.
 
-    committed: list[dict[str, Any]] = field(default_factory=list)
+    `salvaged` are the snapshots that it committed because their ranks were dead.
+    """
+
+    salvaged: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -216,8 +219,8 @@ class FlusherKeeper:
                 self._slots[key] = descriptors[0]
         elif kind == "drained":
             self._drained = message
-        elif kind == "committed":
-            self.told.committed.append(message)
+        elif kind == "committed" and message.get("is_salvaged"):
+            self.told.salvaged.append(message)
         elif kind == "failed":
             self.told.failed.append(message)
 

@@ -161,19 +161,28 @@ class NodeRuntime(BoardPort):
             kill_all_below(os.getpid(), frozenset({flusher} if flusher else ()))
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        told_before = len(self.keeper.told.failed)
+        told = self.keeper.told
+        failed_before, salvaged_before = len(told.failed), len(told.salvaged)
         is_done = self.keeper.drain(timeout_s, lost, mirror=mirror)
+        # The ranks are dead by now, so nobody else says what the lost node took with it, nor
+        # what was in memory alone and is committed now.
         if lost:
-            # The ranks are dead by now, so nobody else says what the lost node took with it.
-            self._journal_failures(self.keeper.told.failed[told_before:])
+            self._journal_told(EventKind.SAVE_FAILED, told.failed[failed_before:])
+        if self.context.node == 0:
+            salvaged = told.salvaged[salvaged_before:]
+            self._journal_told(EventKind.COMMITTED, salvaged, reason="crash")
         return is_done
 
-    def _journal_failures(self, failures: Sequence[dict[str, Any]]) -> None:
-        attempt = self.context.attempt
+    def _journal_told(
+        self, kind: EventKind, messages: Sequence[dict[str, Any]], **more: Any
+    ) -> None:
+        attempt, known = self.context.attempt, {"checkpoint", "step", "error", "bytes", "flush_s"}
+        if not messages:
+            return
         with JournalWriter(attempt.node_journal(self.context.node)) as journal:
-            for failure in failures:
-                facts = {key: failure[key] for key in ("checkpoint", "step", "error")}
-                journal.append(EventKind.SAVE_FAILED, attempt=attempt.number, **facts)
+            for message in messages:
+                facts = {key: value for key, value in message.items() if key in known}
+                journal.append(kind, attempt=attempt.number, **facts, **more)
 
     def wreck(self) -> Wreck:
         failures = self._torchrun.failures() if self._torchrun else []

@@ -191,6 +191,7 @@ def build_environment(
         environment.CONFIG: json.dumps(request.config),
         environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
         **request.tiers.to_environment(),
+        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint_snapshots),
     }
     threads = str(request.resources.cpus_per_gpu or 1)
     kept = {

@@ -65,6 +65,7 @@ class Request(Document):
     checkpoint_budget_bytes: int | None = None
     checkpoint_mirror: str = ""
     checkpoint_local: str = ""
+    checkpoint_snapshots: int | str = "auto"
     command_digest: str
     scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
     created_at: float

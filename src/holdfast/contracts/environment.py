@@ -12,9 +12,10 @@ NODES: Final = "HOLDFAST_NODES"
 BOARD: Final = "HOLDFAST_BOARD"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
-# The next comes from the spec, so that the program's argv need not change to use them.
+# The next come from the spec, so that the program's argv need not change to use them.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
 # The store's own address where it is not Amazon's; `AWS_ENDPOINT_URL` does too.
 S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
+CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"

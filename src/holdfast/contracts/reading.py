@@ -22,6 +22,6 @@ def read_bounded(path: Path, bytes_max: int) -> bytes:
         if found.st_size > bytes_max:
             raise ValueError(f"{found.st_size} bytes, expected {bytes_max} or less")
         with open(handle, "rb", closefd=False) as stream:
-            return stream.read(bytes_max)
+            return stream.read(found.st_size)
     finally:
         os.close(handle)

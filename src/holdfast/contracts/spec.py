@@ -150,6 +150,10 @@ class Checkpointing(SpecPart):
         description="a directory on the node's own disk that files are written to first; the "
         "mirror then holds what counts",
     )
+    snapshots: Annotated[StrictInt, Field(ge=1)] | Literal["auto", "off"] = Field(
+        default="auto",
+        description="steps between copies in memory, which a crash of the program does not lose",
+    )
     staging: Literal["memory"] = Field(
         default="memory", description="where a step is staged before it is written"
     )

@@ -1,0 +1,113 @@
+"""Whether `.metadata` says something that can be: types, bounds, and every element saved once.
+
+The unpickler lets through DCP's own classes alone, but a stranger may fill those with anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""Of each box its offsets and its sizes, one number per dimension."""
+
+
+def find_problem(metadata: Metadata) -> str | None:
+    """In words, the first thing in `metadata` that cannot be; None when all can."""
+    return next(_problems(metadata), None)
+
+
+def overlap_any(boxes: Boxes) -> bool:
+    """True when two of the boxes, all of one number of dimensions, share an element."""
+    filled = sorted((tuple(o), tuple(s)) for o, s in boxes if prod(s))
+    # Most tensors are cut along one dimension, whose pieces follow each other.
+    for dimension in range(len(filled[0][0]) if filled else 0):
+        ordered = sorted((o[dimension], o[dimension] + s[dimension]) for o, s in filled)
+        if all(end <= begin for (_, end), (begin, _) in pairwise(ordered)):
+            return False
+    if len(filled) < 2:
+        return False
+    low = np.array([o for o, _ in filled], dtype=np.int64)
+    high = low + np.array([s for _, s in filled], dtype=np.int64)
+    return any(
+        bool(((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i])).all(axis=1).any())
+        for i in range(len(filled) - 1)
+    )
+
+
+def _problems(metadata: Metadata) -> Iterator[str]:
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    if not isinstance(entries, dict):
+        yield f"its entries are a {type(entries).__name__}, expected a dict"
+        return
+    for name, table in (("places", places), ("planner's data", metadata.planner_data)):
+        if table is not None and not isinstance(table, Mapping):
+            yield f"its {name} are a {type(table).__name__}, expected a dict"
+            return
+    for key, entry in entries.items():
+        problem = _of_entry(key, entry)
+        if problem:
+            yield f"{key!r}: {problem}"
+    for index, info in (places or {}).items():
+        problem = _of_place(index, info)
+        if problem:
+            yield problem
+
+
+def _of_entry(key: Any, entry: Any) -> str | None:
+    if not isinstance(key, str):
+        return f"a key of type {type(key).__name__}, expected text"
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    if not isinstance(entry, TensorStorageMetadata):
+        return f"an entry of type {type(entry).__name__}, expected a tensor's or a number's"
+    properties = entry.properties
+    if not isinstance(properties, TensorProperties) or not isinstance(
+        properties.dtype, torch.dtype
+    ):
+        return "a tensor without a type"
+    if not isinstance(entry.size, torch.Size) or not isinstance(entry.chunks, list):
+        return "a tensor without a shape or a list of chunks"
+    return next((p for c in entry.chunks if (p := _of_chunk(c, entry.size))), None)
+
+
+def _of_chunk(chunk: Any, shape: torch.Size) -> str | None:
+    if not isinstance(chunk, ChunkStorageMetadata):
+        return f"a chunk of type {type(chunk).__name__}"
+    offsets, sizes = chunk.offsets, chunk.sizes
+    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+        return "a chunk without a place and a shape"
+    fits = len(offsets) == len(sizes) == len(shape) and all(
+        begin >= 0 and size >= 0 and begin + size <= whole
+        for begin, size, whole in zip(offsets, sizes, shape, strict=True)
+    )
+    if fits:
+        return None
+    return f"a chunk at {tuple(offsets)} of {tuple(sizes)} in a tensor of {tuple(shape)}"
+
+
+def _of_place(index: Any, info: Any) -> str | None:
+    if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+        return f"a place under a {type(index).__name__}, expected a key's"
+    if not isinstance(info, _StorageInfo):
+        return f"{index.fqn!r}: a place of type {type(info).__name__}"
+    path, offset, length = info.relative_path, info.offset, info.length
+    if not isinstance(path, str) or not path or "\0" in path:
+        return f"{index.fqn!r}: lies in {path!r}, expected a file's path"
+    if not isinstance(offset, int) or not isinstance(length, int) or offset < 0 or length < 1:
+        return f"{index.fqn!r}: {length!r} bytes at {offset!r}, expected some within the file"
+    return None
