@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tests.elastic_layouts import LAYOUTS, Net
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -18,10 +19,12 @@ from torch.optim import AdamW
 from holdfast.contracts.errors import KeyMismatchError
 from holdfast.trainer import load_checkpoint
 
+Save = Callable[[nn.Module, AdamW, DeviceMesh], Path]
 
-def check_changes(source: Path, truth: dict[str, Any]) -> None:
-    """Types, new parameters, names and shapes; two ranks call it."""
-    check_precision(source, truth)
+
+def check_changes(source: Path, truth: dict[str, Any], save: Save) -> None:
+    """Types, new parameters, names and shapes; two ranks call it. `save` gives the directory."""
+    check_precision(source, truth, save)
     check_new_parameter(source, truth)
     check_rename(source, truth)
     check_other_shape(source)
@@ -33,15 +36,23 @@ def whole(model: nn.Module) -> dict[str, Any]:
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in tensors.items()}
 
 
-def check_precision(source: Path, truth: dict[str, Any]) -> None:
-    """float32 becomes bfloat16, moments too, and each is named."""
-    net = Net(seed=7).to(torch.bfloat16)
-    fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = AdamW(net.parameters())
-    report = load_checkpoint(source, net, optimizer)
+def check_precision(source: Path, truth: dict[str, Any], save: Save) -> None:
+    """float32 becomes bfloat16 and that float32 again, moments too, and each is named."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    narrow = Net(seed=7).to(torch.bfloat16)
+    fully_shard(narrow, mesh=mesh)
+    optimizer = AdamW(narrow.parameters())
+    report = load_checkpoint(source, narrow, optimizer)
     assert "model.head.weight: float32 to bfloat16" in report.converted
     assert "optimizer.state.head.weight.exp_avg: float32 to bfloat16" in report.converted
-    assert all(torch.equal(v, truth[f"model.{k}"].bfloat16()) for k, v in whole(net).items())
+    rounded = {key: truth[f"model.{key}"].bfloat16() for key in whole(narrow)}
+    assert all(torch.equal(value, rounded[key]) for key, value in whole(narrow).items())
+    wide, _ = LAYOUTS["tp"].make(2, seed=8)
+    other = AdamW(wide.parameters())
+    report = load_checkpoint(save(narrow, optimizer, mesh), wide, other)
+    assert "model.head.weight: bfloat16 to float32" in report.converted
+    assert "optimizer.state.head.weight.exp_avg: bfloat16 to float32" in report.converted
+    assert all(torch.equal(value, rounded[key].float()) for key, value in whole(wide).items())
 
 
 def check_new_parameter(source: Path, truth: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ def work(folder: Path, flusher: str, stride: int) -> None:
         if not own.checkpoint(f"step-00000001.a0001.i{NUMBERS[name]:02d}").exists():
             save(own, NUMBERS[name], flusher, model, optimizer, mesh)
     if world_size == 2 and sources:
-        check_changes(sources[0], truth_of(sources[0]))
+        keep = partial(save, RunPaths(folder / "converted"), len(LAYOUTS) + 1, flusher)
+        check_changes(sources[0], truth_of(sources[0]), keep)
     if dist.get_rank() == 0:
         print(f"{loads} loads at {world_size} ranks")
 
@@ -101,8 +102,11 @@ def gathered(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 
 def save(
     run: RunPaths, incarnation: int, flusher: str, model: nn.Module, optimizer: AdamW, mesh: Any
-) -> None:
-    """Commit the state as step 1 of `incarnation`, and write what it was beside the run."""
+) -> Path:
+    """Commit the state as step 1 of `incarnation`, and write what it was beside the run.
+
+    Returns the checkpoint's directory.
+    """
     ranks = Ranks()
     identity = replace(make_identity(ranks.rank, ranks.world_size), incarnation=incarnation)
     place = find_place(identity, ranks, mesh)
@@ -124,6 +128,7 @@ def save(
     if place.identity.stage_rank == 0 and (place.identity.stage is not None or ranks.rank == 0):
         torch.save(whole, truth_file(run.checkpoint(name), place.identity.stage or 0))
     dist.barrier()
+    return run.checkpoint(name)
 
 
 def truth_file(checkpoint: Path, stage: int) -> Path:
