@@ -1,0 +1,302 @@
+"""Loading in one process: keys, stages, foreign entries, planners, and bytes that are not right."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
+
+from holdfast.contracts.digests import BLOCK_BYTES, FileChecksum, digest_of
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    KeyMismatchError,
+    NotFoundError,
+)
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.paths import MANIFEST
+from holdfast.trainer import load_checkpoint
+from holdfast.trainer.compare_keys import Selection
+from holdfast.trainer.metadata import read_metadata
+from holdfast.trainer.reader import load_state
+
+NAME = "step-00000003.a0001.i01"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def commit(directory: Path, *, blocks: bool = True) -> None:
+    """Write the manifest of the files that are there; without `blocks` as of long ago."""
+    entries = []
+    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+        content, name = path.read_bytes(), path.relative_to(directory).as_posix()
+        running = FileChecksum(len(content))
+        running.update(content)
+        older = FileEntry(path=name, bytes=len(content), checksum=digest_of(content))
+        entries.append(FileEntry.of(name, len(content), running) if blocks else older)
+    manifest = Manifest(
+        run_uid="0" * 32,
+        run="r",
+        name=NAME,
+        step=3,
+        attempt=1,
+        incarnation=1,
+        world_size=1,
+        files=tuple(entries),
+        committed_at=1.0,
+    )
+    (directory / MANIFEST).write_bytes(to_json(manifest.model_dump(mode="json")))
+
+
+def make_state(fill: float | None = None) -> dict[str, Any]:
+    """Two blocks of a file and some, one tensor that lies by columns, one empty, one scalar."""
+    torch.manual_seed(1)
+    tensors = {
+        "wide": torch.randn(1024, 2500),
+        "turned": torch.randn(30, 40).t(),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+    }
+    if fill is not None:
+        tensors = {key: torch.full(t.shape, fill, dtype=t.dtype) for key, t in tensors.items()}
+    groups = {"lr": 0.5, "betas": [0.9, 0.99]} if fill is None else {"lr": 0, "betas": 0}
+    return {"model": tensors, "optimizer": groups}
+
+
+def assert_loaded(state: dict[str, Any]) -> None:
+    expected = make_state()
+    for key, value in expected["model"].items():
+        assert torch.equal(state["model"][key], value.to(state["model"][key].dtype)), key
+    assert state["optimizer"] == expected["optimizer"]
+
+
+def saved(tmp_path: Path) -> Path:
+    directory = tmp_path / NAME
+    save_with_dcp(make_state(), checkpoint_id=directory)
+    return directory
+
+
+@pytest.mark.parametrize("blocks", [None, True, False])
+def test_entries_of_any_form_are_loaded(tmp_path: Path, blocks: bool | None) -> None:
+    directory = saved(tmp_path)
+    if blocks is not None:
+        commit(directory, blocks=blocks)
+    state = make_state(7.0)
+    report = load_state(directory, state, group=None)
+    assert_loaded(state)
+    assert report.restored == 6
+    assert report.bytes_unique <= report.bytes_read
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_flipped_bit_is_found_whatever_the_manifest_s_age(tmp_path: Path, blocks: bool) -> None:
+    directory = saved(tmp_path)
+    commit(directory, blocks=blocks)
+    content = bytearray((directory / "__0_0.distcp").read_bytes())
+    content[BLOCK_BYTES + 5] ^= 1
+    (directory / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError) as damaged:
+        load_state(directory, make_state(7.0), group=None)
+    (line,) = damaged.value.damaged
+    where = "bytes 4194304 to 8388607: checksum " if blocks else "checksum "
+    assert line.startswith(f"__0_0.distcp: {where}")
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_a_file_that_is_gone_or_cut_is_damage(tmp_path: Path, with_manifest: bool) -> None:
+    directory = saved(tmp_path)
+    if with_manifest:
+        commit(directory)
+    path = directory / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(DamagedCheckpointError, match=r"bytes, expected|ends at byte"):
+        load_state(directory, make_state(7.0), group=None)
+    path.unlink()
+    with pytest.raises(DamagedCheckpointError, match="No such file"):
+        load_state(directory, make_state(7.0), group=None)
+
+
+def test_an_entry_of_another_writer_is_opened_by_torch(tmp_path: Path) -> None:
+    """A zip as torch of another version might write it: other parts, the same tensor."""
+    directory = saved(tmp_path)
+    path = directory / "__0_0.distcp"
+    whole = path.read_bytes()
+    state = make_state(7.0)
+    # The header of the scalar's zip says another name of its storage's alignment record.
+    assert whole.count(b".storage_alignment") >= 8
+    at = whole.index(b"archive/.storage_alignment")
+    path.write_bytes(whole[: at + 9] + b"storage_alignmenX" + whole[at + 26 :])
+    load_state(directory, state, group=None)
+    assert_loaded(state)
+
+
+def test_a_planner_of_the_caller_s_own_loads_through_stock(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    commit(directory)
+    planner, state = DefaultLoadPlanner(), make_state(7.0)
+    report = load_state(directory, state, group=None, planner=planner)
+    assert_loaded(state)
+    assert (report.restored, report.bytes_read) == (6, 0)
+    with pytest.raises(CheckpointError, match="a planner and a choice of keys"):
+        load_state(directory, state, group=None, planner=planner, exclude=["model"])
+    with open(directory / "__0_0.distcp", "r+b") as stream:
+        stream.seek(-9, os.SEEK_END)
+        stream.write(b"?")
+    with pytest.raises(DamagedCheckpointError, match="checksum"):
+        load_state(directory, state, group=None, planner=DefaultLoadPlanner())
+
+
+def test_stages_of_a_pipeline_load_as_one(tmp_path: Path) -> None:
+    """Each stage wrote a folder; a tied tensor is in both."""
+    directory, whole = tmp_path / NAME, make_state()
+    stages = [("wide", "scalar"), ("turned", "empty", "scalar")]
+    for stage, keys in enumerate(stages):
+        part = {"model": {key: whole["model"][key] for key in keys}}
+        if stage == 1:
+            part["optimizer"] = whole["optimizer"]
+        save_with_dcp(part, checkpoint_id=directory / f"pp{stage}")
+    for has_manifest in (False, True):
+        if has_manifest:
+            commit(directory)
+        state = make_state(7.0)
+        report = load_state(directory, state, group=None)
+        assert_loaded(state)
+        assert (report.missing, report.extra) == ((), ())
+    one_stage = {"model": {"wide": torch.zeros(1024, 2500)}}
+    load_state(directory, one_stage, group=None, include=["model.wide"])
+    assert torch.equal(one_stage["model"]["wide"], whole["model"]["wide"])
+
+
+def test_metadata_that_reaches_outside_its_files_is_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    commit(directory)
+    metadata = read_metadata(directory)
+    index, info = next(iter(metadata.storage_data.items()))
+    for change, words in (
+        ({"relative_path": "other"}, "a file that the manifest does not have"),
+        ({"offset": 1 << 40}, "bytes that are not in the file"),
+        ({"offset": -4096}, "bytes that are not in the file"),
+        ({"length": -1}, "bytes that are not in the file"),
+    ):
+        metadata.storage_data[index] = replace(info, **change)
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+        (directory / MANIFEST).unlink()
+        commit(directory)
+        with pytest.raises(DamagedCheckpointError, match=words):
+            load_state(directory, make_state(7.0), group=None)
+
+
+def test_chunks_that_do_not_cover_a_tensor_are_damage(tmp_path: Path) -> None:
+    directory = saved(tmp_path)
+    metadata = read_metadata(directory)
+    metadata.state_dict_metadata["model.wide"].chunks = []
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedCheckpointError, match="0 of the 2560000 elements"):
+        load_state(directory, make_state(7.0), group=None)
+
+
+def test_a_tensor_without_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
+    state = make_state(7.0)
+    state["model"]["wide"] = torch.empty(1024, 2500, device="meta")
+    with pytest.raises(CheckpointError, match=r"model\.wide: it is on the meta device"):
+        load_state(saved(tmp_path), state, group=None)
+
+
+SAVED = ("model.a.w", "model.a.b", "model.ab.w", "optimizer.state.a.w.step", "rng.rank00000.cpu")
+
+
+@pytest.mark.parametrize(
+    ("rename", "changed"),
+    [
+        ({}, {}),
+        ({"model.a.w": "model.c"}, {0: "model.c", 3: "optimizer.state.c.step"}),
+        (
+            {"model.a.*": "model.z.y.*"},
+            {0: "model.z.y.w", 1: "model.z.y.b", 3: "optimizer.state.z.y.w.step"},
+        ),
+        ({"model.*": "net.*"}, {0: "net.a.w", 1: "net.a.b", 2: "net.ab.w"}),
+        ({"rng.rank00000.cpu": "other"}, {4: "other"}),
+    ],
+)
+def test_saved_keys_get_wanted_names(rename: dict[str, str], changed: dict[int, str]) -> None:
+    expected = {key: changed.get(index, key) for index, key in enumerate(SAVED)}
+    assert Selection(rename=rename).rename_all(SAVED) == expected
+
+
+@pytest.mark.parametrize(
+    ("rename", "words"),
+    [
+        ({"model.nothing": "model.x"}, "model.nothing: no saved key is called that"),
+        ({"model.a.w": "model.a.b"}, "would both be model.a.b"),
+        ({"model.a.*": "model.x"}, "only one of them is a beginning"),
+    ],
+)
+def test_a_rename_that_cannot_be_done_is_refused(rename: dict[str, str], words: str) -> None:
+    with pytest.raises(KeyMismatchError, match=words):
+        Selection(rename=rename).rename_all(SAVED)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "taken"),
+    [
+        ((), (), {0, 1, 2, 3, 4}),
+        ((), ("model.a",), {2, 4}),
+        ((), ("optimizer", "rng"), {0, 1, 2}),
+        (("model",), (), {0, 1, 2}),
+        (("model",), ("model.a.w",), {1, 2}),
+    ],
+)
+def test_what_is_included_and_not_excluded_is_taken(
+    include: tuple[str, ...], exclude: tuple[str, ...], taken: set[int]
+) -> None:
+    pick = Selection(include, exclude)
+    assert {index for index, key in enumerate(SAVED) if pick.takes(key)} == taken
+
+
+def test_a_model_is_loaded_outside_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stock DCP wrote of a model and its optimizer, by path and by id."""
+    torch.manual_seed(0)
+    trained = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.5)
+    trained(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    directory = tmp_path / "r" / "checkpoints" / NAME
+    state = {
+        "model": get_model_state_dict(trained),
+        "optimizer": get_optimizer_state_dict(trained, optimizer, options=options),
+        "scheduler": {"last_epoch": 3},
+    }
+    save_with_dcp(state, checkpoint_id=directory)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
+    other = torch.optim.AdamW(model.parameters())
+    report = load_checkpoint(directory, model, other)
+    assert (report.missing, report.extra, report.excluded) == ((), (), ("scheduler.last_epoch",))
+    for mine, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert other.param_groups[0]["lr"] == 0.5
+    monkeypatch.setenv("HOLDFAST_ROOT", str(tmp_path))
+    head = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 9))
+    before = head[1].weight.detach().clone()
+    report = load_checkpoint(f"r:{NAME}", head, exclude=["model.1"])
+    assert torch.equal(head[0].weight, trained[0].weight)
+    assert torch.equal(head[1].weight, before)
+    with pytest.raises(KeyMismatchError, match=r"model\.1\.weight: wanted \(9, 4\)"):
+        load_checkpoint(directory, head)
+    with pytest.raises(NotFoundError, match="no such checkpoint"):
+        load_checkpoint("r:step-00000009.a0001.i01", model)
