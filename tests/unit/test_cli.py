@@ -21,7 +21,7 @@ from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, write_record
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -365,6 +365,12 @@ def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> Non
     assert "__0_0.distcp: checksum" in damaged.json["damaged"][0]
     (second / MANIFEST).unlink()
     assert call("verify", second).status == 1
+    manifest = read_manifest(first)
+    assert manifest is not None
+    strange = manifest.model_copy(update={"run_uid": "9" * 32, "run": "kombu"})
+    (first / MANIFEST).write_text(strange.model_dump_json())
+    found = call("verify", first, "--json").json["damaged"]
+    assert found == ["manifest.json: of another run, kombu; this one is kelp"]
 
 
 def test_an_operators_request_that_makes_no_sense_is_refused(

@@ -10,11 +10,12 @@ import typer
 
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table
+from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import checkpoint_id
+from holdfast.contracts.paths import RunPaths, checkpoint_id
 
 # A checkpoint in a mirror is read whole, over whatever lies in between.
 MIRROR_TIMEOUT_S: Final = 6 * 3600.0
@@ -116,7 +117,8 @@ def verify(
             elif record is not None and _is_elsewhere(directory, manifest):
                 damaged = _damage_in_mirror(record.url, manifest)
             else:
-                damaged = _damage(directory, manifest, show=not as_json)
+                damaged = _strangeness(directory, manifest)
+                damaged += _damage(directory, manifest, show=not as_json)
     except DamagedCheckpointError as error:
         damaged = list(error.damaged)
     except OSError as error:
@@ -133,6 +135,14 @@ def verify(
     answer(facts, as_json, _render_verify)
     if damaged:
         raise typer.Exit(1)
+
+
+def _strangeness(directory: Path, manifest: Manifest) -> list[str]:
+    """A line when the directory lies in a run and its manifest was written for another one."""
+    record = read_document(RunRecord, RunPaths(directory.parent.parent).spec)
+    if record is None or record.uid == manifest.run_uid:
+        return []
+    return [f"manifest.json: of another run, {manifest.run}; this one is {record.run}"]
 
 
 def _directory_of(checkpoint: str, root: str | None) -> Path:
