@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tests.checkpoint_program import make_identity
-from tests.dcp import own_planners, stock_reads, stock_writes
+from tests.dcp import own_planners, state_dicts, stock_reads, stock_writes
 from tests.dcp.stand import Stand
 
 from holdfast.contracts.paths import RunPaths
@@ -26,7 +26,9 @@ Check = Callable[[Stand], None]
 COLLECTIVES_S = 100
 
 GROUPS: Mapping[str, tuple[Check, ...]] = {
+    "none": (),
     "stock_reads": stock_reads.CHECKS,
+    "state_dicts": state_dicts.CHECKS,
     "own_planners": own_planners.CHECKS,
     "stock_writes": stock_writes.CHECKS,
     "stock_writes_slowly": stock_writes.SLOW_CHECKS,

@@ -9,12 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tests.dcp.program import names
+from tests.dcp.stand import assert_same, zeros
 from tests.flusher_keeper import Keeper
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.reader import load_state
 
 ROOT = Path(__file__).parents[2]
 RANKS_S = 250.0
-GROUPS = ("stock_reads", "stock_writes", "own_planners")
+GROUPS = ("state_dicts", "stock_reads", "stock_writes", "own_planners")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,6 +52,27 @@ def run_ranks(groups: str, world_size: int, folder: Path) -> tuple[set[str], str
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
     return run_ranks(",".join(GROUPS), 2, tmp_path_factory.mktemp("dcp"))
+
+
+def test_the_command_converts_what_holdfast_wrote(tmp_path: Path) -> None:
+    """`dcp_to_torch` and back by `torch_to_dcp`, as commands; Holdfast reads the result."""
+    _, said = run_ranks("none", 1, tmp_path)
+    (saved,) = RunPaths(tmp_path / "r").list_checkpoints()
+    module = [sys.executable, "-W", "ignore", "-m", "torch.distributed.checkpoint.format_utils"]
+    whole, back = tmp_path / "whole.pt", tmp_path / "back"
+    for command in (["dcp_to_torch", saved, whole], ["torch_to_dcp", whole, back]):
+        subprocess.run([*module, *map(str, command)], check=True, timeout=RANKS_S)
+    expected = torch.load(whole)
+    state = zeros(expected)
+    load_state(back, state, group=None)
+    assert_same(state, expected)
+    assert expected["numbers"]["word"] == "w0", said
+
+
+@pytest.mark.storm
+def test_a_save_in_a_process_of_its_own(tmp_path: Path) -> None:
+    passed, said = run_ranks("stock_writes_slowly", 2, tmp_path)
+    assert passed == set(names("stock_writes_slowly")), said
 
 
 @pytest.mark.parametrize("check", names(*GROUPS))
