@@ -54,10 +54,10 @@ def _problems(metadata: Metadata) -> Iterator[str]:
     if not isinstance(entries, dict):
         yield f"its entries are a {type(entries).__name__}, expected a dict"
         return
-    for name, table in (("places", places), ("planner's data", metadata.planner_data)):
-        if table is not None and not isinstance(table, Mapping):
-            yield f"its {name} are a {type(table).__name__}, expected a dict"
-            return
+    # What a planner keeps beside them is its own affair: it is of any kind, and taken for nothing.
+    if places is not None and not isinstance(places, Mapping):
+        yield f"its places are a {type(places).__name__}, expected a dict"
+        return
     for key, entry in entries.items():
         problem = _of_entry(key, entry)
         if problem:

@@ -70,7 +70,7 @@ def save(stand: Stand, name: str, planner: SavePlanner, *states: dict[str, Any])
     try:
         for step, state in enumerate(states, start=1):
             assert engine.save(state, {}, step=step, reason="interval", parent=None, must=True)
-            (result,) = engine.wait(60)
+            (result,) = engine.wait(120)
             assert result.committed, result.error
     finally:
         engine.close()

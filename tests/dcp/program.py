@@ -23,7 +23,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 
 Check = Callable[[Stand], None]
-COLLECTIVES_S = 100
+COLLECTIVES_S = 200
 
 GROUPS: Mapping[str, tuple[Check, ...]] = {
     "none": (),
@@ -74,7 +74,7 @@ def make_stand(rank: int, world_size: int, folder: Path, flusher: str) -> Stand:
     stand = Stand(rank, world_size, folder, group, engine, Path(), flusher)
     state = stand.state()
     assert engine.save(state, {"epoch": 1}, step=2, reason="interval", parent=None)
-    (result,) = engine.wait(60)
+    (result,) = engine.wait(120)
     assert result.committed, result.error
     ours = run.checkpoint(result.checkpoint)
     dist.barrier()
