@@ -67,7 +67,7 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
 
 
 def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None:
-    spec = runs.write_spec("survivor", {"steps": 150, "sleep_s": 0.1})
+    spec = runs.write_spec("survivor", {"steps": 300, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)
@@ -80,7 +80,7 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
     wait_for("the end", lambda: state_of(paths) == "completed")
     shown = runs.holdfast("show", "survivor")
     (attempt,) = shown["attempts"]
-    assert attempt["last_step"] == 150
+    assert attempt["last_step"] == 300
     assert len(attempt["incarnations"]) == 1
     assert submissions(paths) == 1
 
@@ -120,7 +120,7 @@ def test_a_run_cancelled_on_the_command_line_ends_its_flow_as_cancelled(runs: Fl
 
 
 def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns) -> None:
-    spec = runs.write_spec("left-alone", {"steps": 150, "sleep_s": 0.1})
+    spec = runs.write_spec("left-alone", {"steps": 300, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)

@@ -156,7 +156,7 @@ def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
 def test_a_keeper_without_an_agent_answers_that_it_frees_nothing(tmp_path: Path) -> None:
     name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
     with small_storage(tmp_path, "300k") as run:
-        own = FlusherKeeper(name, node=0, nodes=1, log=tmp_path / "flusher.log")
+        own = FlusherKeeper(name, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)
         try:
             rank = FakeRank(Named(name), run)
             slot = rank.stage(1, b"a" * 600 * KB)

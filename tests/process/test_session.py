@@ -268,15 +268,20 @@ def test_a_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_killed_flusher_is_replaced_and_saves_go_on(tmp_path: Path) -> None:
-    with Launch(tmp_path / "run", ranks=2, sleep_s=0.05) as launch:
+    with Launch(tmp_path / "run", ranks=2, sleep_s=0.1) as launch:
         launch.wait_until(8, committed=5)
         (parent,) = (psutil.Process(pid) for rank, pid in launch.rank_pids().items() if rank == 0)
         (flusher,) = (c for c in parent.children() if "holdfast.trainer.flusher" in c.cmdline())
         flusher.kill()
         assert launch.wait() == 0, launch.output
-    assert max(committed_steps(launch.run)) == STEPS
-    # At most the one save is missing that the flusher was told of as it died.
-    assert len(committed_steps(launch.run)) >= STEPS // 5 - 1
+    committed = committed_steps(launch.run)
+    assert max(committed) == STEPS
+    # What was due while no flusher was there is told, not silently missing.
+    told = {event.data["step"] for event in events_of(launch.run, EventKind.SAVE_FAILED)}
+    notes = "; ".join(event.data["text"] for event in events_of(launch.run, EventKind.NOTE))
+    told |= {step for step in range(5, STEPS, 5) if f"step {step}: no checkpoint" in notes}
+    assert set(committed) | told >= set(range(5, STEPS + 1, 5))
+    assert len(committed) >= STEPS // 5 // 2
 
 
 def test_an_interval_in_seconds_is_agreed_by_all_ranks(tmp_path: Path) -> None:
