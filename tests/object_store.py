@@ -75,6 +75,10 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
     finally:
         process.kill()
         process.wait()
+        for port in ports:
+            # It makes sockets there whatever it is told, and a killed one leaves them behind.
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
 
 def _command(folder: Path, config: Path, ports: list[int]) -> list[str]:
@@ -106,6 +110,7 @@ def _command(folder: Path, config: Path, ports: list[int]) -> list[str]:
 def _wait_until_it_serves(store: ObjectStore) -> None:
     """Make the bucket, which works once every part of the store has found the others."""
     import s3fs
+    from botocore.exceptions import BotoCoreError
 
     client = s3fs.S3FileSystem(
         key=ACCESS_KEY,
@@ -120,7 +125,8 @@ def _wait_until_it_serves(store: ObjectStore) -> None:
             client.call_s3("create_bucket", Bucket=BUCKET)
             client.call_s3("put_object", Bucket=BUCKET, Key="ready", Body=b"")
             return
-        except OSError:
+        # Nobody listening is botocore's own error, a store that is not ready yet an OSError.
+        except (OSError, BotoCoreError):
             if store.process.poll() is not None or time.monotonic() > give_up:
                 raise
             time.sleep(0.1)

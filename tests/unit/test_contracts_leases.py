@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.contracts import leases
 from holdfast.contracts.leases import LEASE_S, is_being_read, readers, reading
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import RunPaths, lease_path, list_leases
 
 NAME = "step-00000010.a0001.i01"
 
@@ -42,7 +42,7 @@ def test_a_lease_is_renewed_and_expires_without_it(
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.01)
     with reading(directory):
-        (lease,) = leases.list_leases(directory)
+        (lease,) = list_leases(directory)
         long_ago = time.time() - 2 * LEASE_S
         os.utime(lease, (long_ago, long_ago))
         give_up = time.monotonic() + 20
@@ -51,7 +51,7 @@ def test_a_lease_is_renewed_and_expires_without_it(
             time.sleep(0.005)
         assert is_being_read(directory)
     # A reader that was killed leaves one behind; it goes when its time is over.
-    left = leases.lease_path(directory, "node7-4711-1")
+    left = lease_path(directory, "node7-4711-1")
     left.touch()
     assert readers(directory) == ["node7-4711-1"]
     os.utime(left, (long_ago, long_ago))
