@@ -128,6 +128,8 @@ def classify(
         words = f"{stop.by} asked for {stop.action}"
         return _ending(Cause.OPERATOR, [words, *said])
     heard = next((s for s in reversed(signals) if s.get("cause")), None)
+    if heard is not None and lost_hosts and _is_hang_up(heard):
+        heard = None
     word = status.raw if status else ""
     # The agent saw a preemption's marks; afterwards Slurm may call the same job cancelled.
     if heard is not None and word not in {"PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}:
@@ -142,6 +144,15 @@ def classify(
         return _ending(Cause.UNKNOWN, [silence, *said], state=_S.LOST)
     never = "the job ended before its agent began; see the attempt's logs"
     return _ending(Cause.INFRASTRUCTURE, [never, *said], state=_S.LOST)
+
+
+def _is_hang_up(heard: dict[str, Any]) -> bool:
+    """True for what a dying node's step leaves its processes: SIGHUP, and no scheduler's mark.
+
+    No scheduler announces a preemption by it.
+    """
+    marked = _PREEMPT_TIME.search(str(heard.get("detail", "")))
+    return heard.get("name") == "SIGHUP" and not marked
 
 
 def classify_crash(

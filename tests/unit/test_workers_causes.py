@@ -132,6 +132,23 @@ def test_a_job_that_survivors_ended_failed_by_its_node() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "detail", "cause"),
+    [
+        ("SIGHUP", "JobState=RUNNING PreemptTime=None", Cause.NODE_FAILURE),
+        ("SIGHUP", "JobState=RUNNING PreemptTime=2026-11-21T10:00:00", Cause.PREEMPTION),
+        ("SIGTERM", "JobState=RUNNING PreemptTime=None", Cause.PREEMPTION),
+    ],
+)
+def test_a_hang_up_on_a_node_that_is_lost_is_no_preemption(
+    name: str, detail: str, cause: Cause
+) -> None:
+    signals = [{"cause": "preemption", "name": name, "source": "signal", "detail": detail}]
+    status = slurm("CANCELLED")
+    ending = classify(outcome=None, status=status, signals=signals, claimed=True, lost_hosts=["n1"])
+    assert ending.cause is cause
+
+
+@pytest.mark.parametrize(
     ("text", "cause"),
     [
         ("torch.OutOfMemoryError: CUDA out of memory. Tried", Cause.GPU_OOM),
