@@ -247,7 +247,7 @@ def machine(directory: Path) -> dict[str, Any]:
         "processor": processor(),
         "architecture": platform.machine(),
         "memory_bytes": psutil.virtual_memory().total,
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "file_system": file_system(directory),
     }
 
