@@ -7,6 +7,7 @@ Values follow from the key alone, so that every load can be checked without the 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,9 @@ def load(
     dist.all_reduce(read)
     assert report.bytes_read <= ratio * report.bytes_unique, report
     assert read.item() <= ratio * report.bytes_unique, (read, report)
+    if dist.get_rank() == 0:
+        told = {"read": read.item(), "unique": report.bytes_unique, "ratio_max": ratio}
+        print(json.dumps(told), flush=True)
     return report
 
 

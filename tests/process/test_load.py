@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -45,7 +46,8 @@ def checkpoint(folder: Path) -> Path:
     return folder / "r" / "checkpoints" / "step-00000001.a0001.i01"
 
 
-def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> None:
+def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dict[str, float]]:
+    """What rank 0 says of each load; every rank must have ended well."""
     root = Path(__file__).parents[2]
     search = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
@@ -54,20 +56,26 @@ def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> None:
         subprocess.Popen(
             [sys.executable, PROGRAM, act, str(rank), str(world_size), *where],
             env=environment,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(world_size)
     ]
     try:
-        errors = [rank.communicate(timeout=RANKS_S)[1] for rank in ranks]
+        said = [rank.communicate(timeout=RANKS_S) for rank in ranks]
+        errors = [error for _, error in said]
         assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(errors)[-6000:]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+    return [json.loads(line) for line in said[0][0].splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_byte_is_read_once_at_any_shape(folder: Path, world_size: int) -> None:
-    run_ranks("load", world_size, folder, "")
+    loads = run_ranks("load", world_size, folder, "")
+    assert loads
+    for one in loads:
+        assert 0 < one["unique"] <= one["read"] <= one["ratio_max"] * one["unique"]
