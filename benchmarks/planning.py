@@ -23,13 +23,13 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from holdfast.trainer.columns import SHARED, Block, Item, Row, make_block, masses, pack
-from holdfast.trainer.global_plan import GlobalPlan
 from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.layout import Signature, flatten
-from holdfast.trainer.metadata_pickle import pickle_metadata
-from holdfast.trainer.planning import Contents, NodeIndex, choose_sources, decide
-from holdfast.trainer.rank_rows import describe_rank
+from holdfast.trainer.planning.columns import SHARED, Block, Item, Row, make_block, masses, pack
+from holdfast.trainer.planning.global_plan import GlobalPlan
+from holdfast.trainer.planning.layout import Signature, flatten
+from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.rank_rows import describe_rank
+from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
 
 RANKS_PER_NODE: Final = 8
 ROWS_PER_RANK: Final = 4

@@ -31,8 +31,8 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import load_checkpoint
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.pipeline import find_place
-from holdfast.trainer.train_state import Progress, TrainState
+from holdfast.trainer.planning.pipeline import find_place
+from holdfast.trainer.state.train_state import Progress, TrainState
 
 NUMBERS = {name: number for number, name in enumerate(LAYOUTS, start=1)}
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.reader import LoadReport, load_state
+from holdfast.trainer.loading.reader import LoadReport, load_state
 
 # Rows that no number of ranks divides, and a byte count per row that is no power of two.
 SHAPES = {f"w{index}": (1001, 1036 + 4 * index) for index in range(8)} | {"bias": (1001,)}

@@ -55,8 +55,8 @@ def fork_server() -> ForkServerContext:
 
 def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
     """What a child does: upload one checkpoint, with no second tries."""
-    from holdfast.trainer import mirror_store
-    from holdfast.trainer.mirror_upload import Tries, commit, read_upload, send_files
+    from holdfast.trainer.mirror import store as mirror_store
+    from holdfast.trainer.mirror.upload import Tries, commit, read_upload, send_files
 
     os.environ.update(variables)
     mirror_store.PART_BYTES = PART_BYTES  # type: ignore[misc]

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from holdfast.contracts.errors import PreflightError, SaveError
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.collective import Ranks, Tree
-from holdfast.trainer.custom_plan import plan_custom
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.layout import Layout
-from holdfast.trainer.pipeline import Place, find_place
-from holdfast.trainer.planning import plan_together
+from holdfast.trainer.planning.custom import plan_custom
+from holdfast.trainer.planning.layout import Layout
+from holdfast.trainer.planning.pipeline import Place, find_place
+from holdfast.trainer.planning.ranks import plan_together
 
 
 class HalfPlanner(DefaultSavePlanner):

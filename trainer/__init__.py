@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.trainer.loading import load_checkpoint as load_checkpoint
-    from holdfast.trainer.sampler import ElasticSampler as ElasticSampler
+    from holdfast.trainer.data.sampler import ElasticSampler as ElasticSampler
+    from holdfast.trainer.loading.checkpoint import load_checkpoint as load_checkpoint
     from holdfast.trainer.session import Session as Session
 
 # One import name only: under a second one every class would exist twice.
@@ -21,7 +21,11 @@ if __name__ != "holdfast.trainer":
     )
 
 __all__ = ["ElasticSampler", "Session", "load_checkpoint"]
-_MODULES = {"ElasticSampler": "sampler", "Session": "session", "load_checkpoint": "loading"}
+_MODULES = {
+    "ElasticSampler": "data.sampler",
+    "Session": "session",
+    "load_checkpoint": "loading.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:

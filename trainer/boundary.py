@@ -18,8 +18,8 @@ from holdfast.trainer.collective import Ranks
 from holdfast.trainer.engine import CheckpointEngine, SaveResult
 from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.snapshots import first_copy_s
-from holdfast.trainer.train_state import State
+from holdfast.trainer.staging.snapshots import first_copy_s
+from holdfast.trainer.state.train_state import State
 
 # The longest that a flush may take before a session that ends gives up on it.
 FLUSH_TIMEOUT_S: Final = 1800.0

@@ -29,9 +29,10 @@ from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import Tree
-from holdfast.trainer.custom_plan import plan_custom
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.layout import (
+from holdfast.trainer.loading.reader import LoadReport, load_state
+from holdfast.trainer.planning.custom import plan_custom
+from holdfast.trainer.planning.layout import (
     TRAIN_STATE_BYTES_MAX,
     Layout,
     check_unchanged,
@@ -39,11 +40,10 @@ from holdfast.trainer.layout import (
     find_changes,
     flatten,
 )
-from holdfast.trainer.metadata import read_verified
-from holdfast.trainer.planning import all_or_none, check_memory, plan_together
-from holdfast.trainer.reader import LoadReport, load_state
-from holdfast.trainer.staging import FlusherLink, Stage, StagedSlot
-from holdfast.trainer.topology import describe_mesh
+from holdfast.trainer.planning.metadata import read_verified
+from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
+from holdfast.trainer.planning.topology import describe_mesh
+from holdfast.trainer.staging.stage import FlusherLink, Stage, StagedSlot
 
 SAVE_TIMEOUT_S: Final = 1800.0
 POLL_S: Final = 0.002

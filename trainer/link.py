@@ -26,7 +26,7 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.keeper import FlusherKeeper, wait_for_former
-from holdfast.trainer.pipeline import find_place
+from holdfast.trainer.planning.pipeline import find_place
 from holdfast.trainer.program import program_digest, program_stem
 
 INCARNATIONS_MAX: Final = 100_000

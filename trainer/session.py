@@ -32,20 +32,20 @@ from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.trainer.boundary import Captured, Saver
-from holdfast.trainer.cadence import Interval
 from holdfast.trainer.collective import Ranks
-from holdfast.trainer.data import Batch
-from holdfast.trainer.fit import Fit
+from holdfast.trainer.data.order import Batch
+from holdfast.trainer.data.position import Position
+from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.link import Link, open_link
+from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
 from holdfast.trainer.metrics import Recorder
-from holdfast.trainer.pace import Pace
-from holdfast.trainer.position import Position
-from holdfast.trainer.restore import chosen_interval, chosen_snapshots, resume
-from holdfast.trainer.sampler import ElasticDistributedSampler, ElasticSampler
+from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.settler import Settler
 from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
-from holdfast.trainer.snapshots import SnapshotRhythm
-from holdfast.trainer.train_state import Progress, Stateful, TrainState
+from holdfast.trainer.staging.snapshots import SnapshotRhythm
+from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.metadata import METADATA, read_metadata
+from holdfast.trainer.planning.metadata import METADATA, read_metadata
 
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."

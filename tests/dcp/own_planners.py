@@ -20,7 +20,7 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.metadata import open_checkpoint
+from holdfast.trainer.planning.metadata import open_checkpoint
 
 
 def save_planner_examples(stand: Stand) -> None:

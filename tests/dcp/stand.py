@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from holdfast.trainer.engine import CheckpointEngine
-from holdfast.trainer.layout import local_part
-from holdfast.trainer.reader import LoadReport, load_state
+from holdfast.trainer.loading.reader import LoadReport, load_state
+from holdfast.trainer.planning.layout import local_part
 
 State = dict[str, Any]
 

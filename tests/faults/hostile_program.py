@@ -34,7 +34,7 @@ from tests.faults.hostile import (
 )
 
 from holdfast.trainer.engine import read_train_state
-from holdfast.trainer.reader import load_state
+from holdfast.trainer.loading.reader import load_state
 
 CASE_S: Final = 30
 MEMORY_MARGIN_BYTES: Final = 1 << 30

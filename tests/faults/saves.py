@@ -15,7 +15,7 @@ from tests.flusher_keeper import FakeRank, Keeper, wait_until
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import Slot, SlotState
-from holdfast.trainer.resume import choose
+from holdfast.trainer.loading.resume import choose
 
 # Small files on a machine that others load too: what takes longer hangs.
 SETTLE_S: Final = 60.0

@@ -17,7 +17,7 @@ from holdfast.contracts.digests import BLOCK_BYTES, FileChecksum
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, encode_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
-from holdfast.trainer.resume import choose, inspect
+from holdfast.trainer.loading.resume import choose, inspect
 
 SIZES = {".metadata": 700, "__0_0.distcp": BLOCK_BYTES + 5000, "__1_0.distcp": 900, "pp0/a": 900}
 GOOD, BAD = 10, 20

@@ -29,7 +29,7 @@ from tests.flusher_keeper import wait_until
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import Slot, SlotState
-from holdfast.trainer.flush_files import WRITE_BYTES_MAX
+from holdfast.trainer.flusher.files import WRITE_BYTES_MAX
 
 RUN = "run"
 DONE = SlotState.DONE

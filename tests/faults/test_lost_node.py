@@ -25,8 +25,8 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
 from holdfast.contracts.slots import SlotState
-from holdfast.trainer import flush_commit
-from holdfast.trainer.flush_commit import Others, commit_together, part_name
+from holdfast.trainer.flusher import commit as flush_commit
+from holdfast.trainer.flusher.commit import Others, commit_together, part_name
 
 PART_OF_0 = Point("rename", "run/checkpoints/STEP/parts/node-0000.json", 1)
 DATA_OF_0 = Point("rename", "run/checkpoints/STEP/__0_0.distcp", 1)

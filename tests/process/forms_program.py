@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.metadata import read_metadata
-from holdfast.trainer.reader import read_keys
-from holdfast.trainer.train_state import OPTIONS, Progress, TrainState
+from holdfast.trainer.loading.reader import read_keys
+from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.state.train_state import OPTIONS, Progress, TrainState
 
 WIDTH = 6
 

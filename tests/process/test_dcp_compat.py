@@ -15,7 +15,7 @@ from tests.dcp.stand import assert_same, zeros
 from tests.flusher_keeper import Keeper
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.reader import load_state
+from holdfast.trainer.loading.reader import load_state
 
 ROOT = Path(__file__).parents[2]
 RANKS_S = 250.0

@@ -21,12 +21,12 @@ from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine, read_train_state
-from holdfast.trainer.global_plan import ALIGNMENT
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.layout import TRAIN_STATE_BYTES_MAX
-from holdfast.trainer.metadata import read_metadata
-from holdfast.trainer.planning import find_shortage
-from holdfast.trainer.reader import read_keys
+from holdfast.trainer.loading.reader import read_keys
+from holdfast.trainer.planning.global_plan import ALIGNMENT
+from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
+from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.planning.ranks import find_shortage
 
 FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
 
@@ -207,7 +207,7 @@ def test_nobody_listening_is_said_with_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine("holdfast-test-nobody", tmp_path)
-    monkeypatch.setattr("holdfast.trainer.staging.FlusherLink.connect.__defaults__", (0.05,))
+    monkeypatch.setattr("holdfast.trainer.staging.stage.FlusherLink.connect.__defaults__", (0.05,))
     with pytest.raises(SaveError, match="no flusher listens on 'holdfast-test-nobody'"):
         engine.save(make_state(), {}, step=1, **FACTS)
     engine.close()

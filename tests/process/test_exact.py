@@ -33,7 +33,7 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.spec import Keep
 from holdfast.trainer.keeper import is_listening
 from holdfast.trainer.link import socket_name
-from holdfast.trainer.reader import load_state
+from holdfast.trainer.loading.reader import load_state
 
 PROGRAM = Path(exact_program.__file__)
 RANKS = 2

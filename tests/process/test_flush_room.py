@@ -16,7 +16,7 @@ from tests.storage import small_storage
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
-from holdfast.trainer.flush_room import MARGIN_BYTES_MAX, Need, Room, find_shortage
+from holdfast.trainer.flusher.room import MARGIN_BYTES_MAX, Need, Room, find_shortage
 from holdfast.trainer.keeper import FlusherKeeper
 
 GB = 10**9

@@ -17,10 +17,11 @@ from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.mirrors import checkpoint_key
 from holdfast.contracts.paths import CheckpointName
-from holdfast.trainer import mirror, mirror_store
-from holdfast.trainer.mirror_fetch import fetch, newest_remote, read_remote
-from holdfast.trainer.mirror_store import Store, open_store
-from holdfast.trainer.mirror_upload import Tries, commit, missing_files, read_upload, send_files
+from holdfast.trainer.mirror import command as mirror
+from holdfast.trainer.mirror import store as mirror_store
+from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
+from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.mirror.upload import Tries, commit, missing_files, read_upload, send_files
 
 QUICK = Tries(pauses_s=[0.05] * 5)
 ONCE = Tries(pauses_s=())

@@ -18,8 +18,8 @@ from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.contracts.states import AttemptState
-from holdfast.trainer import mirror
-from holdfast.trainer.mirror_store import open_store
+from holdfast.trainer.mirror import command as mirror
+from holdfast.trainer.mirror.store import open_store
 from holdfast.workers import deletion, retention
 from holdfast.workers.mirrors import location_of
 

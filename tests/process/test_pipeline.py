@@ -14,7 +14,7 @@ from tests.flusher_keeper import Keeper
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.manifest import find_damage, read_manifest
-from holdfast.trainer.metadata import parse_metadata
+from holdfast.trainer.planning.metadata import parse_metadata
 
 PROGRAM = (sys.executable, "-m", "tests.pipeline_program")
 RANKS_S = 240.0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer import ElasticSampler
-from holdfast.trainer.data import (
+from holdfast.trainer.data.order import (
     Batch,
     DataOrder,
     SkipWindow,

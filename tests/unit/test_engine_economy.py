@@ -9,8 +9,8 @@ import pytest
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.failures import Failures, observe_failures
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.trainer.cadence import Cadence, Interval
-from holdfast.trainer.economy import (
+from holdfast.trainer.pacing.cadence import Cadence, Interval
+from holdfast.trainer.pacing.economy import (
     INTERVAL_MAX_S,
     INTERVAL_MIN_S,
     PRIOR_NODE_S,
@@ -18,7 +18,7 @@ from holdfast.trainer.economy import (
     choose_interval,
     mean_failure_s,
 )
-from holdfast.trainer.snapshots import EVERY_MAX, SnapshotRhythm, choose_every
+from holdfast.trainer.staging.snapshots import EVERY_MAX, SnapshotRhythm, choose_every
 
 HOUR_S = 3600.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.contracts.slots import SlotState
-from holdfast.trainer.flush_plan import Departures, SlotView, plan
+from holdfast.trainer.flusher.plan import Departures, SlotView, plan
 
 SEALED, COPYING, DONE = SlotState.SEALED, SlotState.COPYING, SlotState.DONE
 

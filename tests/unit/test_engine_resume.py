@@ -15,7 +15,7 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.trainer.resume import choose
+from holdfast.trainer.loading.resume import choose
 
 
 def commit(
@@ -159,7 +159,8 @@ def test_a_fork_whose_origin_is_damaged_does_not_begin_from_nothing(
 
 def test_resume_and_flusher_need_no_torch() -> None:
     code = (
-        "import sys, holdfast.trainer.resume, holdfast.trainer.flusher, holdfast.trainer.identity;"
+        "import sys, holdfast.trainer.loading.resume, holdfast.trainer.identity;"
+        "import holdfast.trainer.flusher.service;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from holdfast.contracts.slots import Slot, SlotState, choose_slot
-from holdfast.trainer.flush_plan import SlotView
-from holdfast.trainer.salvage import find_salvage, newest_common
+from holdfast.trainer.flusher.plan import SlotView
+from holdfast.trainer.flusher.salvage import find_salvage, newest_common
 
 SNAPSHOT, SEALED, DONE, COPYING = (
     SlotState.SNAPSHOT,

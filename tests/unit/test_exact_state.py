@@ -25,9 +25,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer import plain
-from holdfast.trainer.fit import Fit
-from holdfast.trainer.train_state import OPTIONS, Progress, TrainState
+from holdfast.trainer.state import plain
+from holdfast.trainer.state.fit import Fit
+from holdfast.trainer.state.train_state import OPTIONS, Progress, TrainState
 
 PROGRESS = Progress(step=1, seed=0)
 Saved = tuple[dict[str, Any], dict[str, Any]]

@@ -137,8 +137,11 @@ def test_the_parts_have_one_import_name() -> None:
     [
         ("holdfast.contracts.history", {"torch", "numpy", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.trainer", {"torch", "prefect", "sqlalchemy", "submitit"}),
-        ("holdfast.trainer.flusher", {"torch", "numpy", "prefect", "sqlalchemy", "submitit"}),
-        ("holdfast.trainer.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
+        (
+            "holdfast.trainer.flusher.service",
+            {"torch", "numpy", "prefect", "sqlalchemy", "submitit"},
+        ),
+        ("holdfast.trainer.loading.resume", {"torch", "prefect", "sqlalchemy", "submitit"}),
         ("holdfast.workers.agent", {"torch", "prefect", "sqlalchemy"}),
         ("holdfast.cli.main", {"torch", "prefect", "sqlalchemy"}),
     ],

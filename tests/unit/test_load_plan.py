@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.trainer.load_plan import (
+from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
     Chunk,

@@ -30,9 +30,9 @@ from holdfast.contracts.errors import (
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.paths import MANIFEST
 from holdfast.trainer import load_checkpoint
-from holdfast.trainer.compare_keys import Selection
-from holdfast.trainer.metadata import read_metadata
-from holdfast.trainer.reader import load_state
+from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.planning.metadata import read_metadata
 
 NAME = "step-00000003.a0001.i01"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from holdfast.trainer.metadata_check import overlap_any
+from holdfast.trainer.planning.metadata_check import overlap_any
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -14,8 +14,8 @@ from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.spec import Checkpointing
-from holdfast.trainer.mirror_store import EntryCheck, part_bytes_for
-from holdfast.trainer.mirror_upload import PAUSE_MAX_S, TRIES_MAX, Tries, default_pauses
+from holdfast.trainer.mirror.store import EntryCheck, part_bytes_for
+from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Tries, default_pauses
 from holdfast.workers.agent.flusher_keeper import build_environment
 
 

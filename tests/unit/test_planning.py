@@ -32,15 +32,15 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.columns import OWN, SHARED, Block, Item, Row, make_block, pack
-from holdfast.trainer.compare_keys import is_of_one_rank
-from holdfast.trainer.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.layout import Signature, check_unchanged, flatten, plan_layout
-from holdfast.trainer.metadata import parse_metadata
-from holdfast.trainer.metadata_pickle import pickle_metadata
-from holdfast.trainer.planning import Contents, NodeIndex, choose_sources, decide
-from holdfast.trainer.rank_rows import describe_rank
+from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.planning.columns import OWN, SHARED, Block, Item, Row, make_block, pack
+from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
+from holdfast.trainer.planning.layout import Signature, check_unchanged, flatten, plan_layout
+from holdfast.trainer.planning.metadata import parse_metadata
+from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.rank_rows import describe_rank
+from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
 
 HEADER_BYTES = 700
 

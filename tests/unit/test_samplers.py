@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.data import SkipWindow
-from holdfast.trainer.position import Position
+from holdfast.trainer.data.order import SkipWindow
+from holdfast.trainer.data.position import Position
 
 SAMPLES = 50
 GLOBAL_BATCH = 12

@@ -17,16 +17,16 @@ import pytest
 from holdfast.contracts.board import Board
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.trainer.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.config import config
-from holdfast.trainer.data import SkipWindow
+from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.link import choose_directory
+from holdfast.trainer.loading.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.program import program_argv
-from holdfast.trainer.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.signals import FailureRecord, SignalFlags
-from holdfast.trainer.train_state import Restored
+from holdfast.trainer.state.train_state import Restored
 
 
 @pytest.mark.parametrize(

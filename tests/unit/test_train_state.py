@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer import plain, rng
-from holdfast.trainer.optimizers import materialise
-from holdfast.trainer.train_state import Progress, TrainState
+from holdfast.trainer.state import plain, rng
+from holdfast.trainer.state.optimizers import materialise
+from holdfast.trainer.state.train_state import Progress, TrainState
 
 
 class Holder:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.trainer.bench.ranks import Program, Trained
-from holdfast.trainer.reader import load_state
+from holdfast.trainer.loading.reader import load_state
 
 
 def load_cold(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:

@@ -1,0 +1,1 @@
+"""Which samples a step trains on, at every count of ranks alike."""

@@ -1,0 +1,37 @@
+"""The flusher's command line: `python -m holdfast.trainer.flusher`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+
+from holdfast.contracts import wire
+from holdfast.trainer.flusher.service import IGNORED_SIGNALS, Flusher
+from holdfast.trainer.mirror.worker import start_mirror
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, leave the starter's session and serve."""
+    for number in IGNORED_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.flusher")
+    parser.add_argument("--socket", required=True, help="abstract socket name to listen on")
+    parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
+    parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
+    parser.add_argument("--budget", type=int, help="most bytes that all checkpoints may take")
+    parser.add_argument("--run", type=Path, help="the run, for copies left by an earlier flusher")
+    given = parser.parse_args(argv)
+    with contextlib.suppress(OSError):
+        os.setsid()
+    keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
+    listener = wire.listen(given.socket)
+    Flusher(listener, keeper, given.budget, start_mirror(given.node, given.run)).run()
+
+
+if __name__ == "__main__":
+    main()

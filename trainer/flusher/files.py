@@ -1,0 +1,273 @@
+"""Making a staged step durable: each file once, then the commit.
+
+The order is what a power cut may not break: bytes, fsync, rename, fsync of the directories, and
+only then the manifest, which `commit` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.digests import FileChecksum
+from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.manifest import FileEntry, read_manifest
+from holdfast.contracts.mirrors import files_directory
+from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.trainer.flusher.commit import (
+    Others,
+    accept_commit,
+    commit_alone,
+    commit_together,
+    committer_of,
+    leave_failure,
+)
+from holdfast.trainer.flusher.room import NO_ROOM, Need, Room, with_advice
+
+WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
+WRITERS_MAX: Final = 4
+
+
+@dataclass(frozen=True)
+class Image:
+    """One rank's sealed slot: its table, and the memory that the table's offsets count in."""
+
+    table: dict[str, Any]
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What became durable; `flush_s` is from the last seal to the last data fsync."""
+
+    step: int
+    checkpoint: str
+    bytes: int
+    flush_s: float
+
+
+def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room: Room) -> Committed:
+    """Write one step of this node and see it committed.
+
+    `resumed` says that a flusher before this one had begun it, so that its files may be there.
+    `room` is asked before anything is written, `others` while waiting for other nodes. Raises
+    `OSError` when storage refuses and `SaveError` when the step cannot be committed; the directory
+    then stays without a manifest, which is to say it does not count.
+    """
+    table = images[0].table
+    run = RunPaths(Path(table["run_directory"]))
+    directory = run.checkpoint(table["checkpoint"])
+    is_alone = table["nodes"] == 1
+    if resumed and is_alone:
+        _sweep(directory)
+    try:
+        done = _refuse_or_accept_existing(run, directory, images, resumed)
+    except OSError as error:
+        _tell_others(directory, table, error, others)
+        raise
+    if done is not None:
+        return done
+    written: list[Path] = []
+    has_written = False
+    try:
+        files = files_directory(table, directory)
+        entries = _write_where_room_is(run, directory, files, images, resumed, written, room)
+        has_written = True
+        part = _make_part(images, entries)
+        if is_alone:
+            manifest = commit_alone(run, directory, part)
+        else:
+            manifest = commit_together(run, directory, part, others)
+    except (OSError, SaveError) as error:
+        # Another node may commit what this one has written, however this one's wait ended.
+        if is_alone or not has_written:
+            _discard(directory, images, written)
+        _tell_others(directory, table, error, others)
+        raise
+    return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
+
+
+def _tell_others(directory: Path, table: dict[str, Any], error: Exception, others: Others) -> None:
+    """Tell the other nodes, where there are some, that this one will not deliver the step."""
+    if table["nodes"] > 1:
+        for_all = table["node"] == committer_of(table["nodes"], others.lost())
+        leave_failure(directory, table["node"], str(error), for_all=for_all)
+
+
+def _write_where_room_is(
+    run: RunPaths,
+    directory: Path,
+    files: Path,
+    images: Sequence[Image],
+    resumed: bool,
+    written: list[Path],
+    room: Room,
+) -> list[FileEntry]:
+    """Write all files; when there is no room, once more after the keeper has freed some.
+
+    `directory` is the checkpoint's, `files` the one that its files go to, mostly the same.
+    """
+    tables = [image.table for image in images]
+    need = Need.of_tables(tables)
+
+    def try_it() -> list[FileEntry]:
+        room.check(run, directory, need, node=tables[0]["node"])
+        _make_way(run, directory)
+        make_directory(files)
+        return _write_files(files, images, resumed, written)
+
+    try:
+        return try_it()
+    except OSError as problem:
+        if problem.errno not in NO_ROOM:
+            raise
+        _discard(directory, images, written)
+        written.clear()
+        freed, words = room.ask(need, problem)
+        if not freed:
+            raise with_advice(problem, words) from problem
+    try:
+        return try_it()
+    except OSError as problem:
+        raise with_advice(problem, words) from problem
+
+
+def _make_way(run: RunPaths, directory: Path) -> None:
+    """The step's directory, durable under its name.
+
+    Those above it may have been made by somebody who died before he could say so to the disk.
+    """
+    make_directory(directory)
+    for parent in (run.checkpoints, run.directory):
+        fsync_directory(parent)
+
+
+def _sweep(directory: Path) -> None:
+    """Remove the manifest's temporary names that a flusher left when it was killed.
+
+    Only where nobody else commits: another node's would still be needed.
+    """
+    with contextlib.suppress(OSError):
+        for path in directory.glob(f".{MANIFEST}.*"):
+            path.unlink()
+
+
+def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) -> None:
+    """Remove what was written of a step that failed: the next one needs the room."""
+    with contextlib.suppress(OSError):
+        if (directory / MANIFEST).exists():
+            # It could not be taken back, so what it names stays too.
+            return
+        for path in written:
+            path.unlink(missing_ok=True)
+        if images[0].table["nodes"] > 1:
+            # Another node may be about to write into the same folders.
+            return
+        for folder in sorted(_folders(directory, images), reverse=True):
+            if folder.exists():
+                folder.rmdir()
+
+
+def _refuse_or_accept_existing(
+    run: RunPaths, directory: Path, images: Sequence[Image], resumed: bool
+) -> Committed | None:
+    """None when the way is free; the commit itself when a flusher before us had finished it."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return None
+    listed = {entry.path: entry.bytes for entry in manifest.files}
+    ours = {f["path"]: f["bytes"] for image in images for f in image.table["files"]}
+    if not resumed or any(listed.get(path) != size for path, size in ours.items()):
+        raise SaveError(
+            f"{directory} is a committed checkpoint already and is never overwritten; two "
+            "programs must not write the same attempt and incarnation of a run"
+        )
+    accept_commit(run, directory, is_alone=images[0].table["nodes"] == 1)
+    return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
+
+
+def _write_files(
+    directory: Path, images: Sequence[Image], resumed: bool, written: list[Path]
+) -> list[FileEntry]:
+    """Write every file of every image, at most `WRITERS_MAX` at once, and fsync all names.
+
+    What came to bear its name is added to `written`, also when the whole fails.
+    """
+    work = [(image, f["path"], f["offset"], f["bytes"]) for image in images for f in _files(image)]
+    parents = sorted(_folders(directory, images))
+    for parent in parents:
+        make_directory(parent)
+
+    def write(item: tuple[Image, str, int, int]) -> FileEntry:
+        image, path, offset, size = item
+        with image.data[offset : offset + size] as content:
+            checksum = _write_file(directory / path, content, replace=resumed)
+            written.append(directory / path)
+        return FileEntry.of(path, size, checksum)
+
+    with ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="write") as pool:
+        entries = list(pool.map(write, work))
+    for parent in parents:
+        fsync_directory(parent)
+    return entries
+
+
+def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
+    """Write `path` durably under a name of its own first; returns what its bytes sum to."""
+    if not replace and path.exists():
+        raise SaveError(
+            f"{path} exists already and is never overwritten; two programs must not write the "
+            "same attempt and incarnation of a run"
+        )
+    checksum = FileChecksum(len(content))
+    temporary = path.with_name(f"{path.name}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        for start in range(0, len(content), WRITE_BYTES_MAX):
+            piece = content[start : start + WRITE_BYTES_MAX]
+            checksum.update(piece)
+            while piece:
+                piece = piece[os.write(handle, piece) :]
+        os.fsync(handle)
+        os.rename(temporary, path)
+    except OSError as error:
+        # What is half-written only takes room that the next save may need.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, f"{error.strerror}: {path}") from error
+    finally:
+        os.close(handle)
+    return checksum
+
+
+def _folders(directory: Path, images: Sequence[Image]) -> set[Path]:
+    """The folders that the files of these images lie in, the checkpoint's own among them."""
+    return {(directory / f["path"]).parent for image in images for f in _files(image)} | {directory}
+
+
+def _files(image: Image) -> list[dict[str, Any]]:
+    files: list[dict[str, Any]] = image.table["files"]
+    return files
+
+
+def _make_part(images: Sequence[Image], entries: Sequence[FileEntry]) -> dict[str, Any]:
+    """What this node has to say for the manifest; `manifest` comes from rank 0's table."""
+    tables = [image.table for image in images]
+    return {
+        "node": tables[0]["node"],
+        "nodes": tables[0]["nodes"],
+        "world_size": tables[0]["world_size"],
+        "ranks": sorted(table["rank"] for table in tables),
+        "files": [entry.model_dump(mode="json") for entry in entries],
+        "blocked_s": max(table["blocked_s"] for table in tables),
+        "staged_at": max(table["staged_at"] for table in tables),
+        "fsynced_at": time.time(),
+        "manifest": next((t["manifest"] for t in tables if "manifest" in t), None),
+    }

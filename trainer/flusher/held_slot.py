@@ -1,0 +1,44 @@
+"""A staging slot as the flusher holds it, and what it says at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.contracts.slots import Slot, SlotState
+from holdfast.trainer.flusher.plan import SlotKey, SlotView
+
+
+@dataclass
+class HeldSlot:
+    """A slot whose descriptor we hold; `resumed` marks one that an earlier flusher had begun."""
+
+    handle: int
+    slot: Slot
+    local_rank: int | None = None
+    resumed: bool = False
+    is_orphan: bool = False
+
+    def view(self, key: SlotKey, *, is_deserted: bool = False) -> SlotView:
+        """What the slot says now; one that is sealed and cannot be read becomes FAILED.
+
+        A living rank may overwrite a snapshot at any moment, so its table is read only when the
+        caller says that no rank is left.
+        """
+        state, step = self.slot.state, self.slot.step
+        is_readable = state is SlotState.SEALED or (state is SlotState.SNAPSHOT and is_deserted)
+        if not is_readable:
+            return SlotView(key=key, state=state, step=step, local_rank=self.local_rank)
+        try:
+            table = self.slot.table
+            self.local_rank = int(table["local_rank"])
+            return SlotView(
+                key=key,
+                state=state,
+                step=step,
+                local_rank=self.local_rank,
+                local_ranks=int(table["local_ranks"]),
+                checkpoint=str(table["checkpoint"]),
+            )
+        except (ValueError, KeyError) as error:
+            self.slot.fail(f"its table cannot be read: {error}")
+            return SlotView(key=key, state=SlotState.FAILED, step=step, local_rank=self.local_rank)

@@ -1,0 +1,121 @@
+"""What is saved of a crash: the newest step that every rank of every node had sealed in memory.
+
+Snapshots are overwritten while ranks live, so they are looked at once all ranks of the node are
+gone. Several nodes settle on one step by small files in the incarnation's folder: each lists what
+it has, all read all lists, and so all come to the same answer. A node that does not answer in time
+leaves the others without one: nothing is committed by some nodes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.slots import SlotState
+from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
+
+LISTS_WAIT_S: Final = 60.0
+POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Salvage:
+    """What one node has of a crashed incarnation.
+
+    `groups` are its complete snapshots, newest first; `slots` every slot with a snapshot, which
+    are let go when it is settled which of them is committed.
+    """
+
+    incarnation: int
+    groups: tuple[StepGroup, ...]
+    slots: tuple[SlotKey, ...]
+
+
+def find_salvage(views: Sequence[SlotView], incarnation: int, committed_step: int) -> Salvage:
+    """The snapshots that are worth something: of all local ranks, after `committed_step`."""
+    snapshots = [v for v in views if v.state is SlotState.SNAPSHOT and v.incarnation == incarnation]
+    members: dict[tuple[int, str], list[SlotView]] = {}
+    for view in snapshots:
+        if view.step > committed_step:
+            members.setdefault((view.step, view.checkpoint), []).append(view)
+    groups = [
+        StepGroup(incarnation, step, name, tuple(sorted(v.key for v in found)))
+        for (step, name), found in sorted(members.items(), reverse=True)
+        if {v.local_rank for v in found} == set(range(found[0].local_ranks))
+    ]
+    return Salvage(incarnation, tuple(groups), tuple(sorted(v.key for v in snapshots)))
+
+
+def newest_common(lists: Sequence[Collection[int]]) -> int | None:
+    """The newest step that is in every list."""
+    common = set(lists[0]).intersection(*lists[1:]) if lists else set()
+    return max(common, default=None)
+
+
+def agree(
+    table: dict[str, Any],
+    steps: Sequence[int],
+    *,
+    abandoned: Callable[[], str | None],
+    lost: Callable[[], Collection[int]] = frozenset,
+    timeout_s: float = LISTS_WAIT_S,
+) -> int | None:
+    """The step that all nodes commit, None when they have none in common.
+
+    `table` is any sealed slot's. Raises `SaveError` when a node says nothing within `timeout_s`
+    seconds or is among the `lost`, or `abandoned` gives a reason, and `OSError` when the folder
+    cannot be used.
+    """
+    node, nodes = int(table["node"]), int(table["nodes"])
+    if nodes == 1:
+        return newest_common([steps])
+    folder = _folder(table)
+    make_directory(folder)
+    _write_list(folder, node, steps)
+    give_up = time.monotonic() + timeout_s
+    while True:
+        lists = {other: _read_list(folder, other) for other in range(nodes)}
+        silent = [other for other, found in lists.items() if found is None]
+        if not silent:
+            return newest_common([found for found in lists.values() if found is not None])
+        reason = abandoned()
+        if missing := sorted(set(silent) & set(lost())):
+            reason = f"nodes {missing} are lost, and with them what they held"
+        if reason is None and time.monotonic() > give_up:
+            reason = f"nodes {silent} did not say within {timeout_s:.0f} s what they hold"
+        if reason is not None:
+            # Whoever comes later must not count on this node.
+            _write_list(folder, node, ())
+            raise SaveError(f"the snapshots in memory are given up: {reason}")
+        time.sleep(POLL_S)
+
+
+def _folder(table: dict[str, Any]) -> Path:
+    name = CheckpointName.parse(table["checkpoint"])
+    if name is None:
+        raise SaveError(f"a slot names the checkpoint {table['checkpoint']!r}, which is no name")
+    attempt = RunPaths(Path(table["run_directory"])).attempt(name.attempt)
+    return attempt.incarnation(name.incarnation)
+
+
+def _list_path(folder: Path, node: int) -> Path:
+    return folder / f"snapshots-node-{node:04d}.json"
+
+
+def _write_list(folder: Path, node: int, steps: Sequence[int]) -> None:
+    write_bytes(_list_path(folder, node), to_json({"node": node, "steps": list(steps)}))
+
+
+def _read_list(folder: Path, node: int) -> list[int] | None:
+    try:
+        content = _list_path(folder, node).read_bytes()
+    except FileNotFoundError:
+        return None
+    return [int(step) for step in json.loads(content)["steps"]]

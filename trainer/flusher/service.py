@@ -1,0 +1,473 @@
+"""The flusher: one small process per node that makes staged steps durable.
+
+    python -m holdfast.trainer.flusher --socket NAME --node I --nodes N [--keeper-fd FD] [--run DIR]
+
+It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
+when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
+in shared memory, so a message that got lost costs a moment and never a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.contracts import wire
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
+from holdfast.trainer.flusher.commit import Others, leave_word
+from holdfast.trainer.flusher.files import Committed, Image, commit_step
+from holdfast.trainer.flusher.held_slot import HeldSlot
+from holdfast.trainer.flusher.plan import (
+    Departures,
+    FlushPlan,
+    SlotKey,
+    SlotView,
+    StepGroup,
+    plan,
+)
+from holdfast.trainer.flusher.rank_link import RankLink, open_process
+from holdfast.trainer.flusher.room import Need, Room
+from holdfast.trainer.flusher.salvage import Salvage, agree, find_salvage
+from holdfast.trainer.mirror.worker import MirrorWorker
+from holdfast.trainer.staging.allocator import Allocator
+
+TICK_S: Final = 0.1
+KEEPER_SEND_TIMEOUT_S: Final = 5.0
+RANK_SEND_TIMEOUT_S: Final = 5.0
+IDLE_S: Final = 60.0
+LINGER_S: Final = 5.0
+# torchrun gives the ranks of a failed program 30 s before it kills them.
+SNAPSHOT_LINGER_S: Final = 60.0
+# With keeper and ranks gone, the longest that copies to the mirror are waited for.
+MIRROR_LINGER_S: Final = 1800.0
+RESULTS_MAX: Final = 200
+IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The writer's word on one step."""
+
+    group: StepGroup
+    committed: Committed | None
+    error: str
+    is_salvaged: bool = False
+
+
+class Flusher:
+    """Holds the slots of one node's ranks and sees each complete step through."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        keeper: socket.socket | None,
+        budget: int | None,
+        mirror: MirrorWorker,
+    ) -> None:
+        """`budget` is the most bytes that the run's checkpoints may take."""
+        self._mirror = mirror
+        self._keeper = keeper
+        self._room = Room(budget, self._ask_for_room)
+        self._has_had_keeper = keeper is not None
+        self._links: list[RankLink] = []
+        self._held: dict[SlotKey, HeldSlot] = {}
+        self._skipped: dict[tuple[int, int], int] = {}
+        self._gone: set[tuple[int, int]] = set()
+        self._newest_incarnation = 0
+        self._busy: set[SlotKey] = set()
+        self._committed_steps: dict[int, int] = {}
+        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | None]
+        self._work = queue.SimpleQueue()
+        self._finished: deque[Finished] = deque()
+        self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
+        self._drain_by: float | None = None
+        self._lost_nodes: frozenset[int] = frozenset()
+        self._drains_mirror = False
+        self._alone_since = time.monotonic()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._watch(listener, lambda: self._accept(listener))
+        self._watch(self._wake_reader, lambda: self._wake_reader.recv(4096))
+        if keeper is not None:
+            keeper.settimeout(KEEPER_SEND_TIMEOUT_S)
+            self._watch(keeper, self._hear_keeper)
+        self._allocator = Allocator()
+        self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
+
+    def run(self) -> None:
+        """Serve until the keeper hung up and all that was sealed is written, or nobody is left."""
+        self._writer.start()
+        while not self._is_over():
+            for key, _ in self._selector.select(TICK_S):
+                key.data()
+            self._report_finished()
+            self._dispatch()
+            self._salvage()
+            self._release_orphans()
+            self._answer_drain()
+        self._work.put(None)
+        self._allocator.stop()
+
+    # --- conversations --------------------------------------------------------------------
+
+    def _watch(self, source: socket.socket | int, act: Callable[[], object]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, act)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if not wire.is_same_user(connection):
+            connection.close()
+            return
+        connection.settimeout(RANK_SEND_TIMEOUT_S)
+        link = RankLink(connection, open_process(connection))
+        self._links.append(link)
+        self._watch(connection, lambda: self._hear_rank(link))
+        if link.process is not None:
+            self._watch(link.process, lambda: self._hang_up(link))
+
+    def _hear_rank(self, link: RankLink) -> None:
+        try:
+            heard = wire.receive(link.connection)
+            if heard is None:
+                self._hang_up(link)
+                return
+            message, descriptors = heard
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._answer_rank(link, message)
+        except (OSError, ValueError, KeyError) as error:
+            # A rank that talks nonsense must not take the others' checkpoints along. It may live
+            # and still use its slots, so these stay as they are; it is free to call again.
+            _say(f"rank {link.rank} is cut off: {type(error).__name__}: {error}")
+            self._drop(link)
+
+    def _answer_rank(self, link: RankLink, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "hello":
+            link.rank, link.local_rank = message["rank"], message["local_rank"]
+            link.incarnation = message["incarnation"]
+            self._newest_incarnation = max(self._newest_incarnation, link.incarnation)
+            self._gone.discard((link.incarnation, link.local_rank))
+            link.slots = tuple(k for k in self._held if k[:2] == (link.incarnation, link.rank))
+            for key in link.slots:
+                self._held[key].local_rank = link.local_rank
+                self._held[key].is_orphan = False
+            wire.send(link.connection, "welcome")
+        elif kind == "slots":
+            self._give_slots(link, int(message["bytes"]), int(message.get("used_bytes", 0)))
+        elif kind == "skipped":
+            self._skipped[link.incarnation, link.local_rank] = int(message["step"])
+
+    def _give_slots(self, link: RankLink, data_bytes: int, used_bytes: int) -> None:
+        """New slots for a rank; those it had before are let go once they are written."""
+        for key in link.slots:
+            self._held[key].is_orphan = True
+        who = (link.incarnation, link.rank)
+        first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
+        keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
+        for key in keys:
+            handle = Slot.create(data_bytes)
+            self._held[key] = HeldSlot(handle, Slot(handle), link.local_rank)
+            self._tell_keeper("keep", (handle,), incarnation=key[0], rank=key[1], slot=key[2])
+        link.slots = keys
+        handles = tuple(self._held[key].handle for key in keys)
+        wire.send(link.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
+        self._allocator.begin([self._held[key].slot for key in keys], used_bytes)
+
+    def _hang_up(self, link: RankLink) -> None:
+        """A rank is gone: what it sealed stays, what it did not seal is worth nothing."""
+        if link not in self._links:
+            return
+        self._drop(link)
+        who = (link.incarnation, link.rank)
+        if link.rank < 0 or any((o.incarnation, o.rank) == who for o in self._links):
+            return
+        self._gone.add((link.incarnation, link.local_rank))
+        for key in link.slots:
+            self._held[key].is_orphan = True
+
+    def _drop(self, link: RankLink) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.connection)
+        link.connection.close()
+        if link.process is not None:
+            self._selector.unregister(link.process)
+            os.close(link.process)
+
+    def _hear_keeper(self) -> None:
+        assert self._keeper is not None
+        try:
+            heard = wire.receive(self._keeper)
+        except (OSError, ValueError) as error:
+            _say(f"the keeper is cut off: {error}")
+            heard = None
+        if heard is None:
+            self._selector.unregister(self._keeper)
+            self._keeper.close()
+            self._keeper = None
+            self._room.hang_up()
+            return
+        message, descriptors = heard
+        if message["kind"] == "kept":
+            for handle in descriptors:
+                self._adopt((message["incarnation"], message["rank"], message["slot"]), handle)
+        elif message["kind"] == "room":
+            self._room.hear(message)
+        elif message["kind"] == "drain":
+            self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
+            self._drain_by = time.monotonic() + float(message["timeout_s"])
+            self._drains_mirror = bool(message.get("mirror"))
+
+    def _adopt(self, key: SlotKey, handle: int) -> None:
+        """Take back a slot that a flusher before this one held."""
+        if key in self._held or os.fstat(handle).st_size <= DATA_OFFSET:
+            os.close(handle)
+            return
+        slot = Slot(handle)
+        resumed = slot.state is SlotState.FLUSHING
+        if resumed:
+            slot.state = SlotState.SEALED
+        self._held[key] = HeldSlot(handle, slot, resumed=resumed)
+
+    def _tell_keeper(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
+        if self._keeper is None:
+            return
+        try:
+            wire.send(self._keeper, kind, descriptors=descriptors, **data)
+        except OSError as error:
+            _say(f"the keeper did not take `{kind}`: {error}")
+
+    def _ask_for_room(self, need: Need, problem: str) -> bool:
+        """Asked by the writer's thread: a packet is sent whole or not at all."""
+        self._tell_keeper("full", step=need.step, bytes=need.step_bytes, error=problem)
+        return self._keeper is not None
+
+    # --- decisions ------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        """Hand complete steps to the writer; give up those that will never be complete."""
+        found = self._plan()
+        for group in found.ready:
+            for key in group.slots:
+                self._held[key].slot.state = SlotState.FLUSHING
+            self._busy.update(group.slots)
+            self._work.put((group, None))
+        if not found.dead:
+            return
+        # A rank may have sealed while its slots were being read one after the other: only what
+        # a second look confirms is given up.
+        confirmed = {group for group, _ in self._plan().dead}
+        for group, reason in found.dead:
+            if group in confirmed:
+                for key in group.slots:
+                    self._held[key].slot.state = SlotState.FLUSHING
+                self._busy.update(group.slots)
+                self._work.put((group, reason))
+
+    def _plan(self) -> FlushPlan:
+        departures = Departures(
+            gone=frozenset(self._gone),
+            skipped=self._skipped,
+            newest_incarnation=self._newest_incarnation,
+        )
+        return plan(self._views(), departures)
+
+    def _views(self) -> list[SlotView]:
+        return [held.view(key) for key, held in self._held.items() if key not in self._busy]
+
+    def _salvage(self) -> None:
+        """Hand over what dead ranks left in memory, once all else of theirs is settled."""
+        snapshots = self._snapshots()
+        if not snapshots or self._busy or self._finished or self._plan().ready:
+            return
+        for incarnation in snapshots:
+            if incarnation < self._newest_incarnation or not self._is_deserted(incarnation):
+                continue
+            views = [
+                held.view(key, is_deserted=True)
+                for key, held in self._held.items()
+                if key[0] == incarnation
+            ]
+            committed = self._committed_steps.get(incarnation, -1)
+            found = find_salvage(views, incarnation, committed)
+            self._busy.update(found.slots)
+            self._work.put(found)
+
+    def _snapshots(self) -> set[int]:
+        """Incarnations of which snapshots are in memory."""
+        return {key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT}
+
+    def _is_deserted(self, incarnation: int) -> bool:
+        """True when no rank of it is left on this node, so that nobody overwrites a snapshot."""
+        if any(link.incarnation == incarnation for link in self._links):
+            return False
+        is_ended = self._drain_by is not None or (self._has_had_keeper and self._keeper is None)
+        return is_ended or any(who[0] == incarnation for who in self._gone)
+
+    def _report_finished(self) -> None:
+        while self._finished:
+            result = self._finished.popleft()
+            self._busy.difference_update(result.group.slots)
+            self._results.append(result)
+            step, name = result.group.step, result.group.checkpoint
+            if result.committed is not None:
+                done, incarnation = result.committed, result.group.incarnation
+                self._committed_steps[incarnation] = max(
+                    done.step, self._committed_steps.get(incarnation, -1)
+                )
+                self._tell_keeper(
+                    "committed",
+                    step=done.step,
+                    checkpoint=done.checkpoint,
+                    bytes=done.bytes,
+                    flush_s=done.flush_s,
+                    is_salvaged=result.is_salvaged,
+                )
+            else:
+                _say(f"{name} is not committed: {result.error}")
+                error = result.error[: wire.MESSAGE_BYTES_MAX // 8]
+                self._tell_keeper("failed", step=step, checkpoint=name, error=error)
+
+    def _answer_drain(self) -> None:
+        """Answer a keeper that waits once nothing complete is left to write, or time is up."""
+        if self._drain_by is None or self._finished:
+            return
+        unmirrored = self._mirror.unfinished if self._drains_mirror else []
+        idle = not self._busy and not self._plan().ready and not self._snapshots()
+        if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
+            return
+        self._drain_by = None
+        self._tell_keeper(
+            "drained",
+            committed=[r.group.step for r in self._results if r.committed],
+            failed=[
+                {"step": r.group.step, "error": r.error[:500]}
+                for r in self._results
+                if not r.committed
+            ],
+            unmirrored=unmirrored,
+        )
+        self._results.clear()
+
+    def _release_orphans(self) -> None:
+        """Give back the memory of slots that no rank will fill again.
+
+        The file is cut short, which frees its pages although the keeper holds it too.
+        """
+        for key, held in list(self._held.items()):
+            is_old = held.is_orphan or key[0] < self._newest_incarnation
+            kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
+            if held.slot.state is SlotState.SNAPSHOT:
+                # What a later incarnation began without is of no use any more.
+                kept = key[0] >= self._newest_incarnation
+            if not is_old or kept or key in self._busy:
+                continue
+            del self._held[key]
+            with contextlib.suppress(BufferError):
+                held.slot.close()
+            os.ftruncate(held.handle, DATA_OFFSET)
+            os.close(held.handle)
+            for link in self._links:
+                link.slots = tuple(k for k in link.slots if k != key)
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if self._keeper is not None or self._busy or self._finished or self._plan().ready:
+            self._alone_since = now
+            return False
+        if not self._has_had_keeper:
+            if self._links:
+                self._alone_since = now
+            return now - self._alone_since > IDLE_S
+        linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
+        if self._mirror.unfinished:
+            linger_s = MIRROR_LINGER_S
+        elif not self._links:
+            return True
+        return now - self._alone_since > linger_s
+
+    # --- the writer's thread --------------------------------------------------------------
+
+    def _write_steps(self) -> None:
+        while (item := self._work.get()) is not None:
+            if isinstance(item, Salvage):
+                result = self._write_salvage(item)
+            else:
+                result = self._write_step(*item)
+            self._finished.append(result)
+            self._wake_writer.send(b"\0")
+
+    def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
+        slots = [self._held[key] for key in group.slots]
+        try:
+            images = [Image(held.slot.table, held.slot.data) for held in slots]
+            if given_up is not None:
+                leave_word(images[0].table, given_up)
+                committed, error = None, given_up
+            else:
+                resumed = any(held.resumed for held in slots)
+                others = Others(self._abandonment_of(group), lambda: self._lost_nodes)
+                committed, error = (
+                    commit_step(images, resumed=resumed, others=others, room=self._room),
+                    "",
+                )
+                self._mirror.take([image.table for image in images])
+        except (OSError, HoldfastError) as problem:
+            committed, error = None, str(problem)
+        except Exception as problem:
+            # The edge of the writer's thread: a bug in one step must fail that step and not
+            # leave every later one waiting for a thread that is gone.
+            committed, error = None, f"{type(problem).__name__}: {problem}"
+        for held in slots:
+            held.resumed = False
+            if committed is not None:
+                held.slot.state = SlotState.DONE
+            else:
+                held.slot.fail(error)
+        return Finished(group, committed, error)
+
+    def _write_salvage(self, found: Salvage) -> Finished:
+        """Commit the newest snapshot that all nodes have, and let the others go."""
+        newest = max((self._held[key].slot.step for key in found.slots), default=0)
+        nothing = StepGroup(found.incarnation, newest, f"the snapshot of step {newest}", ())
+        result = Finished(nothing, None, "not every rank of every node had sealed it")
+        try:
+            table = self._held[found.slots[0]].slot.table
+            steps = [group.step for group in found.groups]
+            abandoned = self._abandonment_of(nothing)
+            step = agree(table, steps, abandoned=abandoned, lost=lambda: self._lost_nodes)
+            chosen = next((group for group in found.groups if group.step == step), None)
+            if chosen is not None:
+                result = self._write_step(chosen, None)
+        except (OSError, HoldfastError, ValueError, KeyError) as problem:
+            result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
+        for key in found.slots:
+            if self._held[key].slot.state is SlotState.SNAPSHOT:
+                self._held[key].slot.state = SlotState.EMPTY
+        group = dataclasses.replace(result.group, slots=found.slots)
+        return dataclasses.replace(result, group=group, is_salvaged=True)
+
+    def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
+        def reason() -> str | None:
+            if group.incarnation < self._newest_incarnation:
+                return "a new incarnation began while other nodes' parts were missing"
+            return None
+
+        return reason
+
+
+def _say(text: str) -> None:
+    print(f"holdfast flusher: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""A checkpoint into a model, outside of a run: for evaluation, for export, for a fork's start."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.paths import CheckpointName, RunPaths, default_root
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.loading.reader import LoadReport, load_state
+from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.state.train_state import TrainState
+
+PARTS: Final = ("model", "optimizer")
+
+
+def load_checkpoint(
+    checkpoint: str | Path,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    exclude: Collection[str] = (),
+    include: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> LoadReport:
+    """Load a checkpoint, ours or stock DCP's, into `model` and `optimizer`, at any world size.
+
+    Every rank calls it, with its own part of a sharded model. `checkpoint` is a directory, or an
+    id `<run>:<step-…>` under `$HOLDFAST_ROOT`. Keys are `model.<name>`,
+    `optimizer.state.<name>.<key>` and `optimizer.param_groups.<name>.<key>`.
+
+    Args:
+        checkpoint: what to load.
+        model: the model, or its parts as pipeline stages hold them.
+        optimizer: left as it is when not given; then only the model is loaded.
+        exclude: keys or beginnings of keys that keep their values, such as "optimizer" or
+            "model.head"; of a parameter, its optimizer state keeps its values too.
+        include: when given, only these are loaded.
+        rename: saved keys to those of this model, `{"model.old.*": "model.new.*"}`; the
+            optimizer state of renamed parameters follows.
+        strict: when False, keys that only one side has are left alone and named in the report.
+
+    Raises `KeyMismatchError` before anything is loaded when keys or shapes do not fit,
+    `DamagedCheckpointError` when bytes are not those that were committed (the model may have
+    been changed by then), and `NotFoundError` when there is no such checkpoint.
+    """
+    directory = find_directory(checkpoint)
+    ranks = Ranks()
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    parts = PARTS if optimizers else PARTS[:1]
+    state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
+    try:
+        target = state.tensors(lambda: read_metadata(directory))
+        report = load_state(
+            directory,
+            target,
+            group=ranks.group,
+            strict=strict,
+            include=include or parts,
+            exclude=exclude,
+            rename=rename,
+        )
+        ranks.gather(lambda: state.put_back(target))
+    finally:
+        if ranks.group is not None:
+            dist.destroy_process_group(ranks.group)
+    return report
+
+
+def find_directory(checkpoint: str | Path) -> Path:
+    """The directory of a checkpoint given by its path or id; `NotFoundError` if there is none."""
+    path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        # A link such as `latest` is not the name that its manifest has.
+        return path.resolve()
+    run, _, name = str(checkpoint).rpartition(":")
+    if run and CheckpointName.parse(name):
+        path = RunPaths(default_root() / run).checkpoint(name)
+        if path.is_dir():
+            return path
+    raise NotFoundError(
+        f"{checkpoint}: no such checkpoint ({path}); expected a directory, or an id <run>:<step-…> "
+        f"under {default_root()}, which HOLDFAST_ROOT changes"
+    )

@@ -1,0 +1,366 @@
+"""Reading what the ranks of a node want: each unit once, checked on the way, into its place.
+
+A unit that one rank wants is read by that rank, straight into the tensor's memory where the
+bytes lie there as they lie in the file. One that several want is read by one of them into its
+window, and the others copy from there, round by round. What is found damaged is noted and
+reading goes on: the ranks hold together, and the verdict is reached by all of them at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.trainer.loading.node import HALVES, Node, Windows
+from holdfast.trainer.loading.plan import (
+    NOBODY,
+    PIECE_BYTES,
+    Counts,
+    FileUnits,
+    Series,
+    Unit,
+    assign,
+    clip,
+    cut,
+    pieces,
+)
+from holdfast.trainer.loading.targets import Target, Wants
+
+READERS: Final = 4
+PARTS_MAX: Final = 256
+PART_BYTES_MIN: Final = 4096
+VECTORS_MAX: Final = 1024
+
+Placed = list[tuple[Series, Target]]
+
+
+@dataclass
+class Tally:
+    """What a rank read and found; `bytes_unique` is the node's, said by its first rank alone."""
+
+    bytes_read: int
+    bytes_unique: int
+    problems: list[str]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A piece of a shared unit, and the place in its reader's window that it is read into."""
+
+    owner: int
+    half: int
+    slot: int
+    unit: int
+    start: int
+    size: int
+
+
+class Catalogue:
+    """All files of a checkpoint cut into units that are numbered through, the same everywhere."""
+
+    def __init__(self, extents: Mapping[str, int], manifest: Manifest | None) -> None:
+        """`extents` says how far `.metadata` reaches into each file; a manifest knows its size."""
+        entries = {entry.path: entry for entry in manifest.files} if manifest else {}
+        self.files: dict[str, FileUnits] = {}
+        self.whole: list[FileEntry] = []
+        self.count = 0
+        for path in sorted(extents):
+            entry = entries.get(path)
+            made = _units_of(path, extents[path], entry, self.count)
+            if entry is not None and made.digests is None:
+                self.whole.append(entry)
+            self.files[path] = made
+            self.count += made.count
+        self._firsts = [file.first for file in self.files.values()]
+        self._in_order = list(self.files.values())
+        self.entries = entries
+
+    def unit(self, number: int) -> Unit:
+        """The unit that bears `number`."""
+        return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
+
+    def sizes(self) -> Counts:
+        """Bytes of every unit, in order."""
+        sizes = np.empty(self.count, dtype=np.int64)
+        for file in self.files.values():
+            starts = np.arange(file.count) * file.unit_bytes
+            here = slice(file.first, file.first + file.count)
+            sizes[here] = np.minimum(file.unit_bytes, file.size - starts)
+        return sizes
+
+
+def read_wants(directory: Path, catalogue: Catalogue, wants: Wants, node: Node) -> Tally:
+    """Bring all `wants` into their targets; all ranks of `node` call it together.
+
+    Whole blocks are read and compared with their digests, where there are any. Differences and
+    errors of storage are `problems` of the tally.
+    """
+    mine: dict[int, Placed] = {}
+    for want in wants.items:
+        for number, parts in cut(want.series, catalogue.files[want.path]):
+            mine.setdefault(number, []).extend((part, want.target) for part in parts)
+    flags = np.zeros(catalogue.count, dtype=np.bool_)
+    flags[list(mine)] = True
+    told = node.gather((np.packbits(flags), wants.distinct))
+    wanted = np.array([np.unpackbits(bits, count=catalogue.count) for bits, _ in told], np.bool_)
+    distinct: dict[str, int] = {}
+    for _, boxes in told:
+        distinct.update(boxes)
+    windows = Windows(node) if (wanted.sum(axis=0) > 1).any() else None
+    reader = _Reader(directory, catalogue)
+    with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
+        if windows is not None and windows.opened:
+            owner = assign(wanted, catalogue.sizes())
+            owner[wanted.sum(axis=0) == 1] = NOBODY
+            rounds = schedule(catalogue, owner, node.size, windows.slots)
+            _read_together(reader, pool, windows, node, rounds, mine)
+            private = [number for number in mine if owner[number] == NOBODY]
+        else:
+            private = list(mine)
+        wanted_here = wanted.sum(axis=0) > 0
+        for index, entry in enumerate(catalogue.whole):
+            file = catalogue.files[entry.path]
+            numbers = slice(file.first, file.first + file.count)
+            if index % node.size == node.rank and wanted_here[numbers].any():
+                pool.submit(reader.check_whole, entry)
+        _finish([pool.submit(reader.read_private, n, mine[n]) for n in sorted(private)])
+    unique = sum(distinct.values()) if node.rank == 0 else 0
+    return Tally(reader.bytes_read, unique, sorted(reader.problems))
+
+
+def _read_together(
+    reader: _Reader,
+    pool: ThreadPoolExecutor,
+    windows: Windows,
+    node: Node,
+    rounds: Sequence[Sequence[Turn]],
+    mine: Mapping[int, Placed],
+) -> None:
+    """Read the shared units round by round: one half is filled while the other is copied from."""
+
+    def begin(turns: Sequence[Turn]) -> list[Future[None]]:
+        own = [turn for turn in turns if turn.owner == node.rank]
+        by_unit = [list(some) for _, some in groupby(own, key=lambda turn: turn.unit)]
+        return [pool.submit(reader.read_shared, some, windows) for some in by_unit]
+
+    reading = begin(rounds[0])
+    for number, turns in enumerate(rounds):
+        _finish(reading)
+        # All have filled this half, and all have copied what the other one held before.
+        node.barrier()
+        reading = begin(rounds[number + 1]) if number + 1 < len(rounds) else []
+        for turn in turns:
+            parts = _clip_all(mine.get(turn.unit, []), turn.start, turn.size)
+            if parts:
+                copy_out(parts, windows.slot(turn.owner, turn.half, turn.slot), turn.start)
+
+
+def schedule(catalogue: Catalogue, owner: Counts, ranks: int, slots: int) -> list[list[Turn]]:
+    """The turns of each round: every rank fills `slots` pieces of its units, in their order."""
+    rounds: list[list[Turn]] = []
+    for rank in range(ranks):
+        units = np.flatnonzero(owner == rank).tolist()
+        own = ((n, start, size) for n in units for start, size in pieces(catalogue.unit(n)))
+        for index, (number, start, size) in enumerate(own):
+            at, slot = divmod(index, slots)
+            if at == len(rounds):
+                rounds.append([])
+            rounds[at].append(Turn(rank, at % HALVES, slot, number, start, size))
+    return rounds
+
+
+class _Reader:
+    """Reads units of one checkpoint's files; its methods are called from several threads."""
+
+    def __init__(self, directory: Path, catalogue: Catalogue) -> None:
+        self._directory, self._catalogue = directory, catalogue
+        self._running: dict[int, RunningDigest] = {}
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        self.problems: list[str] = []
+
+    def read_private(self, number: int, parts: Placed) -> None:
+        """Read a unit that this rank alone wants, into its targets."""
+        unit = self._catalogue.unit(number)
+        if unit.digest is None:
+            unit = _trim(unit, parts)
+        running = new_checksum() if unit.digest is not None else None
+        with self._noting(unit.path), self._open(unit.path) as handle:
+            for start, size in pieces(unit):
+                here = _clip_all(parts, start, size)
+                views = scatter(here, start, size, self._scratch())
+                direct = views is not None
+                views = views if views is not None else [self._scratch()[:size]]
+                self._read(handle, views, start, running)
+                if direct:
+                    for series, target in here:
+                        target.took(series.bytes)
+                else:
+                    copy_out(here, views[0], start)
+            self._compare(number, running)
+
+    def read_shared(self, turns: Sequence[Turn], windows: Windows) -> None:
+        """Read pieces of one shared unit into this rank's window, those before them first."""
+        number = turns[0].unit
+        unit = self._catalogue.unit(number)
+        with self._noting(unit.path), self._open(unit.path) as handle:
+            running = None
+            if unit.digest is not None:
+                running = self._running.setdefault(number, new_checksum())
+            for turn in turns:
+                slot = windows.slot(turn.owner, turn.half, turn.slot)[: turn.size]
+                self._read(handle, [slot], turn.start, running)
+            if turns[-1].start + turns[-1].size == unit.start + unit.size:
+                self._compare(number, running)
+
+    def check_whole(self, entry: FileEntry) -> None:
+        """Compare a long file whose manifest has one checksum for all of it."""
+        with self._noting(entry.path):
+            found = range_digest(self._directory / entry.path, 0, entry.bytes)
+            with self._lock:
+                self.bytes_read += entry.bytes
+                if found != entry.checksum:
+                    self.problems.append(f"{entry.path}: {entry.describe(0, found)}")
+
+    def _read(
+        self,
+        handle: int,
+        views: Sequence[memoryview],
+        start: int,
+        running: RunningDigest | None,
+    ) -> None:
+        """Fill `views` one after another with the bytes from `start` on."""
+        fill(handle, views, start)
+        if running is not None:
+            for view in views:
+                running.update(view)
+        with self._lock:
+            self.bytes_read += sum(map(len, views))
+
+    def _compare(self, number: int, running: RunningDigest | None) -> None:
+        unit = self._catalogue.unit(number)
+        if running is None or (found := running.hexdigest()) == unit.digest:
+            return
+        line = self._catalogue.entries[unit.path].describe(unit.start, found)
+        with self._lock:
+            self.problems.append(f"{unit.path}: {line}")
+
+    @contextlib.contextmanager
+    def _open(self, path: str) -> Iterator[int]:
+        """The file's descriptor; raises `EOFError` when its size is not the manifest's."""
+        handle = os.open(self._directory / path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            entry, size = self._catalogue.entries.get(path), os.fstat(handle).st_size
+            if entry is not None and size != entry.bytes:
+                raise EOFError(f"{size} bytes, expected {entry.bytes}")
+            yield handle
+        finally:
+            os.close(handle)
+
+    @contextlib.contextmanager
+    def _noting(self, path: str) -> Iterator[None]:
+        """What storage refuses becomes a problem: the other ranks must not wait for this one."""
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            with self._lock:
+                line = f"{path}: {reason}"
+                if line not in self.problems:
+                    self.problems.append(line)
+
+    def _scratch(self) -> memoryview:
+        """This thread's own memory for one piece."""
+        if not hasattr(self._own, "scratch"):
+            self._own.scratch = memoryview(bytearray(PIECE_BYTES))
+        scratch: memoryview = self._own.scratch
+        return scratch
+
+
+def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[memoryview] | None:
+    """Memory for the file's bytes from `start` on, in order: the targets' own, else `scratch`.
+
+    None where that is not worth it: many small parts, parts at a stride, bytes wanted twice.
+    """
+    if len(parts) > PARTS_MAX or sum(s.bytes for s, _ in parts) < len(parts) * PART_BYTES_MIN:
+        return None
+    views, at = [], start
+    for series, target in sorted(parts, key=lambda part: part[0].source):
+        if series.count > 1 or series.source < at:
+            return None
+        if series.source > at:
+            views.append(scratch[at - start : series.source - start])
+        views.append(target.memory.data[series.target : series.target + series.length])
+        at = series.end
+    if at < start + size:
+        views.append(scratch[at - start : size])
+    return views
+
+
+def fill(handle: int, views: Sequence[memoryview], start: int) -> None:
+    """Fill all `views` from the file; raises `EOFError` when it ends before them."""
+    waiting, at = list(views), start
+    while waiting:
+        count = os.preadv(handle, waiting[:VECTORS_MAX], at)
+        if count == 0:
+            raise EOFError(f"ends at byte {at}, expected more")
+        at += count
+        while waiting and count >= len(waiting[0]):
+            count -= len(waiting.pop(0))
+        if count:
+            waiting[0] = waiting[0][count:]
+
+
+def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
+    """Copy `parts` from a piece of the file, which begins at byte `start`, to their targets."""
+    content = np.frombuffer(piece, np.uint8)
+    for series, target in parts:
+        source, memory = content[series.source - start :], target.memory[series.target :]
+        if series.count == 1:
+            memory[: series.length] = source[: series.length]
+        else:
+            shape = (series.count, series.length)
+            as_strided(memory, shape, (series.target_stride, 1))[...] = as_strided(
+                source, shape, (series.source_stride, 1)
+            )
+        target.took(series.bytes)
+
+
+def _units_of(path: str, extent: int, entry: FileEntry | None, first: int) -> FileUnits:
+    """How a file is read: by the blocks of its entry, or by pieces where there are none."""
+    if entry is None:
+        return FileUnits(path, extent, first, PIECE_BYTES, None)
+    if not entry.blocks and entry.bytes > PIECE_BYTES:
+        return FileUnits(path, entry.bytes, first, PIECE_BYTES, None)
+    digests = tuple(digest for _, _, digest in entry.spans())
+    return FileUnits(path, entry.bytes, first, entry.block_bytes or PIECE_BYTES, digests)
+
+
+def _clip_all(parts: Placed, start: int, size: int) -> Placed:
+    return [(part, target) for each, target in parts for part in clip(each, start, start + size)]
+
+
+def _trim(unit: Unit, parts: Placed) -> Unit:
+    """The unit without what nobody wants at its ends."""
+    start = min(series.source for series, _ in parts)
+    end = max(series.end for series, _ in parts)
+    return Unit(unit.path, start, end - start, None)
+
+
+def _finish(work: Iterable[Future[None]]) -> None:
+    for each in work:
+        each.result()

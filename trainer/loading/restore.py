@@ -1,0 +1,267 @@
+"""Resume, as a session does it: rank 0 chooses, all ranks load, one line says what came back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts import environment
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.leases import reading
+from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.data.order import SkipWindow, parse_skips
+from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.link import Link
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.mirror.resume import Search
+from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.program import program_argv
+from holdfast.trainer.staging.snapshots import SnapshotRhythm
+from holdfast.trainer.state.train_state import Restored, TrainState
+
+CHOICES_MAX: Final = 100
+FALLBACKS_MAX: Final = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where training goes on: after `step`; `checkpoint` is an id, None when it begins."""
+
+    step: int = 0
+    checkpoint: str | None = None
+    skips: tuple[SkipWindow, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What rank 0 found, as the other ranks need it."""
+
+    directory: str | None
+    checkpoint: str | None
+    skipped: tuple[str, ...]
+    skips: tuple[SkipWindow, ...]
+    document: dict[str, Any]
+
+
+def chosen_interval(default: int | str) -> Interval:
+    """The spec's interval when there is one, else the program's."""
+    return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
+
+
+def chosen_snapshots(default: int | str) -> SnapshotRhythm:
+    """The spec's rhythm of snapshots when there is one, else the program's."""
+    return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
+
+
+def resume(
+    link: Link,
+    ranks: Ranks,
+    engine: CheckpointEngine,
+    state: TrainState,
+    recorder: Recorder | None,
+) -> Resumed:
+    """Restore the newest believable checkpoint of the run; every rank must call it.
+
+    What turns out damaged while it is read is passed over, by all ranks together. Raises
+    `CheckpointError` when the checkpoint and the program's state do not fit together, and
+    `DamagedCheckpointError` when one was read in part and there is none to fall back to.
+    """
+    passed: dict[str, str] = {}
+    search = _search(link, passed, recorder)
+    for _ in range(FALLBACKS_MAX):
+        # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
+        with contextlib.ExitStack() as held:
+            choice = _choose_together(search, passed, held, link, ranks)
+            try:
+                return _restore(choice, link, ranks, engine, state, recorder)
+            except DamagedCheckpointError as error:
+                if choice.directory is None:
+                    raise
+                passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
+    raise DamagedCheckpointError(
+        f"{link.run.directory}: {len(passed)} checkpoints were read and all are damaged; look at "
+        "the storage with `holdfast verify`",
+        damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
+    )
+
+
+def _restore(
+    choice: _Choice,
+    link: Link,
+    ranks: Ranks,
+    engine: CheckpointEngine,
+    state: TrainState,
+    recorder: Recorder | None,
+) -> Resumed:
+    """Load what was chosen and say so; `DamagedCheckpointError` on all ranks if it is damaged."""
+    found = Resumed(skips=choice.skips)
+    restored = [Restored(parts=())]
+    report = None
+    if choice.directory is not None:
+        document = choice.document
+        directory = Path(choice.directory)
+        target = state.template(document, lambda: read_metadata(directory))
+        fit = state.fit_for(document)
+        report = engine.load(
+            directory, target, strict=fit.strict, rename=fit.rename, exclude=fit.exclude
+        )
+        restored = ranks.gather(lambda: state.apply(target, document))
+        found = Resumed(
+            step=int(document["step"]),
+            checkpoint=choice.checkpoint,
+            skips=choice.skips,
+            data=dict(document["data"]),
+            best=dict(document["best"]),
+        )
+    if recorder is not None:
+        notes = report.notes() if report is not None else ()
+        print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
+        _journal(link, found, restored[0], choice.skipped, recorder)
+    return found
+
+
+def describe(
+    run: str,
+    found: Resumed,
+    restored: list[Restored],
+    skipped: tuple[str, ...],
+    loaded: Sequence[str] = (),
+) -> str:
+    """The one line for people: what was restored and what was not.
+
+    `restored` is by rank, `loaded` what the load itself has to say of single keys.
+    """
+    over = f"; passed over {'; '.join(skipped)}" if skipped else ""
+    if found.checkpoint is None:
+        return f"holdfast: {run} begins at step 0, with no checkpoint to go on from{over}"
+    first = restored[0]
+    reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
+    notes = [f"{name} was not in the checkpoint" for name in first.missing]
+    notes += [f"the checkpoint's {name} is not used" for name in first.unused]
+    if reseeded:
+        notes.append(
+            f"ranks {', '.join(reseeded)} had no saved random state and were seeded from "
+            "(seed, rank, step)"
+        )
+    notes += loaded
+    not_restored = f"; {'; '.join(notes)}" if notes else ""
+    return (
+        f"holdfast: {run} goes on after step {found.step} from {found.checkpoint}: restored "
+        f"{', '.join(first.parts)}{not_restored}{over}"
+    )
+
+
+def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
+    """The data that rollbacks passed over: `skip` of each, pairs [first_step, steps]."""
+    return parse_skips(
+        pair
+        for event in events
+        if event.kind is EventKind.ROLLED_BACK
+        for pair in event.data.get("skip") or ()
+    )
+
+
+def _search(link: Link, passed: dict[str, str], recorder: Recorder | None) -> Search:
+    """The look for a checkpoint in all tiers that the environment names."""
+    identity = link.identity
+
+    def journal(kind: EventKind, **facts: Any) -> None:
+        if recorder is not None:
+            numbers: dict[str, Any] = {
+                "attempt": identity.attempt,
+                "incarnation": identity.incarnation,
+            }
+            recorder.event(kind, **numbers, **facts)
+
+    return Search(
+        run=link.run,
+        run_uid=identity.run_uid,
+        tiers=Tiers.from_environment(os.environ),
+        nodes=identity.nodes,
+        passed=passed,
+        journal=journal,
+    )
+
+
+def _choose_together(
+    search: Search,
+    passed: dict[str, str],
+    held: contextlib.ExitStack,
+    link: Link,
+    ranks: Ranks,
+) -> _Choice:
+    """Rank 0's choice, known to all and there on every node."""
+    choice = ranks.share(lambda: _choose(search, passed, held))
+    if search.tiers.local:
+        ranks.gather(lambda: _bring(search, link, choice))
+    return choice
+
+
+def _bring(search: Search, link: Link, choice: _Choice) -> None:
+    """With a disk of its own each node has to have the files; node 0 has them already."""
+    is_other = link.identity.node != 0 and link.identity.local_rank == 0
+    if is_other and choice.directory is not None:
+        name = CheckpointName.parse(Path(choice.directory).name)
+        if name is not None and choice.directory.startswith(search.tiers.local):
+            search.bring(name)
+
+
+def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
+    """The choice, under a lease; one deleted before the lease stood is chosen anew.
+
+    `passed` has what was passed over while it was read, and gains one whose train state is
+    damaged.
+    """
+    skips = recorded_skips(load_events(search.run))
+    read_before = bool(passed)
+    for _ in range(CHOICES_MAX):
+        choice = search.choose()
+        if choice.directory is None or choice.manifest is None:
+            break
+        held.enter_context(reading(choice.directory))
+        if not (choice.directory / MANIFEST).exists():
+            continue
+        try:
+            document = read_train_state(choice.directory)
+        except DamagedCheckpointError as error:
+            passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
+            continue
+        name = checkpoint_id(choice.manifest.run, choice.manifest.name)
+        return _Choice(str(choice.directory), name, choice.skipped, skips, document)
+    if read_before:
+        raise DamagedCheckpointError(
+            f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
+            f"that this process cannot begin anew. Passed over: {'; '.join(choice.skipped)}. "
+            "Restore one from a copy, or fork a checkpoint of another run",
+            damaged=choice.skipped,
+        )
+    return _Choice(None, None, choice.skipped, skips, {})
+
+
+def _journal(
+    link: Link, found: Resumed, first: Restored, skipped: tuple[str, ...], recorder: Recorder
+) -> None:
+    identity = link.identity
+    recorder.event(
+        EventKind.RESUMED,
+        attempt=identity.attempt,
+        incarnation=identity.incarnation,
+        checkpoint=found.checkpoint,
+        step=found.step,
+        skipped=list(skipped),
+        command_digest=identity.command_digest,
+        argv=program_argv(),
+        world_size=identity.world_size,
+        restored=list(first.parts),
+    )

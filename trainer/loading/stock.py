@@ -1,0 +1,106 @@
+"""Loading through stock DCP: for planners of the caller's own, and for entries it transformed.
+
+What stock DCP reads is looked at before: the files by the manifest, and byte entries by a loader
+that makes plain values only, so that none of them runs code.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
+from torch.futures import Future
+
+from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.manifest import find_damage
+from holdfast.trainer.loading.plain_load import load_plain
+from holdfast.trainer.planning.metadata import Opened
+
+
+class HoldfastReader(FileSystemReader):
+    """Stock DCP's reader over metadata that was read and checked before."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+        self.keys_read: frozenset[str] = frozenset()
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The metadata given at construction."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what `plan` says; byte entries are refused unless they are plain values."""
+        self.keys_read = frozenset(item.storage_index.fqn for item in plan.items)
+        return super().read_data(plan, _Careful(planner))  # type: ignore[arg-type]
+
+
+class _Careful:
+    """A planner that is handed byte entries only when they can be read without running code."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Let the planner have a byte entry; `DamagedCheckpointError` for one that has code."""
+        load_plain(value.getvalue())
+        self._planner.load_bytes(read_item, value)
+
+
+def needs_stock(metadata: Metadata) -> bool:
+    """True when an entry was compressed or otherwise transformed, which only stock DCP undoes."""
+    return any(info.transform_descriptors for info in (metadata.storage_data or {}).values())
+
+
+def load_as_stock(
+    opened: Opened,
+    state: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    planner: LoadPlanner | None,
+) -> frozenset[str]:
+    """Load `state` in place as `torch.distributed.checkpoint.load` does; the saved keys read.
+
+    The files must have been checked before. Raises `CheckpointError` on all ranks when stock
+    DCP fails.
+    """
+    reader = HoldfastReader(opened.directory, opened.metadata)
+    try:
+        with warnings.catch_warnings():
+            # Stock DCP warns of a load without process group, which is what one process wants.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load_with_dcp(
+                state,
+                storage_reader=reader,
+                planner=planner or DefaultLoadPlanner(allow_partial_load=True),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
+        raise CheckpointError(
+            f"{opened.directory}: not loaded: {reasons}; `holdfast verify` says whether files "
+            "are damaged"
+        ) from error
+    return reader.keys_read
+
+
+def check_share(opened: Opened, group: dist.ProcessGroup | None) -> list[str]:
+    """Damage in this rank's share of the files; every rank looks at others of them."""
+    if opened.manifest is None:
+        return []
+    rank = dist.get_rank(group) if group is not None else 0
+    size = dist.get_world_size(group) if group is not None else 1
+    share = opened.manifest.model_copy(update={"files": opened.manifest.files[rank::size]})
+    return find_damage(opened.directory, share)

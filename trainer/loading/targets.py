@@ -1,0 +1,288 @@
+"""What a rank wants from a checkpoint's files, and the memory that it is to land in.
+
+A tensor's saved chunk lies inside a zip that `torch.save` made. Where its bytes begin follows
+from shape and type: the zip of the same tensor is made here without data, and its header is
+compared with the one that is read along the way. An entry that turns out to be anything else is
+taken whole and opened by `torch.load`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.utils import find_tensor_shard
+
+from holdfast.contracts.digests import digest_of
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
+from holdfast.trainer.loading.plain_load import load_plain
+from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
+from holdfast.trainer.planning.layout import make_template
+from holdfast.trainer.planning.metadata_check import overlap_any
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Target:
+    """Memory that bytes land in, in any order and from several threads.
+
+    It is made when the first bytes are about to land; `finish` is given it after the last, and
+    it is let go then.
+    """
+
+    def __init__(
+        self, make: Callable[[], Bytes], finish: Callable[[Bytes], None] | None = None
+    ) -> None:
+        self._make, self._finish = make, finish
+        self._memory: Bytes | None = None
+        self._missing = 0
+        self._lock = threading.Lock()
+
+    @property
+    def memory(self) -> Bytes:
+        """The bytes, as a flat array."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = self._make()
+            return self._memory
+
+    def expect(self, count: int) -> None:
+        """Say before reading that `count` more bytes will land here."""
+        self._missing += count
+
+    def took(self, count: int) -> None:
+        """Say that `count` bytes have landed."""
+        with self._lock:
+            self._missing -= count
+            done = self._missing == 0
+        if done and self._finish is not None:
+            self._finish(self.memory)
+            self._memory = None
+
+
+@dataclass(frozen=True)
+class Want:
+    """Bytes of the file `path`, and where they go."""
+
+    path: str
+    series: Series
+    target: Target
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank has of a tensor: the box `wanted` in `local`, saved as `dtype`."""
+
+    key: str
+    wanted: Chunk
+    local: torch.Tensor
+    dtype: torch.dtype
+    target: Target
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one saved chunk has of a part, in `box`; its entry in the file is `info`."""
+
+    part: Part
+    saved: Chunk
+    box: Chunk
+    info: _StorageInfo
+
+
+@dataclass(frozen=True)
+class Header:
+    """The head of a tensor's zip as it was read, and what it may be."""
+
+    piece: Piece
+    content: Target
+    expected: tuple[bytes, ...]
+
+    @property
+    def is_as_expected(self) -> bool:
+        return self.content.memory.tobytes() in self.expected
+
+
+@dataclass
+class Wants:
+    """All that one rank wants. `distinct` names each wanted box: its bytes, by a short digest."""
+
+    items: list[Want] = field(default_factory=list)
+    headers: list[Header] = field(default_factory=list)
+    wholes: list[tuple[Piece, Target]] = field(default_factory=list)
+    numbers: dict[str, Target] = field(default_factory=dict)
+    distinct: dict[str, int] = field(default_factory=dict)
+
+    def add(self, path: str, series: Series, target: Target) -> None:
+        """Want `series` of the file."""
+        target.expect(series.bytes)
+        self.items.append(Want(path, series, target))
+
+
+def collect(flat: Mapping[str, Any], metadata: Metadata) -> Wants:
+    """What this rank wants of a checkpoint that has every key of `flat`.
+
+    Raises `DamagedCheckpointError` when chunks are missing from `.metadata`, and
+    `CheckpointError` for a tensor that has no memory to load into.
+    """
+    wants = Wants()
+    storage = metadata.storage_data or {}
+    for key, value in flat.items():
+        entry = metadata.state_dict_metadata[key]
+        if isinstance(entry, BytesStorageMetadata):
+            info = _find(storage, MetadataIndex(key))
+            wants.numbers[key] = _want_whole(wants, info)
+            wants.distinct[digest_of(key.encode())] = info.length
+            continue
+        for piece in _pieces_of(key, value, entry, storage):
+            _want_piece(wants, piece)
+    return wants
+
+
+def collect_wholes(pieces: list[Piece]) -> Wants:
+    """The same pieces by their whole entries, for those that are not what they seemed."""
+    wants = Wants()
+    for piece in pieces:
+        wants.wholes.append((piece, _want_whole(wants, piece.info)))
+    return wants
+
+
+def place_whole(piece: Piece, content: Target) -> None:
+    """Open an entry that was taken whole and put what is wanted of it into the tensor."""
+    saved = load_plain(content.memory.tobytes())
+    if not isinstance(saved, torch.Tensor) or tuple(saved.size()) != piece.saved.sizes:
+        found = tuple(saved.size()) if isinstance(saved, torch.Tensor) else type(saved).__name__
+        raise DamagedCheckpointError(
+            f"{piece.part.key}: its entry holds {found}, expected a tensor of "
+            f"{piece.saved.sizes} as .metadata says; load another checkpoint",
+            damaged=[f"{piece.part.key}: holds {found}"],
+        )
+    target = piece.part.local
+    for dimension, (begin, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
+        saved = saved.narrow(dimension, begin - piece.saved.offsets[dimension], size)
+        target = target.narrow(dimension, begin - piece.part.wanted.offsets[dimension], size)
+    target.copy_(saved)
+
+
+def _pieces_of(
+    key: str,
+    value: torch.Tensor,
+    entry: TensorStorageMetadata,
+    storage: Mapping[MetadataIndex, _StorageInfo],
+) -> list[Piece]:
+    """The saved chunks that overlap this rank's parts of a tensor."""
+    found = []
+    for chunk in _create_chunk_list(value):
+        part = _make_part(key, value, chunk, entry.properties.dtype)
+        covered, boxes = 0, []
+        for each in entry.chunks:
+            saved = _chunk(each)
+            box = overlap(saved, part.wanted)
+            if box is not None:
+                covered += prod(box.sizes)
+                boxes.append((box.offsets, box.sizes))
+                info = _find(storage, MetadataIndex(key, each.offsets))
+                found.append(Piece(part, saved, box, info))
+        if covered != prod(part.wanted.sizes) or overlap_any(boxes):
+            raise DamagedCheckpointError(
+                f"{key}: the saved chunks hold {covered} of the {prod(part.wanted.sizes)} "
+                "elements wanted, or some twice; the checkpoint is not whole. Load another one",
+                damaged=[f".metadata: {key}: its chunks are not the whole"],
+            )
+    return found
+
+
+def _make_part(
+    key: str, value: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype
+) -> Part:
+    """A part with the memory to load it into: the tensor's own where bytes can land there."""
+    local = find_tensor_shard(value, MetadataIndex(key, chunk.offsets)).detach()
+    if local.is_meta:
+        raise CheckpointError(
+            f"{key}: it is on the meta device and has no memory to load into; call "
+            "model.to_empty(device=…) before loading"
+        )
+    plain = type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous()
+    if plain and local.dtype == dtype:
+        return Part(key, _chunk(chunk), local, dtype, Target(lambda: _bytes_of(local)))
+
+    def make() -> Bytes:
+        pin = local.is_cuda
+        return _bytes_of(torch.empty(local.shape, dtype=dtype, pin_memory=pin))
+
+    def finish(memory: Bytes) -> None:
+        with torch.no_grad():
+            local.copy_(torch.from_numpy(memory).view(dtype).view(local.shape))
+
+    return Part(key, _chunk(chunk), local, dtype, Target(make, finish))
+
+
+def _want_piece(wants: Wants, piece: Piece) -> None:
+    """Want the exact bytes of a piece, or its whole entry when that has an unknown form."""
+    part, item_bytes = piece.part, piece.part.dtype.itemsize
+    name = f"{part.key} {piece.box.offsets} {piece.box.sizes}"
+    wants.distinct[digest_of(name.encode())] = prod(piece.box.sizes) * item_bytes
+    heads, data_at, length = _form_of(torch.Size(piece.saved.sizes), part.dtype)
+    if piece.info.length != length:
+        wants.wholes.append((piece, _want_whole(wants, piece.info)))
+        return
+    path, at = piece.info.relative_path, piece.info.offset
+    head = Target(lambda: np.empty(data_at, np.uint8))
+    wants.add(path, Series(at, 0, data_at), head)
+    wants.headers.append(Header(piece, head, heads))
+    for series in series_between(piece.saved, part.wanted, item_bytes):
+        wants.add(path, series.moved(at + data_at), part.target)
+
+
+def _want_whole(wants: Wants, info: _StorageInfo) -> Target:
+    content = Target(lambda: np.empty(info.length, np.uint8))
+    wants.add(info.relative_path, Series(info.offset, 0, info.length), content)
+    return content
+
+
+@cache
+def _form_of(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[bytes, ...], int, int]:
+    """(heads, where the bytes begin, length) of the zip of a contiguous tensor.
+
+    The heads are ours and stock DCP's, which has CRC32s of the zip's small parts.
+    """
+    forms = [make_template(shape, dtype, crc=crc) for crc in (False, True)]
+    heads = tuple(form.pieces[0][1][: form.data_at] for form in forms)
+    return heads, forms[0].data_at, forms[0].length
+
+
+def _find(storage: Mapping[MetadataIndex, _StorageInfo], index: MetadataIndex) -> _StorageInfo:
+    """Where an entry lies; `DamagedCheckpointError` when `.metadata` does not say."""
+    info = storage.get(index)
+    if info is None:
+        raise DamagedCheckpointError(
+            f"{index.fqn}: .metadata does not say in which file it lies; load another checkpoint",
+            damaged=[f".metadata: {index.fqn}: no place"],
+        )
+    return info
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor, as a flat array of bytes."""
+    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _chunk(chunk: ChunkStorageMetadata) -> Chunk:
+    return Chunk(tuple(chunk.offsets), tuple(chunk.sizes))

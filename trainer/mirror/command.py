@@ -1,0 +1,148 @@
+"""What is in a run's mirror, and what to do with it, from outside of a job:
+
+    python -m holdfast.trainer.mirror LOCATION list
+    python -m holdfast.trainer.mirror LOCATION verify NAME
+    python -m holdfast.trainer.mirror LOCATION delete NAME [NAME …]
+    python -m holdfast.trainer.mirror LOCATION fetch NAME --into DIRECTORY
+    python -m holdfast.trainer.mirror LOCATION push DIRECTORY
+
+LOCATION is a run's place in the mirror, as `mirrored.json` and the journal name it. Answers with
+one JSON object on standard output; exit status 1 and `error` in it when something failed. Needs
+fsspec, and s3fs for S3, but no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts.errors import (
+    DamagedCheckpointError,
+    HoldfastError,
+    MirrorError,
+    NotFoundError,
+)
+from holdfast.contracts.manifest import FileEntry
+from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
+from holdfast.contracts.paths import CheckpointName
+from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
+from holdfast.trainer.mirror.store import EntryCheck, Store, open_store
+from holdfast.trainer.mirror.upload import Tries, commit, missing_files, read_upload, send_files
+
+
+def list_committed(store: Store) -> dict[str, Any]:
+    """Every checkpoint in the mirror, oldest first, and whether it is committed there."""
+    tries, found = Tries(), []
+    for name in list_remote(store, tries=tries):
+        content = tries.do(store.read, checkpoint_key(str(name)))
+        found.append({"name": str(name), "committed": content is not None})
+    return {"checkpoints": found}
+
+
+def delete(store: Store, names: list[str]) -> dict[str, Any]:
+    """Remove checkpoints, each one's manifest first: what a crash leaves is no checkpoint.
+
+    The manifest stays as a tombstone. Harmless when repeated, and for names that are not there.
+    """
+    tries, freed = Tries(), 0
+    for name in map(str, map(_parse, names)):
+        content = tries.do(store.read, checkpoint_key(name))
+        if content is not None:
+            tries.do(store.put, tombstone_key(name), content)
+            tries.do(store.delete, [checkpoint_key(name)])
+        tries.do(store.abort_uploads, f"{checkpoint_folder(name)}/")
+        sizes = tries.do(store.sizes, checkpoint_folder(name))
+        tries.do(store.delete, sorted(sizes))
+        freed += sum(sizes.values())
+    return {"deleted": names, "bytes": freed}
+
+
+def verify(store: Store, name: str) -> dict[str, Any]:
+    """Read every byte of a checkpoint in the mirror and compare it with its manifest."""
+    tries, damaged = Tries(), []
+    remote = _remote(store, name)
+    sizes = tries.do(store.sizes, checkpoint_folder(name))
+    for entry in remote.manifest.files:
+        key = checkpoint_key(name, entry.path)
+        if sizes.get(key) != entry.bytes:
+            found = f"{sizes[key]} bytes, expected {entry.bytes}" if key in sizes else "missing"
+            damaged.append(f"{entry.path}: {found}")
+            continue
+        try:
+            tries.do(_read, store, key, entry)
+        except DamagedCheckpointError as error:
+            damaged += error.damaged
+    files = len(remote.manifest.files)
+    return {"ok": not damaged, "checkpoint": remote.manifest.id, "files": files, "damaged": damaged}
+
+
+def push(store: Store, directory: Path) -> dict[str, Any]:
+    """Copy a committed checkpoint to the mirror; goes on with what an earlier try left."""
+    upload, tries = read_upload(directory, None), Tries()
+    if upload is None:
+        raise NotFoundError(f"{directory}: no committed checkpoint here")
+    sent = send_files(store, upload, tries=tries)
+    missing = missing_files(store, upload, tries=tries)
+    if missing:
+        raise MirrorError(f"{directory}: neither here nor in the mirror: {', '.join(missing[:5])}")
+    commit(store, upload, tries=tries)
+    return {"pushed": upload.name, "bytes": sent}
+
+
+def _read(store: Store, key: str, entry: FileEntry) -> None:
+    check = EntryCheck(entry)
+    for piece in store.pieces(key, entry.bytes):
+        check.update(piece)
+    check.finish()
+
+
+def _remote(store: Store, name: str) -> Remote:
+    remote = read_remote(store, _parse(name), None, tries=Tries())
+    if remote is None:
+        raise NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")
+    return remote
+
+
+def _parse(name: str) -> CheckpointName:
+    parsed = CheckpointName.parse(name)
+    if parsed is None:
+        raise MirrorError(f"{name!r}: expected a checkpoint's directory name, step-….a….i…")
+    return parsed
+
+
+def _act(given: argparse.Namespace) -> dict[str, Any]:
+    store = Tries().do(open_store, given.location)
+    if given.act == "list":
+        return list_committed(store)
+    if given.act == "delete":
+        return delete(store, given.names)
+    if given.act == "verify":
+        return verify(store, given.name)
+    if given.act == "push":
+        return push(store, given.directory)
+    remote = _remote(store, given.name)
+    read_bytes = fetch(store, remote, given.into, url=given.location, tries=Tries())
+    return {"fetched": given.name, "into": str(given.into), "bytes": read_bytes}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, act, and print the answer; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.mirror")
+    parser.add_argument("location", help="a run's place in its mirror, as a URL")
+    acts = parser.add_subparsers(dest="act", required=True)
+    acts.add_parser("list")
+    acts.add_parser("verify").add_argument("name")
+    acts.add_parser("delete").add_argument("names", nargs="+")
+    acts.add_parser("push").add_argument("directory", type=Path)
+    bring = acts.add_parser("fetch")
+    bring.add_argument("name")
+    bring.add_argument("--into", type=Path, required=True)
+    given = parser.parse_args(argv)
+    try:
+        answer = _act(given)
+    except (HoldfastError, OSError) as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer))
+    return 1 if "error" in answer or answer.get("ok") is False else 0

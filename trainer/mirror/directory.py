@@ -1,0 +1,131 @@
+"""A mirror that is a directory of a shared file system: `file:///shared/directory`.
+
+Nothing appears under its own name before it is durable, and new names are made exclusively.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from holdfast.contracts.durable import (
+    create_bytes,
+    fsync_directory,
+    make_directory,
+    write_bytes,
+)
+from holdfast.contracts.manifest import FileEntry
+from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, telling
+
+# What is being written; left behind only by a crash.
+UNFINISHED = ".uploading"
+
+
+class DirectoryStore:
+    """A directory, used with durable writes, renames and exclusive links."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._root = Path(unquote(urlsplit(url).path))
+
+    def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
+        target = self._root / key
+        temporary = target.with_name(f"{target.name}{UNFINISHED}")
+        with telling(self._url, f"writing {key}", OSError):
+            make_directory(target.parent)
+            try:
+                with open(temporary, "wb", buffering=0) as stream:
+                    for part in checked_parts(path, entry):
+                        _write_all(stream.fileno(), part)
+                    os.fsync(stream.fileno())
+                os.replace(temporary, target)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+            fsync_directory(target.parent)
+
+    def put_new(self, key: str, content: bytes) -> bool:
+        target = self._root / key
+        with telling(self._url, f"creating {key}", OSError):
+            make_directory(target.parent)
+            return create_bytes(target, content)
+
+    def put(self, key: str, content: bytes) -> None:
+        target = self._root / key
+        with telling(self._url, f"writing {key}", OSError):
+            make_directory(target.parent)
+            write_bytes(target, content)
+
+    def read(self, key: str) -> bytes | None:
+        with telling(self._url, f"reading {key}", OSError):
+            try:
+                return (self._root / key).read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
+        with (
+            telling(self._url, f"reading {key}", OSError),
+            open(self._root / key, "rb", buffering=0) as stream,
+        ):
+            while piece := stream.read(PART_BYTES):
+                yield piece
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with telling(self._url, f"listing {prefix}", OSError):
+            for folder, _, names in os.walk(self._root / prefix):
+                for name in names:
+                    path = Path(folder) / name
+                    if not name.endswith(UNFINISHED):
+                        # A file may go while it is looked at.
+                        with contextlib.suppress(FileNotFoundError):
+                            key = path.relative_to(self._root).as_posix()
+                            found[key] = path.stat().st_size
+        return found
+
+    def folders(self, prefix: str) -> list[str]:
+        with telling(self._url, f"listing {prefix}", OSError):
+            try:
+                return sorted(e.name for e in os.scandir(self._root / prefix) if e.is_dir())
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with telling(self._url, "deleting", OSError):
+            parents = set()
+            for key in keys:
+                path = self._root / key
+                path.unlink(missing_ok=True)
+                parents.add(path.parent)
+            for parent in sorted(parents, key=lambda p: len(p.parts), reverse=True):
+                self._remove_if_empty(parent)
+
+    def abort_uploads(self, prefix: str) -> int:
+        count = 0
+        with telling(self._url, f"clearing {prefix}", OSError):
+            place = self._root / prefix
+            folder = place if place.is_dir() else place.parent
+            for path in sorted(folder.rglob(f"*{UNFINISHED}")):
+                if path.as_posix().startswith(place.as_posix()):
+                    path.unlink(missing_ok=True)
+                    count += 1
+        return count
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        """Directories are no objects: an empty one goes with its last file."""
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(handle, left) :]

@@ -1,0 +1,164 @@
+"""A checkpoint's way back from the mirror: each file checked while it is written, manifest last.
+
+Until the manifest is there the directory does not count, and a fetch that was cut off goes on
+with the files that are whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory, write_bytes
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.mirrors import MirrorRecord, checkpoint_key, write_record
+from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName
+from holdfast.trainer.mirror.store import EntryCheck, Store
+from holdfast.trainer.mirror.upload import Tries
+
+FILES_AT_ONCE: Final = 4
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A checkpoint that the mirror has committed; `content` is its manifest's own bytes."""
+
+    manifest: Manifest
+    content: bytes
+
+    @property
+    def name(self) -> CheckpointName:
+        facts = self.manifest
+        return CheckpointName(facts.step, facts.attempt, facts.incarnation)
+
+
+def list_remote(store: Store, *, tries: Tries) -> list[CheckpointName]:
+    """Names of checkpoints that have files in the mirror, committed or not, oldest first."""
+    found = tries.do(store.folders, "checkpoints")
+    return sorted(n for n in map(CheckpointName.parse, found) if n is not None)
+
+
+def read_remote(
+    store: Store, name: CheckpointName, run_uid: str | None, *, tries: Tries
+) -> Remote | None:
+    """What the mirror has under `name`; None when it was never committed there.
+
+    Raises `DamagedCheckpointError` when its manifest is not one of that name and run.
+    """
+    content = tries.do(store.read, checkpoint_key(str(name)))
+    if content is None:
+        return None
+    try:
+        remote = Remote(Manifest.model_validate_json(content), content)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise _unbelievable(name, f"no manifest that can be read: {problem}") from error
+    if remote.name != name or remote.manifest.name != str(name):
+        raise _unbelievable(name, f"the manifest of {remote.manifest.name}")
+    if run_uid is not None and remote.manifest.run_uid != run_uid:
+        raise _unbelievable(name, "the manifest of another run")
+    return remote
+
+
+def newest_remote(
+    store: Store,
+    run_uid: str,
+    *,
+    newer_than: CheckpointName | None,
+    without: Collection[str],
+    tries: Tries,
+) -> tuple[Remote | None, list[str]]:
+    """The newest believable checkpoint of the mirror, and a line for each that was passed over."""
+    skipped: list[str] = []
+    for name in reversed(list_remote(store, tries=tries)):
+        if newer_than is not None and name <= newer_than:
+            break
+        if str(name) in without:
+            continue
+        try:
+            remote = read_remote(store, name, run_uid, tries=tries)
+        except DamagedCheckpointError as error:
+            skipped.append(f"{name} in the mirror: {'; '.join(error.damaged)}")
+            continue
+        if remote is not None:
+            return remote, skipped
+        skipped.append(f"{name} in the mirror: never committed there")
+    return None, skipped
+
+
+def fetch(store: Store, remote: Remote, directory: Path, *, url: str, tries: Tries) -> int:
+    """Bring a checkpoint to `directory`; returns the bytes that were read from the mirror.
+
+    Files that are there and whole stay as they are. Raises `MirrorError` or
+    `DamagedCheckpointError` when the mirror does not have what its manifest says, `OSError` when
+    it cannot be written here; the directory then has no manifest and does not count.
+    """
+    began = time.monotonic()
+    make_directory(directory)
+    write_bytes(directory / FETCHING, b"{}\n")
+    for parent in {(directory / e.path).parent for e in remote.manifest.files}:
+        make_directory(parent)
+
+    def bring(entry: FileEntry) -> int:
+        return tries.do(_bring, store, remote, entry, directory)
+
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
+        read_bytes = sum(pool.map(bring, remote.manifest.files))
+    for parent in {(directory / e.path).parent for e in remote.manifest.files}:
+        fsync_directory(parent)
+    seconds = round(time.monotonic() - began, 6)
+    size = remote.manifest.bytes
+    write_record(
+        directory, MirrorRecord(url=url, bytes=size, seconds=seconds, mirrored_at=time.time())
+    )
+    create_bytes(directory / MANIFEST, remote.content)
+    (directory / FETCHING).unlink(missing_ok=True)
+    return read_bytes
+
+
+def _bring(store: Store, remote: Remote, entry: FileEntry, directory: Path) -> int:
+    """One file, written beside its name and given it when every block was right."""
+    target = directory / entry.path
+    if _is_whole(target, entry):
+        return 0
+    temporary = target.with_name(f"{target.name}.tmp")
+    check = EntryCheck(entry)
+    with open(temporary, "wb", buffering=0) as stream:
+        for piece in store.pieces(checkpoint_key(remote.manifest.name, entry.path), entry.bytes):
+            check.update(piece)
+            left = memoryview(piece)
+            while left:
+                left = left[os.write(stream.fileno(), left) :]
+        check.finish()
+        os.fsync(stream.fileno())
+    os.replace(temporary, target)
+    return entry.bytes
+
+
+def _is_whole(path: Path, entry: FileEntry) -> bool:
+    """True when every byte of the file at `path` is as committed."""
+    try:
+        if path.stat().st_size != entry.bytes:
+            return False
+        check = EntryCheck(entry)
+        with open(path, "rb", buffering=0) as stream:
+            while piece := stream.read(1 << 20):
+                check.update(piece)
+        check.finish()
+    except (OSError, DamagedCheckpointError):
+        return False
+    return True
+
+
+def _unbelievable(name: CheckpointName, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{name} in the mirror: {problem}; it is not used", damaged=[problem]
+    )

@@ -1,0 +1,166 @@
+"""Resume when the newest checkpoint is not here: the newest of what is here and in the mirror.
+
+What only the mirror has is fetched to the run's folder, or with a node-local tier to each node's
+own, and then loaded as any other. One process of a folder does it, while its peers wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import create_bytes
+from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
+from holdfast.contracts.history import excluded_checkpoints, load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
+from holdfast.trainer.loading.resume import Choice, choose
+from holdfast.trainer.mirror.fetch import Remote, fetch, newest_remote, read_remote
+from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.mirror.upload import Tries
+
+# So many checkpoints of the mirror may turn out damaged before the resume gives up on it.
+CANDIDATES_MAX: Final = 10
+
+Journal = Callable[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One look for a newer checkpoint in the mirror than the one that was found here."""
+
+    run: RunPaths
+    run_uid: str
+    tiers: Tiers
+    nodes: int
+    passed: Mapping[str, str]
+    journal: Journal
+
+    def choose(self) -> Choice:
+        """What to resume from: the newest believable checkpoint of all tiers, which then is here.
+
+        Raises as `newest` and `resume.choose` do.
+        """
+        if not self.tiers.mirror:
+            return choose(self.run, passing_over=self.passed)
+        if not self.tiers.local:
+            return self.newest(choose(self.run, passing_over=self.passed))
+        found = self.newest(self._newest_on_node())
+        # The run's folder has manifests alone then, but a fork's first parent may be elsewhere.
+        return found if found.manifest else choose(self.run, passing_over=self.passed)
+
+    def newest(self, here: Choice) -> Choice:
+        """`here`, or a newer checkpoint of the mirror, which then is here.
+
+        Raises `MirrorError` when the mirror cannot be asked and there is nothing here: to begin
+        from nothing might throw away what it has.
+        """
+        try:
+            return self._newest(here)
+        except MirrorError as error:
+            if here.manifest is None:
+                raise MirrorError(
+                    f"{error}; there is no checkpoint here, and what the mirror has is not known. "
+                    "Mend the mirror, or take checkpoint.mirror away to begin at step 0"
+                ) from error
+            line = f"what the mirror has is not known: {error}"
+            return dataclasses.replace(here, skipped=(*here.skipped, line))
+
+    def _newest(self, here: Choice) -> Choice:
+        url = self.tiers.location(self.run.name, self.run_uid)
+        tries = Tries()
+        store = tries.do(open_store, url)
+        without = set(excluded_checkpoints(load_events(self.run)))
+        without |= {path.stem for path in self.run.tombstones.glob("*.json")}
+        newer_than, said = _name_of(here, self.run_uid), list(here.skipped)
+        for _ in range(CANDIDATES_MAX):
+            remote, skipped = newest_remote(
+                store, self.run_uid, newer_than=newer_than, without=without, tries=tries
+            )
+            said += [line for line in skipped if line not in said]
+            if remote is None:
+                return dataclasses.replace(here, skipped=tuple(said))
+            directory = self._destination(remote.name)
+            without.add(str(remote.name))
+            if str(directory) in self.passed:
+                said.append(f"{remote.name} of the mirror: {self.passed[str(directory)]}")
+                continue
+            try:
+                self._bring(store, remote, directory, url, tries)
+            except DamagedCheckpointError as error:
+                said.append(f"{remote.name} in the mirror: {'; '.join(error.damaged)}")
+                continue
+            return Choice(directory, remote.manifest, tuple(said))
+        return dataclasses.replace(here, skipped=tuple(said))
+
+    def _bring(self, store: Store, remote: Remote, directory: Path, url: str, tries: Tries) -> None:
+        if (directory / MANIFEST).exists() and not self.tiers.local:
+            return
+        began = time.monotonic()
+        read_bytes = fetch(store, remote, directory, url=url, tries=tries)
+        facts: dict[str, Any] = {"checkpoint": str(remote.name), "step": remote.manifest.step}
+        seconds = round(time.monotonic() - began, 6)
+        self.journal(
+            EventKind.FETCHED,
+            **facts,
+            url=url,
+            bytes=read_bytes,
+            seconds=seconds,
+            path=str(directory),
+        )
+
+    def bring(self, name: CheckpointName) -> None:
+        """Have a checkpoint that node 0 chose on this node too, where each has its own disk."""
+        url = self.tiers.location(self.run.name, self.run_uid)
+        tries = Tries()
+        store = tries.do(open_store, url)
+        remote = read_remote(store, name, self.run_uid, tries=tries)
+        if remote is None:
+            raise MirrorError(f"{url}: {name} is gone from the mirror since node 0 chose it")
+        self._bring(store, remote, self._destination(name), url, tries)
+
+    def _newest_on_node(self) -> Choice:
+        """The newest checkpoint that is whole on this node's disk; with one node alone there can
+        be any, and it may be newer than what the mirror has."""
+        folder = self.tiers.node_folder(self.run.name, self.run_uid)
+        excluded = excluded_checkpoints(load_events(self.run))
+        for directory in reversed(self.run.list_checkpoints()):
+            if self.nodes > 1 or folder is None:
+                break
+            files = folder.checkpoint(directory.name)
+            if directory.name in excluded or str(files) in self.passed or not files.is_dir():
+                continue
+            with contextlib.suppress(DamagedCheckpointError):
+                manifest = read_manifest(directory)
+                if manifest is not None and not find_damage(files, manifest):
+                    create_bytes(files / MANIFEST, (directory / MANIFEST).read_bytes())
+                    return Choice(files, manifest, ())
+        return Choice(None, None, ())
+
+    def _destination(self, name: CheckpointName) -> Path:
+        """Where a checkpoint of the mirror is fetched to: its own directory unless that is taken.
+
+        What lies there damaged stays for people to look at; the good copy goes beside it. A
+        node's own disk is a cache, and what is damaged there is replaced.
+        """
+        folder = self.tiers.node_folder(self.run.name, self.run_uid)
+        if folder is not None:
+            return folder.checkpoint(name)
+        own = self.run.checkpoint(name)
+        is_ours = not own.exists() or (own / FETCHING).exists()
+        return own if is_ours else self.run.fetched / str(name)
+
+
+def _name_of(here: Choice, run_uid: str) -> CheckpointName | None:
+    """The name of what was found in the run's own folder; a fork's origin has none there."""
+    if here.manifest is None or here.manifest.run_uid != run_uid:
+        return None
+    facts = here.manifest
+    return CheckpointName(facts.step, facts.attempt, facts.incarnation)

@@ -1,0 +1,317 @@
+"""A mirror in an S3 bucket, Amazon's or a compatible store's, by the requests themselves.
+
+Every object and every part goes with its MD5, which the store checks before it keeps a byte; the
+size is then read back. A manifest is created with `If-None-Match: *`. One thread sends at most
+`PARTS_AT_ONCE` parts at a time, so memory is bounded whatever a file's size is.
+
+Credentials and region come as any AWS tool finds them, the address of a store that is not
+Amazon's from `HOLDFAST_S3_ENDPOINT` or `AWS_ENDPOINT_URL`.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts import environment
+from holdfast.contracts.errors import MirrorError
+from holdfast.contracts.manifest import FileEntry
+from holdfast.trainer.mirror.store import (
+    CALL_TIMEOUT_S,
+    PART_BYTES,
+    PARTS_AT_ONCE,
+    checked_parts,
+)
+
+CONNECT_TIMEOUT_S: Final = 10.0
+READ_TIMEOUT_S: Final = 60.0
+DELETES_AT_ONCE: Final = 1000
+# What no second try will change.
+_REFUSALS: Final = frozenset(
+    {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket"}
+    | {"InvalidBucketName", "ExpiredToken", "InvalidToken", "MethodNotAllowed", "404"}
+)
+_NOT_THERE: Final = frozenset({"404", "NoSuchKey", "NotFound"})
+_THERE_ALREADY: Final = frozenset({"412", "PreconditionFailed"})
+_SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+class S3Error(MirrorError):
+    """The store's answer, with its `code` (`NoSuchKey`, `412` …); empty when none came."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, is_passing=code not in _REFUSALS)
+        self.code = code
+
+
+class S3Store:
+    """A place in a bucket. Calls may come from several threads."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._bucket, _, place = url.partition("://")[2].partition("/")
+        self._root = f"{place.strip('/')}/" if place.strip("/") else ""
+        self._fs = _connect(url)
+        self._pool = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="mirror")
+
+    def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
+        parts = checked_parts(path, entry)
+        first = next(parts)
+        if len(first) == entry.bytes:
+            # Asked for once more, it sees the end and with it that the bytes are the entry's.
+            self._put(key, b"".join((first, *parts)))
+        else:
+            self._put_parts(key, first, parts)
+        self._confirm(key, entry.bytes)
+
+    def put_new(self, key: str, content: bytes) -> bool:
+        try:
+            self._put(key, content, IfNoneMatch="*")
+        except S3Error as error:
+            if error.code in _THERE_ALREADY:
+                return False
+            if error.code not in {"501", "NotImplemented"}:
+                raise
+            # A store without conditional requests: the one writer of this name looks first.
+            if self.read(key) is not None:
+                return False
+            self._put(key, content)
+        return True
+
+    def put(self, key: str, content: bytes) -> None:
+        self._put(key, content)
+
+    def read(self, key: str) -> bytes | None:
+        try:
+            return self._get(key, None)
+        except S3Error as error:
+            if error.code in _NOT_THERE:
+                return None
+            raise
+
+    def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
+        starts = iter(range(0, size_bytes, PART_BYTES))
+        ahead: deque[Future[bytes]] = deque()
+        try:
+            while True:
+                while len(ahead) < PARTS_AT_ONCE and (start := next(starts, None)) is not None:
+                    end = min(start + PART_BYTES, size_bytes) - 1
+                    ahead.append(self._pool.submit(self._get, key, f"bytes={start}-{end}"))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for page in self._list(prefix, {}):
+            for item in page.get("Contents", ()):
+                found[item["Key"][len(self._root) :]] = int(item["Size"])
+        return found
+
+    def folders(self, prefix: str) -> list[str]:
+        inside = len(self._root) + len(prefix.rstrip("/")) + 1
+        found = set()
+        for page in self._list(prefix, {"Delimiter": "/"}):
+            for item in page.get("CommonPrefixes", ()):
+                found.add(item["Prefix"][inside:].rstrip("/"))
+        return sorted(found - {""})
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), DELETES_AT_ONCE):
+            names = [{"Key": self._root + key} for key in keys[start : start + DELETES_AT_ONCE]]
+            answer = self._call("delete_objects", Delete={"Objects": names, "Quiet": True})
+            for problem in answer.get("Errors", ()):
+                raise S3Error(
+                    f"{self._url}: deleting {problem.get('Key')}: {problem.get('Message')}",
+                    str(problem.get("Code", "")),
+                )
+
+    def abort_uploads(self, prefix: str) -> int:
+        return self._abort_all(prefix, lambda _: True)
+
+    # --- requests -------------------------------------------------------------------------
+
+    def _abort_all(self, prefix: str, is_wanted: Callable[[str], bool]) -> int:
+        """Abort the uploads under `prefix` whose key is wanted; returns how many."""
+        count = 0
+        markers: dict[str, str] = {}
+        while True:
+            page = self._call("list_multipart_uploads", Prefix=self._root + prefix, **markers)
+            for upload in page.get("Uploads", ()):
+                key = upload["Key"][len(self._root) :]
+                if not is_wanted(key):
+                    continue
+                # Another process may complete or abort it at this moment.
+                with contextlib.suppress(S3Error):
+                    self._abort(key, upload["UploadId"])
+                    count += 1
+            if not page.get("IsTruncated"):
+                return count
+            markers = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page["NextUploadIdMarker"],
+            }
+
+    def _put(self, key: str, content: bytes, **conditions: str) -> None:
+        self._call(
+            "put_object",
+            Key=self._root + key,
+            Body=content,
+            ContentMD5=_md5(content),
+            **conditions,
+        )
+
+    def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
+        """Send parts as they are read, a few at once; nothing is there unless all were right."""
+        # What a killed upload of this file left is of no use to this one.
+        self._abort_all(key, lambda found: found == key)
+        upload = self._call("create_multipart_upload", Key=self._root + key)["UploadId"]
+        done: list[dict[str, Any]] = []
+        under_way: deque[Future[dict[str, Any]]] = deque()
+        try:
+            part: bytes | None = first
+            number = 1
+            while part is not None:
+                under_way.append(self._pool.submit(self._put_part, key, upload, number, part))
+                if len(under_way) >= PARTS_AT_ONCE:
+                    done.append(under_way.popleft().result())
+                part = next(rest, None)
+                number += 1
+            done += [future.result() for future in under_way]
+            self._call(
+                "complete_multipart_upload",
+                Key=self._root + key,
+                UploadId=upload,
+                MultipartUpload={"Parts": done},
+            )
+        except BaseException:
+            for future in under_way:
+                future.cancel()
+            with contextlib.suppress(S3Error):
+                self._abort(key, upload)
+            raise
+
+    def _put_part(self, key: str, upload: str, number: int, content: bytes) -> dict[str, Any]:
+        answer = self._call(
+            "upload_part",
+            Key=self._root + key,
+            UploadId=upload,
+            PartNumber=number,
+            Body=content,
+            ContentMD5=_md5(content),
+        )
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    def _abort(self, key: str, upload: str) -> None:
+        self._call("abort_multipart_upload", Key=self._root + key, UploadId=upload)
+
+    def _confirm(self, key: str, size_bytes: int) -> None:
+        found = int(self._call("head_object", Key=self._root + key)["ContentLength"])
+        if found != size_bytes:
+            raise S3Error(f"{self._url}: {key} has {found} bytes, expected {size_bytes}", "")
+
+    def _get(self, key: str, byte_range: str | None) -> bytes:
+        wanted = {"Range": byte_range} if byte_range else {}
+
+        async def read(**given: Any) -> bytes:
+            answer = await self._fs._call_s3("get_object", **given)
+            async with answer["Body"] as body:
+                content: bytes = await body.read()
+            return content
+
+        found: bytes = self._run(
+            "get_object", read, Bucket=self._bucket, Key=self._root + key, **wanted
+        )
+        return found
+
+    def _list(self, prefix: str, more: dict[str, str]) -> Iterator[dict[str, Any]]:
+        token: dict[str, str] = {}
+        while True:
+            place = f"{self._root}{prefix.rstrip('/')}/"
+            page = self._call("list_objects_v2", Prefix=place, **more, **token)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _call(self, name: str, **given: Any) -> dict[str, Any]:
+        """One request, bounded in time; raises `S3Error` with the store's own code."""
+        answer: dict[str, Any] = self._run(
+            name, self._fs._call_s3, name, Bucket=self._bucket, **given
+        )
+        return answer
+
+    def _run(self, name: str, act: Any, *given: Any, **named: Any) -> Any:
+        from fsspec.asyn import FSTimeoutError, sync
+
+        try:
+            return sync(self._fs.loop, act, *given, timeout=CALL_TIMEOUT_S, **named)
+        except FSTimeoutError as error:
+            raise S3Error(
+                f"{self._url}: {name}: no answer in {CALL_TIMEOUT_S:.0f} s", ""
+            ) from error
+        except Exception as error:
+            # The library's errors are many and of no common kind; each is a failed request.
+            raise S3Error(_in_words(self._url, name, error), _code_of(error)) from error
+
+
+def _connect(url: str) -> Any:
+    """s3fs as it is found by environment; raises `MirrorError` when it is not installed."""
+    try:
+        import s3fs
+    except ImportError as error:
+        raise MirrorError(
+            f"{url}: s3fs is not installed ({error}); install holdfast[s3] in this environment"
+        ) from error
+    endpoint = os.environ.get(environment.S3_ENDPOINT) or None
+    system = s3fs.S3FileSystem(
+        endpoint_url=endpoint,
+        use_listings_cache=False,
+        # Retrying is ours, where it is counted, journaled and given up.
+        config_kwargs={
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
+            # MD5 goes with every object; older stores do not know the trailers sent otherwise.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        },
+    )
+    system.retries = 1
+    return system
+
+
+def _md5(content: bytes) -> str:
+    digest = hashlib.md5(content, usedforsecurity=False).digest()
+    return base64.b64encode(digest).decode()
+
+
+def _code_of(error: BaseException) -> str:
+    """The store's code, from the library's error or what it was made of; empty when none came."""
+    at: BaseException | None = error
+    while at is not None:
+        answer = getattr(at, "response", None)
+        if isinstance(answer, dict) and "Error" in answer:
+            return str(answer["Error"].get("Code", ""))
+        at = at.__cause__ or at.__context__
+    return "404" if isinstance(error, FileNotFoundError) else ""
+
+
+def _in_words(url: str, name: str, error: BaseException) -> str:
+    """The message for people and journals; a secret that a library quotes is taken out."""
+    text = f"{url}: {name}: {type(error).__name__}: {error}"
+    for variable in _SECRETS:
+        secret = os.environ.get(variable)
+        if secret:
+            text = text.replace(secret, "***")
+    return text

@@ -1,0 +1,149 @@
+"""One checkpoint's way into the mirror: its files, each checked, and the manifest last.
+
+A node sends the files that it wrote; node 0 creates the manifest once the mirror has all of them.
+Whatever is done again after a crash is harmless: a file that is there is there whole, and the
+manifest is created exclusively.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, ParamSpec, TypeVar
+
+from holdfast.contracts.errors import MirrorError
+from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombstone_key
+from holdfast.contracts.paths import MANIFEST
+from holdfast.trainer.mirror.store import Store
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+TRIES_MAX: Final = 8
+PAUSE_FIRST_S: Final = 0.5
+PAUSE_MAX_S: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """A committed checkpoint to be copied: where its files lie, and which of them are ours."""
+
+    files: Path
+    manifest: Manifest
+    content: bytes
+    own: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+    @property
+    def entries(self) -> list[FileEntry]:
+        """The files that this node has to send."""
+        return [entry for entry in self.manifest.files if entry.path in self.own]
+
+
+def read_upload(
+    directory: Path, own: Collection[str] | None, files: Path | None = None
+) -> Upload | None:
+    """What is to be copied of the checkpoint in `directory`, or None when it is not committed.
+
+    `own` are the paths of this node's files, None for all that lie there; `files` is where they
+    lie when that is not `directory`.
+    """
+    try:
+        content = (directory / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    manifest = Manifest.model_validate_json(content)
+    paths = frozenset(entry.path for entry in manifest.files)
+    place = directory if files is None else files
+    ours = {p for p in paths if (place / p).exists()} if own is None else paths & set(own)
+    return Upload(files=place, manifest=manifest, content=content, own=frozenset(ours))
+
+
+def send_files(store: Store, upload: Upload, *, tries: Tries) -> int:
+    """Send this node's files that the mirror lacks; returns their bytes.
+
+    Raises `MirrorError` when the mirror refuses or stays silent, `DamagedCheckpointError` when a
+    file here is no longer what was committed, `OSError` when it cannot be read.
+    """
+    _refuse_deleted(store, upload, tries)
+    there = tries.do(store.sizes, checkpoint_folder(upload.name))
+    sent = 0
+    for entry in upload.entries:
+        key = checkpoint_key(upload.name, entry.path)
+        if there.get(key) == entry.bytes:
+            continue
+        tries.do(store.put_file, key, upload.files / entry.path, entry)
+        sent += entry.bytes
+    return sent
+
+
+def missing_files(store: Store, upload: Upload, *, tries: Tries) -> list[str]:
+    """Files of the checkpoint, anybody's, that the mirror does not have at their full size."""
+    there = tries.do(store.sizes, checkpoint_folder(upload.name))
+    return [
+        entry.path
+        for entry in upload.manifest.files
+        if there.get(checkpoint_key(upload.name, entry.path)) != entry.bytes
+    ]
+
+
+def commit(store: Store, upload: Upload, *, tries: Tries) -> None:
+    """Create the manifest in the mirror, which is what makes the copy a checkpoint.
+
+    Raises `MirrorError` when the mirror has another checkpoint of that name, or had this one and
+    deleted it.
+    """
+    _refuse_deleted(store, upload, tries)
+    key = checkpoint_key(upload.name)
+    if tries.do(store.put_new, key, upload.content):
+        return
+    # An earlier try may have succeeded although its answer was lost.
+    if tries.do(store.read, key) != upload.content:
+        raise MirrorError(
+            f"{upload.name}: the mirror has another checkpoint of that name; two runs must not "
+            "share a name, an identity and a mirror. Nothing was replaced"
+        )
+
+
+def _refuse_deleted(store: Store, upload: Upload, tries: Tries) -> None:
+    if tries.do(store.read, tombstone_key(upload.name)) is not None:
+        raise MirrorError(f"{upload.name} was deleted from the mirror; it is not sent again")
+
+
+class Tries:
+    """Tries a request again, later and later, as long as the mirror may yet answer."""
+
+    def __init__(
+        self,
+        *,
+        pauses_s: Iterable[float] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._sleep = sleep
+        self._pauses_s = tuple(default_pauses() if pauses_s is None else pauses_s)
+
+    def do(self, act: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """The result of `act`. Raises its `MirrorError` when that will not pass or tries end."""
+        for pause_s in self._pauses_s:
+            try:
+                return act(*given, **named)
+            except MirrorError as error:
+                if not error.is_passing:
+                    raise
+            self._sleep(pause_s)
+        return act(*given, **named)
+
+
+def default_pauses() -> list[float]:
+    """Seconds between the tries of one request: doubling, and never in step with other nodes."""
+    return [
+        min(PAUSE_FIRST_S * 2**number, PAUSE_MAX_S) * random.uniform(0.5, 1.0)
+        for number in range(TRIES_MAX - 1)
+    ]

@@ -1,0 +1,292 @@
+"""The flusher's thread that copies committed checkpoints to the mirror, and says what became of it.
+
+New checkpoints go first, in order; then, on node 0, those that an earlier flusher did not finish,
+newest first. Nothing here delays a save: when the mirror is slower than the saves, the oldest
+that waits is passed over and that is journaled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.errors import HoldfastError, MirrorError
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.mirrors import (
+    MirrorRecord,
+    Tiers,
+    files_directory,
+    read_record,
+    write_record,
+)
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.trainer.mirror.store import Store, open_store
+from holdfast.trainer.mirror.upload import (
+    Tries,
+    Upload,
+    commit,
+    missing_files,
+    read_upload,
+    send_files,
+)
+
+# Checkpoints that may wait for their turn before the oldest is passed over.
+BACKLOG_MAX: Final = 4
+# How long node 0 waits for other nodes' files of one checkpoint, and for those of one that a
+# flusher before this one left.
+PEERS_WAIT_S: Final = 1800.0
+LEFT_WAIT_S: Final = 120.0
+PEERS_POLL_S: Final = 1.0
+# A mirror that does not answer is tried again after a while, so many times a checkpoint.
+ROUNDS_MAX: Final = 10
+ROUND_PAUSE_S: Final = 60.0
+LOCK_POLL_S: Final = 0.2
+ERROR_CHARACTERS_MAX: Final = 2000
+NAMED_MAX: Final = 20
+# Checkpoints that stay on a node's own disk, for a restart on the same node.
+NODE_COPIES_MAX: Final = 2
+
+
+@dataclass
+class Task:
+    """A checkpoint on its way. `own` as in `read_upload`; `seconds` counts this node's work."""
+
+    run: RunPaths
+    directory: Path
+    files: Path
+    own: frozenset[str] | None
+    upload: Upload | None = None
+    began: float = 0.0
+    look_at: float = 0.0
+    rounds: int = 0
+    is_sent: bool = False
+    peers_wait_s: float = PEERS_WAIT_S
+    made: float = field(default_factory=time.monotonic)
+
+
+def start_mirror(node: int, run: Path | None) -> MirrorWorker:
+    """A worker, at work where the environment names a mirror; `run` may have copies to finish."""
+    worker = MirrorWorker(Tiers.from_environment(os.environ), node=node)
+    worker.start()
+    if run is not None:
+        worker.recover(RunPaths(run))
+    return worker
+
+
+class MirrorWorker:
+    """One node's copying. `add` and the properties may be used from any thread."""
+
+    def __init__(self, tiers: Tiers, *, node: int, attempt: int | None = None) -> None:
+        self._tiers, self._node, self._attempt = tiers, node, attempt
+        self._new: deque[Task] = deque()
+        self._old: deque[Task] = deque()
+        self._waiting: list[Task] = []
+        self._current: Task | None = None
+        self._store: tuple[str, Store] | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begin, if there is a mirror; the thread ends with the process."""
+        if self._tiers.mirror:
+            self._thread.start()
+
+    def take(self, tables: Sequence[Mapping[str, Any]]) -> None:
+        """Copy a step that was committed just now; `tables` are those of this node's slots."""
+        if not self._tiers.mirror:
+            return
+        run = RunPaths(Path(tables[0]["run_directory"]))
+        own = frozenset(file["path"] for table in tables for file in table["files"])
+        directory = run.checkpoint(tables[0]["checkpoint"])
+        with self._changed:
+            self._new.append(Task(run, directory, files_directory(tables[0], directory), own))
+            passed = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
+            self._changed.notify()
+        if passed is not None:
+            behind = f"passed over: {BACKLOG_MAX} newer ones wait; the mirror is slower than saves"
+            self._journal(passed, EventKind.MIRROR_FAILED, error=behind)
+
+    def recover(self, run: RunPaths) -> None:
+        """Take up what earlier flushers of the run left: on node 0, or on each node its own."""
+        is_ours = self._node == 0 or bool(self._tiers.local)
+        if not self._tiers.mirror or not is_ours:
+            return
+        left = [
+            Task(run, directory, self._files_of(run, directory), None, peers_wait_s=LEFT_WAIT_S)
+            for directory in reversed(run.list_checkpoints())
+            if (directory / MANIFEST).exists() and read_record(directory) is None
+        ]
+        with self._changed:
+            self._old.extend(left)
+            self._changed.notify()
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of checkpoints, some of many, that are not in the mirror yet."""
+        with self._changed:
+            tasks = [*self._new, *self._old, *self._waiting]
+            tasks += [self._current] if self._current else []
+        return [task.directory.name for task in tasks[:NAMED_MAX]]
+
+    # --- the thread -----------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            task = self._next()
+            try:
+                self._advance(task)
+            except MirrorError as error:
+                self._failed(task, str(error), is_passing=error.is_passing)
+            except (HoldfastError, OSError, ValueError) as error:
+                self._failed(task, str(error), is_passing=False)
+            except Exception as error:
+                # The edge of the thread: a bug in one copy must not end all later ones.
+                self._failed(task, f"{type(error).__name__}: {error}", is_passing=False)
+            finally:
+                with self._changed:
+                    self._current = None
+
+    def _next(self) -> Task:
+        """The task whose turn it is: a new one, one that waited for peers, an old one."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                due = next((t for t in self._waiting if t.look_at <= now), None)
+                if self._new:
+                    self._current = self._new.popleft()
+                elif due is not None:
+                    self._waiting.remove(due)
+                    self._current = due
+                elif self._old:
+                    self._current = self._old.popleft()
+                if self._current is not None:
+                    return self._current
+                self._changed.wait(PEERS_POLL_S if self._waiting else None)
+
+    def _advance(self, task: Task) -> None:
+        """Take one checkpoint as far as it goes now."""
+        upload = task.upload = task.upload or read_upload(task.directory, task.own, task.files)
+        if upload is None:
+            return
+        task.began = task.began or time.monotonic()
+        store = self._store_of(upload)
+        if not task.is_sent:
+            with self._alone(task.run):
+                send_files(store, upload, tries=Tries())
+            task.is_sent = True
+            self._clear_node(task)
+        if self._node != 0:
+            return
+        missing = missing_files(store, upload, tries=Tries())
+        if not missing:
+            commit(store, upload, tries=Tries())
+            self._finish(task, upload)
+        elif time.monotonic() < task.made + task.peers_wait_s:
+            self._look_again(task, PEERS_POLL_S)
+        else:
+            lacking = ", ".join(missing[:5])
+            raise MirrorError(f"the mirror lacks {len(missing)} files of other nodes: {lacking}")
+
+    def _look_again(self, task: Task, pause_s: float) -> None:
+        task.look_at = time.monotonic() + pause_s
+        with self._changed:
+            self._waiting.append(task)
+
+    def _finish(self, task: Task, upload: Upload) -> None:
+        """Note the copy beside the manifest and in the journal."""
+        seconds = round(time.monotonic() - task.began, 6)
+        url = self._location(upload)
+        record = MirrorRecord(
+            url=url, bytes=upload.manifest.bytes, seconds=seconds, mirrored_at=time.time()
+        )
+        if (task.directory / MANIFEST).exists():
+            write_record(task.directory, record)
+        facts: dict[str, Any] = {"url": url, "bytes": record.bytes, "seconds": seconds}
+        self._journal(task, EventKind.MIRRORED, **facts)
+
+    def _failed(self, task: Task, problem: str, *, is_passing: bool) -> None:
+        if not (task.directory / MANIFEST).exists():
+            # Deleted meanwhile: there is nothing to copy, and nothing to complain of.
+            return
+        self._journal(task, EventKind.MIRROR_FAILED, error=problem[:ERROR_CHARACTERS_MAX])
+        task.rounds += 1
+        if is_passing and task.rounds < ROUNDS_MAX:
+            self._look_again(task, ROUND_PAUSE_S)
+
+    def _files_of(self, run: RunPaths, directory: Path) -> Path:
+        """Where this node has its files of a checkpoint that an earlier flusher wrote."""
+        manifest = read_manifest(directory) if self._tiers.local else None
+        if manifest is None:
+            return directory
+        folder = self._tiers.node_folder(manifest.run, manifest.run_uid)
+        return folder.checkpoint(directory.name) if folder else directory
+
+    def _clear_node(self, task: Task) -> None:
+        """Leave only the newest copies on the node's own disk: the mirror has the others.
+
+        What is not in the mirror yet stays, unless it was deleted altogether.
+        """
+        if task.files == task.directory:
+            return
+        folder = RunPaths(task.files.parent.parent)
+        for files in folder.list_checkpoints()[:-NODE_COPIES_MAX]:
+            home = task.run.checkpoint(files.name)
+            if read_record(home) is not None or not home.exists():
+                shutil.rmtree(files, ignore_errors=True)
+
+    def _location(self, upload: Upload) -> str:
+        return self._tiers.location(upload.manifest.run, upload.manifest.run_uid)
+
+    def _store_of(self, upload: Upload) -> Store:
+        """The run's place in the mirror; opened at the first use, when libraries are imported."""
+        url = self._location(upload)
+        if self._store is None or self._store[0] != url:
+            self._store = (url, Tries().do(open_store, url))
+        return self._store[1]
+
+    def _journal(self, task: Task, kind: EventKind, **facts: Any) -> None:
+        name = CheckpointName.parse(task.directory.name)
+        attempt = self._attempt if self._attempt is not None else name.attempt if name else 0
+        url = facts.pop("url", self._tiers.mirror)
+        with contextlib.suppress(OSError):
+            path = task.run.attempt(attempt).mirror_journal(self._node)
+            with JournalWriter(path) as journal:
+                journal.append(
+                    kind,
+                    attempt=attempt,
+                    checkpoint=task.directory.name,
+                    step=name.step if name else 0,
+                    url=url,
+                    **facts,
+                )
+
+    @contextlib.contextmanager
+    def _alone(self, run: RunPaths) -> Iterator[None]:
+        """One flusher sends a node's files at a time; the one before may still be at it."""
+        make_directory(run.directory / "mirror")
+        path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            give_up = time.monotonic() + PEERS_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > give_up:
+                        raise MirrorError(f"{path} is still held by another flusher") from None
+                    time.sleep(LOCK_POLL_S)
+            yield
+        finally:
+            os.close(handle)

@@ -1,0 +1,96 @@
+"""The pace of one session: what its steps and saves cost, and what follows for the intervals.
+
+Ranks that meet exchange a few numbers; each then has the same rhythm of snapshots. The interval of
+checkpoints by `auto` is rank 0's alone to choose, since it says when to save.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from holdfast.contracts.failures import Failures, observe_failures
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
+from holdfast.trainer.boundary import Saver
+from holdfast.trainer.link import Link
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.pacing.cadence import Cadence, Interval
+from holdfast.trainer.pacing.economy import Choice, StepMeter, choose_interval
+from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm
+
+
+class Pace:
+    """Times one rank's steps; on rank 0 it also chooses, and journals what it chose and why."""
+
+    def __init__(
+        self,
+        interval: Interval,
+        rhythm: SnapshotRhythm,
+        *,
+        step: int,
+        link: Link,
+        saver: Saver,
+        recorder: Recorder | None,
+    ) -> None:
+        """`step` is the last complete one; `recorder` is set on rank 0 alone."""
+        now = time.monotonic()
+        self.cadence = Cadence(interval, step=step, now=now, looks_early=rhythm.is_auto)
+        self.rhythm = rhythm
+        self.meter = StepMeter(now)
+        self._is_auto = interval.is_auto
+        self._link, self._saver, self._recorder = link, saver, recorder
+        self._saves = 0
+        self._slowed_s = 0.0
+        self._told: Choice | None = None
+        self._failures = Failures(0, 0.0)
+        if recorder is not None and interval.is_auto:
+            current = (link.identity.attempt, link.identity.incarnation)
+            self._failures = observe_failures(load_events(link.run), current)
+
+    def figures(self) -> tuple[int, int]:
+        """For the meeting: microseconds of a copy on this rank, and of a step where rank 0 is."""
+        step_us = int(self.meter.step_s * 1e6) if self._recorder is not None else 0
+        return int(self._saver.copy_s * 1e6), step_us
+
+    def settle(self, copy_us: int, step_us: int, *, saved: bool) -> None:
+        """After the meeting, with the largest figures of all ranks; the same on every rank."""
+        if self.rhythm.settle(copy_us, step_us):
+            self._tell_rhythm(copy_us, step_us)
+        self._saves += saved
+        if self._saves and self.meter.slowed_s:
+            self._slowed_s = self.meter.slowed_s / self._saves
+            self._saves = 0
+        self.meter.restart()
+        if self._recorder is not None and self._is_auto:
+            self._choose(copy_us)
+
+    def _choose(self, copy_us: int) -> None:
+        """Rank 0: the interval that fits what was measured, once a save was."""
+        if self._saver.flush_s is None:
+            return
+        choice = choose_interval(
+            self._failures,
+            self._link.identity.nodes,
+            cost_s=copy_us / 1e6 + self._slowed_s,
+            flush_s=self._saver.flush_s,
+        )
+        self.cadence.adopt(choice.interval_s)
+        if choice.differs_from(self._told):
+            self._told = choice
+            self._note(str(choice), interval_s=choice.interval_s)
+
+    def _tell_rhythm(self, copy_us: int, step_us: int) -> None:
+        every = self.rhythm.every
+        kept = f"every {every} steps" if every > 1 else "every step" if every else "none"
+        self._note(
+            f"snapshots in memory: {kept}; a copy takes {copy_us / 1e6:.4f} s, a step "
+            f"{step_us / 1e6:.4f} s, and {OVERHEAD_MAX:.0%} is the budget",
+            snapshots_every=every,
+        )
+
+    def _note(self, text: str, **figures: Any) -> None:
+        if self._recorder is not None:
+            who = self._link.identity
+            facts: dict[str, Any] = {"attempt": who.attempt, "incarnation": who.incarnation}
+            self._recorder.event(EventKind.NOTE, **facts, **figures, text=text)

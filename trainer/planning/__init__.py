@@ -1,0 +1,1 @@
+"""Who writes which bytes of which file: planned once, before the first save."""

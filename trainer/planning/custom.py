@@ -1,0 +1,174 @@
+"""A planner of the user's own: planned anew at every save, through stock DCP's protocol.
+
+The planner says what is written, by whom and under which names; where the bytes lie stays ours.
+Each save costs the planner's collectives, and nothing of it is cached.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from holdfast.contracts.errors import SaveError
+from holdfast.trainer.collective import Tree
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.planning.global_plan import offsets_of
+from holdfast.trainer.planning.layout import (
+    Layout,
+    NumberEntry,
+    Signature,
+    TensorEntry,
+    add_metadata,
+    add_train_state,
+    encode_number,
+    is_plain,
+    make_template,
+    plan_layout,
+)
+from holdfast.trainer.planning.metadata import parse_metadata
+from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
+from holdfast.trainer.planning.ranks import problem_of, raise_problems
+
+
+@dataclass(frozen=True)
+class CustomPlan:
+    """One save: the layout, and what to copy into it by the layout's keys."""
+
+    layout: Layout
+    values: Mapping[str, Any]
+
+
+def plan_custom(
+    planner: SavePlanner,
+    state: Mapping[str, Any],
+    *,
+    identity: Identity,
+    tree: Tree,
+    stage_tree: Tree,
+) -> CustomPlan:
+    """Plan one save with `planner`; all ranks call it together.
+
+    Raises `SaveError` on all ranks when the planner fails on one, or asks for what cannot be:
+    an entry that only a pickle could hold, or metadata that could not be read back.
+    """
+    plans: list[SavePlan] = []
+
+    def plan_own() -> None:
+        planner.set_up_planner(dict(state), storage_meta=None, is_coordinator=stage_tree.is_root)
+        plans.append(planner.create_local_plan())
+
+    raise_problems(tree.agree(problem_of(plan_own, identity.rank)))
+    metadata: list[Metadata] = []
+
+    def plan_all(everyones: list[SavePlan]) -> list[SavePlan]:
+        made, found = planner.create_global_plan(everyones)
+        metadata.append(found)
+        if len(made) != len(everyones):
+            raise SaveError(f"the planner made {len(made)} plans for {len(everyones)} ranks")
+        return made
+
+    plan, problem = _through_root(plans[0], plan_all, stage_tree, identity.rank)
+    raise_problems(tree.agree(problem if stage_tree.is_root else None))
+    found: list[tuple[Layout, dict[str, Any], dict[MetadataIndex, _StorageInfo]]] = []
+    problem = problem_of(
+        lambda: found.append(_place(planner, planner.finish_plan(plan), identity)), identity.rank
+    )
+    raise_problems(tree.agree(problem))
+    layout, values, storage = found[0]
+    everywhere = stage_tree.gather_all(storage)
+
+    def add_files() -> None:
+        nonlocal layout
+        if stage_tree.is_root:
+            layout = add_metadata(layout, _pickle(metadata[0], everywhere), identity.folder)
+        if identity.rank == 0:
+            layout = add_train_state(layout)
+
+    raise_problems(tree.agree(problem_of(add_files, identity.rank)))
+    return CustomPlan(layout, values)
+
+
+def _through_root(
+    plan: SavePlan, plan_all: Callable[[list[SavePlan]], list[SavePlan]], tree: Tree, rank: int
+) -> tuple[SavePlan, str | None]:
+    """This rank's part of what the root makes of all ranks' plans."""
+    everyones = tree.gather_all(plan)
+    made: list[SavePlan] = []
+    problem = problem_of(lambda: made.extend(plan_all(everyones)), rank) if tree.is_root else None
+    own: SavePlan = tree.scatter_all(made if problem is None else [plan] * len(everyones))
+    return own, problem
+
+
+def _place(
+    planner: SavePlanner, plan: SavePlan, identity: Identity
+) -> tuple[Layout, dict[str, Any], dict[MetadataIndex, _StorageInfo]]:
+    """Where each item of this rank's plan lies, and its data as the planner resolves it."""
+    entries: list[TensorEntry | NumberEntry] = []
+    values: dict[str, Any] = {}
+    for item in plan.items:
+        key = f"{item.index.fqn} at {item.index.offset}"
+        data = planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            values[key] = _number(item, data)
+            entries.append(NumberEntry(key, len(encode_number(values[key])) + NUMBER_ROOM_BYTES))
+        else:
+            values[key] = _tensor(item, data)
+            shape, dtype = values[key].shape, values[key].dtype
+            entries.append(TensorEntry(key, shape, dtype, make_template(shape, dtype)))
+    layout = plan_layout(identity.file_name, entries, Signature({}))
+    lengths = [entry.length for entry in entries]
+    offsets = offsets_of(np.array(lengths, dtype=np.int64)).tolist()
+    name = identity.file_name.removeprefix(identity.folder)
+    storage = {
+        item.index: _StorageInfo(name, offset, length)
+        for item, offset, length in zip(plan.items, offsets, lengths, strict=True)
+    }
+    return layout, values, storage
+
+
+def _number(item: WriteItem, data: Any) -> Any:
+    """The value of a byte entry, which must be one that no code is needed to read."""
+    try:
+        content = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
+        value = torch.load(io.BytesIO(content), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, TypeError, EOFError) as error:
+        raise SaveError(
+            f"{item.index.fqn}: the planner resolves it to bytes that cannot be read without "
+            f"running code ({type(error).__name__}); make it a tensor, or put it into the train "
+            "state as JSON"
+        ) from error
+    if not is_plain(value):
+        raise SaveError(
+            f"{item.index.fqn}: the planner resolves it to a {type(value).__name__}; expected a "
+            "tensor, or a bool, int, float, str or None of a parameter group"
+        )
+    return value
+
+
+def _tensor(item: WriteItem, data: Any) -> torch.Tensor:
+    planned = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+    if not isinstance(data, torch.Tensor) or data.shape != planned:
+        shown = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
+        raise SaveError(
+            f"{item.index.fqn}: the planner planned a part of shape {planned} and resolves it to "
+            f"{shown}; both must be the same"
+        )
+    return data.detach()
+
+
+def _pickle(metadata: Metadata, storage: list[dict[MetadataIndex, _StorageInfo]]) -> bytes:
+    metadata.storage_data = {index: info for one in storage for index, info in one.items()}
+    metadata.version = CURRENT_DCP_VERSION
+    content = pickle.dumps(metadata)
+    # What a restricted reader would refuse must not be found out at the resume.
+    parse_metadata(content, "the planner's metadata")
+    return content

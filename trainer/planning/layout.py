@@ -1,0 +1,374 @@
+"""Where every byte of a rank's checkpoint files lies: planned once, true for every save after.
+
+A rank's image is what a staging slot holds: its `.distcp` file and, on some ranks, `.metadata`
+and `train_state.json`. A tensor's entry is the zip that `torch.save` makes, headers and footers
+fixed, its bytes on a 64-byte boundary of the file. A number's entry is such a zip too, padded by
+its own comment field to a length that later values share, so that `.metadata` stays as it is from
+save to save.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.paths import TRAIN_STATE
+from holdfast.trainer.planning.global_plan import offsets_of
+from holdfast.trainer.planning.metadata import METADATA
+
+FILE_ALIGNMENT: Final = 4096
+TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
+_ZIP_END: Final = b"PK\x05\x06"
+_ZIP_END_BYTES: Final = 22
+_NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+_LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
+_KEYS_SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """One tensor's bytes: `at` is the offset in the image, `shape` the rank's own part."""
+
+    key: str
+    at: int
+    bytes: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class NumberPlace:
+    """One number's entry: `bytes` is its length at every save."""
+
+    key: str
+    at: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """One file of the image; `path` is relative to the checkpoint's directory."""
+
+    path: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers."""
+
+    signature: Signature
+    tensors: tuple[TensorPlace, ...]
+    numbers: tuple[NumberPlace, ...]
+    fixed: tuple[tuple[int, bytes], ...]
+    files: tuple[FilePlace, ...]
+    image_bytes: int
+    train_state_at: int | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the image that are always filled: all but the room for the train state."""
+        return self.image_bytes if self.train_state_at is None else self.train_state_at
+
+
+@dataclass(frozen=True)
+class Template:
+    """The zip of a tensor of one shape and type, without the tensor's bytes."""
+
+    pieces: tuple[tuple[int, bytes], ...]
+    data_at: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor's part to be written: `shape` is the rank's own."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    template: Template
+
+    @property
+    def length(self) -> int:
+        """Bytes of the entry in the file."""
+        return self.template.length
+
+
+@dataclass(frozen=True)
+class NumberEntry:
+    """One number to be written, and the bytes of its entry at every save."""
+
+    key: str
+    length: int
+
+
+class _Recorder:
+    """Stands in for a file under `torch.save`: keeps what is written, notes what is skipped."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self.pieces: list[tuple[int, bytearray]] = []
+        self.data_at = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        piece = bytes(content)
+        last = self.pieces[-1] if self.pieces else None
+        if last and last[0] + len(last[1]) == self._position:
+            last[1].extend(piece)
+        else:
+            self.pieces.append((self._position, bytearray(piece)))
+        self._position += len(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Only ever called to leave room for a storage, from the current position on."""
+        assert whence == io.SEEK_CUR
+        self.data_at = self._position
+        self._position += offset
+        return self._position
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def tell(self) -> int:
+        return self._position
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` with nested keys joined by dots, as DCP names them.
+
+    Raises `SaveError` naming a leaf that is neither a tensor nor a number of a parameter group.
+    """
+    flat: dict[str, Any] = {}
+    _flatten_into(flat, "", state)
+    return flat
+
+
+def _flatten_into(
+    flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any]
+) -> None:
+    """Add the leaves with their names. A list is a leaf unless it holds tensors, as DCP has it."""
+    entries = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, value in entries:
+        key = f"{prefix}{name}"
+        # Nearly all are of these, and every save comes through here.
+        if type(value) not in _LEAF_TYPES:
+            if isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
+                _flatten_into(flat, f"{key}.", value)
+                continue
+            if not isinstance(value, torch.Tensor) and not is_plain(value):
+                raise SaveError(
+                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state; "
+                    "expected a tensor, or a bool, int, float, str or None of an optimizer's "
+                    "parameter group. Put anything else into the train state as JSON, or make it "
+                    "a tensor"
+                )
+        if key in flat:
+            raise SaveError(f"two entries have one name when joined by dots: {key}")
+        flat[key] = value
+
+
+def _is_nested(entries: Sequence[Any]) -> bool:
+    return any(
+        isinstance(entry, (torch.Tensor, Mapping)) or (type(entry) is list and _is_nested(entry))
+        for entry in entries
+    )
+
+
+class Signature:
+    """What a plan depends on, key by key: types, shapes and placements, but no values."""
+
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        self._prints = {key: _fingerprint(value) for key, value in flat.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._prints == other._prints
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fits(self, flat: Mapping[str, Any]) -> bool:
+        """True when `flat` needs no other plan; a microsecond or less for each key."""
+        prints = self._prints
+        if flat.keys() != prints.keys():
+            return False
+        return all(
+            prints[key] is None if type(value) in _NUMBERS else _fingerprint(value) == prints[key]
+            for key, value in flat.items()
+        )
+
+    def differences(self, flat: Mapping[str, Any]) -> list[str]:
+        """A line for each key that differs, in words for people."""
+        now = {key: _fingerprint(value) for key, value in flat.items()}
+        return [
+            f"{key}: {_in_words(now, key, 'gone')}, planned "
+            f"{_in_words(self._prints, key, 'nothing')}"
+            for key in sorted({*now, *self._prints})
+            if key not in now or key not in self._prints or now[key] != self._prints[key]
+        ]
+
+
+def find_changes(layout: Layout, flat: Mapping[str, Any]) -> str | None:
+    """What of `flat` no longer fits `layout`, a few keys by name; None when all of it fits."""
+    if layout.signature.fits(flat):
+        return None
+    changed = layout.signature.differences(flat)
+    more = f" and {len(changed) - _KEYS_SHOWN} more" if len(changed) > _KEYS_SHOWN else ""
+    return "; ".join(changed[:_KEYS_SHOWN]) + more
+
+
+def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
+    """Raise `SaveError` naming what changed when `flat` no longer fits `layout`."""
+    changes = find_changes(layout, flat)
+    if changes is not None:
+        raise SaveError(
+            f"the state is not the one that was planned: {changes}. If it changed on purpose, "
+            "call prepare(state) on all ranks, then save"
+        )
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of a tensor, detached."""
+    if isinstance(value, DTensor):
+        # Without a gradient to record, to_local does no more than this.
+        return value._local_tensor.detach()
+    if isinstance(value, ShardedTensor):
+        part: torch.Tensor = value.local_shards()[0].tensor.detach()
+        return part
+    return value.detach()
+
+
+def plan_layout(
+    path: str, entries: Sequence[TensorEntry | NumberEntry], signature: Signature
+) -> Layout:
+    """The image of one `.distcp` file, named `path`, that holds `entries` in their order."""
+    lengths = np.array([entry.length for entry in entries], dtype=np.int64)
+    tensors, numbers, fixed, end = [], [], [], 0
+    for entry, start in zip(entries, offsets_of(lengths).tolist(), strict=True):
+        if isinstance(entry, NumberEntry):
+            numbers.append(NumberPlace(entry.key, start, entry.length))
+        else:
+            template, shape, dtype = entry.template, entry.shape, entry.dtype
+            size = shape.numel() * dtype.itemsize
+            tensors.append(TensorPlace(entry.key, start + template.data_at, size, shape, dtype))
+            fixed += [(start + at, piece) for at, piece in template.pieces]
+        end = start + entry.length
+    return Layout(
+        signature=signature,
+        tensors=tuple(tensors),
+        numbers=tuple(numbers),
+        fixed=tuple(fixed),
+        files=(FilePlace(path, 0, end),) if end else (),
+        image_bytes=_align(end, FILE_ALIGNMENT),
+    )
+
+
+def add_metadata(layout: Layout, metadata: bytes, folder: str = "") -> Layout:
+    """The image with `.metadata` after its own file, in `folder` of the checkpoint."""
+    at = layout.image_bytes
+    return replace(
+        layout,
+        fixed=(*layout.fixed, (at, metadata)),
+        files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, len(metadata))),
+        image_bytes=_align(at + len(metadata), FILE_ALIGNMENT),
+    )
+
+
+def add_train_state(layout: Layout) -> Layout:
+    """The image with room for `train_state.json` at its end.
+
+    The room is address space: memory is taken for the bytes that are written alone.
+    """
+    at = layout.image_bytes
+    return replace(layout, image_bytes=at + TRAIN_STATE_BYTES_MAX, train_state_at=at)
+
+
+def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
+    """The files of one save, `train_state.json` at the length it has this time."""
+    files = list(layout.files)
+    if layout.train_state_at is not None and train_state_bytes is not None:
+        files.append(FilePlace(TRAIN_STATE, layout.train_state_at, train_state_bytes))
+    return files
+
+
+def encode_number(value: Any, length: int | None = None) -> bytes:
+    """`value` as `torch.save` writes it, padded to `length` bytes by the zip's comment.
+
+    Raises `SaveError` when it is longer than that.
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    content = stream.getvalue()
+    assert content[-_ZIP_END_BYTES:].startswith(_ZIP_END)
+    if length is None or length == len(content):
+        return content
+    padding = length - len(content)
+    if padding < 0:
+        raise SaveError(
+            f"{value!r} takes {len(content)} bytes, its place in the layout has {length}; "
+            "call prepare(state) on all ranks, then save"
+        )
+    return content[:-2] + struct.pack("<H", padding) + bytes(padding)
+
+
+def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
+    """The zip of a tensor, made without touching its memory: the pages are never written.
+
+    With `crc` its small parts bear their CRC32, as stock DCP writes them.
+    """
+    recorder = _Recorder()
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(crc)
+    try:
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(shape, dtype=dtype), recorder)  # type: ignore[arg-type]
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    pieces = tuple((at, bytes(piece)) for at, piece in recorder.pieces)
+    return Template(pieces, recorder.data_at, recorder.tell())
+
+
+def _fingerprint(value: Any) -> tuple[Any, ...] | None:
+    """What a plan depends on of one value; None for a number, whichever it is."""
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        return (value._spec, local.dtype, local.shape)
+    if isinstance(value, ShardedTensor):
+        return (value.metadata(), None, None)
+    if isinstance(value, torch.Tensor):
+        return (None, value.dtype, value.shape)
+    return None
+
+
+def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
+    if key not in prints:
+        return absent
+    found = prints[key]
+    if found is None:
+        return "a number"
+    spec, dtype, shape = found
+    if dtype is None:
+        return f"a sharded tensor of {tuple(spec.size)}"
+    where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "
+    return f"{dtype} {where}{tuple(shape)}"
+
+
+def is_plain(value: Any) -> bool:
+    """True for what a parameter group holds: numbers, words, and lists of them (betas)."""
+    if type(value) in (list, tuple):
+        return all(type(entry) in _NUMBERS for entry in value)
+    return type(value) in _NUMBERS
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment

@@ -1,0 +1,149 @@
+"""What one rank has to save, read off its live state: rows for the plan, entries for its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.tensor import DTensor
+
+from holdfast.contracts.errors import SaveError
+from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.planning.columns import OWN, SHARED, Block, Item, Row, make_block
+from holdfast.trainer.planning.layout import (
+    NumberEntry,
+    Signature,
+    Template,
+    TensorEntry,
+    encode_number,
+    flatten,
+    make_template,
+)
+
+# A number's later values may take this many bytes more than the first.
+NUMBER_ROOM_BYTES: Final = 192
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes)"""
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """One rank's blocks by digest, the tables that they name, and its file's possible entries.
+
+    `entries` has those of the shared block and those of the rank's own, in the order of rows.
+    """
+
+    blocks: Mapping[bytes, Block]
+    tables: Mapping[bytes, bytes]
+    entries: tuple[tuple[TensorEntry | NumberEntry, ...], tuple[TensorEntry | NumberEntry, ...]]
+    signature: Signature
+
+
+def describe_rank(state: Mapping[str, Any]) -> RankRows:
+    """Read `state`; raises `SaveError` naming what cannot be saved."""
+    flat = flatten(state)
+    paths = flatten_state_dict(dict(state))[1]
+    reader = _Reader()
+    blocks, tables = {}, {}
+    entries: list[tuple[TensorEntry | NumberEntry, ...]] = []
+    for kind in (SHARED, OWN):
+        keys = [key for key in flat if is_of_one_rank(key) == (kind == OWN)]
+        items = [_item(key, paths[key], flat[key]) for key in keys]
+        found = [reader.read(item, flat[item.key]) for item in items]
+        held = [pair for pair in found if pair is not None]
+        block, table = make_block(kind, items, [row for row, _ in held])
+        if items:
+            blocks[block.digest()] = block
+            tables[block.table] = table
+        entries.append(tuple(entry for _, entry in held))
+    return RankRows(blocks, tables, (entries[SHARED], entries[OWN]), Signature(flat))
+
+
+class _Reader:
+    """Reads values one by one; what many of them have in common is worked out once."""
+
+    def __init__(self) -> None:
+        self._templates: dict[tuple[torch.Size, torch.dtype], Template] = {}
+        self._boxes: dict[Any, Box] = {}
+        self._lengths: dict[str, int] = {}
+
+    def read(self, item: Item, value: Any) -> tuple[Row, TensorEntry | NumberEntry] | None:
+        """The row and the entry of one value; None when this rank has no part of it."""
+        if item.dtype is None:
+            length = self._number_bytes(value)
+            return Row(item, (), (), length), NumberEntry(item.key, length)
+        box = self._box(item.key, value)
+        if box is None:
+            return None
+        offsets, sizes = box
+        if 0 in sizes and 0 not in item.shape:
+            return None
+        template = self._template(torch.Size(sizes), value.dtype)
+        entry = TensorEntry(item.key, torch.Size(sizes), value.dtype, template)
+        return Row(item, offsets, sizes, template.length), entry
+
+    def _number_bytes(self, value: Any) -> int:
+        text = repr(value)
+        if text not in self._lengths:
+            self._lengths[text] = len(encode_number(value)) + NUMBER_ROOM_BYTES
+        return self._lengths[text]
+
+    def _template(self, shape: torch.Size, dtype: torch.dtype) -> Template:
+        if (shape, dtype) not in self._templates:
+            self._templates[shape, dtype] = make_template(shape, dtype)
+        return self._templates[shape, dtype]
+
+    def _box(self, key: str, value: torch.Tensor) -> Box | None:
+        if isinstance(value, DTensor):
+            return self._dtensor_box(key, value)
+        if isinstance(value, ShardedTensor):
+            return _sharded_box(key, value)
+        return (0,) * value.dim(), tuple(value.shape)
+
+    def _dtensor_box(self, key: str, value: DTensor) -> Box | None:
+        mesh = value.device_mesh
+        if mesh.get_coordinate() is None:
+            return None
+        known = (mesh, value.placements, value.shape)
+        if known not in self._boxes:
+            try:
+                (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            except (RuntimeError, ValueError) as error:
+                raise SaveError(
+                    f"{key}: a DTensor with placements {value.placements} cannot be saved: "
+                    f"{error}; reduce or redistribute it first"
+                ) from error
+            self._boxes[known] = tuple(chunk.offsets), tuple(chunk.sizes)
+        box = self._boxes[known]
+        local = tuple(value.to_local().shape)
+        if local != box[1]:
+            raise SaveError(
+                f"{key}: this rank's part has shape {local}, its placements {value.placements} say "
+                f"{box[1]}; make the DTensor anew with `distribute_tensor`"
+            )
+        return box
+
+
+def _sharded_box(key: str, value: ShardedTensor) -> Box | None:
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise SaveError(
+            f"{key}: a ShardedTensor with {len(shards)} shards on one rank cannot be saved; "
+            "use DTensor, as fully_shard does, or give FSDP a device mesh"
+        )
+    if not shards:
+        return None
+    place = shards[0].metadata
+    return tuple(place.shard_offsets), tuple(place.shard_sizes)
+
+
+def _item(key: str, path: tuple[str | int, ...], value: Any) -> Item:
+    if not isinstance(value, torch.Tensor):
+        return Item(key, path, None, ())
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Item(key, path, dtype, tuple(value.size()))

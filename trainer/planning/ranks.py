@@ -1,0 +1,198 @@
+"""Planning a layout with all ranks: the only collectives of saving, before the first save.
+
+Ranks describe what they have as columns (`rank_rows`), the first of each node collects its
+node's, and the first of all plans for everybody (`global_plan`). Contents travel once for each
+digest, so that ranks that hold the same cost nothing more. Whatever goes wrong on one rank is
+raised on every rank, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import psutil
+
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.slots import SLOTS_PER_RANK
+from holdfast.trainer.collective import Tree
+from holdfast.trainer.identity import Identity, distcp_name
+from holdfast.trainer.planning.columns import Block, Int32s, Rows, join, pack
+from holdfast.trainer.planning.global_plan import GlobalPlan, plan_all
+from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout
+from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
+
+T = TypeVar("T")
+GIB: Final = 1024**3
+
+Digests = tuple[bytes, ...]
+Kept = tuple[Int32s, Int32s]
+"""Rows that a rank writes, in the order of its file: of its shared block, then of its own."""
+
+
+@dataclass(frozen=True)
+class NodeIndex:
+    """What a node has, by digest alone: of each of its ranks, by rank, and the tables."""
+
+    ranks: Mapping[int, Digests]
+    tables: Digests
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The blocks and tables that one node was asked for."""
+
+    rows: Rows
+    tables: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank is told: the rows that it writes, and `.metadata` where it writes that."""
+
+    kept: Kept
+    metadata: bytes | None
+
+
+def plan_together(
+    state: Mapping[str, Any],
+    *,
+    identity: Identity,
+    tree: Tree,
+    stage_tree: Tree,
+    prepare: Callable[[], None],
+) -> Layout:
+    """This rank's layout; every rank of `tree` calls it with its own part of the state.
+
+    The ranks of `stage_tree` plan together: those of a pipeline stage, else all. Copies of one
+    box are written once, evenly by bytes. `prepare` is called before anything else. Raises
+    `SaveError` on all ranks of `tree`.
+    """
+    described: list[RankRows] = []
+
+    def describe() -> None:
+        prepare()
+        described.append(describe_rank(state))
+
+    raise_problems(tree.agree(problem_of(describe, identity.rank)))
+    own = described[0]
+    reply, problem = _ask(own, stage_tree, identity.rank)
+    raise_problems(tree.agree(problem if stage_tree.is_root else None))
+    assert reply is not None
+    entries = [own.entries[kind][row] for kind in (0, 1) for row in reply.kept[kind].tolist()]
+    layout = plan_layout(identity.file_name, entries, own.signature)
+    if reply.metadata is not None:
+        layout = add_metadata(layout, reply.metadata, identity.folder)
+    return layout if identity.rank else add_train_state(layout)
+
+
+def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
+    """Do `act` on every rank and return its own result; `SaveError` on all when one failed."""
+    result: list[T] = []
+    problem = problem_of(lambda: result.append(act()), rank)
+    raise_problems(tree.agree(problem))
+    return result[0]
+
+
+def check_memory(tree: Tree, node: int, image_bytes: int) -> None:
+    """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory."""
+    told = tree.gather_node(image_bytes)
+    available = psutil.virtual_memory().available
+    problem = find_shortage(node, told, available) if tree.is_first else None
+    raise_problems(tree.agree(problem))
+
+
+def find_shortage(node: int, images_bytes: Sequence[int], available: int) -> str | None:
+    """What to say when the slots of a node's ranks need more than the `available` bytes."""
+    needed = SLOTS_PER_RANK * sum(images_bytes)
+    if needed <= available:
+        return None
+    return (
+        f"node {node}: {SLOTS_PER_RANK} staging slots for each of {len(images_bytes)} ranks need "
+        f"{needed / GIB:.2f} GiB, {available / GIB:.2f} GiB are free; use more nodes, "
+        "shard the state further, or ask the scheduler for more memory"
+    )
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise `SaveError` when any rank had a problem."""
+    if problems:
+        raise SaveError(f"no rank saves, because of {'; '.join(problems)}")
+
+
+# --- the conversation -------------------------------------------------------------------------
+
+
+def _ask(own: RankRows, tree: Tree, rank: int) -> tuple[Reply | None, str | None]:
+    """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
+    mates = tree.gather_node((tuple(own.blocks), own.blocks, own.tables))
+    if not tree.is_first:
+        reply, problem = tree.scatter_node([])
+        return reply, problem
+    blocks: dict[bytes, Block] = {}
+    tables: dict[bytes, bytes] = {}
+    for _, its_blocks, its_tables in mates:
+        blocks |= its_blocks
+        tables |= its_tables
+    digests = {rank: mate[0] for rank, mate in zip(tree.mates, mates, strict=True)}
+    indexes = tree.gather_firsts(NodeIndex(digests, tuple(tables)))
+    wanted = tree.scatter_firsts(choose_sources(indexes))
+    contents = tree.gather_firsts(
+        Contents(pack({d: blocks[d] for d in wanted[0]}), {d: tables[d] for d in wanted[1]})
+    )
+    answer = tree.scatter_firsts(_decide(indexes, contents, rank) if tree.is_root else [])
+    replies: Sequence[Any] = tree.scatter_node(answer)
+    reply, problem = replies
+    return reply, problem
+
+
+def choose_sources(indexes: Sequence[NodeIndex]) -> list[tuple[Digests, Digests]]:
+    """The blocks and tables that each node shall send: each by the first that has it."""
+    chosen = []
+    seen: set[bytes] = set()
+    for index in indexes:
+        blocks = {d: None for held in index.ranks.values() for d in held if d not in seen}
+        tables = {d: None for d in index.tables if d not in seen}
+        seen |= {*blocks, *tables}
+        chosen.append((tuple(blocks), tuple(tables)))
+    return chosen
+
+
+def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> GlobalPlan:
+    """The plan for all ranks from all nodes' rows; raises `SaveError`."""
+    holdings = {rank: held for index in indexes for rank, held in index.ranks.items()}
+    tables = {digest: table for node in contents for digest, table in node.tables.items()}
+    by_rank = [holdings[rank] for rank in sorted(holdings)]
+    return plan_all(join([node.rows for node in contents]), tables, by_rank)
+
+
+def _decide(
+    indexes: Sequence[NodeIndex], contents: Sequence[Contents], root: int
+) -> list[list[tuple[Reply | None, str | None]]]:
+    """A reply for each rank of each node; the same problem for all when planning failed."""
+    found: list[tuple[GlobalPlan, bytes]] = []
+
+    def plan() -> None:
+        made = decide(indexes, contents)
+        found.append((made, pickle_metadata(made, distcp_name)))
+
+    problem = problem_of(plan, root)
+    if problem:
+        return [[(None, problem)] * len(index.ranks) for index in indexes]
+    made, metadata = found[0]
+    return [
+        [(Reply(made.kept[rank], None if rank else metadata), None) for rank in index.ranks]
+        for index in indexes
+    ]
+
+
+def problem_of(act: Callable[[], object], rank: int) -> str | None:
+    """Do `act`; what went wrong, with the rank that it went wrong on, or None."""
+    try:
+        act()
+    except Exception as error:
+        # Whatever it is, the other ranks wait for a word; it is raised again on all of them.
+        return f"rank {rank}: {error}"
+    return None

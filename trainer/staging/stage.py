@@ -1,0 +1,263 @@
+"""Copying a rank's state into memory that outlives it: the flusher's slots.
+
+`FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
+tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread
+while training begins, so that the first save costs what any other does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from holdfast.contracts import wire
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.slots import (
+    DATA_OFFSET,
+    NO_MORE,
+    SLOTS_PER_RANK,
+    Slot,
+    choose_slot,
+)
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.planning.layout import Layout, encode_number, local_part
+from holdfast.trainer.staging.copying import Copier
+
+CONNECT_TIMEOUT_S: Final = 30.0
+ANSWER_TIMEOUT_S: Final = 60.0
+RETRY_S: Final = 0.02
+# How long the flusher may take to put memory behind a slot before nobody waits for it any longer.
+ALLOCATION_TIMEOUT_S: Final = 300.0
+ALLOCATION_POLL_S: Final = 0.01
+
+_UNWRITTEN: Final = object()
+
+
+class FlusherLink:
+    """This rank's line to the node's flusher; it calls again when the flusher was restarted."""
+
+    def __init__(self, name: str, identity: Identity) -> None:
+        self._name, self._identity = name, identity
+        self._connection: socket.socket | None = None
+
+    def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Say hello, if that is not done; raises `SaveError` when nobody answers in time."""
+        if self._connection is not None:
+            return
+        give_up = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._connection = wire.connect(self._name, ANSWER_TIMEOUT_S)
+                break
+            except OSError as error:
+                # It may be starting, or starting anew.
+                if time.monotonic() > give_up:
+                    raise SaveError(
+                        f"no flusher listens on {self._name!r} after {timeout_s:.0f} s "
+                        f"({error.strerror}); its keeper should have started one: see the node's "
+                        "log for what it said"
+                    ) from error
+                time.sleep(RETRY_S)
+        who = self._identity
+        self._ask(
+            "hello",
+            rank=who.rank,
+            local_rank=who.local_rank,
+            local_ranks=who.local_ranks,
+            incarnation=who.incarnation,
+        )
+
+    def request_slots(self, data_bytes: int, used_bytes: int) -> list[int]:
+        """Descriptors of new slots for `data_bytes` each, ours to close.
+
+        The flusher puts memory behind the first `used_bytes` of each, after it has answered.
+        """
+        self.connect()
+        handles = self._ask("slots", bytes=data_bytes, used_bytes=used_bytes)
+        if len(handles) != SLOTS_PER_RANK:
+            raise SaveError(
+                f"the flusher gave {len(handles)} slots, expected {SLOTS_PER_RANK}; "
+                "agent and program must use one version of Holdfast"
+            )
+        return list(handles)
+
+    def notify(self, kind: str, **data: Any) -> None:
+        """Tell without waiting; what a flusher misses it finds in shared memory itself."""
+        self.keep_up()
+        with contextlib.suppress(OSError):
+            if self._connection is not None:
+                wire.send(self._connection, kind, **data)
+
+    def keep_up(self) -> None:
+        """Call again if the flusher was restarted: it must learn of this rank's death."""
+        with contextlib.suppress(OSError, SaveError):
+            if self._has_hung_up():
+                self.close()
+                self.connect(timeout_s=0.0)
+
+    def close(self) -> None:
+        """Hang up; what is sealed is written all the same."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _ask(self, kind: str, **data: Any) -> tuple[int, ...]:
+        assert self._connection is not None
+        try:
+            wire.send(self._connection, kind, **data)
+            heard = wire.receive(self._connection)
+        except OSError as error:
+            heard, problem = None, str(error)
+        else:
+            problem = "it hung up"
+        if heard is None:
+            self.close()
+            raise SaveError(
+                f"the flusher {self._name!r} gave no answer to `{kind}`: {problem}; nothing is "
+                "saved until its keeper has started it anew"
+            )
+        return heard[1]
+
+    def _has_hung_up(self) -> bool:
+        """The flusher never speaks unasked, so anything to be read is the end."""
+        if self._connection is None:
+            return True
+        readable, _, _ = select.select([self._connection], [], [], 0)
+        return bool(readable)
+
+
+class StagedSlot:
+    """One slot, mapped and cut into a view for each tensor of the layout."""
+
+    def __init__(self, handle: int, layout: Layout) -> None:
+        try:
+            self.slot = Slot(handle)
+        finally:
+            os.close(handle)
+        self._layout = layout
+        self._memory = torch.frombuffer(self.slot.data, dtype=torch.uint8)
+        self._copier = Copier(
+            [
+                self._memory[place.at : place.at + place.bytes].view(place.dtype).view(place.shape)
+                for place in layout.tensors
+            ],
+            torch.get_num_threads(),
+        )
+        self._numbers: list[Any] = [_UNWRITTEN] * len(layout.numbers)
+        self._pinned = 0
+        self._lock = threading.Lock()
+        for at, content in layout.fixed:
+            self.slot.data[at : at + len(content)] = content
+
+    def fill(self, flat: Mapping[str, Any], train_state: bytes | None) -> None:
+        """Copy the state in; on return every byte is in the slot.
+
+        Raises `SaveError` when a number or the train state has outgrown its place.
+        """
+        with self._lock, torch.no_grad():
+            sources = [local_part(flat[place.key]) for place in self._layout.tensors]
+            self._copier.copy(sources)
+        self._fill_numbers(flat)
+        if train_state is not None and self._layout.train_state_at is not None:
+            at = self._layout.train_state_at
+            self.slot.data[at : at + len(train_state)] = train_state
+
+    def pin(self) -> None:
+        """Page-lock the memory for copies from a GPU; no save copies meanwhile."""
+        with self._lock:
+            self._pinned = _pin(self._memory[: self._layout.used_bytes])
+
+    def close(self) -> None:
+        """Let the memory go from this process."""
+        self._copier.close()
+        del self._memory
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
+        # The last view may still wait for the garbage collector; the mapping then goes with it.
+        with contextlib.suppress(BufferError):
+            self.slot.close()
+
+    def _fill_numbers(self, flat: Mapping[str, Any]) -> None:
+        """Write the numbers that changed since this slot was last filled."""
+        encoded: dict[tuple[str, int], bytes] = {}
+        written = self._numbers
+        for i, place in enumerate(self._layout.numbers):
+            value = flat[place.key]
+            # The very object that was written; a list may have changed and still be the same.
+            if value is written[i] and type(value) is not list:
+                continue
+            text = repr(value)
+            content = encoded.get((text, place.bytes))
+            if content is None:
+                content = encoded[text, place.bytes] = encode_number(value, place.bytes)
+            self.slot.data[place.at : place.at + place.bytes] = content
+            written[i] = value
+
+
+class Stage:
+    """A rank's slots, and which of them are in flight."""
+
+    def __init__(self, link: FlusherLink, layout: Layout, *, pin: bool) -> None:
+        handles = link.request_slots(layout.image_bytes, layout.used_bytes)
+        self.slots = [StagedSlot(handle, layout) for handle in handles]
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._make_ready, args=(layout.used_bytes, pin), name="holdfast-map", daemon=True
+        )
+        self._thread.start()
+
+    def free(self) -> StagedSlot | None:
+        """The slot to fill next, or None while all are being written."""
+        chosen = choose_slot([staged.slot for staged in self.slots])
+        return None if chosen is None else self.slots[chosen]
+
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until every page is there; only measurements need to."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Let all slots go from this process."""
+        self._is_closed.set()
+        self._thread.join()
+        for staged in self.slots:
+            staged.close()
+
+    def _make_ready(self, used_bytes: int, pin: bool) -> None:
+        """Map what the flusher has allocated, the slot of the first save first; then pin it.
+
+        A save may come before this is through: it then waits for the pages that it touches.
+        """
+        give_up = time.monotonic() + ALLOCATION_TIMEOUT_S
+        for staged in self.slots:
+            slot, mapped, stop = staged.slot, 0, DATA_OFFSET + used_bytes
+            while mapped < stop:
+                reached = min(slot.allocated_bytes, stop)
+                if reached > mapped:
+                    slot.map_pages(mapped, reached)
+                    mapped = reached
+                elif reached == NO_MORE or time.monotonic() > give_up:
+                    break
+                elif self._is_closed.wait(ALLOCATION_POLL_S):
+                    return
+            if pin:
+                staged.pin()
+
+
+def _pin(memory: torch.Tensor) -> int:
+    """Page-lock a slot for copies from a GPU; its address, or 0 when the driver declines.
+
+    Unpinned copies are slower and as right, so declining is no error.
+    """
+    address = memory.data_ptr()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, memory.numel(), 0)
+    return address if int(status) == 0 else 0

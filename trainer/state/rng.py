@@ -1,0 +1,85 @@
+"""The random number generators of one rank as tensors: Python, NumPy, torch on CPU and CUDA.
+
+Saved per rank, so that a resume at the same world size draws what an uninterrupted run would
+have drawn. A rank that has no saved state is seeded from (seed, rank, step).
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+import torch
+
+from holdfast.trainer.data.order import ids_at
+
+PYTHON: Final = "python"
+NUMPY: Final = "numpy"
+TORCH: Final = "torch"
+CUDA: Final = "cuda"
+MT_WORDS: Final = 624
+SEEDS: Final = 1 << 62
+
+
+def capture() -> dict[str, torch.Tensor]:
+    """The states by generator: int64 for Python (628,) and NumPy (627,), uint8 for torch's.
+
+    Only the CUDA device that this rank computes on is asked, and only when it is in use.
+    """
+    states = {PYTHON: _python_state(), NUMPY: _numpy_state(), TORCH: torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states[CUDA] = torch.cuda.get_rng_state()
+    return states
+
+
+def empty_like_saved(kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Tensors to load saved states of `kinds` into."""
+    lengths = {PYTHON: MT_WORDS + 4, NUMPY: MT_WORDS + 3}
+    return {
+        kind: torch.zeros(lengths[kind], dtype=torch.int64)
+        if kind in lengths
+        else torch.zeros(torch.get_rng_state().numel() if kind == TORCH else 16, dtype=torch.uint8)
+        for kind in kinds
+    }
+
+
+def restore(states: Mapping[str, torch.Tensor]) -> None:
+    """Put every generator where `states` says; those that are not named stay as they are."""
+    if PYTHON in states:
+        version, *words, has_gauss, bits = states[PYTHON].tolist()
+        gauss = struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None
+        random.setstate((version, tuple(words), gauss))
+    if NUMPY in states:
+        *keys, at, has_gauss, bits = states[NUMPY].tolist()
+        cached = struct.unpack("<d", struct.pack("<q", bits))[0]
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), at, has_gauss, cached))
+    if TORCH in states:
+        torch.set_rng_state(states[TORCH].cpu())
+    if CUDA in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[CUDA].cpu())
+
+
+def reseed(seed: int, rank: int, step: int) -> None:
+    """Seed every generator from (seed, rank, step), alike on every machine."""
+    # A keyed permutation of a large set serves as the hash: distinct ranks, distinct seeds.
+    drawn = int(ids_at(rank + step * (1 << 24), 1, SEEDS, seed)[0])
+    random.seed(drawn)
+    np.random.seed(drawn & 0xFFFFFFFF)
+    torch.manual_seed(drawn)
+
+
+def _python_state() -> torch.Tensor:
+    version, words, gauss = random.getstate()
+    bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
+    return torch.tensor([version, *words, int(gauss is not None), bits], dtype=torch.int64)
+
+
+def _numpy_state() -> torch.Tensor:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    bits = struct.unpack("<q", struct.pack("<d", state["gauss"]))[0]
+    words = [*state["state"]["key"].tolist(), state["state"]["pos"], state["has_gauss"], bits]
+    return torch.tensor(words, dtype=torch.int64)
