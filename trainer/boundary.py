@@ -68,6 +68,10 @@ class Saver:
         self.flush_s: float | None = None
         self._has_complained = False
 
+    def has_staged(self, step: int) -> bool:
+        """True when `step` is the last one staged, or the one restored: it needs no save."""
+        return step == self._staged_step
+
     @property
     def is_busy(self) -> bool:
         """True while every slot of this rank is still being written."""

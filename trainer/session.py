@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from holdfast.contracts.agreement import consider
-from holdfast.contracts.board import NOWHERE, Phase
+from holdfast.contracts.board import NOWHERE, Phase, Proposal
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.trainer.boundary import Captured, Saver
@@ -380,16 +380,27 @@ class Session:
         return self.should_stop
 
     def _consider(self, step: int) -> None:
-        if consider(self._link.board, self._record, step):
+        word = consider(self._link.board, self._record, step)
+        if word is Proposal.GO:
             self.should_stop = True
             self._finish()
+        elif word is Proposal.SAVE and not self._saver.has_staged(step):
+            self._meet(step, "notice")
+            self._pace.meter.enter(time.monotonic())
+            # The save's phase ends here: the boundary itself was crossed before it.
+            self._record.beat(Phase.TRAIN)
 
     def _capture(self) -> Captured:
         return self._state.capture(self._progress())
 
-    def _meet(self, step: int) -> None:
-        """An agreed step: all ranks learn whether to save now, and when to meet again."""
-        wanted, self._is_checkpoint_wanted = self._is_checkpoint_wanted, False
+    def _meet(self, step: int, asked: str = "") -> None:
+        """An agreed step: all ranks learn whether to save now, and when to meet again.
+
+        `asked` is the reason of a save that all of them were asked for.
+        """
+        if self._is_checkpoint_wanted:
+            asked, self._is_checkpoint_wanted = "request", False
+        wanted = bool(asked)
         cadence, saver = self._pace.cadence, self._saver
         decision = (False, 0)
         if self.rank == 0:
@@ -404,7 +415,7 @@ class Session:
         if saved:
             if is_changed:
                 saver.prepare()
-            saver.save(step=step, reason="request" if wanted else "interval")
+            saver.save(step=step, reason=asked or "interval")
         elif save:
             saver.passed_over(step)
         if not saved and self._pace.rhythm.is_due(step):

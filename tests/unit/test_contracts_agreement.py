@@ -50,6 +50,7 @@ class Rank:
     pace_s: Callable[[], float]
     collective: Collective
     left_after: int | None = None
+    saved_after: list[int] = field(default_factory=list)
     error: Exception | None = None
 
     def run(self) -> None:
@@ -57,9 +58,16 @@ class Rank:
             self.record.register(self.number, self.resumed)
             time.sleep(self.pace_s())
             for completed in range(self.resumed, STEPS):
-                if self.record.cross(completed) and consider(self.board, self.record, completed):
+                word = Proposal.NONE
+                if self.record.cross(completed):
+                    word = consider(self.board, self.record, completed)
+                if word is Proposal.GO:
                     self.left_after = completed
                     return
+                if word is Proposal.SAVE:
+                    # A save meets in a collective: a rank that is missing would hold all others.
+                    self.collective.meet()
+                    self.saved_after.append(completed)
                 time.sleep(self.pace_s())
                 self.collective.meet()
             self.left_after = STEPS
@@ -114,6 +122,37 @@ def test_all_ranks_leave_after_one_step_whatever_their_paces(
     left = {rank.left_after for rank in crew}
     assert left in ({0 if step == AT_START else step}, {STEPS})
     board.close()
+
+
+@pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.002), (3, 0.01)])
+def test_all_ranks_save_after_one_step_train_on_and_still_stop_together(
+    seed: int, slowest_s: float
+) -> None:
+    board, handle = Board.create(3)
+    os.close(handle)
+    crew = make_ranks([board], seed, slowest_s)
+    threads = [threading.Thread(target=rank.run, daemon=True) for rank in crew]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: board.oldest_entered > NOWHERE)
+    step, _ = settle([BoardPort(board)], word=Proposal.SAVE)
+    wait_until(lambda: board.oldest_entered > step or not any(t.is_alive() for t in threads))
+    stop, _ = settle([BoardPort(board)], first_serial=100)
+    for thread in threads:
+        thread.join(JOIN_S)
+        assert not thread.is_alive(), "a rank never left"
+    assert [rank.error for rank in crew] == [None] * 3
+    expected = [[step]] * 3 if step < STEPS else [[]] * 3
+    assert [rank.saved_after for rank in crew] == expected
+    assert {rank.left_after for rank in crew} in ({stop}, {STEPS})
+    board.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + JOIN_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.0005)
 
 
 class MemberNode:
@@ -184,14 +223,14 @@ def test_a_rank_past_the_step_makes_the_node_refuse_and_frees_the_one_that_waits
     ahead.register(1, 0)
     ahead.cross(9)
     board.propose(1, 5)
-    answers: list[bool] = []
+    answers: list[Proposal] = []
     waiting.cross(5)
     thread = threading.Thread(target=lambda: answers.append(consider(board, waiting, 5)))
     thread.start()
     assert board.accepts(1, 5) is False
     board.answer(1, Proposal.ABORT)
     thread.join(JOIN_S)
-    assert answers == [False]
+    assert answers == [Proposal.NONE]
     assert (waiting.entering, waiting.waiting) == (6, 0)
 
 
@@ -204,7 +243,7 @@ def test_a_vote_of_an_aborted_agreement_does_not_count_in_the_next() -> None:
     record.cross(3)
     record.wait_at(3, 1)
     board.answer(1, Proposal.ABORT)
-    assert consider(board, record, 3) is False
+    assert consider(board, record, 3) is Proposal.NONE
     record.cross(8)
     board.propose(1, 4)
     assert board.accepts(1, 4) is False

@@ -7,6 +7,10 @@ collectives, because such a rank makes its node refuse and the refusal frees the
 
 Two-phase agreement with an abort, after the classic commit protocols; the only novelty is that
 a rank's vote is a word in shared memory, so ordinary steps pay nothing for it.
+
+A save out of turn is agreed in the same way: with SAVE for GO, ranks save together after S and
+train on. Nothing else may be proposed until every rank has entered a step after S, for a rank
+that missed the word would leave the others waiting in the save's collective.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class NodePort(Protocol):
         ...
 
     def answer(self, serial: int, state: Proposal) -> None:
-        """Tell the node's ranks `GO` or `ABORT`."""
+        """Tell the node's ranks `GO`, `SAVE` or `ABORT`."""
         ...
 
 
@@ -58,8 +62,12 @@ class BoardPort:
         self._board.answer(serial, state)
 
 
-def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, int]:
+def settle(
+    ports: Sequence[NodePort], *, first_serial: int = 1, word: Proposal = Proposal.GO
+) -> tuple[int, int]:
     """Bring all nodes to one step; returns (step, rounds). `AT_START` means before any step.
+
+    `word` is what ranks are told that wait there: `GO` to leave, `SAVE` to save and train on.
 
     Raises `AgreementError` when `ROUNDS_MAX` proposals were refused, and `ConnectionError` when
     a node is lost; ranks that waited have then been told to train on, where they can be reached.
@@ -75,10 +83,10 @@ def settle(ports: Sequence[NodePort], *, first_serial: int = 1) -> tuple[int, in
         except ConnectionError:
             _free_ranks(ports, serial)
             raise
-        verdict = Proposal.GO if all(accepted) else Proposal.ABORT
+        verdict = word if all(accepted) else Proposal.ABORT
         for port in ports:
             port.answer(serial, verdict)
-        if verdict is Proposal.GO:
+        if verdict is word:
             return step, round_number + 1
     raise AgreementError(
         f"no common step in {ROUNDS_MAX} proposals, the last after step {step}: a rank was "
@@ -92,8 +100,9 @@ def _free_ranks(ports: Sequence[NodePort], serial: int) -> None:
             port.answer(serial, Proposal.ABORT)
 
 
-def consider(board: Board, record: RankRecord, completed: int) -> bool:
-    """A rank's answer at the boundary after `completed`: True to leave, False to train on.
+def consider(board: Board, record: RankRecord, completed: int) -> Proposal:
+    """What a rank does at the boundary after `completed`: `GO`, leave; `SAVE`, save with all
+    others and train on; `NONE`, train on.
 
     Called when `RankRecord.cross` found a proposal. Raises `AgreementError` when the settler
     left the rank waiting for `ANSWER_TIMEOUT_S` seconds.
@@ -106,11 +115,15 @@ def consider(board: Board, record: RankRecord, completed: int) -> bool:
             # Published again, then read again: a new proposal may have come meanwhile.
             record.go_on(completed)
             if board.proposal == (state, serial, step):
-                return False
+                return Proposal.NONE
             continue
+        if state is Proposal.SAVE:
+            # From here on this rank counts as past the step, as the settler waits to see.
+            record.go_on(completed)
+            return Proposal.SAVE
         record.wait_at(completed, serial)
         if state is Proposal.GO:
-            return True
+            return Proposal.GO
         give_up = give_up or time.monotonic() + ANSWER_TIMEOUT_S
         if time.monotonic() > give_up:
             raise AgreementError(

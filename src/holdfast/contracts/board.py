@@ -49,6 +49,7 @@ class Proposal(IntEnum):
     PROPOSED = 1
     GO = 2
     ABORT = 3
+    SAVE = 4  # leave not: save together and train on
 
 
 class _Head(IntEnum):
@@ -59,8 +60,6 @@ class _Head(IntEnum):
     STATE = 4
     STOPPING = 5
     DEADLINE = 6  # float: Unix seconds, 0 for none
-    SAVE_WANTED = 7
-    COMMITTED = 8
 
 
 class _Record(IntEnum):
@@ -116,7 +115,6 @@ class Board:
         """Make the board ready for a new incarnation: no proposal, no rank seen."""
         self._words[_Head.STATE] = Proposal.NONE
         self._words[_Head.STOPPING] = 0
-        self._words[_Head.SAVE_WANTED] = 0
         self._floats[_Head.DEADLINE] = 0.0
         for local in range(self.ranks):
             at = self._at(local)
@@ -162,7 +160,7 @@ class Board:
         self._words[_Head.STATE] = Proposal.PROPOSED
 
     def answer(self, serial: int, state: Proposal) -> None:
-        """Say `GO` or `ABORT` to the ranks that wait on proposal `serial`."""
+        """Say `GO`, `SAVE` or `ABORT` to the ranks that wait on proposal `serial`."""
         if self._words[_Head.SERIAL] == serial:
             self._words[_Head.STATE] = state
 
@@ -180,11 +178,6 @@ class Board:
         """Say that a stop is wanted, by `deadline` (Unix seconds) if there is one."""
         self._floats[_Head.DEADLINE] = deadline or 0.0
         self._words[_Head.STOPPING] = 1
-
-    @property
-    def saves_wanted(self) -> int:
-        """Counts requests for a checkpoint now; a rank compares it with what it last saw."""
-        return self._words[_Head.SAVE_WANTED]
 
     def accepts(self, serial: int, step: int) -> bool:
         """True when no rank has gone past `step` unseen; called after `propose`.
@@ -205,6 +198,11 @@ class Board:
     def newest_entered(self) -> int:
         """The newest step that a rank has entered, or `NOWHERE`."""
         return max(record.entering for record in self.records())
+
+    @property
+    def oldest_entered(self) -> int:
+        """The oldest step that a rank is in, `NOWHERE` while one has entered none."""
+        return min(record.entering for record in self.records())
 
     @property
     def signals(self) -> int:

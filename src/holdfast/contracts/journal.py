@@ -45,6 +45,7 @@ class EventKind(StrEnum):
     INCARNATION_STARTED = "incarnation_started"  # incarnation, world_size
     INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, exit_code
     SIGNAL = "signal"  # source, name, detail: something asked the attempt to stop
+    NOTICE = "notice"  # cloud, notice, host, deadline, detail: a cloud's interruption notice
     STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
     STOP_FAILED = "stop_failed"  # reason, newest_step
     RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, argv, world_size, restored
@@ -55,6 +56,7 @@ class EventKind(StrEnum):
     MIRROR_FAILED = "mirror_failed"  # checkpoint, step, url, error
     FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
     NODE_LOST = "node_lost"  # node, host
+    GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
     NOTE = "note"  # text
 
 

@@ -139,7 +139,7 @@ class Manifest(BaseModel):
     parent: str | None = Field(
         default=None, description="id of the checkpoint that this state grew from, `run:directory`"
     )
-    reason: str = Field(default="interval", description="interval, final, crash or request")
+    reason: str = Field(default="interval", description="interval, final, crash, request or notice")
     command_digest: str = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]

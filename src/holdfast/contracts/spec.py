@@ -219,6 +219,12 @@ class Supervision(SpecPart):
     grace_s: Annotated[float, Field(gt=0)] = Field(
         default=30.0, description="seconds between a preemption signal and the kill"
     )
+    notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
+        default="auto", description="whose interruption notices the nodes listen for"
+    )
+    notices_url: str = Field(
+        default="", description="where they are served instead of the cloud's own address"
+    )
     flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=1800.0, description="the longest that a stop without a deadline may take"
     )
@@ -236,6 +242,9 @@ class Cost(SpecPart):
     """Prices, for the accounts."""
 
     gpu_hour: Annotated[float, Field(ge=0)] | None = None
+    on_demand_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="the price without preemptions, to compare with"
+    )
     currency: str = "USD"
 
 
