@@ -6,12 +6,14 @@ Exit codes alone decide nothing: torchrun exits non-zero after a clean preemptio
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Outcome, StopRequest
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.evidence import KILLED_WORKER, find_cause, last_words
 from holdfast.workers.executors.base import JobStatus
 
 _S = AttemptState
@@ -51,28 +53,17 @@ _OF_SCHEDULER: Final[dict[str, Cause]] = {
 _GUESSES: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _PREEMPT_TIME: Final = re.compile(r"PreemptTime=\d")
 
-_PATTERNS: Final[tuple[tuple[re.Pattern[str], Cause], ...]] = (
-    (
-        re.compile(r"CUDA out of memory|torch\.(cuda\.)?OutOfMemoryError|HIP out of memory"),
-        Cause.GPU_OOM,
-    ),
-    (
-        re.compile(r"No space left on device|Errno 28\b|ENOSPC|Disk quota exceeded|Errno 122\b"),
-        Cause.STORAGE_FULL,
-    ),
-    (
-        re.compile(r"^MemoryError|Cannot allocate memory|Errno 12\b|DefaultCPUAllocator", re.M),
-        Cause.HOST_OOM,
-    ),
-    (re.compile(r"^FloatingPointError|NumericsError", re.M), Cause.NUMERICS),
-    (
-        re.compile(
-            r"Connection (closed|reset) by (remote )?peer|DistBackendError|DistNetworkError"
-            r"|NCCL error|Broken pipe|Connection refused|connectFullMesh|Socket Timeout"
-            r"|AgreementError|recvValue failed"
-        ),
-        Cause.INFRASTRUCTURE,
-    ),
+# Nothing but the process itself, and the kernel on its behalf, sends what is not among these.
+_FROM_OUTSIDE: Final = frozenset(
+    {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+)
+# After these a process's own words say why.
+_WITH_WORDS: Final = frozenset({signal.SIGABRT, signal.SIGBUS})
+# What torchrun's and the job's own logs say when the program was never started.
+_NOT_STARTED: Final = re.compile(
+    r"^\S*: error: |No module named|execve\(\): .*(No such file|Permission denied)"
+    r"|(command )?not found$|can't (open|find) |^ModuleNotFoundError|cannot execute",
+    re.M,
 )
 
 
@@ -95,6 +86,7 @@ class RankFailure:
     traceback: str = ""
     pid: int = 0
     stderr_tail: str = ""
+    host: str = ""
 
     @property
     def signal(self) -> int:
@@ -115,11 +107,13 @@ def classify(
     stop: StopRequest | None = None,
     claimed: bool = False,
     lost_hosts: Sequence[str] = (),
+    job_log: str = "",
 ) -> Ending:
     """How an attempt that is over ended.
 
     `signals` are the data of its `signal` journal lines, oldest first; `status` is None when the
-    scheduler did not answer. `lost_hosts` are those that surviving agents found gone.
+    scheduler did not answer. `lost_hosts` are those that surviving agents found gone,
+    `job_log` is the end of what the job wrote before its agent began.
     """
     if outcome is not None:
         return _with_outcome(outcome, status)
@@ -143,6 +137,8 @@ def classify(
         silence = "the job is gone and its agent left no outcome"
         return _ending(Cause.UNKNOWN, [silence, *said], state=_S.LOST)
     never = "the job ended before its agent began; see the attempt's logs"
+    if found := _not_started(job_log):
+        return _ending(Cause.USER_ERROR, [found, never, *said])
     return _ending(Cause.INFRASTRUCTURE, [never, *said], state=_S.LOST)
 
 
@@ -156,50 +152,101 @@ def _is_hang_up(heard: dict[str, Any]) -> bool:
 
 
 def classify_crash(
-    failures: Sequence[RankFailure], *, oom_kills: int = 0, lost_nodes: Sequence[str] = ()
+    failures: Sequence[RankFailure],
+    *,
+    oom_kills: int = 0,
+    lost_nodes: Sequence[str] = (),
+    launch_log: str = "",
 ) -> tuple[Ending, RankFailure | None]:
     """How training ended that nobody asked to stop, and the rank whose failure came first.
 
-    `oom_kills` counts the kernel's kills for want of memory during the incarnation.
+    `oom_kills` counts the kernel's kills for want of memory during the incarnation, `launch_log`
+    is the end of torchrun's own log.
     """
     if lost_nodes:
         return _ending(Cause.NODE_FAILURE, [f"node {n} was lost" for n in lost_nodes]), None
     first = first_failure(failures)
     if first is None:
-        words = "torchrun failed without naming a rank; see its log"
-        return _ending(Cause.INFRASTRUCTURE, [words]), None
-    who = f"rank {first.rank}"
-    if first.signal and oom_kills:
-        words = f"{who} was killed by signal {first.signal}; the kernel killed for want of memory"
-        return _ending(Cause.HOST_OOM, [words]), first
+        return _of_launch(launch_log, oom_kills), None
     if first.signal:
-        cause = Cause.INFRASTRUCTURE if first.signal in {9, 15} else Cause.UNKNOWN
-        return _ending(cause, [f"{who} was killed by signal {first.signal}"]), first
-    cause = text_cause(first.text) or Cause.USER_ERROR
-    last = next((ln for ln in reversed(first.text.splitlines()) if ln.strip()), "no traceback")
-    words = f"{who} ended with exit code {first.exit_code}: {last.strip()[:LINE_CHARACTERS_MAX]}"
-    return _ending(cause, [words]), first
+        return _of_killed(first, oom_kills), first
+    who = f"rank {first.rank} ended with exit code {first.exit_code}"
+    found = find_cause(first.text)
+    if found is None:
+        # Nobody but the program itself ends a process with a code.
+        words = last_words(first.text) or "it left without an error message"
+        return _ending(Cause.USER_ERROR, [f"{who}: {words}"]), first
+    if oom_kills and KILLED_WORKER.search(found.quote):
+        return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first
+    return _ending(found.rule.cause, [f"{who}: {found.quote}"]), first
+
+
+def _of_killed(first: RankFailure, oom_kills: int) -> Ending:
+    """How a rank ended that a signal killed."""
+    name = _signal_name(first.signal)
+    who = f"rank {first.rank} was killed by signal {first.signal} ({name})"
+    if first.signal == signal.SIGKILL and oom_kills:
+        return _ending(Cause.HOST_OOM, [who, _of_kernel(oom_kills)])
+    if first.signal in _FROM_OUTSIDE:
+        return _ending(Cause.INFRASTRUCTURE, [who, "the kernel killed nothing for want of memory"])
+    if first.signal in _WITH_WORDS and (found := find_cause(first.text)):
+        return _ending(found.rule.cause, [f"{who}: {found.quote}"])
+    words = last_words(first.text)
+    return _ending(Cause.UNKNOWN, [f"{who}: {words}" if words else who])
+
+
+def _of_launch(log: str, oom_kills: int) -> Ending:
+    """How torchrun ended that named no rank."""
+    if oom_kills:
+        return _ending(Cause.HOST_OOM, ["torchrun ended", _of_kernel(oom_kills)])
+    words = last_words(log)
+    if found := _not_started(log):
+        return _ending(Cause.USER_ERROR, [f"torchrun: {found}"])
+    if named := find_cause(log):
+        return _ending(named.rule.cause, [f"torchrun: {named.quote}"])
+    said = f": {words}" if words else "; its log is silent"
+    return _ending(Cause.INFRASTRUCTURE, [f"torchrun failed without naming a rank{said}"])
+
+
+def _not_started(log: str) -> str:
+    """The line by which a log says that the program could not even be started; may be empty."""
+    lines = [line.strip() for line in log.splitlines()]
+    return next((line for line in reversed(lines) if _NOT_STARTED.search(line)), "")
+
+
+def _of_kernel(oom_kills: int) -> str:
+    return f"kernel: oom_kill +{oom_kills}: it killed for want of memory"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
     """The failure that came first: a killed rank before its peers' complaints about it."""
-    ranked = sorted(
-        failures,
-        key=lambda f: (
-            not f.signal,
-            text_cause(f.text) is Cause.INFRASTRUCTURE,
-            not f.traceback,
-            f.timestamp,
-            f.rank,
-        ),
+    return min(failures, key=_precedence, default=None)
+
+
+def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, float, int]:
+    """Smallest for what came first. An abort may be how a peer's error shows, so it has words."""
+    is_killed = failure.signal not in {0, signal.SIGABRT}
+    found = None if is_killed else find_cause(failure.text)
+    complains = found is not None and found.rule.complaint
+    # Of those who complain, one that gave up waiting is why others lost their connection.
+    gave_up = found is not None and found.rule.cause is Cause.HANG
+    silent = not failure.text
+    return (
+        complains,
+        complains and not gave_up,
+        not is_killed,
+        silent,
+        not failure.traceback,
+        failure.timestamp,
+        failure.rank,
     )
-    return ranked[0] if ranked else None
-
-
-def text_cause(text: str) -> Cause | None:
-    """The cause that a traceback's words give away, or None for the program's own errors."""
-    # A chained traceback names the root first; what matters is anywhere in it.
-    return next((cause for pattern, cause in _PATTERNS if pattern.search(text)), None)
 
 
 def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:

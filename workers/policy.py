@@ -9,7 +9,8 @@ from typing import Final, Literal
 
 from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import RankFailure, first_failure, text_cause
+from holdfast.workers.causes import Ending
+from holdfast.workers.evidence import names_hardware
 from holdfast.workers.sizes import choose_gpus
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
@@ -40,7 +41,7 @@ BACKOFF_S_MAX: Final = 600.0
 BACKOFF_DOUBLINGS_MAX: Final = 6
 # These come from outside; waiting longer and longer for them would only waste the cluster.
 _NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
-_RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN})
+_RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,35 +209,26 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
 
 
 def decide_in_place(
-    failures: Sequence[RankFailure],
+    ending: Ending,
     *,
     restarts: int,
     restarts_max: int,
-    oom_kills: int = 0,
     lost_nodes: Sequence[str] = (),
     gained_steps: bool = True,
 ) -> Decision:
     """Whether torchrun is started again on the nodes that the attempt still has.
 
-    A killed process or a broken connection is worth another start; the program's own error,
-    a lack of memory and a lost node are not. Without new steps only one restart is granted.
+    `ending` is how the incarnation ended. A killed process or a broken connection is worth
+    another start; the program's own error, a lack of memory, a lost or a faulty node are not.
+    Without new steps only one restart is granted.
     """
+    why = ending.evidence[0] if ending.evidence else "no evidence"
     if lost_nodes:
         return Decision(action="stop", reason=f"nodes {', '.join(lost_nodes)} are lost")
     if restarts >= restarts_max:
         return Decision(action="stop", reason=f"{restarts} restarts in place of {restarts_max}")
     if restarts > 0 and not gained_steps:
         return Decision(action="stop", reason="the last restart in place gained no step")
-    if oom_kills:
-        return Decision(action="stop", reason="the kernel killed for want of memory")
-    first = first_failure(failures)
-    if first is None:
-        return Decision(action="restart", reason="torchrun failed without naming a rank")
-    if first.signal:
-        return Decision(
-            action="restart", reason=f"rank {first.rank} was killed by signal {first.signal}"
-        )
-    cause = text_cause(first.text)
-    if cause in _RESTARTABLE:
-        return Decision(action="restart", reason=f"rank {first.rank}: {cause}")
-    return Decision(action="stop", reason=f"rank {first.rank} failed: {cause or Cause.USER_ERROR}")
+    if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):
+        return Decision(action="stop", reason=f"{ending.cause}: {why}")
+    return Decision(action="restart", reason=f"{ending.cause}: {why}")

@@ -37,6 +37,7 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 SETTLE_S: Final = 5.0
 # How long an outcome waits for the scheduler's own word on it.
 VERDICT_WAIT_S: Final = 60.0
+LOG_TAIL_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +189,7 @@ def _ending_data(
         stop=seen.stop,
         claimed=seen.claim is not None,
         lost_hosts=lost_hosts,
+        job_log="" if seen.claim else job_log_tail(attempt),
     )
     outcome, status = seen.outcome, seen.status
     data: dict[str, Any] = {
@@ -219,6 +221,15 @@ def _ending_data(
         "ended_at": _ended_at(status, [beat.time for beat in beats]),
         "traceback": None,
     }
+
+
+def job_log_tail(attempt: AttemptPaths) -> str:
+    """The end of what the job wrote on its standard error; empty when there is nothing."""
+    found = sorted(attempt.logs.glob("*.err"))
+    try:
+        return found[-1].read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if found else ""
+    except OSError:
+        return ""
 
 
 def _job_id(seen: Observation) -> str | None:

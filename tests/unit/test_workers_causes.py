@@ -15,8 +15,8 @@ from holdfast.workers.causes import (
     RankFailure,
     classify,
     classify_crash,
-    text_cause,
 )
+from holdfast.workers.evidence import find_cause, last_traceback, last_words, messages
 from holdfast.workers.executors import JobStatus
 from holdfast.workers.slurm_states import translate
 
@@ -163,7 +163,47 @@ def test_a_hang_up_on_a_node_that_is_lost_is_no_preemption(
     ],
 )
 def test_what_a_traceback_gives_away(text: str, cause: Cause | None) -> None:
-    assert text_cause(f"Traceback (most recent call last):\n{text}") is cause
+    found = find_cause(f"Traceback (most recent call last):\n{text}")
+    assert (found.rule.cause if found else None) is cause
+    assert found is None or found.quote in text
+
+
+CHAINED = """Traceback (most recent call last):
+  File "t.py", line 3, in save
+    raise OSError(28, "No space left on device")
+OSError: [Errno 28] No space left on device
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "t.py", line 9, in <module>
+    except ConnectionResetError:  # Connection reset by peer
+ValueError: the run is over
+"""
+
+
+def test_the_root_of_a_chain_decides_and_source_lines_do_not() -> None:
+    assert messages(CHAINED)[1] == "ValueError: the run is over"
+    found = find_cause(CHAINED)
+    assert found is not None
+    assert found.quote == "OSError: [Errno 28] No space left on device"
+    assert find_cause(CHAINED[CHAINED.rindex("Traceback") :]) is None
+    assert last_words(CHAINED) == "ValueError: the run is over"
+
+
+def test_the_last_traceback_comes_with_its_chain_and_without_an_earlier_one() -> None:
+    earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
+    assert last_traceback(earlier + CHAINED) == CHAINED
+    prefixed = "".join(f"[rank1]: {line}\n" for line in CHAINED.splitlines())
+    assert messages(last_traceback(prefixed)) == messages(CHAINED)
+    assert last_traceback("no words") == ""
+
+
+def test_warnings_before_an_end_are_no_evidence() -> None:
+    said = "[W1121 socket.cpp:7] connect failed: Connection refused\nusage: t.py [-h]\n"
+    assert find_cause(said) is None
+    assert find_cause("[rank0]:" + said) is None
+    assert last_words(said + "t.py: error: no data\n") == "t.py: error: no data"
 
 
 @pytest.mark.parametrize(

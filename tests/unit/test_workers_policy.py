@@ -8,7 +8,7 @@ import pytest
 from tests.histories import NOW, attempt_of, growing, history_of, spec_of
 
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.causes import RankFailure
+from holdfast.workers.causes import RankFailure, classify_crash
 from holdfast.workers.policy import (
     BACKOFF_S_MAX,
     BUDGETS,
@@ -190,11 +190,19 @@ ERROR = RankFailure(rank=0, exit_code=1, traceback="Traceback\nValueError: no", 
 PEER = RankFailure(
     rank=0, exit_code=1, traceback="RuntimeError: Connection closed by peer", timestamp=1
 )
+TIMED_OUT = RankFailure(
+    rank=0, exit_code=1, traceback="RuntimeError: Timed out waiting 9ms for recv operation"
+)
+FAULTY = RankFailure(
+    rank=0, exit_code=1, traceback="RuntimeError: CUDA error: uncorrectable ECC error encountered"
+)
 
 
 @pytest.mark.parametrize(
     ("failures", "fields", "action"),
     [
+        ([TIMED_OUT], {}, "restart"),
+        ([FAULTY], {}, "stop"),
         ([KILLED], {}, "restart"),
         ([PEER, KILLED], {}, "restart"),
         ([PEER], {}, "restart"),
@@ -213,6 +221,8 @@ def test_restarts_in_place(
     failures: list[RankFailure], fields: dict[str, Any], action: str
 ) -> None:
     given: dict[str, Any] = {"restarts": 0, "restarts_max": 3, **fields}
-    decision = decide_in_place(failures, **given)
+    kills = given.pop("oom_kills", 0)
+    ending, _ = classify_crash(failures, oom_kills=kills)
+    decision = decide_in_place(ending, **given)
     assert decision.action == action
     assert decision.reason

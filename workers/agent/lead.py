@@ -196,14 +196,12 @@ class Lead:
             with self._losing(node):
                 if not node.drain(drain_s, self._lost_numbers(), mirror=has_local):
                     self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
-        failures, kills = [], 0
+        wrecks = []
         for node in self.nodes:
             self._look_at(node)
             with self._losing(node):
                 if ending in {"crashed", "stopped"}:
-                    wreck = node.wreck()
-                    failures += wreck.failures
-                    kills += wreck.oom_kills
+                    wrecks.append(node.wreck())
         codes = [r.exit_code for r in self._reports.values()]
         exit_code = next((code for code in codes if code), codes[0] if codes else None)
         has_left = ending == "left"
@@ -211,7 +209,7 @@ class Lead:
             ending=self._ending_of_leaving() if has_left else ending,
             exit_code=None if has_left else exit_code,
             reports=tuple(self._reports.values()),
-            wreck=Wreck(failures=failures, oom_kills=kills),
+            wreck=Wreck.of_all(wrecks),
         )
 
     def _ending_of_leaving(self) -> str:
@@ -368,10 +366,9 @@ class Lead:
     def _decide(self, ended: Ended, restarts: int) -> Decision:
         gained = ended.completed > ended.resumed
         return decide_in_place(
-            ended.wreck.failures,
+            ended.wreck.classify(self.lost)[0],
             restarts=restarts,
             restarts_max=self.context.request.supervision.restarts_in_place,
-            oom_kills=ended.wreck.oom_kills,
             lost_nodes=self.lost,
             gained_steps=gained,
         )

@@ -10,7 +10,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.stops import StopWish
-from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure, classify_crash
+from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
 from holdfast.workers.checkpoints import newest_committed
 
 
@@ -42,6 +42,7 @@ def build_outcome(lead: Lead) -> Outcome:
         ended_at=time.time(),
         traceback=first.text or None if first else None,
         failed_rank=first.rank if first else None,
+        failed_host=first.host or None if first else None,
         incarnations=incarnations if last else (),
     )
 
@@ -59,13 +60,12 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         if wish is None and last.ending == "stopped":
             words = "the ranks stopped early, and nothing had asked this agent for it"
             return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
-        failures, kills = last.wreck.failures, last.wreck.oom_kills
-        ending, first = classify_crash(failures, oom_kills=kills, lost_nodes=lead.lost)
+        ending, first = last.wreck.classify(lead.lost)
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
         return Ending(state=ending.state, cause=ending.cause, evidence=evidence), first
     if last.ending == "killed":
         return _stopped(wish, "training had not ended at the deadline and was killed"), None
-    _, first = classify_crash(last.wreck.failures)
+    _, first = last.wreck.classify()
     if first is not None and last.exit_code:
         return _stopped(wish, f"rank {first.rank} failed while stopping"), first
     return _stopped(wish), None

@@ -17,7 +17,7 @@ from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_bel
 from holdfast.workers.agent.heartbeat import Heartbeat
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.torchrun import Handles, Torchrun
-from holdfast.workers.causes import RankFailure
+from holdfast.workers.causes import Ending, RankFailure, classify_crash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +52,40 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Wreck:
-    """What is known of a node's crash."""
+    """What is known of a crash: of a node's, or of all nodes' together.
+
+    `launch_log` is the end of torchrun's log where it named no rank.
+    """
 
     failures: list[RankFailure] = field(default_factory=list)
     oom_kills: int = 0
+    launch_log: str = ""
+
+    def classify(self, lost_nodes: Sequence[str] = ()) -> tuple[Ending, RankFailure | None]:
+        """How training ended, and the rank that failed first."""
+        return classify_crash(
+            self.failures,
+            oom_kills=self.oom_kills,
+            lost_nodes=lost_nodes,
+            launch_log=self.launch_log,
+        )
+
+    @classmethod
+    def of_all(cls, wrecks: Sequence[Wreck]) -> Wreck:
+        """Several nodes' wrecks as one, the lead's log first."""
+        return cls(
+            failures=[failure for wreck in wrecks for failure in wreck.failures],
+            oom_kills=sum(wreck.oom_kills for wreck in wrecks),
+            launch_log=next((wreck.launch_log for wreck in wrecks if wreck.launch_log), ""),
+        )
 
     def to_json(self) -> dict[str, Any]:
-        return {"failures": [asdict(f) for f in self.failures], "oom_kills": self.oom_kills}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Wreck:
         failures = [RankFailure(**failure) for failure in data["failures"]]
-        return cls(failures=failures, oom_kills=int(data["oom_kills"]))
+        return cls(**{**data, "failures": failures})
 
 
 class Node(NodePort, Protocol):
@@ -185,8 +207,12 @@ class NodeRuntime(BoardPort):
                 journal.append(kind, attempt=attempt.number, **facts, **more)
 
     def wreck(self) -> Wreck:
-        failures = self._torchrun.failures() if self._torchrun else []
-        return Wreck(failures=failures, oom_kills=oom_kills() - self._oom_kills_before)
+        kills = oom_kills() - self._oom_kills_before
+        if self._torchrun is None:
+            return Wreck(oom_kills=kills)
+        failures = self._torchrun.failures()
+        log = "" if failures else self._torchrun.log_tail()
+        return Wreck(failures=failures, oom_kills=kills, launch_log=log)
 
     def close(self) -> None:
         """End all that this agent started; the flusher finishes what is sealed first."""

@@ -18,14 +18,15 @@ from holdfast.contracts.attempt import Request
 from holdfast.contracts.durable import make_directory
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.causes import RankFailure
+from holdfast.workers.evidence import last_traceback
 from holdfast.workers.processes import descendants, end_processes
 
 KILL_WAIT_S: Final = 30.0
 MONITOR_INTERVAL_S: Final = 0.1
 TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
+LOG_TAIL_BYTES: Final = 4096
 TRACEBACK_CHARACTERS_MAX: Final = 20_000
-_TRACEBACK: Final = "Traceback (most recent call last)"
 # The report that torchrun prints of its workers that failed; the same in 1.9 to 2.13.
 _FAILURE = re.compile(
     r"^\[\d+\]:\n\s*time\s*: .*\n\s*host\s*: .*\n\s*rank\s*: (?P<rank>\d+) "
@@ -95,14 +96,17 @@ class Torchrun:
                     found[local] = failure
         return list(found.values())
 
+    def log_tail(self) -> str:
+        """The end of torchrun's own log."""
+        return read_tail(self._logs / "torchrun.log", LOG_TAIL_BYTES)
+
     def _failure(
         self, rank: int, local: int, code: int, match: re.Match[str] | Mapping[str, str]
     ) -> RankFailure:
         folder = self._rank_folder(local)
         traceback, timestamp = ("", 0.0) if folder is None else _error_file(folder / "error.json")
         last = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
-        if not traceback and _TRACEBACK in last:
-            traceback = last[last.rindex(_TRACEBACK) :]
+        traceback = traceback or last_traceback(last)
         return RankFailure(
             rank=rank,
             exit_code=code,
@@ -110,6 +114,7 @@ class Torchrun:
             traceback=traceback[-TRACEBACK_CHARACTERS_MAX:],
             pid=int(match["pid"]),
             stderr_tail=last[-TRACEBACK_CHARACTERS_MAX // 5 :],
+            host=self._context.host,
         )
 
     def _rank_folder(self, local: int) -> Path | None:

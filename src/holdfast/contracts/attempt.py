@@ -151,6 +151,7 @@ class Outcome(Document):
     ended_at: float
     traceback: str | None = Field(default=None, description="of the first failing rank")
     failed_rank: int | None = None
+    failed_host: str | None = Field(default=None, description="where that rank ran")
     incarnations: tuple[IncarnationRecord, ...] = ()
 
 

@@ -1,0 +1,198 @@
+"""What a process's last words give away: a pure reading of tracebacks and standard error.
+
+Rules are read from the top, the first that matches an exception's message decides, and the line
+that it matched is the evidence. Of a chained traceback the first exception is the root. Lines of
+source code in a traceback are not words of the failure, and warnings are not either.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.contracts.states import Cause
+
+QUOTE_CHARACTERS_MAX: Final = 400
+TRACEBACK: Final = "Traceback (most recent call last)"
+_PREFIX: Final = re.compile(r"^\[rank\d+\]:\s?", re.M)
+_CHAIN: Final = re.compile(
+    r"\n(?:The above exception was the direct cause of|During handling of the above exception)"
+    r"[^\n]*\n\s*\Z"
+)
+_FRAME: Final = re.compile(r"^\s+")
+_WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Messages that match mean `cause`. A `complaint` is a rank's word about another one; a
+    `hardware` fault is of the node, and shuts it out."""
+
+    cause: Cause
+    pattern: re.Pattern[str]
+    complaint: bool = False
+    hardware: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A rule that matched, and the line that it matched."""
+
+    rule: Rule
+    quote: str
+
+
+def _rule(cause: Cause, *patterns: str, complaint: bool = False, hardware: bool = False) -> Rule:
+    pattern = re.compile("|".join(patterns), re.M)
+    return Rule(cause=cause, pattern=pattern, complaint=complaint, hardware=hardware)
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    _rule(
+        Cause.INFRASTRUCTURE,
+        r"uncorrectable ECC error|double-bit ECC|fallen off the bus|NVRM: Xid|GPU is lost",
+        r"CUDA error: (hardware stack error|an illegal instruction was encountered by hardware)",
+        r"uncorrectable NVLink error|Invalid access of peer GPU memory over nvlink",
+        hardware=True,
+    ),
+    _rule(
+        Cause.GPU_OOM,
+        r"(CUDA|HIP|XPU) out of memory|torch\.(cuda\.)?OutOfMemoryError",
+        r"CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED",
+        r"Cuda failure \d* ?'?out of memory",
+    ),
+    _rule(
+        Cause.HOST_OOM,
+        r"^(\w+\.)*(_Array)?MemoryError\b|DefaultCPUAllocator: (can't|not enough)",
+        r"Cannot allocate memory|Errno 12\]|std::bad_alloc|out of shared memory",
+        r"Unable to allocate [\d.]+ [KMGT]iB for an array|shared memory .*: No space left",
+        r"unable to (open|resize|mmap) .*/torch_.*(No space left|Cannot allocate)",
+    ),
+    _rule(
+        Cause.STORAGE_FULL,
+        r"No space left on device|Errno 28\] (?!inotify)|\bENOSPC\b",
+        r"Disk quota exceeded|Errno 122\]|\bEDQUOT\b|Errno 27\] File too large",
+    ),
+    _rule(
+        Cause.NUMERICS,
+        r"^(\w+\.)*(FloatingPointError|NumericsError)\b",
+        r"(?i:\b(loss|gradients?|grad[_ ]norm|norm|activations?|logits|weights?)\b.{0,60}?"
+        r"\b(is|was|are|were|became|become|turned|contains?|has|have|=|:)\s*(a |an )?"
+        r"(nan|inf|infinite|not finite|non-?finite)\b)",
+        r"(?i:(nan|inf|non-?finite) (value )?(loss|gradients?|detected in))",
+        r"returned nan values in its \d+th output",
+    ),
+    _rule(
+        Cause.USER_ERROR,
+        r"device-side assert triggered|ncclInvalid(Usage|Argument)|Duplicate GPU detected",
+        r"[Dd]etected mismatch between collectives|op\.preamble\.length <= op\.nbytes",
+    ),
+    _rule(
+        Cause.HANG,
+        r"Timed out waiting \d+ ?ms for (recv|send) operation|monitoredBarrier",
+        r"collective operation timeout|HeartbeatMonitor|Timeout at NCCL work",
+        complaint=True,
+    ),
+    _rule(
+        Cause.INFRASTRUCTURE,
+        r"Timed out after \d+ seconds waiting for clients|client socket has timed out",
+        r"EADDRINUSE|Errno 98\]|Address already in use|failed to listen on any local",
+        r"Errno (5|30|101|107|110|112|113|116|121)\]|Stale file handle|Input/output error",
+        r"Temporary failure in name resolution|Name or service not known|Read timed out",
+        r"Max retries exceeded|Server Error|Service Unavailable|ConnectTimeout",
+        r"CUDA error: (all CUDA-capable devices are busy|no CUDA-capable device|initialization)",
+        r"CUDA driver (initialization failed|version is insufficient)|No CUDA GPUs are available",
+        r"NCCL Error 2: unhandled system error|ncclSystemError|Unable to connect to the NVML",
+        r"^(\w+\.)*KeyboardInterrupt|SignalException: Process \d+ got signal",
+        r"worker \(pid(\(s\))? [\d, ]+\) is killed by signal: (Killed|Terminated)",
+    ),
+    _rule(
+        Cause.HOST_OOM,
+        r"worker \(pid(\(s\))? [\d, ]+\) is killed by signal: Bus error",
+    ),
+    _rule(
+        Cause.UNKNOWN,
+        r"worker \(pid(\(s\))? [\d, ]+\) (is killed by signal|exited unexpectedly)",
+        r"CUDA error: (an illegal memory access|unspecified launch failure|misaligned address)",
+        r"CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUBLAS_STATUS_EXECUTION_FAILED",
+    ),
+    _rule(
+        Cause.INFRASTRUCTURE,
+        r"Connection (was )?(closed|reset) by (remote )?peer|Connection refused|Broken pipe",
+        r"Dist(Network|Backend|Store)Error|connectFullMesh|Socket Timeout|Gloo connect",
+        r"NCCL error|ncclRemoteError|NCCL communicator was aborted|recvValue failed",
+        r"sendBytes failed|failed to recv, got 0 bytes|AgreementError|wait timeout after",
+        complaint=True,
+    ),
+)
+# A worker that the kernel killed for want of memory ends by the same signal as any other.
+KILLED_WORKER: Final = re.compile(r"worker \(pid.*(is killed by signal: Killed|exited unexpect)")
+
+
+def find_cause(text: str) -> Finding | None:
+    """What a traceback or standard error gives away, or None for the program's own errors."""
+    for message in messages(text):
+        for rule in RULES:
+            if match := rule.pattern.search(message):
+                return Finding(rule=rule, quote=_line_at(message, match.start()))
+    return None
+
+
+def last_words(text: str) -> str:
+    """The last exception's first line, else the last line that says anything; may be empty."""
+    said = messages(text)
+    lines = [line.strip() for line in (said[-1] if said else "").splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return (lines[0] if TRACEBACK in text else lines[-1])[:QUOTE_CHARACTERS_MAX]
+
+
+def messages(text: str) -> list[str]:
+    """The messages of a text's exceptions, the root first; of a text without one its lines.
+
+    Frames and source lines are left out, and what was said before the first traceback.
+    """
+    text = _PREFIX.sub("", text)
+    if TRACEBACK not in text:
+        said = [line for line in text.splitlines() if not _WARNING.search(line)]
+        return ["\n".join(said)] if said else []
+    found = []
+    for block in text.split(TRACEBACK)[1:]:
+        lines = block.splitlines()[1:]
+        first = next((i for i, line in enumerate(lines) if line and not _FRAME.match(line)), None)
+        if first is not None:
+            said = [line for line in lines[first:] if not _WARNING.search(line)]
+            found.append("\n".join(said))
+    return found
+
+
+def last_traceback(text: str) -> str:
+    """The last traceback in `text` with all that it is chained to; empty without one."""
+    start = text.rfind(TRACEBACK)
+    while start > 0:
+        before = _PREFIX.sub("", text[:start])
+        before = before.removesuffix(before.rpartition("\n")[2])
+        if not _CHAIN.search(before):
+            break
+        earlier = text.rfind(TRACEBACK, 0, start)
+        if earlier < 0:
+            break
+        start = earlier
+    return text[start:] if start >= 0 else ""
+
+
+def names_hardware(lines: tuple[str, ...]) -> bool:
+    """True when evidence names a fault of a node's hardware."""
+    return any(rule.hardware and rule.pattern.search(line) for rule in RULES for line in lines)
+
+
+def _line_at(text: str, position: int) -> str:
+    begin = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    line = text[begin : end if end >= 0 else len(text)].strip()
+    if len(line) <= QUOTE_CHARACTERS_MAX:
+        return line
+    # The words that decided must be among those that are kept.
+    offset = max(0, min(position - begin, len(line) - QUOTE_CHARACTERS_MAX // 2))
+    return line[offset : offset + QUOTE_CHARACTERS_MAX]
