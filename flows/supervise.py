@@ -34,6 +34,7 @@ from holdfast.workers import deletion
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
+from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.policy import Decision, decide
 from holdfast.workers.reconcile import reconcile
 
@@ -185,7 +186,8 @@ class Supervisor:
         """Act on a run that has no live attempt, as the policy decides."""
         executor = executor_for(history.spec.resources.executor)
         now = time.time()
-        decision = decide(history, executor.capacity(history.spec.resources), now=now)
+        capacity = executor.capacity(history.spec.resources)
+        decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":

@@ -42,7 +42,12 @@ from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.settler import Settler
-from holdfast.trainer.signals import FailureRecord, SignalFlags, ignore_stop_signals
+from holdfast.trainer.signals import (
+    FailureRecord,
+    SignalFlags,
+    end_deaf_helpers_at_exit,
+    ignore_stop_signals,
+)
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.train_state import Progress, Stateful, TrainState
@@ -133,6 +138,7 @@ class Session:
         self._recorder = self._make_recorder()
         self._resume(chosen, rhythm)
         atexit.register(self._at_exit)
+        end_deaf_helpers_at_exit()
 
     # --- where training stands ------------------------------------------------------------
 
@@ -259,7 +265,8 @@ class Session:
         """Give it as a DataLoader's `worker_init_fn`: stop signals must not kill its workers.
 
         torchrun sends them to whole process groups. Workers still end when the loader or the
-        rank does. Under an agent they ignore these signals in any case.
+        rank does, also where the loader is still in use at the program's end. Under an
+        agent they ignore these signals in any case.
         """
         ignore_stop_signals()
 

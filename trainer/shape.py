@@ -2,9 +2,8 @@
 
     python -m holdfast.trainer.shape DIRECTORY --gpus N [--json]
 
-Read from the manifest and `.metadata` alone: neither the program nor a tensor is loaded. The
-dimensions of the recorded mesh that split a model (tensor, expert, context, pipeline) stay as they
-are; the data-parallel ones take what is left of the GPUs.
+Read from the manifest and `.metadata` alone: neither the program nor a tensor is loaded. Which
+counts fit is `contracts.topology`'s to say.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -21,36 +19,20 @@ from typing import Final
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
-from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.slots import SLOTS_PER_RANK
+from holdfast.contracts.topology import (
+    Degrees,
+    degrees_of,
+    fitting_counts,
+    problem_with_mesh,
+    rescale,
+)
 from holdfast.trainer.planning.metadata import METADATA, read_metadata
 
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."
 OPTIMIZER_STATE: Final = "optimizer.state."
-# Mesh dimensions by the names that the field gives them: those that copy the whole state, and
-# those that split a batch. Any other dimension splits the model and is not ours to change.
-REPLICATING: Final = frozenset({"dp_replicate", "replicate"})
-DATA: Final = REPLICATING | {"dp", "dp_shard", "fsdp", "shard", "data", "dim0"}
-PIPELINE: Final = "pp"
-COUNTS_SHOWN: Final = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Degrees:
-    """How many ways the state is split: `model` by fixed dimensions, `data` by data-parallel ones.
-
-    `pipeline` stages, each with `replicas` whole copies.
-    """
-
-    model: int
-    data: int
-    pipeline: int
-    replicas: int
-
-    @property
-    def ranks(self) -> int:
-        return self.model * self.data * self.pipeline * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +68,8 @@ def foresee(directory: Path, gpus: int) -> Shape:
         )
     now = degrees_of(manifest)
     then = rescale(now, manifest, gpus)
-    problem = None
-    if then is None:
-        problem = explain(manifest, now, gpus)
-        then = now
+    problem = problem_with_mesh(manifest, gpus)
+    then = then or now
     stages = [weigh(read_metadata(folder), now, then) for folder in stage_folders(directory)]
     largest = max(stages, key=lambda parts: sum(parts.values()))
     staging = max(parts["image"] for parts in stages)
@@ -119,68 +99,6 @@ def stage_folders(directory: Path) -> list[Path]:
             damaged=[f"{METADATA}: missing"],
         )
     return [path.parent for path in stages]
-
-
-def degrees_of(manifest: Manifest) -> Degrees:
-    """How the checkpoint was split when it was saved."""
-    mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
-    pipeline = int(manifest.topology.get("pipeline") or mesh.get(PIPELINE) or 1)
-    fixed = {n: s for n, s in mesh.items() if n not in DATA and n != PIPELINE}
-    replicas = math.prod(size for name, size in mesh.items() if name in REPLICATING)
-    sharding = [s for n, s in mesh.items() if n in DATA and n not in REPLICATING]
-    # Without a mesh every rank has a whole copy: plain data parallelism, or a single process.
-    data = math.prod(sharding) if sharding else 1
-    model = math.prod(fixed.values())
-    known = model * data * pipeline
-    return Degrees(
-        model=model,
-        data=data,
-        pipeline=pipeline,
-        replicas=max(replicas, manifest.world_size // known),
-    )
-
-
-def rescale(now: Degrees, manifest: Manifest, gpus: int) -> Degrees | None:
-    """The degrees on `gpus` ranks, or None when the fixed ones do not divide them.
-
-    Where the mesh had a replicating dimension its copies follow the count and shards stay, as
-    hybrid sharding is launched; else the shards follow it.
-    """
-    mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
-    shards = any(name in DATA and name not in REPLICATING for name in mesh)
-    copies = any(name in REPLICATING for name in mesh) or not shards
-    fixed = now.model * now.pipeline * (now.data if copies else 1)
-    if gpus < fixed or gpus % fixed:
-        return None
-    left = gpus // fixed
-    return Degrees(
-        model=now.model,
-        data=now.data if copies else left,
-        pipeline=now.pipeline,
-        replicas=left if copies else 1,
-    )
-
-
-def explain(manifest: Manifest, now: Degrees, gpus: int) -> str:
-    """Why `gpus` does not do, and the counts around it that would."""
-    mesh: Mapping[str, int] = manifest.topology.get("mesh") or {}
-    parts = dict(mesh)
-    if now.pipeline > 1:
-        parts[PIPELINE] = now.pipeline
-    layout = " × ".join(f"{name} {size}" for name, size in parts.items())
-    counts = ", ".join(map(str, fitting_counts(manifest, now, around=gpus)))
-    return (
-        f"{gpus} GPUs cannot hold the mesh {layout} whose fixed dimensions it was saved with; "
-        f"counts that can: {counts}. Another mesh in the program may load it all the same"
-    )
-
-
-def fitting_counts(manifest: Manifest, now: Degrees, around: int | None = None) -> tuple[int, ...]:
-    """GPU counts that keep the fixed dimensions, those nearest to `around` (the saved count)."""
-    middle = around or manifest.world_size
-    candidates = [n for n in range(1, 4 * max(middle, now.ranks) + 1) if rescale(now, manifest, n)]
-    nearest = sorted(candidates, key=lambda n: (abs(n - middle), n))[:COUNTS_SHOWN]
-    return tuple(sorted(nearest))
 
 
 def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:

@@ -6,11 +6,15 @@ whole tree, and the agent turns them into the stop agreement.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final
 
@@ -54,6 +58,35 @@ def ignore_stop_signals() -> None:
     """Let this process, a helper of a rank, outlive the signals that stop the run."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_deaf_helpers_at_exit() -> None:
+    """When the program ends, end the daemonic children that ignore stop signals.
+
+    `multiprocessing` sends its daemons TERM when the interpreter ends and then waits for them
+    without a limit. A loader that is still referenced by then would keep its rank for ever.
+    """
+    atexit.unregister(_end_deaf_helpers)
+    atexit.register(_end_deaf_helpers)
+
+
+def _end_deaf_helpers() -> None:
+    deaf = [child for child in multiprocessing.active_children() if _is_deaf(child)]
+    if deaf and threading.current_thread() is threading.main_thread():
+        # torch's loader takes a worker's death for an error, which it is not any more.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in deaf:
+        child.kill()
+
+
+def _is_deaf(child: BaseProcess) -> bool:
+    """True for a daemon that ignores TERM."""
+    try:
+        status = Path(f"/proc/{child.pid}/status").read_text()
+    except OSError:
+        return False
+    ignored = next(line for line in status.splitlines() if line.startswith("SigIgn:"))
+    return child.daemon and bool(int(ignored.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 class FailureRecord:

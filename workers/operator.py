@@ -26,6 +26,7 @@ from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
+from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.sizes import problem_with
 
 Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
@@ -112,6 +113,13 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
     problem = problem_with(history.spec, gpus)
     if problem:
         raise SpecError(f"run {run}: {problem}", [problem])
+    problem = Feasibility.of(history).problem(gpus)
+    if problem:
+        raise SpecError(
+            f"run {run}: {problem}; a program with another mesh is another run: begin it with "
+            "`holdfast fork`. Nothing was queued or stopped",
+            [problem],
+        )
 
 
 def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: str) -> str:

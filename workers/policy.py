@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -55,10 +55,22 @@ class Decision:
     delay_s: float = 0.0
 
 
-def decide(history: RunHistory, capacity: int | None, *, now: float) -> Decision:
+def fits_any(_gpus: int) -> bool:
+    """What is known of a run without a checkpoint: it fits every GPU count."""
+    return True
+
+
+def decide(
+    history: RunHistory,
+    capacity: int | None,
+    *,
+    now: float,
+    fits: Callable[[int], bool] = fits_any,
+) -> Decision:
     """What the supervisor does with a run that it finds in this condition.
 
-    `capacity` is the number of GPUs free now (None: unknown or unbounded), `now` Unix seconds.
+    `capacity` is the number of GPUs free now (None: unknown or unbounded), `now` Unix seconds;
+    `fits` says whether the newest checkpoint can go on at a GPU count.
     """
     last, spec = history.last_attempt, history.spec
     if last is not None and not last.state.is_terminal:
@@ -70,7 +82,7 @@ def decide(history: RunHistory, capacity: int | None, *, now: float) -> Decision
         return held
     if last is None:
         return Decision(action="relaunch", gpus=spec.gpus, reason="first")
-    return _after(history, last, capacity, now)
+    return _after(history, last, capacity, now, fits)
 
 
 def _operator_word(history: RunHistory) -> Decision | None:
@@ -89,7 +101,13 @@ def _operator_word(history: RunHistory) -> Decision | None:
     return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}")
 
 
-def _after(history: RunHistory, last: AttemptView, capacity: int | None, now: float) -> Decision:
+def _after(
+    history: RunHistory,
+    last: AttemptView,
+    capacity: int | None,
+    now: float,
+    fits: Callable[[int], bool],
+) -> Decision:
     """What follows an attempt that ended and of which no operator has said anything."""
     cause = last.cause or Cause.UNKNOWN
     if cause is Cause.OPERATOR:
@@ -115,6 +133,7 @@ def _after(history: RunHistory, last: AttemptView, capacity: int | None, now: fl
         preemptions=_spent(history.attempts, history, Cause.PREEMPTION),
         after_preemption=cause is Cause.PREEMPTION,
         capacity=capacity,
+        fits=fits,
     )
     return Decision(
         action="relaunch",

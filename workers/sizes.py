@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.contracts.spec import RunSpec, split_gpus
 
 
@@ -44,19 +46,21 @@ def choose_gpus(
     preemptions: int,
     after_preemption: bool,
     capacity: int | None,
+    fits: Callable[[int], bool],
 ) -> tuple[int, str]:
     """(GPUs of the next attempt, why).
 
     After a preemption `elastic.on_preemption` is followed if given: its n-th count after the
     n-th preemption, the last one repeating. Else the largest allowed count that is free now is
-    taken; when none is, the job queues at the smallest; when nobody knows, the count stays.
+    taken; when none is, the job queues at the smallest; when nobody knows, the count stays. A
+    count that the checkpoint does not fit is taken only where the spec leaves no other.
     """
     plan = spec.elastic.on_preemption
     if plan and preemptions:
         chosen = plan[min(preemptions, len(plan)) - 1]
         verb = "after" if after_preemption else "still after"
         return chosen, f"elastic.on_preemption {verb} {preemptions}"
-    sizes = allowed_sizes(spec)
+    sizes = tuple(size for size in allowed_sizes(spec) if fits(size)) or allowed_sizes(spec)
     if len(sizes) == 1 or capacity is None:
         keep = current if current in sizes or problem_with(spec, current) is None else sizes[-1]
         return keep, "as before"

@@ -34,7 +34,7 @@ def train(settings: dict[str, float]) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
-    # Weight for the checkpoints, none for the steps.
+    # Weight for the checkpoints, none for the steps; it tells of which step a copy is.
     model.register_buffer("padding", torch.zeros(int(settings.get("padding", 0))))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Session(model, optimizer, seed=1) as session:
@@ -49,6 +49,7 @@ def train(settings: dict[str, float]) -> None:
                 dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
+            model.padding.fill_(step)
             time.sleep(settings["sleep_s"])
         print(f"rank {os.environ['RANK']} ends after step {session.step}", flush=True)
     dist.destroy_process_group()

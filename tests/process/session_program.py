@@ -32,12 +32,13 @@ def main() -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     inputs, targets = torch.randn(SAMPLES, 8), torch.randn(SAMPLES, 4)
-    dropout = nn.Dropout(settings.get("dropout", 0.0))
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), dropout, nn.Linear(16, 4))
+    model = make_model(settings)
     if is_joined:
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings["steps"])
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, settings.get("horizon", settings["steps"])
+    )
     late = Late(settings.get("late"))
     session = Session(
         model,
@@ -47,6 +48,7 @@ def main() -> None:
         extra={"late": late},
         directory=settings["directory"],
         best=("loss", "min"),
+        **settings.get("fit", {}),
     )
     note_pid(session)
     with session, open_record(session) as record:
@@ -71,6 +73,27 @@ def main() -> None:
         write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
     if is_joined:
         dist.destroy_process_group()
+
+
+def make_model(settings: dict[str, Any]) -> nn.Module:
+    """Two layers, the last one by the name of `head`; with `scale` a parameter more."""
+    dropout = nn.Dropout(settings.get("dropout", 0.0))
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), dropout)
+    model.add_module(settings.get("head", "3"), nn.Linear(16, 4))
+    if settings.get("scale"):
+        model.add_module("scale", Scale())
+    return model
+
+
+class Scale(nn.Module):
+    """One factor, which is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.factor
 
 
 class Late:

@@ -127,7 +127,7 @@ def _restore(
     if recorder is not None:
         notes = report.notes() if report is not None else ()
         print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
-        _journal(link, found, restored[0], choice.skipped, recorder)
+        _journal(link, found, restored[0], choice.skipped, notes, recorder)
     return found
 
 
@@ -250,7 +250,12 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
 
 
 def _journal(
-    link: Link, found: Resumed, first: Restored, skipped: tuple[str, ...], recorder: Recorder
+    link: Link,
+    found: Resumed,
+    first: Restored,
+    skipped: tuple[str, ...],
+    notes: Sequence[str],
+    recorder: Recorder,
 ) -> None:
     identity = link.identity
     recorder.event(
@@ -264,4 +269,5 @@ def _journal(
         argv=program_argv(),
         world_size=identity.world_size,
         restored=list(first.parts),
+        notes=list(notes),
     )

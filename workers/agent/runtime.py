@@ -136,6 +136,7 @@ class NodeRuntime(BoardPort):
         self._heartbeat = Heartbeat(context, self.board)
         self._torchrun: Torchrun | None = None
         self._oom_kills_before = 0
+        self._salvaged_journaled = 0
         self._heard: list[str] = []
 
     def hear(self, name: str) -> None:
@@ -184,14 +185,16 @@ class NodeRuntime(BoardPort):
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         told = self.keeper.told
-        failed_before, salvaged_before = len(told.failed), len(told.salvaged)
+        failed_before = len(told.failed)
         is_done = self.keeper.drain(timeout_s, lost, mirror=mirror)
         # The ranks are dead by now, so nobody else says what the lost node took with it, nor
         # what was in memory alone and is committed now.
         if lost:
             self._journal_told(EventKind.SAVE_FAILED, told.failed[failed_before:])
         if self.context.node == 0:
-            salvaged = told.salvaged[salvaged_before:]
+            # The flusher does not wait for this question: it begins when the last rank is dead.
+            salvaged = told.salvaged[self._salvaged_journaled :]
+            self._salvaged_journaled += len(salvaged)
             self._journal_told(EventKind.COMMITTED, salvaged, reason="crash")
         return is_done
 

@@ -12,7 +12,7 @@ import typer
 from holdfast.cli.index import locate_checkpoint, locate_run
 from holdfast.cli.output import bytes_text, print_facts
 from holdfast.contracts.errors import CheckpointError, NotFoundError, PreflightError
-from holdfast.contracts.history import excluded_checkpoints, load_history
+from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 
 SHAPE_S_MAX: Final = 300.0
@@ -65,20 +65,14 @@ def render(facts: dict[str, Any]) -> None:
 
 def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
     """The directory name of the checkpoint asked for, else of the newest one of the branch."""
-    from holdfast.workers.checkpoints import committed_checkpoints
+    from holdfast.workers.feasibility import newest_of_branch
 
     if checkpoint is not None:
         owner, name = locate_checkpoint(checkpoint, root)
         if owner.directory.resolve() != paths.directory.resolve():
             raise NotFoundError(f"{checkpoint}: a checkpoint of {owner.name}, not of {paths.name}")
         return name
-    excluded = excluded_checkpoints(load_history(paths).events)
-    names = [m.name for m in committed_checkpoints(paths) if m.name not in excluded]
-    if not names:
-        raise NotFoundError(
-            f"{paths.name} has no committed checkpoint yet; ask again after its first save"
-        )
-    return names[-1]
+    return newest_of_branch(paths, load_history(paths)).name
 
 
 def _ask_trainer(python: str, directory: str, gpus: int) -> dict[str, Any]:

@@ -60,10 +60,13 @@ def _ask(
 ) -> None:
     """Record the request; see that somebody is there to act on it; answer."""
     from holdfast.workers import operator
+    from holdfast.workers.feasibility import Feasibility
 
     paths = locate_run(name, root)
     look_at(paths)
     message = operator.request(paths, action, by=user_name(), gpus=gpus)
+    if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
+        warn(f"holdfast: {doubt}")
     started = _start_if_needed(paths, action)
     facts: dict[str, Any] = {
         "run": paths.name,

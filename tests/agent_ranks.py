@@ -1,0 +1,136 @@
+"""The ranks of a live agent held still and killed, at a moment that their staging slots tell.
+
+An agent holds its ranks' slots, so a test sees them through its descriptors. A rank that is
+stopped in the middle of a copy stays there until it is killed: no luck is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from tests.process.local_runs import LocalRun, wait_until
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.slots import DATA_OFFSET, Slot, SlotState
+
+WAIT_S = 90.0
+STOP_WAIT_S = 10.0
+# So many steps in, both slots of a rank have been used.
+STEPS_SEEN = 3
+SLOT_LINK = "/memfd:holdfast-slot"
+
+
+@contextlib.contextmanager
+def slots_of(agent: int) -> Iterator[list[Slot]]:
+    """The slots that the agent of process `agent` holds now."""
+    found = []
+    for link in Path(f"/proc/{agent}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if not os.readlink(link).startswith(SLOT_LINK):
+                continue
+            handle = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+            # One that was let go is cut short.
+            if os.fstat(handle).st_size > DATA_OFFSET:
+                found.append(Slot(handle))
+            os.close(handle)
+    try:
+        yield found
+    finally:
+        for slot in found:
+            slot.close()
+
+
+def steps_in(slots: Sequence[Slot], state: SlotState) -> list[int]:
+    return [slot.step for slot in slots if slot.state is state]
+
+
+def send_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def hold(pids: Sequence[int]) -> None:
+    """Stop the processes; returns once they stand still."""
+    send_all(pids, signal.SIGSTOP)
+    wait_until(
+        lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids),
+        "processes that stand still",
+        STOP_WAIT_S,
+    )
+
+
+def hold_in_copy(pids: Sequence[int], slots: Sequence[Slot]) -> int:
+    """Stop the processes while one of them copies into one of `slots`; the step it copies."""
+    give_up = time.monotonic() + WAIT_S
+    while time.monotonic() < give_up:
+        if not steps_in(slots, SlotState.COPYING):
+            continue
+        hold(pids)
+        copying = steps_in(slots, SlotState.COPYING)
+        if copying:
+            return copying[0]
+        send_all(pids, signal.SIGCONT)
+    raise AssertionError(f"no copy was met within {WAIT_S:.0f} s")
+
+
+def flusher_of(agent: int) -> int:
+    """The process that writes for the agent's node."""
+    children = psutil.Process(agent).children()
+    return next(p.pid for p in children if "holdfast.trainer.flusher" in p.cmdline())
+
+
+def ranks_of(run: LocalRun, attempt: AttemptPaths, incarnation: int) -> dict[int, list[int]]:
+    """Live ranks' processes by node, once the incarnation trains."""
+
+    size = run.spec.resources
+
+    def look() -> dict[int, list[int]] | None:
+        beats = [b for b in run.beats(attempt) if b.incarnation == incarnation]
+        steps = [rank.step for beat in beats for rank in beat.ranks]
+        trains = len(steps) == size.nodes * size.gpus_per_node and min(steps) > STEPS_SEEN
+        return {b.node: [rank.pid for rank in b.ranks] for b in beats} if trains else None
+
+    return wait_until(look, f"the ranks of incarnation {incarnation}")
+
+
+def committed(run: LocalRun) -> dict[int, Manifest]:
+    """The committed checkpoints by step, each one seen to be whole."""
+    found = {}
+    for directory in run.paths.list_checkpoints():
+        manifest = read_manifest(directory)
+        if manifest is not None:
+            assert find_damage(directory, manifest) == []
+            found[manifest.step] = manifest
+    return found
+
+
+def wait_for_commit(run: LocalRun, is_wanted: Callable[[Manifest], bool]) -> Manifest:
+    """The newest commit that `is_wanted`, as soon as there is one."""
+
+    def look() -> Manifest | None:
+        return next(
+            (m for _, m in sorted(committed(run).items(), reverse=True) if is_wanted(m)), None
+        )
+
+    return wait_until(look, "a commit")
+
+
+def filling_of(run: LocalRun, manifest: Manifest) -> set[float]:
+    """What `agent_program` had filled its padding with when the checkpoint was taken."""
+    directory = run.paths.checkpoint(manifest.name)
+    entry = FileSystemReader(directory).read_metadata().state_dict_metadata["model.padding"]
+    assert isinstance(entry, TensorStorageMetadata)
+    state = {"model.padding": torch.empty(entry.size)}
+    load(state, checkpoint_id=directory, no_dist=True)
+    return set(state["model.padding"].tolist())

@@ -1,0 +1,120 @@
+"""Which GPU counts a checkpoint fits, and who is told so before anything is queued."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.histories import NOW, attempt_of, history_of, spec_of
+from tests.runs import T0, RunFolder
+
+from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import Manifest
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.topology import degrees_of, fitting_counts, problem_with_mesh
+from holdfast.workers import operator
+from holdfast.workers.feasibility import Feasibility, newest_of_branch
+from holdfast.workers.policy import decide
+
+TENSOR_PARALLEL = {"mesh": {"dp_shard": 2, "tp": 2}, "pipeline": 1}
+ELASTIC = {"resources": {"gpus_per_node": 8}, "elastic": {"min_gpus": 1, "max_gpus": 8}}
+
+
+def saved_by(world_size: int, **topology: Any) -> Manifest:
+    return Manifest(
+        run_uid="0" * 32,
+        run="r",
+        name="step-00000001.a0001.i01",
+        step=1,
+        attempt=1,
+        incarnation=1,
+        world_size=world_size,
+        files=(),
+        committed_at=T0,
+        topology=topology,
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "topology", "fitting", "not_fitting"),
+    [
+        (1, {}, [1, 2, 3, 8], []),
+        (4, {"mesh": {}}, [1, 3, 5], []),
+        (2, {"mesh": {"dp_shard": 2}}, [1, 2, 3, 8], []),
+        (2, {"mesh": {"dim0": 2}}, [1, 3], []),
+        (4, {"mesh": {"dp_replicate": 2, "dp_shard": 2}}, [2, 4, 6], [1, 3, 5]),
+        (4, {"mesh": {"dp_shard": 2, "tp": 2}}, [2, 4, 8], [1, 3, 5]),
+        (2, {"mesh": {"tp": 2}}, [2, 4], [1, 3]),
+        (4, {"mesh": {"dp_shard": 2}, "pipeline": 2}, [2, 4, 6], [1, 3]),
+        (8, {"mesh": {"dp_replicate": 2, "ep": 2, "tp": 2}}, [4, 8, 12], [1, 2, 6]),
+    ],
+)
+def test_fixed_dimensions_decide_which_counts_fit(
+    world_size: int, topology: dict[str, Any], fitting: list[int], not_fitting: list[int]
+) -> None:
+    manifest = saved_by(world_size, **topology)
+    assert [n for n in fitting if problem_with_mesh(manifest, n)] == []
+    assert [n for n in not_fitting if problem_with_mesh(manifest, n) is None] == []
+    counts = fitting_counts(manifest, degrees_of(manifest))
+    assert world_size in counts
+    assert not set(counts) & set(not_fitting)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """Of a run on four ranks, two by two, that was stopped."""
+    made = RunFolder(tmp_path, "kelp", "1" * 32, spec_fields=ELASTIC)
+    made.submit(1, 4, T0)
+    made.commit(10, 1, topology=TENSOR_PARALLEL)
+    made.finish(1, AttemptState.CANCELLED, Cause.OPERATOR, 10, T0 + 100)
+    return made
+
+
+def test_a_relaunch_in_an_impossible_shape_is_refused_and_nothing_is_asked(run: RunFolder) -> None:
+    expected = r"3 GPUs cannot hold the mesh dp_shard 2 × tp 2 .* counts that can: 2, 4.*fork"
+    with pytest.raises(SpecError, match=expected):
+        operator.request(run.paths, "relaunch", by="me", gpus=3)
+    events = load_history(run.paths).events
+    assert [e for e in events if e.kind is EventKind.OPERATOR_REQUEST] == []
+    assert "goes on at 2 GPUs" in operator.request(run.paths, "relaunch", by="me", gpus=2)
+
+
+def test_what_a_rollback_excluded_and_what_is_damaged_has_no_say(run: RunFolder) -> None:
+    name = run.commit(20, 1, topology={"mesh": {"tp": 4}})
+    assert not Feasibility.of(load_history(run.paths)).allows(6)
+    run.tell("cli", EventKind.ROLLED_BACK, to="step-00000010.a0001.i01", excluded=[name])
+    assert Feasibility.of(load_history(run.paths)).allows(6)
+    damaged = run.commit(30, 1, topology={"mesh": {"tp": 4}})
+    (run.paths.checkpoint(damaged) / "manifest.json").write_text("{")
+    assert newest_of_branch(run.paths, load_history(run.paths)).step == 10
+
+
+def test_what_is_not_known_is_allowed_and_doubted(run: RunFolder) -> None:
+    run.commit(20, 1)
+    found = Feasibility.of(load_history(run.paths))
+    assert found.problem(3) is None
+    assert "does not say over which mesh" in (found.doubt(3) or "")
+    assert found.doubt(2) is None, "as many as saved it"
+    assert Feasibility(saved_by(4, **TENSOR_PARALLEL)).doubt(3) is None
+
+
+def test_a_run_without_a_checkpoint_fits_everything(tmp_path: Path) -> None:
+    bare = RunFolder(tmp_path, "kelp", "1" * 32)
+    history = load_history(bare.paths)
+    found = Feasibility.of(history)
+    assert (found.problem(3), found.doubt(3)) == (None, None)
+    with pytest.raises(NotFoundError, match="no committed checkpoint yet"):
+        newest_of_branch(bare.paths, history)
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus"), [(4, 4), (3, 2), (1, 2), (None, 4)], ids=["all", "three", "one", "unknown"]
+)
+def test_the_flow_shrinks_to_a_count_that_fits(free: int | None, gpus: int) -> None:
+    spec = spec_of(resources={"gpus_per_node": 4}, elastic={"min_gpus": 1, "max_gpus": 4})
+    history = history_of(spec, attempt_of(spec, 1, Cause.PREEMPTION))
+    fits = Feasibility(saved_by(4, **TENSOR_PARALLEL)).allows
+    assert decide(history, free, now=NOW, fits=fits).gpus == gpus
