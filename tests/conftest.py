@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Agents of tests ask no cloud that this machine may be in, unless a test serves one.
+os.environ.setdefault("HOLDFAST_NOTICES_URL", "http://127.0.0.1:9")
 # At the end, so that no folder of ours can hide an installed package.
 sys.path.append(str(Path(__file__).parents[1]))
 

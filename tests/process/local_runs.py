@@ -39,6 +39,7 @@ class LocalRun:
         grace_s: float = 15.0,
         resources: dict[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
+        supervision: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
@@ -48,7 +49,12 @@ class LocalRun:
             launch={"working_directory": str(PROGRAM.parent)},
             resources=resources or {"gpus_per_node": gpus},
             elastic={"min_gpus": 1},
-            supervision={"grace_s": grace_s, "heartbeat_s": 0.2, "backoff_s": 0},
+            supervision={
+                "grace_s": grace_s,
+                "heartbeat_s": 0.2,
+                "backoff_s": 0,
+                **(supervision or {}),
+            },
             checkpoint=checkpoint or {"interval": 1000},
         )
         self.paths, _ = runs.attach_or_create(self.spec, root, created_by="tests")

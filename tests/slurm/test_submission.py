@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from slurm_cluster import SlurmCluster
+from tests.metadata_server import AzureService, serving
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
 from holdfast.contracts.attempt import Submission, read_document
@@ -18,6 +21,7 @@ from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator, preflight
+from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
 from holdfast.workers.policy import decide
 from holdfast.workers.slurm_states import SLURM_STATES
@@ -197,6 +201,40 @@ def test_the_time_limit_is_met_with_a_checkpoint_and_told_once(make: Make) -> No
     assert len(run.events(EventKind.STOP_AGREED)) == 1
     outcome = run.outcome(attempt)
     assert outcome.committed_step == outcome.last_step
+
+
+def test_a_notice_on_one_node_stops_both_and_is_acknowledged_after_the_commit(make: Make) -> None:
+    service = AzureService()
+    service.is_hit = lambda asked: _node_of(asked.port) == 1
+    with serving(service):
+        notices = {"notices": "azure", "notices_url": service.url}
+        run = make(steps=4000, sleep_s=0.05, supervision=notices)
+        attempt = run.submit()
+        run.wait_for_step(attempt, 3)
+        service.preempt("the-event", name=service.name)
+        view = run.wait_for_end()
+        assert ended(view) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+        outcome = run.outcome(attempt)
+        assert outcome.committed_step == outcome.last_step
+        (notice,) = run.events(EventKind.NOTICE)
+        assert notice.data["host"] == next(b.host for b in run.beats(attempt) if b.node == 1)
+        ((event, asked),) = service.started
+        assert event == "the-event"
+        committed = committed_checkpoints(run.paths)[-1]
+        assert committed.step == outcome.last_step
+        assert committed.committed_at < outcome.ended_at < asked.time
+        assert decide(run.history(), None, now=time.time()).action == "relaunch"
+
+
+def _node_of(port: int) -> int | None:
+    """The node whose agent calls from a port of this machine, as Slurm numbers it."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ValueError):
+            if any(c.laddr.port == port for c in process.net_connections("tcp")):
+                number = process.environ().get("SLURM_PROCID")
+                if number is not None:
+                    return int(number)
+    return None
 
 
 def _request(view: AttemptView) -> Any:

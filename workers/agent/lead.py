@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.agreement import ROUNDS_MAX, settle
-from holdfast.contracts.attempt import IncarnationRecord
+from holdfast.contracts.attempt import IncarnationRecord, Outcome
 from holdfast.contracts.board import AT_START, NOWHERE
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.early_save import EarlySave
 from holdfast.workers.agent.nodes import RemoteNode
+from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.stops import StopWatch, StopWish
@@ -81,6 +83,8 @@ class Lead:
         self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
         self._reports: dict[str, NodeReport] = {}
         self._heard: list[str] = []
+        self._noticed: list[tuple[str, Notice]] = []
+        self._early = EarlySave(self._note)
         self._remote_at = 0.0
         self._serial = 1
         self._tries = 0
@@ -110,6 +114,15 @@ class Lead:
                 break
         self._await_mirror()
 
+    def acknowledge(self, outcome: Outcome) -> None:
+        """Tell clouds that announced an end that they may go on, if no step is left to lose."""
+        is_safe = outcome.last_step is None or outcome.committed_step == outcome.last_step
+        if self.wish is None or self.wish.source != "notice" or not is_safe:
+            return
+        for node in self.nodes:
+            with self._losing(node):
+                node.acknowledge()
+
     def finish(self) -> None:
         """Let the other nodes' agents go."""
         for remote in self._remotes:
@@ -122,6 +135,7 @@ class Lead:
     def _run_incarnation(self, number: int) -> Ended:
         started_at = time.time()
         self._settled, self._tries, self._serial = False, 0, 1
+        self._early.forget()
         port, address = _free_port(), self._address()
         self._journal.append(
             EventKind.INCARNATION_STARTED,
@@ -169,6 +183,8 @@ class Lead:
             if codes and all(code == 0 for code in codes):
                 return self._ending_of_leaving()
             if self.wish is None:
+                reports = self._reports.values()
+                self._serial = self._early.pursue(self.nodes, reports, self._serial)
                 continue
             self._settle()
             if self._all_have_left():
@@ -231,6 +247,7 @@ class Lead:
             report = node.report()
             self._reports[node.name] = report
             self._heard += report.signals
+            self._noticed += [(node.name, notice) for notice in report.notices]
 
     def _wait_for_neighbours(self) -> None:
         """After a failure: time for the node that caused it to fail as well."""
@@ -254,9 +271,27 @@ class Lead:
                 self._note(f"{name}: a warning of the time limit ({judgement.detail})")
             else:
                 self._take_up(wish)
-        for wish in (self._stops.from_file(now), self._stops.from_limit(now)):
+        wishes = [self._stops.from_file(now), self._stops.from_limit(now), *self._notices(now)]
+        for wish in wishes:
             if wish is not None:
                 self._take_up(wish)
+
+    def _notices(self, now: float) -> list[StopWish]:
+        """Journal the notices that have come; the wishes of those that end a node."""
+        noticed, self._noticed = self._noticed, []
+        for host, notice in noticed:
+            self._journal.append(
+                EventKind.NOTICE,
+                attempt=self.context.attempt.number,
+                cloud=notice.cloud,
+                notice=notice.wants,
+                host=host,
+                deadline=notice.deadline,
+                detail=notice.detail,
+            )
+            if notice.wants == "save":
+                self._early.ask()
+        return [self._stops.from_notice(n, host, now) for host, n in noticed if n.wants == "stop"]
 
     def _take_up(self, wish: StopWish) -> None:
         if self.wish is not None:
@@ -279,6 +314,8 @@ class Lead:
     def _settle(self) -> None:
         """Bring all ranks to one step; tried again, bounded, until it holds."""
         if self._settled or self._tries >= SETTLE_TRIES_MAX or time.monotonic() < self._settle_at:
+            return
+        if self._early.is_under_way(self._reports.values()):
             return
         self._tries += 1
         began = time.monotonic()
@@ -356,8 +393,11 @@ class Lead:
     def _deadline_heard(self) -> float:
         """The earliest deadline, Unix seconds, of what asked for a stop since the last look."""
         now = time.time()
-        wishes = [self._stops.from_signal(name, now)[0] for name in self._signals.wait(0.0)]
-        wishes += [self._stops.from_file(now), self._stops.from_limit(now)]
+        for node in self.nodes:
+            self._look_at(node)
+        heard, self._heard = [*self._signals.wait(0.0), *self._heard], []
+        wishes = [self._stops.from_signal(name, now)[0] for name in heard]
+        wishes += [self._stops.from_file(now), self._stops.from_limit(now), *self._notices(now)]
         deadlines = [w.deadline for w in wishes if w is not None and w.deadline is not None]
         return min(deadlines, default=math.inf)
 

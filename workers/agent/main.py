@@ -53,6 +53,8 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         lead.run()
         outcome = build_outcome(lead)
         create_document(context.attempt.outcome, outcome)
+        # Last of all: a cloud that hears this takes the node.
+        lead.acknowledge(outcome)
         lead.finish()
     finally:
         runtime.close()

@@ -65,6 +65,9 @@ class RemoteNode:
     def wreck(self) -> Wreck:
         return Wreck.from_json(self._peer.call("wreck"))
 
+    def acknowledge(self) -> None:
+        self._peer.call("acknowledge")
+
     def finish(self) -> None:
         """Let the node's agent go."""
         self._peer.call("finish", timeout_s=FINISH_TIMEOUT_S)
@@ -133,6 +136,9 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
         return {"done": done}
     if kind == "wreck":
         return runtime.wreck().to_json()
+    if kind == "acknowledge":
+        runtime.acknowledge()
+        return {}
     return answer_for_board(runtime.board, question) or {}
 
 

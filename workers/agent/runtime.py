@@ -16,6 +16,8 @@ from holdfast.workers.agent.flusher_keeper import FlusherKeeper
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.heartbeat import Heartbeat
 from holdfast.workers.agent.memory import oom_kills
+from holdfast.workers.agent.notices.notice import Notice
+from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.causes import Ending, RankFailure, classify_crash
 
@@ -24,7 +26,8 @@ from holdfast.workers.causes import Ending, RankFailure, classify_crash
 class NodeReport:
     """A node at one moment. Steps are `NOWHERE` before any rank has said one.
 
-    `registered` ranks have spoken to the board, `alive` of them still run.
+    `registered` ranks have spoken to the board, `alive` of them still run; each is in step
+    `entered` or a later one.
     """
 
     exit_code: int | None
@@ -33,7 +36,9 @@ class NodeReport:
     alive: int
     completed: int
     resumed: int
+    entered: int = NOWHERE
     signals: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
     problem: str = ""
     host_address: str = ""
 
@@ -46,8 +51,9 @@ class NodeReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeReport:
         """A report that came over the channel."""
+        notices = tuple(Notice(**notice) for notice in data["notices"])
         data = {**data, "phases": tuple(data["phases"]), "signals": tuple(data["signals"])}
-        return cls(**data)
+        return cls(**{**data, "notices": notices})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +128,10 @@ class Node(NodePort, Protocol):
         """What is known of a crash; asked after `kill`."""
         ...
 
+    def acknowledge(self) -> None:
+        """Tell the node's cloud that it may take the node; asked after the commit alone."""
+        ...
+
 
 class NodeRuntime(BoardPort):
     """This node: board, flusher, heartbeat and, during an incarnation, torchrun."""
@@ -134,6 +144,13 @@ class NodeRuntime(BoardPort):
         super().__init__(self.board)
         self.keeper = FlusherKeeper(context)
         self._heartbeat = Heartbeat(context, self.board)
+        supervision = context.request.supervision
+        self._notices = NoticeWatch(
+            supervision.notices,
+            supervision.notices_url,
+            {**os.environ, **context.request.environment},
+            self._note,
+        )
         self._torchrun: Torchrun | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = 0
@@ -169,7 +186,9 @@ class NodeRuntime(BoardPort):
             alive=sum(1 for r in seen if is_running(r.pid)),
             completed=max((r.completed for r in seen), default=NOWHERE),
             resumed=max((r.resumed_step for r in seen), default=NOWHERE),
+            entered=self.board.oldest_entered,
             signals=heard,
+            notices=tuple(self._notices.take()),
             problem=self.keeper.problem,
         )
 
@@ -198,6 +217,14 @@ class NodeRuntime(BoardPort):
             self._journal_told(EventKind.COMMITTED, salvaged, reason="crash")
         return is_done
 
+    def acknowledge(self) -> None:
+        self._notices.acknowledge()
+
+    def _note(self, text: str) -> None:
+        attempt, host = self.context.attempt, self.context.host
+        with JournalWriter(attempt.node_journal(self.context.node)) as journal:
+            journal.append(EventKind.NOTE, attempt=attempt.number, host=host, text=text)
+
     def _journal_told(
         self, kind: EventKind, messages: Sequence[dict[str, Any]], **more: Any
     ) -> None:
@@ -219,6 +246,7 @@ class NodeRuntime(BoardPort):
 
     def close(self) -> None:
         """End all that this agent started; the flusher finishes what is sealed first."""
+        self._notices.close()
         self.kill()
         self.keeper.close()
         self._heartbeat.close()

@@ -1,4 +1,4 @@
-"""What may ask an attempt to stop: signals, an operator's file, the time limit."""
+"""What may ask an attempt to stop: signals, notices, an operator's file, the time limit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from holdfast.contracts.errors import HoldfastError, SchedulerError
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.request import WARNING_MARGIN_S
@@ -95,6 +96,18 @@ class StopWatch:
             requested_at=asked.requested_at,
             deadline=deadline,
             detail=f"{asked.action} by {asked.by}" + (f": {asked.detail}" if asked.detail else ""),
+        )
+
+    @staticmethod
+    def from_notice(notice: Notice, host: str, now: float) -> StopWish:
+        """The wish behind a cloud's notice that `host` will be taken away."""
+        return StopWish(
+            source="notice",
+            name=f"{notice.cloud} on {host}",
+            cause=Cause.PREEMPTION,
+            requested_at=now,
+            deadline=notice.deadline,
+            detail=notice.detail,
         )
 
     def from_limit(self, now: float) -> StopWish | None:

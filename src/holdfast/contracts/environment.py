@@ -18,4 +18,6 @@ CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
 # The store's own address where it is not Amazon's; `AWS_ENDPOINT_URL` does too.
 S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
+# Where clouds' interruption notices are served, for nodes whose cloud is not at its own address.
+NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"

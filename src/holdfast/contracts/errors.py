@@ -14,6 +14,7 @@ HoldfastError
 │   └── SaveError                        a save did not become durable
 ├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
+├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
 ├── LineageError (RuntimeError)          the database cannot be used
 ├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
 └── AgreementError (RuntimeError)        ranks could not agree on a step in time
@@ -109,6 +110,10 @@ class SchedulerError(HoldfastError, RuntimeError):
 
 class SchedulerUnavailableError(SchedulerError):
     """The scheduler did not answer. A job's state is then unknown, never absent."""
+
+
+class NoticeError(HoldfastError, RuntimeError):
+    """A cloud's metadata service answered what cannot be meant, or not in time."""
 
 
 class LineageError(HoldfastError, RuntimeError):

@@ -20,6 +20,7 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
+_PLAIN_HTTP = re.compile(r"http://[^\s/:@]+(:[0-9]{1,5})?(/[^\s?#]*)?")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -236,6 +237,13 @@ class Supervision(SpecPart):
     )
     backoff_s: Annotated[float, Field(ge=0)] = 10.0
     attempts_max: Annotated[int, Field(ge=1)] = 1000
+
+    @field_validator("notices_url")
+    @classmethod
+    def _notices_url_is_plain_http(cls, value: str) -> str:
+        if value and not _PLAIN_HTTP.fullmatch(value):
+            raise ValueError(f"{value!r}: expected an address such as http://169.254.169.254")
+        return value
 
 
 class Cost(SpecPart):

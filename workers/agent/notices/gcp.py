@@ -1,0 +1,77 @@
+"""Google Compute Engine: preemption and host maintenance, by requests that wait for a change."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+from urllib.parse import quote
+
+from holdfast.contracts.errors import NoticeError
+from holdfast.workers.agent.notices.metadata import Metadata, expect
+from holdfast.workers.agent.notices.notice import Notice, Poll
+
+INSTANCE: Final = "/computeMetadata/v1/instance/"
+HEADERS: Final = {"Metadata-Flavor": "Google"}
+WAIT_S: Final = 60
+# The service answers a little after the wait is over.
+WAIT_MARGIN_S: Final = 10.0
+# Google gives 30 s after a preemption, and at least as much before host maintenance.
+LEAD_S: Final = 30.0
+PREEMPTED: Final = {"TRUE": True, "FALSE": False}
+MAINTENANCE: Final = {
+    "NONE": False,
+    "MIGRATE_ON_HOST_MAINTENANCE": False,
+    "TERMINATE_ON_HOST_MAINTENANCE": True,
+}
+
+
+class Gcp:
+    """One node's view of Google's metadata service."""
+
+    name = "gcp"
+    # Between two requests; each of them waits by itself.
+    every_s = 1.0
+
+    def __init__(self, base: str) -> None:
+        self._service = Metadata(base)
+
+    def probe(self) -> None:
+        answer = expect(self._service.ask("GET", f"{INSTANCE}preempted", HEADERS), 200)
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise NoticeError("the answer bears no Metadata-Flavor: Google")
+
+    def polls(self) -> tuple[Poll, ...]:
+        return (
+            self._waiting("preempted", PREEMPTED),
+            self._waiting("maintenance-event", MAINTENANCE),
+        )
+
+    def acknowledge(self, event_id: str) -> None:
+        """Nothing: Google takes the node when its time is up."""
+
+    def close(self) -> None:
+        self._service.close()
+
+    def _waiting(self, entry: str, meanings: dict[str, bool]) -> Poll:
+        """A look at one entry that returns when its value changes, or after `WAIT_S`."""
+        etag = "0"
+
+        def look(now: float) -> list[Notice]:
+            nonlocal etag
+            wait = f"?wait_for_change=true&timeout_sec={WAIT_S}&last_etag={quote(etag)}"
+            answer = self._service.ask(
+                "GET", f"{INSTANCE}{entry}{wait}", HEADERS, timeout_s=WAIT_S + WAIT_MARGIN_S
+            )
+            value = expect(answer, 200).text
+            if value not in meanings:
+                raise NoticeError(f"{entry}: expected one of {list(meanings)}, got {answer.words}")
+            etag = answer.headers.get("etag", "0")
+            return [_notice(entry, value)] if meanings[value] else []
+
+        return look
+
+
+def _notice(entry: str, value: str) -> Notice:
+    detail = f"Google says {entry} = {value}"
+    # From now on, not from when the waiting began.
+    return Notice(cloud="gcp", wants="stop", deadline=time.time() + LEAD_S, detail=detail)

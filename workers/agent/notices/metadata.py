@@ -1,0 +1,139 @@
+"""Asking a metadata service: plain HTTP by the standard library, bounded in time and bytes.
+
+Proxies are never used, redirections never followed. A timer hangs up on a service that drips: the
+socket's own time-out begins anew with every byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from holdfast.contracts.errors import NoticeError
+
+LINK_LOCAL: Final = "http://169.254.169.254"
+REQUEST_TIMEOUT_S: Final = 5.0
+ANSWER_BYTES_MAX: Final = 64 * 1024
+WORDS_MAX: Final = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back; `headers` by lower-case name."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    @property
+    def text(self) -> str:
+        """The body as text, without the space around it."""
+        return self.body.decode(errors="replace").strip()
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises `NoticeError` for anything else."""
+        try:
+            found = json.loads(self.body)
+        except (ValueError, RecursionError) as error:
+            raise NoticeError(f"expected JSON, got {self.words}") from error
+        if not isinstance(found, dict):
+            raise NoticeError(f"expected a JSON object, got {self.words}")
+        return found
+
+    @property
+    def words(self) -> str:
+        """The beginning of the body, for people."""
+        return repr(self.text[:WORDS_MAX])
+
+
+class Metadata:
+    """One service at `base`; safe for several threads."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._is_closed = False
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        body: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """One request and its answer, over within `timeout_s`, `REQUEST_TIMEOUT_S` unless given.
+
+        Raises `NoticeError`.
+        """
+        timeout_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
+        give_up = time.monotonic() + timeout_s
+        connection = None
+        try:
+            parts = urlsplit(self._base)
+            connection = HTTPConnection(parts.hostname or "", parts.port or 80, timeout=timeout_s)
+            connection.connect()
+            with self._hanging_up(connection.sock, timeout_s):
+                where = parts.path.rstrip("/") + path
+                connection.request(method, where, body, {**headers, "Connection": "close"})
+                response = connection.getresponse()
+                content = response.read(ANSWER_BYTES_MAX + 1)
+        except (OSError, HTTPException, ValueError) as error:
+            words = str(error)[:WORDS_MAX] or type(error).__name__
+            raise NoticeError(f"{method} {self._base}{path}: {words}") from error
+        finally:
+            if connection is not None:
+                connection.close()
+        # The library takes an answer that was cut off for one that is over.
+        if time.monotonic() > give_up or (response.length and len(content) <= ANSWER_BYTES_MAX):
+            raise NoticeError(f"{method} {path}: the answer was not whole in {timeout_s:.1f} s")
+        if len(content) > ANSWER_BYTES_MAX:
+            raise NoticeError(f"{method} {path}: more than {ANSWER_BYTES_MAX} bytes")
+        named = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, content, named)
+
+    def close(self) -> None:
+        """Hang up on every request under way; later ones fail."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._open:
+                _shut(one)
+
+    @contextlib.contextmanager
+    def _hanging_up(self, connected: socket.socket, timeout_s: float) -> Any:
+        timer = threading.Timer(timeout_s, _shut, (connected,))
+        timer.daemon = True
+        with self._lock:
+            if self._is_closed:
+                raise ConnectionError("the agent ends")
+            self._open.add(connected)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with self._lock:
+                self._open.discard(connected)
+
+
+def expect(answer: Answer, *statuses: int) -> Answer:
+    """The answer when its status is one of `statuses`; else raises `NoticeError`."""
+    if answer.status not in statuses:
+        wanted = " or ".join(map(str, statuses))
+        raise NoticeError(f"status {answer.status}, expected {wanted}: {answer.words}")
+    return answer
+
+
+def _shut(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
