@@ -207,7 +207,8 @@ def test_the_cloud_is_found_out_and_the_others_are_not_mentioned(service: Any) -
 
 def test_where_the_services_are() -> None:
     def bases(mode: str, url: str = "", **variables: str) -> list[str]:
-        return [f"{c.name} {c._service._base}" for c in build_clouds(mode, url, variables)]  # type: ignore[attr-defined]
+        clouds: list[Any] = list(build_clouds(mode, url, variables))
+        return [f"{cloud.name} {cloud._service._base}" for cloud in clouds]
 
     local = "http://169.254.169.254"
     assert bases("auto") == [f"aws {local}", f"gcp {local}", f"azure {local}"]
