@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.contracts.errors import LineageError
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.ingest import ingest_run
@@ -20,8 +21,15 @@ class Index:
         return self._database
 
     def update(self, paths: RunPaths) -> None:
-        """Bring one run's rows in line with its folder. Raises `LineageError`."""
-        ingest_run(self.open(), paths)
+        """Bring one run's rows in line with its folder. Raises `LineageError`.
+
+        A connection that failed is not used again: the file behind it may be another by then.
+        """
+        try:
+            ingest_run(self.open(), paths)
+        except LineageError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the connections back."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Outcome, StopRequest
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.evidence import KILLED_WORKER, find_cause, last_words
-from holdfast.workers.executors.base import JobStatus
+from holdfast.workers.executors.base import GONE, REBOOTED, JobStatus
 
 _S = AttemptState
 EVIDENCE_MAX: Final = 20
@@ -134,12 +134,26 @@ def classify(
     if word in _OF_SCHEDULER:
         return _ending(_OF_SCHEDULER[word], said)
     if claimed:
-        silence = "the job is gone and its agent left no outcome"
-        return _ending(Cause.UNKNOWN, [silence, *said], state=_S.LOST)
+        return _ending(*_of_silence(word, said), state=_S.LOST)
     never = "the job ended before its agent began; see the attempt's logs"
     if found := _not_started(job_log):
         return _ending(Cause.USER_ERROR, [found, never, *said])
     return _ending(Cause.INFRASTRUCTURE, [never, *said], state=_S.LOST)
+
+
+def _of_silence(word: str, said: Sequence[str]) -> tuple[Cause, list[str]]:
+    """Cause and evidence of an attempt whose agent began and left no outcome.
+
+    An agent writes one however it ends, unless it is killed: where its processes are known to be
+    gone, that is what happened. What a scheduler does not say is not guessed.
+    """
+    silence = "the job is gone and its agent left no outcome"
+    if word == REBOOTED:
+        return Cause.NODE_FAILURE, [silence, *said]
+    if word == GONE:
+        killed = "its agent was killed: it left no outcome, and the machine stayed up"
+        return Cause.INFRASTRUCTURE, [killed, *said]
+    return Cause.UNKNOWN, [silence, *said]
 
 
 def _is_hang_up(heard: dict[str, Any]) -> bool:

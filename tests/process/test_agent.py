@@ -154,7 +154,7 @@ def test_no_process_outlives_an_agent_that_was_killed(make: Make) -> None:
     run.wait_for_step(attempt, 3)
     send(run.claim(attempt).pid, signal.SIGKILL)
     view = run.wait_for_end()
-    assert (view.state, view.cause) == (AttemptState.LOST, Cause.UNKNOWN)
+    assert (view.state, view.cause) == (AttemptState.LOST, Cause.INFRASTRUCTURE)
     assert view.last_step is not None
     assert view.last_step >= 3
     wait_until(lambda: not processes_of(run.paths), "the end of every process", 20)

@@ -47,6 +47,7 @@ def slurm(word: str) -> JobStatus:
 
 
 GONE = JobStatus(state=AttemptState.LOST, raw="gone", evidence=("the process is gone",))
+REBOOTED = JobStatus(state=AttemptState.LOST, raw="rebooted", evidence=("it was started anew",))
 
 
 @pytest.mark.parametrize("cause", list(Cause))
@@ -104,7 +105,8 @@ def test_endings_with_an_outcome(
         (slurm("FAILED"), [PREEMPTED], None, True, "preempted", Cause.PREEMPTION),
         (slurm("FAILED"), [], None, False, "lost", Cause.INFRASTRUCTURE),
         (slurm("LAUNCH_FAILED"), [], None, False, "failed", Cause.INFRASTRUCTURE),
-        (GONE, [], None, True, "lost", Cause.UNKNOWN),
+        (GONE, [], None, True, "lost", Cause.INFRASTRUCTURE),
+        (REBOOTED, [], None, True, "lost", Cause.NODE_FAILURE),
         (GONE, [], None, False, "lost", Cause.INFRASTRUCTURE),
         (GONE, [PREEMPTED], None, True, "preempted", Cause.PREEMPTION),
         (GONE, [], STOP, True, "cancelled", Cause.OPERATOR),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
+
+# What the executor of this machine says in place of a scheduler's word: the processes are gone
+# while the machine stayed up, or the machine was started anew.
+GONE: Final = "gone"
+REBOOTED: Final = "rebooted"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
-from holdfast.workers.executors.base import Executor, JobStatus
+from holdfast.workers.executors.base import GONE, REBOOTED, Executor, JobStatus
 from holdfast.workers.processes import (
     ProcessName,
     boot_id,
@@ -105,9 +105,11 @@ class LocalExecutor(Executor):
                 return JobStatus(state=AttemptState.PENDING, raw="running")
             return JobStatus(state=None, detail="the job was not started yet")
         gone = [f"process {name.pid} of the local job is gone" for name in names]
-        if any(name.boot_id != boot_id() for name in names):
+        has_rebooted = any(name.boot_id != boot_id() for name in names)
+        if has_rebooted:
             gone.append("this machine was started anew since")
-        return JobStatus(state=AttemptState.LOST, raw="gone", evidence=tuple(gone))
+        raw = REBOOTED if has_rebooted else GONE
+        return JobStatus(state=AttemptState.LOST, raw=raw, evidence=tuple(gone))
 
     def cancel(self, request: Request, submission: Submission) -> None:
         paths = _paths(request)

@@ -12,7 +12,18 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import bench, checkpoints, database, deploy, doctor, logs, operate, submit, views
+from holdfast.cli import (
+    bench,
+    checkpoints,
+    database,
+    deploy,
+    doctor,
+    drill,
+    logs,
+    operate,
+    submit,
+    views,
+)
 from holdfast.cli.output import exit_status, print_error, warn
 from holdfast.contracts.errors import HoldfastError
 
@@ -23,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (submit, views, logs, operate, checkpoints, database, deploy, doctor, bench):
+for module in (submit, views, logs, operate, checkpoints, database, deploy, doctor, bench, drill):
     module.register(app)
 
 

@@ -1,0 +1,1 @@
+"""Drills: rehearsed faults against a run, and the invariants that must hold after each."""

@@ -1,0 +1,94 @@
+"""Which processes and sockets of a run there are, and which of them nobody owns any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from holdfast.contracts.environment import ATTEMPT, INCARNATION, RUN_DIRECTORY
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.drills.steps import Place
+
+# A killed agent's flusher first finishes what is sealed.
+ORPHAN_S: Final = 20.0
+POLL_S: Final = 0.2
+_SOCKETS: Final = Path("/proc/net/unix")
+_OURS: Final = ("holdfast.", "submitit.")
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A live process that bears the run's mark; `place` for one that an incarnation started."""
+
+    process: psutil.Process
+    words: str
+    place: Place | None
+
+
+def marked_processes(paths: RunPaths) -> list[Marked]:
+    """Every live process of the run: by its environment, or a module of ours that is given its
+    folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            argv, variables = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        folder = str(paths.directory)
+        is_rank = variables.get(RUN_DIRECTORY) == folder
+        is_ours = any(_is_inside(word, folder) for word in argv) and any(
+            word.startswith(_OURS) for word in argv
+        )
+        if is_rank or is_ours:
+            numbers = variables.get(ATTEMPT), variables.get(INCARNATION)
+            place = Place(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
+            found.append(Marked(process, f"{process.pid} ({' '.join(argv)[:120]})", place))
+    return found
+
+
+def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | None) -> list[str]:
+    """Marked processes that are still there after `ORPHAN_S` and belong to nobody.
+
+    Those belong: `owners` and what is below them, unless it is of another incarnation than
+    `current`.
+    """
+    roots = list(owners)
+    give_up = time.monotonic() + ORPHAN_S
+    while True:
+        found = _strays(paths, roots, current)
+        if not found or time.monotonic() > give_up:
+            return found
+        time.sleep(POLL_S)
+
+
+def sockets_left(run_uid: str) -> list[str]:
+    """Names of the run's abstract sockets that are still bound."""
+    lines = _SOCKETS.read_text().splitlines()[1:]
+    names = {line.split()[-1] for line in lines if "@holdfast-" in line}
+    return sorted(name for name in names if name.startswith(f"@holdfast-{run_uid[:12]}-"))
+
+
+def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None) -> list[str]:
+    owned: set[int] = set()
+    for owner in owners:
+        try:
+            owned |= {owner.pid, *(p.pid for p in owner.children(recursive=True))}
+        except psutil.NoSuchProcess:
+            continue
+    return [
+        one.words
+        for one in marked_processes(paths)
+        if one.process.is_running()
+        and (one.process.pid not in owned or (one.place is not None and one.place != current))
+    ]
+
+
+def _is_inside(word: str, folder: str) -> bool:
+    return word == folder or word.startswith(f"{folder}/")

@@ -1,0 +1,167 @@
+"""The kinds of fault: what each does, what should come of it, and which are drawn. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.states import Cause
+
+
+class Recovery(StrEnum):
+    """How a run goes on after a fault."""
+
+    UNDISTURBED = "undisturbed"
+    IN_PLACE = "in place"
+    NEW_ATTEMPT = "new attempt"
+
+
+class Loss(StrEnum):
+    """The most that a fault may cost: nothing, what no snapshot has, what no checkpoint has."""
+
+    NOTHING = "nothing"
+    SNAPSHOT = "snapshot"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of fault. `causes` are those that may end an attempt by it.
+
+    `is_for_live` tells whether it can be rehearsed on a run that people care about: nothing of
+    it outlives the drill, and it reaches no other run.
+    """
+
+    name: str
+    words: str
+    recovery: Recovery
+    loss: Loss = Loss.NOTHING
+    causes: frozenset[Cause] = frozenset()
+    is_for_live: bool = True
+
+
+def _kinds(*kinds: Kind) -> dict[str, Kind]:
+    return {kind.name: kind for kind in kinds}
+
+
+KINDS: Final = _kinds(
+    Kind(
+        name="sigterm",
+        words="the agent gets SIGTERM, as at a preemption",
+        recovery=Recovery.NEW_ATTEMPT,
+        causes=frozenset({Cause.PREEMPTION}),
+    ),
+    Kind(
+        name="sigusr2",
+        words="the agent gets SIGUSR2, as Slurm warns",
+        recovery=Recovery.NEW_ATTEMPT,
+        causes=frozenset({Cause.PREEMPTION}),
+    ),
+    Kind(
+        name="kill-rank",
+        words="one training process gets SIGKILL",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.SNAPSHOT,
+    ),
+    Kind(
+        name="kill-torchrun",
+        words="torchrun gets SIGKILL",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.SNAPSHOT,
+    ),
+    Kind(
+        name="kill-agent",
+        words="the agent gets SIGKILL",
+        recovery=Recovery.NEW_ATTEMPT,
+        loss=Loss.CHECKPOINT,
+        causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
+    ),
+    Kind(
+        name="kill-flow",
+        words="the supervising flow gets SIGKILL, now and then while it relaunches",
+        recovery=Recovery.UNDISTURBED,
+    ),
+    Kind(
+        name="kill-flusher",
+        words="the flusher gets SIGKILL",
+        recovery=Recovery.UNDISTURBED,
+    ),
+    Kind(
+        name="straggler",
+        words="one training process is held up again and again for two seconds",
+        recovery=Recovery.UNDISTURBED,
+    ),
+    Kind(
+        name="node-loss",
+        words="every process of the attempt is gone at one moment",
+        recovery=Recovery.NEW_ATTEMPT,
+        loss=Loss.CHECKPOINT,
+        causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
+    ),
+    Kind(
+        name="disk-full",
+        words="the file system of the runs is filled, and freed after a save failed",
+        recovery=Recovery.UNDISTURBED,
+        is_for_live=False,
+    ),
+    Kind(
+        name="database-down",
+        words="the lineage database is unreadable for a while, then lost",
+        recovery=Recovery.UNDISTURBED,
+        is_for_live=False,
+    ),
+    Kind(
+        name="corrupt-checkpoint",
+        words="a byte of the newest checkpoint is flipped before a resume, and put back after it",
+        recovery=Recovery.NEW_ATTEMPT,
+        loss=Loss.CHECKPOINT,
+        causes=frozenset({Cause.PREEMPTION}),
+    ),
+    Kind(
+        name="oom",
+        words="one training process is refused any more memory",
+        recovery=Recovery.NEW_ATTEMPT,
+        loss=Loss.SNAPSHOT,
+        causes=frozenset({Cause.HOST_OOM}),
+    ),
+)
+# Named by people, and not rehearsed yet: each says what is missing.
+REFUSED: Final = {
+    "spot-notice": "no notice of a cloud can be served to the run's agent",
+    "hang": "a hang would be waited for until the collective's own time limit",
+    "prefect-down": "the drill supervises without a Prefect server",
+    "nan": "no policy acts on a loss that is not finite",
+}
+
+
+def select_kinds(wanted: Sequence[str], *, is_live: bool, missing: Collection[str]) -> list[Kind]:
+    """The kinds called `wanted`, or all that can be rehearsed here; `missing` cannot be.
+
+    Raises `SpecError` for a name that is not known, and for one that is refused, with the reason.
+    """
+    able = [k for k in KINDS.values() if k.name not in missing and (k.is_for_live or not is_live)]
+    for name in wanted:
+        if name in REFUSED:
+            raise SpecError(f"{name}: not rehearsed: {REFUSED[name]}; leave it out")
+        if name not in KINDS:
+            near = difflib.get_close_matches(name, KINDS, n=3, cutoff=0.4)
+            hint = f"did you mean {', '.join(near)}?" if near else f"expected {', '.join(KINDS)}"
+            raise SpecError(f"{name!r}: no such kind of fault; {hint}")
+        if KINDS[name] not in able:
+            why = "on a live run" if is_live and not KINDS[name].is_for_live else "on this machine"
+            raise SpecError(f"{name}: cannot be rehearsed {why}; leave it out")
+    return [kind for kind in able if kind.name in wanted or not wanted]
+
+
+def draw_faults(kinds: Sequence[Kind], count: int, seed: int) -> list[Kind]:
+    """`count` faults in an order that follows from `seed`, each kind as often as any other."""
+    order = random.Random(seed)
+    drawn: list[Kind] = []
+    while len(drawn) < count:
+        drawn += order.sample(list(kinds), len(kinds))
+    return drawn[:count]

@@ -1,0 +1,223 @@
+"""A throw-away place for drills: a root, an index, a small training run, its flow.
+
+Everything lies in one temporary folder; the runs' root may be a small file system of its own, so
+that it can be filled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts import environment
+from holdfast.contracts.attempt import Request, Submission, read_document
+from holdfast.contracts.errors import HoldfastError, ServiceError
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import Cause
+from holdfast.flows.drills.steps import Records, Reference, reference_of
+from holdfast.flows.drills.subject import Subject
+from holdfast.workers.executors import executor_for
+from holdfast.workers.runs import create_run
+
+PROGRAM: Final = ("-m", "holdfast.trainer.rehearsal")
+RANKS: Final = 2
+STEP_S: Final = 0.04
+INTERVAL_STEPS: Final = 20
+SNAPSHOT_STEPS: Final = 5
+KEEP_LAST: Final = 4
+PADDING_BYTES: Final = 3 << 20
+DISK_MB: Final = 96
+STEPS_UNBOUNDED: Final = 1_000_000
+UNLIMITED: Final = 1_000_000
+REFERENCE_S_MAX: Final = 600.0
+END_S: Final = 30.0
+
+
+@dataclass
+class Stand:
+    """One throw-away place. `reference` has the uninterrupted run's steps."""
+
+    folder: Path
+    root: Path
+    reference: Reference = field(default_factory=dict)
+    _flow: subprocess.Popen[bytes] | None = None
+    _runs: list[RunPaths] = field(default_factory=list)
+
+    @property
+    def home(self) -> Path:
+        """Holdfast's home: the index is here."""
+        return self.folder / "home"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For whatever is started here."""
+        own = {"HOLDFAST_HOME": str(self.home), "HOLDFAST_ROOT": str(self.root)}
+        return {**os.environ, **own}
+
+    def make_reference(self, steps: int) -> None:
+        """Train `steps` steps without an interruption, as fast as they go.
+
+        Raises `ServiceError` when the program fails.
+        """
+        folder = self.folder / "reference"
+        folder.mkdir()
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        command += [f"--log-dir={folder / 'logs'}", *PROGRAM]
+        settings = self._settings(folder / "records", steps=steps, step_s=0.0)
+        variables = {
+            **self.environment,
+            "OMP_NUM_THREADS": "1",
+            environment.CONFIG: json.dumps({**settings, "directory": str(folder / "run")}),
+            environment.CHECKPOINT_INTERVAL: str(STEPS_UNBOUNDED),
+            environment.CHECKPOINT_SNAPSHOTS: "off",
+        }
+        with open(folder / "output.log", "wb") as log:
+            process = subprocess.Popen(
+                command, env=variables, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            status = process.wait(REFERENCE_S_MAX)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if status != 0:
+            words = (folder / "output.log").read_text(errors="replace")[-2000:]
+            raise ServiceError(f"the uninterrupted run failed with status {status}:\n{words}")
+        self.reference = reference_of(folder / "records")
+
+    def begin_run(self) -> Subject:
+        """A new run with its flow; the one before must have ended."""
+        number = len(self._runs) + 1
+        records = self.folder / f"records-{number:02d}"
+        records.mkdir()
+        spec = RunSpec.model_validate(
+            {
+                "name": f"drill-{number:02d}",
+                "command": PROGRAM,
+                "config": self._settings(records, steps=STEPS_UNBOUNDED, step_s=STEP_S),
+                "environment": {"OMP_NUM_THREADS": "1"},
+                "launch": {"working_directory": str(self.folder)},
+                "resources": {"gpus_per_node": RANKS},
+                "checkpoint": {
+                    "interval": INTERVAL_STEPS,
+                    "snapshots": SNAPSHOT_STEPS,
+                    "keep": {"last": KEEP_LAST},
+                },
+                "supervision": {
+                    "poll_s": 0.5,
+                    "heartbeat_s": 0.25,
+                    "backoff_s": 0.0,
+                    "restarts_in_place": UNLIMITED,
+                    "attempts_max": UNLIMITED,
+                    "budgets": {c.value: UNLIMITED for c in Cause if c is not Cause.OPERATOR},
+                },
+            }
+        )
+        paths = create_run(spec, self.root, created_by="drill")
+        self._runs.append(paths)
+        self.start_flow(paths)
+        return Subject(paths, Records(records))
+
+    def start_flow(self, paths: RunPaths) -> None:
+        """Start the flow of a run whose flow is gone."""
+        command = [sys.executable, "-m", "holdfast.flows.drills.supervisor", str(paths.directory)]
+        with open(self.folder / f"flow-{paths.name}.log", "ab") as log:
+            self._flow = subprocess.Popen(
+                command,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait_for_flow(self) -> int:
+        """The status of the flow, once it has ended by itself; killed after `END_S` seconds."""
+        assert self._flow is not None
+        try:
+            return self._flow.wait(END_S)
+        finally:
+            self._end_flow()
+
+    def kill_flow(self) -> None:
+        """SIGKILL for the flow, and its zombie taken away."""
+        self._end_flow()
+
+    def end(self) -> None:
+        """End whatever still runs; nothing is left of it."""
+        self._end_flow()
+        for paths in self._runs:
+            for attempt in paths.list_attempts():
+                request = read_document(Request, attempt.request)
+                submission = read_document(Submission, attempt.submission)
+                if request and submission:
+                    with contextlib.suppress(HoldfastError):
+                        executor_for(request.executor).cancel(request, submission)
+
+    def _end_flow(self) -> None:
+        if self._flow is not None and self._flow.poll() is None:
+            self._flow.kill()
+        if self._flow is not None:
+            self._flow.wait(END_S)
+
+    @staticmethod
+    def _settings(records: Path, **more: Any) -> dict[str, Any]:
+        return {"records": str(records), "padding_bytes": PADDING_BYTES, **more}
+
+
+@contextlib.contextmanager
+def throw_away(folder: Path, *, with_small_disk: bool) -> Iterator[Stand]:
+    """A stand in `folder`, ended with the block; its files are left to whoever made the folder."""
+    root = folder / "runs"
+    root.mkdir()
+    with small_disk(root) if with_small_disk else contextlib.nullcontext():
+        stand = Stand(folder=folder, root=root)
+        stand.home.mkdir()
+        try:
+            yield stand
+        finally:
+            stand.end()
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """A file system of `DISK_MB` megabytes in memory, mounted at `place`.
+
+    Raises `ServiceError` where mounting is not allowed.
+    """
+    options = f"size={DISK_MB}m"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=END_S)
+    if done.returncode != 0:
+        raise ServiceError(f"a disk of its own cannot be mounted: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=False, timeout=END_S)
+
+
+def find_missing(folder: Path) -> dict[str, str]:
+    """Kinds of fault that a stand under `folder` cannot have here, and why."""
+    missing = {}
+    if "HOLDFAST_DATABASE_URL" in os.environ:
+        missing["database-down"] = "the database of $HOLDFAST_DATABASE_URL is not the drill's"
+    place = folder / "mount-tried"
+    place.mkdir()
+    try:
+        with small_disk(place):
+            pass
+    except (ServiceError, OSError) as error:
+        missing["disk-full"] = str(error)
+    finally:
+        place.rmdir()
+    return missing

@@ -1,0 +1,106 @@
+"""What the drilled program says of each step, and how it differs from the uninterrupted run.
+
+Each rank of `holdfast.trainer.rehearsal` leaves a file for each incarnation, a line per step. A
+killed rank may leave a torn last line, which is no step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+LOSS_TOLERANCE: Final = 1e-4
+_RECORD: Final = re.compile(r"a([0-9]+)\.i([0-9]+)\.rank([0-9]+)\.jsonl")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One incarnation of one attempt."""
+
+    attempt: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"a{self.attempt:04d}.i{self.incarnation:02d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One rank's step. `time` is Unix seconds; `ids` and `weights` are digests."""
+
+    place: Place
+    rank: int
+    step: int
+    time: float
+    loss: float
+    ids: str
+    weights: str
+
+
+@dataclass
+class Records:
+    """A folder of records, read on from where it was read to."""
+
+    folder: Path
+    _offsets: dict[Path, int] = field(default_factory=dict)
+
+    def read_new(self) -> list[Step]:
+        """Steps that were written since the last call, file by file."""
+        found: list[Step] = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            match = _RECORD.fullmatch(path.name)
+            if match is None:
+                continue
+            attempt, incarnation, rank = map(int, match.groups())
+            found += self._read(path, Place(attempt, incarnation), rank)
+        return found
+
+    def _read(self, path: Path, place: Place, rank: int) -> list[Step]:
+        with open(path, "rb") as stream:
+            stream.seek(self._offsets.get(path, 0))
+            content = stream.read()
+        whole = content.rfind(b"\n") + 1
+        self._offsets[path] = self._offsets.get(path, 0) + whole
+        lines: list[dict[str, Any]] = [json.loads(line) for line in content[:whole].splitlines()]
+        return [Step(place=place, rank=rank, **line) for line in lines]
+
+
+Reference = dict[tuple[int, int], Step]
+
+
+def reference_of(folder: Path) -> Reference:
+    """The uninterrupted run's steps, by (rank, step)."""
+    return {(one.rank, one.step): one for one in Records(folder).read_new()}
+
+
+def difference(step: Step, reference: Reference) -> str | None:
+    """In words, how a step differs from the uninterrupted run's; None when it does not.
+
+    At the same world size all must be the same bit for bit.
+    """
+    expected = reference.get((step.rank, step.step))
+    if expected is None:
+        return None
+    where = f"{step.place} rank {step.rank} step {step.step}"
+    if step.ids != expected.ids:
+        return f"{where}: other samples than the uninterrupted run's"
+    if abs(step.loss - expected.loss) > LOSS_TOLERANCE:
+        return f"{where}: loss {step.loss}, expected {expected.loss}"
+    if step.weights != expected.weights:
+        return f"{where}: weights differ from the uninterrupted run's by some bits"
+    return None
+
+
+def gaps(steps: list[Step]) -> list[str]:
+    """Where a rank's steps in one incarnation do not follow one another; `steps` in file order."""
+    last: dict[tuple[Place, int], int] = {}
+    found = []
+    for one in steps:
+        key = (one.place, one.rank)
+        if key in last and one.step != last[key] + 1:
+            found.append(f"{one.place} rank {one.rank}: step {one.step} after {last[key]}")
+        last[key] = one.step
+    return found

@@ -1,0 +1,56 @@
+"""`python -m holdfast.flows.drills.supervisor RUN_DIRECTORY`: a flow's supervision by itself.
+
+The same supervisor that the flow `train` runs, without a Prefect server around it: a drill kills
+it and starts it again many times, and Prefect takes seconds for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.states import RunState
+from holdfast.flows.index import Index
+from holdfast.flows.supervise import JOURNAL, Supervisor
+from holdfast.workers import attempts
+
+ENDS_WELL: Final = frozenset({RunState.COMPLETED, RunState.CANCELLED})
+
+
+def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+    """The next attempt, submitted."""
+    history = load_history(paths)
+    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
+        return attempts.submit_attempt(
+            paths,
+            history.spec,
+            history.record,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            journal=journal,
+        )
+
+
+def main(directory: Path) -> int:
+    """Supervise the run at `directory` to its end; 0 when it completed or was cancelled."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    with Index() as index:
+        supervisor = Supervisor(
+            paths=RunPaths(directory),
+            index=index,
+            log=logging.getLogger("holdfast"),
+            submit=submit,
+            flow_run="drill",
+        )
+        return 0 if supervisor.run().state in ENDS_WELL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

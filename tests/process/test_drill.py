@@ -1,0 +1,62 @@
+"""`holdfast drill`: real faults on a real run, by the command that people type."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
+STORM_FAULTS = 200
+STORM_S = 4 * 3600.0
+
+
+def drill(folder: Path, *arguments: str, timeout_s: float = 800.0) -> dict[str, Any]:
+    """The JSON answer of a drill that held every invariant."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "PREFECT_"))}
+    command = [str(Path(sys.executable).with_name("holdfast")), "drill", "--json"]
+    done = subprocess.run(
+        [*command, "--directory", str(folder), *arguments],
+        env={**clean, "HOLDFAST_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.mark.timeout(900)
+def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
+    answer = drill(tmp_path, "--count", "6", "--seed", "4", "--kinds", ",".join(KINDS))
+    assert answer["broken"] == []
+    assert sorted(fault["kind"] for fault in answer["faults"]) == sorted(KINDS)
+    assert all(fault["ok"] for fault in answer["faults"])
+    by_kind = {fault["kind"]: fault for fault in answer["faults"]}
+    assert by_kind["sigterm"]["steps_lost"] == 0
+    assert by_kind["kill-rank"]["first_step_s"] > 0
+    assert not list(tmp_path.glob("holdfast-drill-*")), "the throw-away run should be gone"
+    left = [p.info for p in psutil.process_iter(["cmdline"]) if _names(p, str(tmp_path))]
+    assert not left
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(STORM_S)
+def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
+    page = tmp_path / "reliability.md"
+    arguments = ("--count", str(STORM_FAULTS), "--seed", "7", "--report", str(page))
+    answer = drill(tmp_path, *arguments, timeout_s=STORM_S)
+    assert answer["broken"] == []
+    assert len(answer["faults"]) == STORM_FAULTS
+    assert f"{STORM_FAULTS} of {STORM_FAULTS} faults left every invariant whole" in page.read_text()
+
+
+def _names(process: psutil.Process, text: str) -> bool:
+    return any(text in word for word in process.info["cmdline"] or ())

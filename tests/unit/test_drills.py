@@ -1,0 +1,252 @@
+"""Drills: which faults are drawn, and that each invariant is seen to fail where it is broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.runs import DIGEST, RunFolder, storied_run
+
+from holdfast.contracts.attempt import Submission, write_document
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows.drills import invariants
+from holdfast.flows.drills.conduct import DrillResult, FaultResult
+from holdfast.flows.drills.faults import FAULTS
+from holdfast.flows.drills.invariants import Broken
+from holdfast.flows.drills.kinds import KINDS, REFUSED, draw_faults, select_kinds
+from holdfast.flows.drills.report import render_report, spread
+from holdfast.flows.drills.steps import Place, Records, Step, difference, gaps
+
+NEWEST = "step-00000200.a0003.i01"
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> RunFolder:
+    """A run with a preemption, a crash, a lost node, a rollback and a deletion."""
+    (tmp_path / "runs").mkdir()
+    return next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+
+
+def broken_of(run: RunFolder) -> list[Broken]:
+    """What the checks of disk find."""
+    paths, events = run.paths, load_events(run.paths)
+    return [
+        *invariants.check_checkpoints(paths, events),
+        *invariants.check_resumes(paths, events),
+        *invariants.check_submissions(paths, events),
+        *invariants.check_endings(load_history(paths).attempts, events),
+        *invariants.check_commands(events),
+    ]
+
+
+def test_a_run_that_lost_nothing_breaks_nothing(story: RunFolder) -> None:
+    assert broken_of(story) == []
+
+
+def lose_manifest(run: RunFolder) -> None:
+    (run.paths.checkpoint(NEWEST) / "manifest.json").unlink()
+
+
+def lose_directory(run: RunFolder) -> None:
+    shutil.rmtree(run.paths.checkpoint(NEWEST))
+
+
+def flip_a_byte(run: RunFolder) -> None:
+    path = run.paths.checkpoint(NEWEST) / "__0_0.distcp"
+    path.write_bytes(path.read_bytes().swapcase())
+
+
+def delete_without_a_word(run: RunFolder) -> None:
+    directory = run.paths.checkpoint(NEWEST)
+    shutil.copy(directory / "manifest.json", run.paths.tombstone(NEWEST))
+    shutil.rmtree(directory)
+
+
+def resume_from_the_uncommitted(run: RunFolder) -> None:
+    run.launch(3, 2, 200, "gpt:step-00000110.a0001.i02")
+
+
+def resume_from_an_older_one(run: RunFolder) -> None:
+    run.launch(3, 2, 100, "gpt:step-00000100.a0001.i01")
+
+
+def resume_from_nothing(run: RunFolder) -> None:
+    run.launch(3, 2, 0, None)
+
+
+def submit_twice(run: RunFolder) -> None:
+    run.tell("cli", EventKind.ATTEMPT_SUBMITTED, attempt=2, job_id="999")
+
+
+def claim_twice(run: RunFolder) -> None:
+    for writer in ("one", "two"):
+        run.tell(writer, EventKind.CLAIMED, attempt=2, job_id="102")
+
+
+def hand_over_twice(run: RunFolder) -> None:
+    logs = run.paths.attempt(1).logs
+    logs.mkdir()
+    for job in (101, 102):
+        (logs / f"{job}_submitted.pkl").touch()
+
+
+def share_a_job(run: RunFolder) -> None:
+    job = Submission(job_id="101", executor="local", submitted_at=0.0)
+    write_document(run.paths.attempt(2).submission, job)
+
+
+def claim_another_job(run: RunFolder) -> None:
+    job = Submission(job_id="777", executor="slurm", submitted_at=0.0)
+    write_document(run.paths.attempt(2).submission, job)
+
+
+def skip_a_number(run: RunFolder) -> None:
+    run.submit(7, 2, 0.0)
+
+
+def end_unexplained(run: RunFolder) -> None:
+    run.submit(4, 2, 0.0)
+    run.tell_ended(4, AttemptState.FAILED, Cause.UNKNOWN, 210, 0.0)
+
+
+def end_twice(run: RunFolder) -> None:
+    run.tell_ended(1, AttemptState.PREEMPTED, Cause.PREEMPTION, 120, 0.0)
+
+
+def change_the_command(run: RunFolder) -> None:
+    with JournalWriter(run.paths.attempt(3).journal / "rank0.jsonl") as journal:
+        journal.append(
+            EventKind.RESUMED, attempt=3, incarnation=2, step=200, command_digest="e" * 64
+        )
+
+
+@pytest.mark.parametrize(
+    ("harm", "invariant"),
+    [
+        (lose_manifest, invariants.COMMITTED_STAYS),
+        (lose_directory, invariants.COMMITTED_STAYS),
+        (flip_a_byte, invariants.COMMITTED_STAYS),
+        (delete_without_a_word, invariants.COMMITTED_STAYS),
+        (resume_from_the_uncommitted, invariants.BELIEVED_IS_WHOLE),
+        (resume_from_an_older_one, invariants.RESUME_IS_RIGHT),
+        (resume_from_nothing, invariants.RESUME_IS_RIGHT),
+        (submit_twice, invariants.ONE_SUBMISSION),
+        (claim_twice, invariants.ONE_SUBMISSION),
+        (hand_over_twice, invariants.ONE_SUBMISSION),
+        (share_a_job, invariants.ONE_SUBMISSION),
+        (claim_another_job, invariants.ONE_SUBMISSION),
+        (skip_a_number, invariants.ONE_SUBMISSION),
+        (end_unexplained, invariants.ENDINGS_EXPLAINED),
+        (end_twice, invariants.ENDINGS_EXPLAINED),
+        (change_the_command, invariants.ONE_COMMAND),
+    ],
+)
+def test_what_is_broken_is_seen(
+    story: RunFolder, harm: Callable[[RunFolder], None], invariant: str
+) -> None:
+    harm(story)
+    assert {one.invariant for one in broken_of(story)} == {invariant}
+
+
+def test_a_row_that_disk_does_not_have_is_seen(story: RunFolder, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/index.db"
+    assert invariants.check_index(url, story.paths) == []
+    with sqlite3.connect(tmp_path / "index.db") as connection:
+        connection.execute("update attempts set cause = 'hang' where number = 2")
+    broken, *_ = invariants.check_index(url, story.paths)
+    assert broken.invariant == invariants.INDEX_IS_DISK
+    assert "the index has hang at .attempts[1].cause, disk node_failure" in broken.detail
+
+
+STEP = Step(place=Place(1, 1), rank=0, step=5, time=0.0, loss=0.5, ids="a" * 32, weights="b" * 32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"place": Place(2, 1), "time": 9.0}, None),
+        ({"step": 6}, None),
+        ({"ids": "c" * 32}, "other samples"),
+        ({"loss": 0.6}, "loss 0.6, expected 0.5"),
+        ({"weights": "c" * 32}, "weights differ"),
+    ],
+)
+def test_a_step_is_compared_with_the_uninterrupted_runs(
+    changed: dict[str, object], words: str | None
+) -> None:
+    found = difference(replace(STEP, **changed), {(0, 5): STEP})  # type: ignore[arg-type]
+    assert (found is None) if words is None else (found is not None and words in found)
+
+
+def test_steps_of_an_incarnation_follow_one_another() -> None:
+    later = replace(STEP, step=6)
+    assert gaps([STEP, later, replace(STEP, place=Place(1, 2))]) == []
+    assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.i01 rank 0: step 7 after 5"]
+    assert gaps([later, later]) == ["a0001.i01 rank 0: step 6 after 6"]
+
+
+def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "a0002.i03.rank1.jsonl"
+    line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
+    records = Records(tmp_path)
+    (one,) = records.read_new()
+    assert (one.place, one.rank, one.step) == (Place(2, 3), 1, 1)
+    with open(path, "a") as stream:
+        stream.write(json.dumps({**line, "step": 2})[20:] + "\n")
+    assert [step.step for step in records.read_new()] == [2]
+    assert records.read_new() == []
+
+
+def test_each_kind_is_drawn_as_often_as_any_other_and_by_the_seed() -> None:
+    kinds = list(KINDS.values())
+    drawn = draw_faults(kinds, 3 * len(kinds), seed=5)
+    assert {sum(one is kind for one in drawn) for kind in kinds} == {3}
+    assert drawn == draw_faults(kinds, 3 * len(kinds), seed=5)
+    assert drawn != draw_faults(kinds, 3 * len(kinds), seed=6)
+
+
+def test_each_kind_can_be_done_and_no_other_is_named() -> None:
+    assert set(FAULTS) == set(KINDS)
+    assert not set(REFUSED) & set(KINDS)
+
+
+def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
+    assert {k.name for k in select_kinds((), is_live=True, missing=())} == {
+        kind.name for kind in KINDS.values() if kind.is_for_live
+    }
+    with pytest.raises(SpecError, match="did you mean kill-rank"):
+        select_kinds(["kil-rank"], is_live=False, missing=())
+    with pytest.raises(SpecError, match="cannot be rehearsed on a live run"):
+        select_kinds(["disk-full"], is_live=True, missing=())
+    with pytest.raises(SpecError, match="cannot be rehearsed on this machine"):
+        select_kinds(["disk-full"], is_live=False, missing={"disk-full"})
+    for name, why in REFUSED.items():
+        with pytest.raises(SpecError, match=f"{name}: not rehearsed: {why}"):
+            select_kinds([name], is_live=False, missing=())
+
+
+def test_the_report_tells_what_broke() -> None:
+    fault = FaultResult(
+        kind="kill-rank", ok=False, detail="", run="r", step=3, steps_lost=2, first_step_s=1.5
+    )
+    broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]
+    result = DrillResult(seed=7, faults=[fault], broken=broken)
+    page = render_report(result, "a machine")
+    assert "0 of 1 faults left every invariant whole" in page
+    assert f"| {invariants.NO_ORPHANS} | 1 |" in page
+    assert "- no process outlives its attempt: process 7 (python)" in page
+    row = next(line for line in page.splitlines() if line.startswith("| kill-rank |"))
+    assert row.endswith("| 1 | 0 | 2 |  | 1.50 (1.50) |")
+    assert all(name in page for name in REFUSED)
+    assert spread([3.0, 1.0, 2.0]) == "2.00 (3.00)"
+    assert DIGEST not in page
