@@ -27,6 +27,8 @@ QUICK = Tries(pauses_s=[0.05] * 5)
 ONCE = Tries(pauses_s=())
 # What an upload of `SIZES` asks the store for, in order; the killing test goes through them.
 REQUESTS = 14
+# Which of them makes one object of the parts, and which gives the manifest its name.
+JOINED, NAMED = 10, REQUESTS - 1
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +168,14 @@ def test_an_uploader_killed_at_any_request_leaves_what_can_be_believed(
     assert verbs[-1] == "none"
     assert {*verbs} == {"GET", "HEAD", "POST", "PUT", "none"}
     assert verbs.count("none") == 1
+
+
+def test_an_uploader_killed_after_its_last_answers_has_committed_or_not(
+    s3: ObjectStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    """The two answers that matter most: the object's parts are one, and the manifest stands."""
+    verbs = strike_uploads([(JOINED, False), (NAMED, False)], s3, proxy, tmp_path)
+    assert verbs == ["POST", "PUT"]
 
 
 @pytest.mark.storm

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,16 @@ FREE_PORT = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
 pytestmark = pytest.mark.timeout(180)
 
 
-def start(run: RunPaths, env: dict[str, str], *torchrun: str) -> subprocess.Popen[bytes]:
-    settings = {"steps": STEPS, "directory": str(run.directory), "sleep_s": 0.05}
-    command = [sys.executable, "-m", "torch.distributed.run", *torchrun]
+def start(
+    run: RunPaths,
+    env: dict[str, str],
+    *torchrun: str,
+    wrapper: Sequence[str] = (),
+    **more: Any,
+) -> subprocess.Popen[bytes]:
+    """One torchrun of the program, with `wrapper` before it; `more` are further settings."""
+    settings = {"steps": STEPS, "directory": str(run.directory), "sleep_s": 0.05, **more}
+    command = [*wrapper, sys.executable, "-m", "torch.distributed.run", *torchrun]
     # Without a place of its own torchrun leaves its folder among the machine's temporary files.
     command += ["--log-dir", str(run.directory.parent / "logs")]
     command += [str(PROGRAM), json.dumps(settings)]
@@ -39,6 +47,21 @@ def start(run: RunPaths, env: dict[str, str], *torchrun: str) -> subprocess.Pope
     return subprocess.Popen(
         command, env=clean | {"OMP_NUM_THREADS": "1"} | env, start_new_session=True
     )
+
+
+def start_nodes(
+    run: RunPaths, env: dict[str, str], wrappers: Sequence[Sequence[str]] = ((), ()), **more: Any
+) -> list[subprocess.Popen[bytes]]:
+    """A torchrun of one rank for each of `wrappers`, all of one job."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    place = ("--master-addr", "localhost", "--master-port", str(port))
+    size = ("--nnodes", str(len(wrappers)), "--nproc-per-node", "1")
+    return [
+        start(run, env, *size, *place, "--node-rank", str(node), wrapper=wrapper, **more)
+        for node, wrapper in enumerate(wrappers)
+    ]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -132,13 +155,7 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
 
 def test_nodes_without_an_agent_stop_together(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "run")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    env = {"HOLDFAST_CHECKPOINT_INTERVAL": "10"}
-    place = ("--master-addr", "localhost", "--master-port", str(port))
-    size = ("--nnodes", "2", "--nproc-per-node", "1")
-    nodes = [start(run, env, *size, *place, "--node-rank", str(node)) for node in range(2)]
+    nodes = start_nodes(run, {"HOLDFAST_CHECKPOINT_INTERVAL": "10"})
     try:
         wait_for_step(run, 8, nodes[0])
         os.kill(rank_pid(run, 1), signal.SIGTERM)

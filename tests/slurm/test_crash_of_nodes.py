@@ -24,7 +24,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.slots import SlotState
 from holdfast.contracts.states import AttemptState
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.storm, pytest.mark.timeout(280)]
 
 STEPS = 40
 PADDING = 8 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,11 +27,14 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 
 DIGEST_CHARACTERS = 12
+FAILED_SAVES_MAX = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -70,7 +73,8 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
-        answer(queries.show_run(database, directory), as_json, _render_run)
+        shown = queries.show_run(database, directory)
+        answer({**shown, "failed_saves": _failed_saves(directory)}, as_json, _render_run)
 
 
 def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -87,6 +91,30 @@ def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint and, as disk has it, the place in the mirror where its copy is."""
     record = read_record(Path(row["path"]))
     return {**row, "mirror": record.url if record else None}
+
+
+def _failed_saves(directory: str) -> list[dict[str, Any]]:
+    """The last saves that were not committed and why, as the journal on disk has them."""
+    found = {
+        str(event.data["checkpoint"]): {
+            "checkpoint": event.data["checkpoint"],
+            "step": event.data["step"],
+            "error": event.data["error"],
+            "at": event.time,
+        }
+        for event in load_events(RunPaths(Path(directory)))
+        if event.kind is EventKind.SAVE_FAILED
+    }
+    return list(found.values())[-FAILED_SAVES_MAX:]
+
+
+def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
+    """The last failed save with its reason, for people; None when there was none."""
+    if not failed:
+        return None
+    last = failed[-1]
+    count = f"{FAILED_SAVES_MAX} or more" if len(failed) == FAILED_SAVES_MAX else str(len(failed))
+    return f"{count}, the last of step {last['step']}, {time_text(last['at'])}: {last['error']}"
 
 
 def lineage(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -141,6 +169,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "command digest": _short(run["command_digest"]),
             "ETTR": f"{good['ettr']:.3f}",
             "steps lost": good["steps_lost"],
+            "failed saves": _failures_text(run["failed_saves"]),
             "time": ", ".join(
                 f"{part} {seconds_text(good[f'{part}_s'])}"
                 for part in ("queued", "starting", "training", "blocked", "lost", "stopped")
