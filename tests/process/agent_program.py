@@ -49,7 +49,7 @@ def train(settings: dict[str, float]) -> None:
                 dist.all_reduce(parameter.grad)
             optimizer.step()
             optimizer.zero_grad()
-            model.padding.fill_(step)
+            model.get_buffer("padding").fill_(step)
             time.sleep(settings["sleep_s"])
         print(f"rank {os.environ['RANK']} ends after step {session.step}", flush=True)
     dist.destroy_process_group()
