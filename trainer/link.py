@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts import environment as names
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.board import Board
+from holdfast.contracts.board import NOWHERE, Board, Phase
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, PreflightError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -28,6 +28,7 @@ from holdfast.trainer.identity import Identity
 from holdfast.trainer.keeper import FlusherKeeper, wait_for_former
 from holdfast.trainer.planning.pipeline import find_place
 from holdfast.trainer.program import program_digest, program_stem
+from holdfast.trainer.stacks import offer_stacks
 
 INCARNATIONS_MAX: Final = 100_000
 
@@ -62,6 +63,27 @@ class Link:
         self.board.close()
         if self.board_handle is not None:
             os.close(self.board_handle)
+
+
+def meet_ranks() -> Ranks:
+    """All ranks, once they have come. Every rank must call it."""
+    if os.environ.get(names.BOARD):
+        _say_rendezvous(os.environ)
+    return Ranks()
+
+
+def _say_rendezvous(env: Mapping[str, str]) -> None:
+    """Tell the agent that this rank now waits for all others; its stacks can be had from here."""
+    try:
+        board = Board.open(env[names.BOARD])
+    except OSError:
+        # `open_link` says what is wrong, once all ranks can be told.
+        return
+    record = board.record(int(env.get("LOCAL_RANK", "0")))
+    record.register(int(env.get("RANK", "0")), NOWHERE)
+    record.beat(Phase.RENDEZVOUS)
+    offer_stacks(record)
+    board.close()
 
 
 def open_link(directory: str | Path | None, ranks: Ranks, mesh: DeviceMesh | None = None) -> Link:

@@ -32,11 +32,10 @@ from holdfast.contracts.board import NOWHERE, Phase, Proposal
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.trainer.boundary import Captured, Saver
-from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
-from holdfast.trainer.link import Link, open_link
+from holdfast.trainer.link import Link, meet_ranks, open_link
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Interval
@@ -53,6 +52,9 @@ from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.train_state import Progress, Stateful, TrainState
 
 BETTER: Final = ("min", "max")
+SLOW_PHASES: Final = {
+    phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)
+}
 T = TypeVar("T")
 
 
@@ -118,7 +120,7 @@ class Session:
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
         self._failures = FailureRecord()
-        self._ranks = Ranks()
+        self._ranks = meet_ranks()
         self._link: Link = open_link(directory, self._ranks, mesh)
         identity = self._link.identity
         self._record = self._link.board.record(identity.local_rank)
@@ -217,15 +219,18 @@ class Session:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
-        """Say that a slow phase runs: "eval", "compile" or "save"; call `beat` within it."""
-        phases = {phase.name.lower(): phase for phase in (Phase.EVAL, Phase.COMPILE, Phase.SAVE)}
-        if name not in phases:
-            raise SpecError(f"phase {name!r}: expected one of {sorted(phases)}")
-        self._record.beat(phases[name])
+        """Say that a slow phase runs: "eval", "compile", "load" or "save".
+
+        Its silence is judged by how long it took before; `beat` within it ends a silence.
+        """
+        if name not in SLOW_PHASES:
+            raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
+        before = self._record.phase
+        self._record.beat(SLOW_PHASES[name])
         try:
             yield self
         finally:
-            self._record.beat(Phase.TRAIN)
+            self._record.beat(before)
 
     def beat(self) -> None:
         """Say that this rank lives, from within a slow phase."""
@@ -350,6 +355,8 @@ class Session:
         )
         self._record.register(self.rank, found.step)
         self._saver.prepare()
+        # What the program still does before its first step is its own loading.
+        self._record.beat(Phase.LOAD)
         settles = not self._link.has_agent and self._link.identity.local_rank == 0
         self._settler = Settler(self._link, self._note) if settles else None
 

@@ -156,6 +156,11 @@ def _of_silence(word: str, said: Sequence[str]) -> tuple[Cause, list[str]]:
     return Cause.UNKNOWN, [silence, *said]
 
 
+def hung_ending(evidence: Sequence[str]) -> Ending:
+    """How training ended whose ranks were found to hang, by what proof."""
+    return _ending(Cause.HANG, evidence)
+
+
 def _is_hang_up(heard: dict[str, Any]) -> bool:
     """True for what a dying node's step leaves its processes: SIGHUP, and no scheduler's mark.
 

@@ -234,12 +234,15 @@ def decide_in_place(
     restarts_max: int,
     lost_nodes: Sequence[str] = (),
     gained_steps: bool = True,
+    hangs: int = 0,
+    hangs_max: int = BUDGETS[Cause.HANG],
 ) -> Decision:
     """Whether torchrun is started again on the nodes that the attempt still has.
 
-    `ending` is how the incarnation ended. A killed process or a broken connection is worth
+    `ending` is how the incarnation ended. A killed process, a broken connection or a hang is worth
     another start; the program's own error, a lack of memory, a lost or a faulty node are not.
-    Without new steps only one restart is granted.
+    Without new steps only one restart is granted, and no more than `hangs_max` for the `hangs` of
+    this attempt.
     """
     why = ending.evidence[0] if ending.evidence else "no evidence"
     if lost_nodes:
@@ -248,6 +251,8 @@ def decide_in_place(
         return Decision(action="stop", reason=f"{restarts} restarts in place of {restarts_max}")
     if restarts > 0 and not gained_steps:
         return Decision(action="stop", reason="the last restart in place gained no step")
+    if ending.cause is Cause.HANG and hangs > hangs_max:
+        return Decision(action="stop", reason=f"hung {hangs} times, {hangs_max} forgiven: {why}")
     if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):
         return Decision(action="stop", reason=f"{ending.cause}: {why}")
     return Decision(action="restart", reason=f"{ending.cause}: {why}")

@@ -40,13 +40,14 @@ class LocalRun:
         resources: dict[str, Any] | None = None,
         checkpoint: dict[str, Any] | None = None,
         supervision: dict[str, Any] | None = None,
+        program: Path = PROGRAM,
         **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
         self.spec = RunSpec(
             name="tried",
-            command=(PROGRAM.name, json.dumps({**defaults, **settings})),
-            launch={"working_directory": str(PROGRAM.parent)},
+            command=(program.name, json.dumps({**defaults, **settings})),
+            launch={"working_directory": str(program.parent)},
             resources=resources or {"gpus_per_node": gpus},
             elastic={"min_gpus": 1},
             supervision={

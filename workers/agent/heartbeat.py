@@ -10,21 +10,30 @@ from typing import Final
 
 import psutil
 
-from holdfast.contracts.board import Board, RankRecord
+from holdfast.contracts.board import Board
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.workers.agent.calibration import PhaseTimes, scaled
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.heartbeats import NodeBeat, RankBeat
+from holdfast.workers.agent.gpus import watch_gpus
+from holdfast.workers.agent.rank_watch import RankWatch
+from holdfast.workers.heartbeats import NodeBeat, RankBeat, read_heartbeats
+from holdfast.workers.processes import boot_id
 
 STOP_WAIT_S: Final = 5.0
+# Clocks are slewed by less between two beats; more is a jump.
+CLOCK_JUMP_S: Final = 5.0
 
 
 class Heartbeat:
-    """Samples the board and the ranks' processes; never touches a rank."""
+    """Tells what the watch over the ranks has seen; never touches a rank."""
 
-    def __init__(self, context: AgentContext, board: Board) -> None:
+    def __init__(self, context: AgentContext, board: Board, watch: RankWatch) -> None:
         self.incarnation = 0
         self._context = context
-        self._board = board
-        self._processes: dict[int, psutil.Process] = {}
+        self._board, self._watch = board, watch
+        self._gpus = watch_gpus()
+        self._boot_id = boot_id()
+        self._clock = _clock_offset_s()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
@@ -33,6 +42,8 @@ class Heartbeat:
         """One last beat, then silence."""
         self._over.set()
         self._thread.join(STOP_WAIT_S)
+        if self._gpus is not None:
+            self._gpus.close()
 
     def _run(self) -> None:
         every_s = self._context.request.supervision.heartbeat_s
@@ -40,6 +51,7 @@ class Heartbeat:
             is_last = self._over.wait(every_s)
             # A full or absent file system must not end the heartbeats that come after it.
             with contextlib.suppress(OSError):
+                self._look_at_clock()
                 self._write()
             if is_last:
                 return
@@ -52,27 +64,78 @@ class Heartbeat:
             attempt=self._context.request.attempt,
             incarnation=self.incarnation,
             agent_pid=os.getpid(),
-            ranks=tuple(self._rank(r) for r in self._board.records() if r.pid),
+            monotonic_s=round(time.monotonic(), 3),
+            boot_id=self._boot_id,
+            world_size=self._context.request.world_size,
+            ranks=self._ranks(),
+            gpus=self._gpus.beats() if self._gpus else (),
+            phases=self._watch.summary(),
             memory_percent=psutil.virtual_memory().percent,
         )
         path = self._context.attempt.heartbeat(self._context.node)
         # Replaced but not fsynced: a beat lost in a power cut is no loss, a slow disk would be.
         temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(beat.model_dump_json())
+        temporary.write_text(beat.model_dump_json(exclude_none=True))
         os.replace(temporary, path)
 
-    def _rank(self, record: RankRecord) -> RankBeat:
-        rss = cpu = None
-        with contextlib.suppress(psutil.Error):
-            process = self._processes.setdefault(record.pid, psutil.Process(record.pid))
-            rss, cpu = process.memory_info().rss, process.cpu_percent()
-        return RankBeat(
-            rank=record.rank,
-            step=record.completed,
-            phase=record.phase.name.lower(),
-            age_s=round(time.monotonic() - record.beat_at, 3) if record.beat_at else None,
-            step_time_s=round(record.step_time_s, 6),
-            pid=record.pid,
-            rss_bytes=rss,
-            cpu_percent=cpu,
+    def _ranks(self) -> tuple[RankBeat, ...]:
+        seen = zip(
+            self._board.records(),
+            self._watch.looks(),
+            self._watch.counters(),
+            self._watch.step_times(),
+            strict=True,
         )
+        return tuple(
+            RankBeat(
+                rank=record.rank,
+                step=record.completed,
+                phase=look.phase,
+                age_s=look.silent_s,
+                step_time_s=round(record.step_time_s, 6),
+                pid=record.pid,
+                step_p50_s=round(p50_s, 6),
+                step_p99_s=round(p99_s, 6),
+                own_s=round(look.own_s, 6),
+                rss_bytes=counters.rss_bytes,
+                cpu_percent=counters.cpu_percent,
+                threads=counters.threads,
+                read_bytes=counters.read_bytes,
+                write_bytes=counters.write_bytes,
+            )
+            for record, look, counters, (p50_s, p99_s) in seen
+            if record.pid
+        )
+
+    def _look_at_clock(self) -> None:
+        """Say when the clock has jumped; silences are measured by another one."""
+        offset_s = _clock_offset_s()
+        jump_s, self._clock = offset_s - self._clock, offset_s
+        if abs(jump_s) < CLOCK_JUMP_S:
+            return
+        attempt = self._context.attempt
+        with JournalWriter(attempt.node_journal(self._context.node)) as journal:
+            text = f"the clock of {self._context.host} jumped by {jump_s:+.1f} s"
+            journal.append(
+                EventKind.NOTE, attempt=attempt.number, text=f"{text}; its times jump with it"
+            )
+
+
+def earlier_times(context: AgentContext) -> dict[str, PhaseTimes]:
+    """What this run's last attempts knew of the phases, for this attempt's number of ranks.
+
+    Fewer ranks share the same global batch, so their steps take longer in proportion.
+    """
+    for attempt in reversed(context.run.list_attempts()):
+        if attempt.number >= context.attempt.number:
+            continue
+        for beat in read_heartbeats(attempt):
+            if beat.phases:
+                factor = max(1.0, beat.world_size / context.request.world_size)
+                return scaled(beat.phases, factor)
+    return {}
+
+
+def _clock_offset_s() -> float:
+    """Unix time less monotonic time: constant until the clock is set."""
+    return time.time() - time.monotonic()

@@ -16,14 +16,17 @@ from holdfast.contracts.board import AT_START, NOWHERE
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.early_save import EarlySave
+from holdfast.workers.agent.hangs import HangWatch
 from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.stops import StopWatch, StopWish
-from holdfast.workers.policy import Decision, decide_in_place
+from holdfast.workers.causes import hung_ending
+from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
 
 POLL_S: Final = 0.05
 REMOTE_POLL_S: Final = 0.25
@@ -43,12 +46,13 @@ INCARNATIONS_MAX: Final = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How one incarnation ended: completed, stopped, crashed or killed."""
+    """How one incarnation ended: completed, stopped, crashed, hung or killed."""
 
     ending: str
     exit_code: int | None
     reports: tuple[NodeReport, ...]
     wreck: Wreck
+    hang: tuple[str, ...] = ()
 
     @property
     def completed(self) -> int:
@@ -80,6 +84,7 @@ class Lead:
         self.verdict = ""
         self._signals, self._journal, self._runtime = signals, journal, runtime
         self._stops = StopWatch(context)
+        self._hangs = HangWatch(context.request, context.attempt, journal)
         self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
         self._reports: dict[str, NodeReport] = {}
         self._heard: list[str] = []
@@ -102,7 +107,7 @@ class Lead:
             number = self._take_number()
             ended = self._run_incarnation(number)
             self.last = ended
-            if ended.ending != "crashed" or self.wish is not None:
+            if ended.ending not in {"crashed", "hung"} or self.wish is not None:
                 break
             decision = self._decide(ended, restarts)
             self.verdict = decision.reason
@@ -137,6 +142,7 @@ class Lead:
         self._settled, self._tries, self._serial = False, 0, 1
         self._early.forget()
         port, address = _free_port(), self._address()
+        self._hangs.begin(number)
         self._journal.append(
             EventKind.INCARNATION_STARTED,
             attempt=self.context.attempt.number,
@@ -182,6 +188,8 @@ class Lead:
                 return "crashed" if self.wish is None else "stopped"
             if codes and all(code == 0 for code in codes):
                 return self._ending_of_leaving()
+            if self._is_hung():
+                return "hung" if self.wish is None else "killed"
             if self.wish is None:
                 reports = self._reports.values()
                 self._serial = self._early.pursue(self.nodes, reports, self._serial)
@@ -192,6 +200,14 @@ class Lead:
                 return "left"
             if time.time() > self._kill_at(self.wish):
                 return "killed"
+
+    def _is_hung(self) -> bool:
+        """True when the watch over silent ranks has found, with proof, that they hang."""
+        try:
+            return self._hangs.look(self.nodes, self._reports)
+        except ConnectionError:
+            # The node is found lost at the next look, and training ends for that reason.
+            return False
 
     def _all_have_left(self) -> bool:
         """True when every rank of every node has stopped as agreed and is gone."""
@@ -226,6 +242,7 @@ class Lead:
             exit_code=None if has_left else exit_code,
             reports=tuple(self._reports.values()),
             wreck=Wreck.of_all(wrecks),
+            hang=self._hangs.evidence,
         )
 
     def _ending_of_leaving(self) -> str:
@@ -405,12 +422,15 @@ class Lead:
 
     def _decide(self, ended: Ended, restarts: int) -> Decision:
         gained = ended.completed > ended.resumed
+        supervision = self.context.request.supervision
         return decide_in_place(
-            ended.wreck.classify(self.lost)[0],
+            hung_ending(ended.hang) if ended.hang else ended.wreck.classify(self.lost)[0],
             restarts=restarts,
-            restarts_max=self.context.request.supervision.restarts_in_place,
+            restarts_max=supervision.restarts_in_place,
             lost_nodes=self.lost,
             gained_steps=gained,
+            hangs=sum(one.ending == "hung" for one in self.incarnations),
+            hangs_max=supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
         )
 
     def _take_number(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Claim, Submission, read_document
@@ -48,6 +47,9 @@ class RemoteNode:
 
     def announce(self, deadline: float | None) -> None:
         self._peer.call("announce", deadline=deadline)
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        self._peer.call("stacks", dump=dump, number=number)
 
     def kill(self) -> None:
         self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
@@ -127,7 +129,10 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
         runtime.start(question["incarnation"], question["address"], question["port"])
         return {}
     if kind == "report":
-        return {**asdict(runtime.report()), "host_address": member.host_address}
+        return {**runtime.report().to_json(), "host_address": member.host_address}
+    if kind == "stacks":
+        runtime.take_stacks(question["dump"], question["number"])
+        return {}
     if kind == "kill":
         runtime.kill()
         return {}

@@ -10,7 +10,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.stops import StopWish
-from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
+from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure, hung_ending
 from holdfast.workers.checkpoints import newest_committed
 
 
@@ -50,12 +50,14 @@ def build_outcome(lead: Lead) -> Outcome:
 def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     """State, cause and evidence of the attempt, and the rank that failed first, if one did."""
     last, wish = lead.last, lead.wish
-    if wish is not None and last is not None and last.ending == "crashed":
+    if wish is not None and last is not None and last.ending in {"crashed", "hung"}:
         lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
         return _stopped(wish, lost or "asked for while training was being started again"), None
     assert last is not None
     if last.ending == "completed":
         return Ending(state=AttemptState.COMPLETED, cause=None), None
+    if last.ending == "hung":
+        return hung_ending((*last.hang, *([lead.verdict] if lead.verdict else []))), None
     if last.ending == "crashed" or wish is None:
         if wish is None and last.ending == "stopped":
             words = "the ranks stopped early, and nothing had asked this agent for it"
@@ -64,7 +66,9 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
         return Ending(state=ending.state, cause=ending.cause, evidence=evidence), first
     if last.ending == "killed":
-        return _stopped(wish, "training had not ended at the deadline and was killed"), None
+        words = "training had not ended at the deadline and was killed"
+        hang = f"training hung: {'; '.join(last.hang)}" if last.hang else ""
+        return _stopped(wish, hang or words), None
     _, first = last.wreck.classify()
     if first is not None and last.exit_code:
         return _stopped(wish, f"rank {first.rank} failed while stopping"), first

@@ -14,10 +14,13 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flusher_keeper import FlusherKeeper
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
-from holdfast.workers.agent.heartbeat import Heartbeat
+from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.notices.watch import NoticeWatch
+from holdfast.workers.agent.rank_watch import RankWatch
+from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.stacks import StackSample, StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.causes import Ending, RankFailure, classify_crash
 
@@ -39,6 +42,8 @@ class NodeReport:
     entered: int = NOWHERE
     signals: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
+    ranks: tuple[RankLook, ...] = ()
+    sample: StackSample | None = None
     problem: str = ""
     host_address: str = ""
 
@@ -51,9 +56,26 @@ class NodeReport:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeReport:
         """A report that came over the channel."""
-        notices = tuple(Notice(**notice) for notice in data["notices"])
-        data = {**data, "phases": tuple(data["phases"]), "signals": tuple(data["signals"])}
-        return cls(**{**data, "notices": notices})
+        sample = data["sample"]
+        return cls(
+            **{
+                **data,
+                "phases": tuple(data["phases"]),
+                "signals": tuple(data["signals"]),
+                "notices": tuple(Notice(**notice) for notice in data["notices"]),
+                "ranks": tuple(RankLook.from_json(rank) for rank in data["ranks"]),
+                "sample": StackSample.from_json(sample) if sample else None,
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What goes over the channel."""
+        return {
+            **vars(self),
+            "notices": [asdict(notice) for notice in self.notices],
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "sample": self.sample.to_json() if self.sample else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +134,10 @@ class Node(NodePort, Protocol):
         """Tell the ranks that a stop is wanted, by `deadline` (Unix seconds)."""
         ...
 
+    def take_stacks(self, dump: int, number: int) -> None:
+        """Begin to take the stacks of all ranks; they come with a later report."""
+        ...
+
     def kill(self) -> None:
         """End torchrun and everything below it, by force."""
         ...
@@ -143,7 +169,10 @@ class NodeRuntime(BoardPort):
         self.board, self._board_handle = Board.create(context.request.gpus_per_node)
         super().__init__(self.board)
         self.keeper = FlusherKeeper(context)
-        self._heartbeat = Heartbeat(context, self.board)
+        first_rank = context.node * context.request.gpus_per_node
+        self._watch = RankWatch(self.board, first_rank, earlier_times(context))
+        self._heartbeat = Heartbeat(context, self.board, self._watch)
+        self._stacks = StackTaker()
         supervision = context.request.supervision
         self._notices = NoticeWatch(
             supervision.notices,
@@ -164,6 +193,7 @@ class NodeRuntime(BoardPort):
         self.keeper.forget(incarnation - 1)
         self.keeper.tend()
         self.board.reset()
+        self._watch.begin()
         self._heartbeat.incarnation = incarnation
         self._oom_kills_before = oom_kills()
         self._torchrun = Torchrun(
@@ -189,11 +219,24 @@ class NodeRuntime(BoardPort):
             entered=self.board.oldest_entered,
             signals=heard,
             notices=tuple(self._notices.take()),
+            ranks=tuple(self._watch.looks()),
+            sample=self._stacks.sample,
             problem=self.keeper.problem,
         )
 
     def announce(self, deadline: float | None) -> None:
         self.board.announce_stop(deadline)
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        records = zip(self._watch.looks(), self.board.records(), strict=True)
+        silent = self._torchrun.rank_pids() if self._torchrun else {}
+        targets = [
+            Target(rank=look.rank, pid=pid, offer=record.stacks_offer)
+            for local, (look, record) in enumerate(records)
+            if (pid := look.pid or silent.get(local, 0))
+        ]
+        folder = self.context.attempt.dump(self.context.node, dump)
+        self._stacks.take(targets, folder, dump, number)
 
     def kill(self) -> None:
         if self._torchrun is not None:
@@ -250,6 +293,8 @@ class NodeRuntime(BoardPort):
         self.kill()
         self.keeper.close()
         self._heartbeat.close()
+        self._watch.close()
+        self._stacks.close()
         kill_all_below(os.getpid())
         with contextlib.suppress(BufferError):
             self.board.close()

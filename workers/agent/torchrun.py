@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.durable import make_directory
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.flight_recorder import recorder_environment
+from holdfast.workers.agent.gpus import CONTROL
 from holdfast.workers.causes import RankFailure
 from holdfast.workers.evidence import last_traceback
 from holdfast.workers.processes import descendants, end_processes
@@ -54,7 +57,9 @@ class Torchrun:
             port=port,
             logs=self._logs,
         )
-        variables = build_environment(context, incarnation, handles, os.environ)
+        inherited = {**os.environ, **context.request.environment}
+        recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
+        variables = build_environment(context, incarnation, handles, {**recorder, **os.environ})
         with open(self._logs / "torchrun.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
@@ -80,6 +85,17 @@ class Torchrun:
         except subprocess.TimeoutExpired:
             guard = psutil.Process(self._process.pid)
             end_processes([*descendants(guard), guard], term_wait_s=0)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Process numbers by local rank, also of ranks that have not said who they are."""
+        found: dict[int, int] = {}
+        with contextlib.suppress(psutil.Error):
+            for launcher in psutil.Process(self._process.pid).children():
+                for process in launcher.children():
+                    local = process.environ().get("LOCAL_RANK", "")
+                    if local.isdigit():
+                        found[int(local)] = process.pid
+        return found
 
     def failures(self) -> list[RankFailure]:
         """What went wrong on this node's ranks: torchrun's report, error files, last words."""

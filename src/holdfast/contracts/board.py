@@ -24,6 +24,8 @@ RECORD_BYTES: Final = 256
 RANKS_MAX: Final = 1024
 SETTLE_S: Final = 0.002
 REFUSAL_WAIT_S: Final = 0.05
+# A rank's record keeps the durations of this many steps, a power of two.
+RECENT_STEPS: Final = 16
 AT_START: Final = -2
 NOWHERE: Final = -1
 
@@ -73,6 +75,13 @@ class _Record(IntEnum):
     WAITING = 7
     SIGNAL = 8
     STEP_TIME = 9  # float: seconds of the last step
+    STACKS_SIGNAL = 10  # the signal that makes the rank write its stacks, 0 for none
+    STACKS_FILE = 11  # the rank's own file descriptor that they are written to
+
+
+# floats, after the words above: seconds of the last `RECENT_STEPS` steps, by step number
+_RECENT: Final = 16
+_RECENT_MASK: Final = RECENT_STEPS - 1
 
 
 class Board:
@@ -237,8 +246,10 @@ class RankRecord:
         This is all that an ordinary step pays.
         """
         words, at, now = self._words, self._at, time.monotonic()
-        self._floats[at + _Record.STEP_TIME] = now - self._floats[at + _Record.BEAT]
-        self._floats[at + _Record.BEAT] = now
+        floats = self._floats
+        step_s = now - floats[at + _Record.BEAT]
+        floats[at + _Record.STEP_TIME] = floats[at + _RECENT + (completed & _RECENT_MASK)] = step_s
+        floats[at + _Record.BEAT] = now
         words[at + _Record.COMPLETED] = completed
         words[at + _Record.PHASE] = phase
         words[at + _Record.ENTERING] = completed + 1
@@ -261,6 +272,11 @@ class RankRecord:
         """Say that this rank lives, and in which phase."""
         self._words[self._at + _Record.PHASE] = phase
         self._floats[self._at + _Record.BEAT] = time.monotonic()
+
+    def offer_stacks(self, signal_number: int, descriptor: int) -> None:
+        """Say which signal makes this process write its stacks, and to which of its files."""
+        self._words[self._at + _Record.STACKS_FILE] = descriptor
+        self._words[self._at + _Record.STACKS_SIGNAL] = signal_number
 
     def catch(self, signal_number: int) -> None:
         """All that a signal handler does: one store."""
@@ -304,6 +320,19 @@ class RankRecord:
     @property
     def step_time_s(self) -> float:
         return self._floats[self._at + _Record.STEP_TIME]
+
+    def recent_steps_s(self, after: int) -> list[float]:
+        """Seconds of the steps after `after`, oldest first; the last `RECENT_STEPS` at most."""
+        newest = self.completed
+        first = max(after + 1, newest - RECENT_STEPS + 1, 0)
+        at = self._at + _RECENT
+        return [self._floats[at + (step & _RECENT_MASK)] for step in range(first, newest + 1)]
+
+    @property
+    def stacks_offer(self) -> tuple[int, int]:
+        """(signal, descriptor) of `offer_stacks`; the signal is 0 when nothing was offered."""
+        words, at = self._words, self._at
+        return words[at + _Record.STACKS_SIGNAL], words[at + _Record.STACKS_FILE]
 
     @property
     def waiting(self) -> int:

@@ -57,6 +57,9 @@ class EventKind(StrEnum):
     FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
     NODE_LOST = "node_lost"  # node, host
     GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
+    HANG_SUSPECTED = "hang_suspected"  # incarnation, silent, finding, dumps
+    HANG_CONFIRMED = "hang_confirmed"  # incarnation, reason, silent, finding, dumps
+    STRAGGLER = "straggler"  # incarnation, rank, host, own_s, peers_s, step_s, times
     NOTE = "note"  # text
 
 

@@ -123,6 +123,10 @@ class AttemptPaths:
     def dumps(self) -> Path:
         return self.directory / "dumps"
 
+    def dump(self, node: int, number: int) -> Path:
+        """A node's proof of the attempt's `number`-th suspicion of a hang: stacks of its ranks."""
+        return self.dumps / f"node-{node:04d}-{number:02d}"
+
     @property
     def logs(self) -> Path:
         return self.directory / "logs"

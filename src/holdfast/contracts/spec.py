@@ -212,6 +212,11 @@ class Checkpointing(SpecPart):
         return _seconds(str(self.interval))
 
 
+SilentPhase = Literal[
+    "start", "rendezvous", "load", "compile", "train", "eval", "save", "stop", "done"
+]
+
+
 class Supervision(SpecPart):
     """How an attempt is watched, and how often each cause is forgiven."""
 
@@ -231,6 +236,11 @@ class Supervision(SpecPart):
     )
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         default=3, description="restarts of torchrun inside one attempt"
+    )
+    hangs: bool = Field(default=True, description="whether silent ranks are looked into and ended")
+    silence_s: dict[SilentPhase, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict,
+        description="silence per phase before which nothing is ended; see `workers.agent.silence`",
     )
     budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict, description="relaunches forgiven per cause; see `workers.policy`"

@@ -1,0 +1,125 @@
+"""What it costs one supervisor to watch a large run's heartbeats: 1,250 nodes, simulated.
+
+`python benchmarks/heartbeats.py [--nodes N] [--seconds S]`: a process of its own replaces every
+node's file every two seconds, as agents do; this one looks for silent nodes as often, and counts
+its own processor time. A tenth of the nodes falls silent on the way and must be found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.workers.heartbeats import (
+    BEATS_MISSED_MAX,
+    HeartbeatWatch,
+    NodeBeat,
+    RankBeat,
+    newest_step,
+    read_heartbeats,
+)
+
+RANKS: Final = 8
+HEARTBEAT_S: Final = 2.0
+# Progress in words is told twice a minute, and for that all files are read.
+READ_EVERY_S: Final = 30.0
+SILENT_SHARE: Final = 0.1
+
+
+def make_beat(node: int, step: int) -> str:
+    """A heartbeat as an agent writes it."""
+    ranks = tuple(
+        RankBeat(
+            rank=node * RANKS + local,
+            step=step,
+            phase="train",
+            age_s=0.2,
+            step_time_s=0.412345,
+            pid=100_000 + local,
+            step_p50_s=0.412345,
+            step_p99_s=0.512345,
+            own_s=0.312345,
+            rss_bytes=12_345_678_901,
+            cpu_percent=101.5,
+            threads=130,
+            read_bytes=123_456_789_012,
+            write_bytes=23_456_789_012,
+        )
+        for local in range(RANKS)
+    )
+    beat = NodeBeat(
+        node=node,
+        host=f"node-{node:04d}",
+        time=time.time(),
+        attempt=1,
+        incarnation=1,
+        agent_pid=4000,
+        ranks=ranks,
+    )
+    return beat.model_dump_json(exclude_none=True)
+
+
+def play_agents(attempt: AttemptPaths, nodes: int, seconds: float) -> None:
+    """Replace every node's file every `HEARTBEAT_S`; after a third of the time a tenth stops."""
+    began, step = time.monotonic(), 0
+    texts = [make_beat(node, 1) for node in range(nodes)]
+    while (now := time.monotonic()) < began + seconds:
+        live = nodes if now < began + seconds / 3 else nodes - int(nodes * SILENT_SHARE)
+        for node in range(live):
+            path = attempt.heartbeat(node)
+            new = path.with_name(f".{path.name}.new")
+            new.write_text(texts[node])
+            os.replace(new, path)
+        step += 1
+        time.sleep(max(0.0, now + HEARTBEAT_S - time.monotonic()))
+
+
+def watch(attempt: AttemptPaths, seconds: float) -> dict[str, Any]:
+    """Look for silent nodes for `seconds`; what that took of a core."""
+    watcher = HeartbeatWatch(attempt, HEARTBEAT_S)
+    began, spent = time.monotonic(), time.process_time()
+    read_at, found, step = began, 0, None
+    while (now := time.monotonic()) < began + seconds:
+        found += len(watcher.look()[0])
+        if now >= read_at:
+            step, read_at = newest_step(read_heartbeats(attempt)), now + READ_EVERY_S
+        time.sleep(max(0.0, now + HEARTBEAT_S - time.monotonic()))
+    share = (time.process_time() - spent) / (time.monotonic() - began)
+    return {"core_share": round(share, 4), "silent_found": found, "step": step}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1250)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--agents", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.agents:
+        play_agents(AttemptPaths(Path(given.agents)), given.nodes, given.seconds)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="holdfast-heartbeats-") as folder:
+        attempt = AttemptPaths(Path(folder) / "0001")
+        attempt.heartbeats.mkdir(parents=True)
+        seconds = given.seconds + BEATS_MISSED_MAX * HEARTBEAT_S
+        command = [sys.executable, __file__, "--agents", str(attempt.directory)]
+        command += ["--nodes", str(given.nodes), "--seconds", str(seconds)]
+        agents = subprocess.Popen(command)
+        try:
+            found = watch(attempt, given.seconds)
+        finally:
+            agents.kill()
+            agents.wait()
+    print(json.dumps({"nodes": given.nodes, "ranks": given.nodes * RANKS, **found}))
+    return 0 if found["silent_found"] == int(given.nodes * SILENT_SHARE) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

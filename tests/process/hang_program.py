@@ -1,0 +1,69 @@
+"""A small program that hangs, or is slow, as its one JSON argument says.
+
+`hangs` maps an incarnation to (kind, rank, step). `evals` lists (step, seconds, parts): after
+that step an evaluation that takes so long, in so many parts. `slow_rank` works `slow_s` longer
+than its peers in each step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.trainer import Session
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    hang = settings.get("hangs", {}).get(os.environ.get("HOLDFAST_INCARNATION", ""))
+    evals = {step: (seconds, parts) for step, seconds, parts in settings.get("evals", ())}
+    with Session(model, optimizer, seed=1) as session:
+        for step in session.steps(int(settings["steps"])):
+            if hang and [session.rank, step] == hang[1:]:
+                get_stuck(hang[0], model)
+            if session.rank == settings.get("slow_rank"):
+                time.sleep(settings["slow_s"])
+            train(model, optimizer)
+            time.sleep(settings["sleep_s"])
+            if step in evals:
+                with session.phase("eval"):
+                    evaluate(*evals[step])
+                dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(seconds: float, parts: int) -> None:
+    for _part in range(parts):
+        time.sleep(seconds / parts)
+
+
+def get_stuck(kind: str, model: torch.nn.Module) -> None:
+    if kind == "sleep":
+        time.sleep(3600)
+    while kind == "loop":
+        pass
+    if kind == "mismatch":
+        dist.broadcast(torch.zeros(1000), src=1)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Ranks that hang, under the real agent: seen, looked into, ended, started again. Slow ones not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.process.local_runs import LocalRun, processes_of, wait_until
+
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.states import AttemptState, Cause
+
+PROGRAM = Path(__file__).with_name("hang_program.py")
+SILENCE_S = {"train": 3, "eval": 1}
+Make = Callable[..., LocalRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes runs of the program that hangs, and ends what they left."""
+    made: list[LocalRun] = []
+
+    def make_run(*, restarts: int = 3, **settings: Any) -> LocalRun:
+        supervision = {"silence_s": SILENCE_S, "restarts_in_place": restarts}
+        root = tmp_path / f"root{len(made)}"
+        made.append(LocalRun(root, program=PROGRAM, supervision=supervision, **settings))
+        return made[-1]
+
+    yield make_run
+    for run in made:
+        run.end_all()
+
+
+def dumped(run: LocalRun, event: Any) -> str:
+    """All that the dumps say that a journal line names."""
+    folders = [run.paths.directory / name for name in event.data["dumps"]]
+    return "\n".join(path.read_text() for folder in folders for path in folder.iterdir())
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_loops_is_found_and_training_goes_on_but_a_slow_eval_is_left_alone(
+    make: Make,
+) -> None:
+    # The second evaluation is twenty times slower and longer than its phase's limit.
+    run = make(
+        steps=60,
+        hangs={"1": ["loop", 1, 45]},
+        evals=[[15, 0.3, 1], [30, 6.0, 20]],
+        checkpoint={"interval": 20},
+    )
+    attempt = run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED, view.evidence
+    outcome = run.outcome(attempt)
+    assert [i.ending for i in outcome.incarnations] == ["hung", "completed"]
+    assert outcome.incarnations[0].last_step == 44
+    assert outcome.incarnations[1].first_step is not None
+    assert outcome.incarnations[1].first_step > 40
+    (confirmed,) = run.events(EventKind.HANG_CONFIRMED)
+    assert confirmed.data["finding"].startswith("missing: rank 1 at get_stuck")
+    assert "waiting: rank 0 at train" in confirmed.data["finding"]
+    said = dumped(run, confirmed)
+    assert "get_stuck" in said
+    assert "all_reduce" in said
+    suspicions = run.events(EventKind.HANG_SUSPECTED)
+    assert suspicions[-1].data["dumps"] == confirmed.data["dumps"]
+    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(280)
+def test_each_kind_of_hang_is_found_and_the_last_one_ends_the_attempt(make: Make) -> None:
+    kinds = {"1": ["sleep", 0, 20], "2": ["mismatch", 1, 40], "3": ["loop", 0, 60]}
+    run = make(steps=80, hangs=kinds, restarts=2, checkpoint={"interval": 10})
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.HUNG, Cause.HANG)
+    findings = [event.data["finding"] for event in run.events(EventKind.HANG_CONFIRMED)]
+    assert findings[0].startswith("missing: rank 0 at get_stuck")
+    assert "get_stuck" in findings[1]
+    assert "at train" in findings[1]
+    assert findings[2].startswith("missing: rank 0 at get_stuck")
+    assert any("dumps/node-0000-" in line for line in view.evidence)
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(200)
+def test_a_slow_rank_is_named_before_anything_hangs(make: Make) -> None:
+    run = make(steps=600, sleep_s=0.02, slow_rank=1, slow_s=0.06)
+    run.submit()
+    (straggler,) = wait_until(lambda: run.events(EventKind.STRAGGLER), "the slow rank's name")
+    assert straggler.data["rank"] == 1
+    assert straggler.data["own_s"] > 1.5 * straggler.data["peers_s"]
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    assert run.events(EventKind.HANG_CONFIRMED) == []

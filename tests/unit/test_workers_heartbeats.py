@@ -1,0 +1,367 @@
+"""Heartbeats: small, bounded, and judged by no clock but one's own. GPUs by a driver made up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.contracts.board import RECENT_STEPS, Board, Phase
+from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.trainer import stacks as trainer_stacks
+from holdfast.workers.agent import stacks
+from holdfast.workers.agent.calibration import PhaseTimes
+from holdfast.workers.agent.context import AgentContext, load_context
+from holdfast.workers.agent.flight_recorder import recorder_environment, take_flight_record
+from holdfast.workers.agent.gpus import GpuBeat, GpuWatch, watch_gpus
+from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
+from holdfast.workers.agent.rank_watch import RankWatch, waits_for_others
+from holdfast.workers.heartbeats import (
+    HeartbeatWatch,
+    NodeBeat,
+    RankBeat,
+    clock_problems,
+    read_heartbeats,
+)
+
+WAIT_S = 20.0
+
+
+def wait_for(look: Callable[[], Any]) -> Any:
+    give_up = time.monotonic() + WAIT_S
+    while time.monotonic() < give_up:
+        if found := look():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come")
+
+
+def beat(**more: Any) -> NodeBeat:
+    facts: dict[str, Any] = {"node": 0, "host": "n", "time": 100.0, "attempt": 1, **more}
+    return NodeBeat(incarnation=1, agent_pid=1, **facts)
+
+
+def test_eight_ranks_fit_into_four_kilobytes_and_their_gpus_into_two_more() -> None:
+    big = 10**13
+    rank = RankBeat(
+        rank=99_999,
+        step=10**7,
+        phase="rendezvous",
+        age_s=12345.678,
+        step_time_s=1234.123456,
+        pid=4_194_304,
+        step_p50_s=1234.123456,
+        step_p99_s=1234.123456,
+        own_s=1234.123456,
+        rss_bytes=big,
+        cpu_percent=6400.5,
+        threads=1000,
+        read_bytes=big,
+        write_bytes=big,
+    )
+    gpu = GpuBeat(
+        index=7,
+        uuid="GPU-5a2e4f3c-9d1b-4c7e-8f6a-0b1c2d3e4f5a",
+        memory_used_bytes=big,
+        memory_total_bytes=big,
+        utilisation_percent=100,
+        temperature_c=90,
+        ecc_uncorrected=100,
+        xids=(79, 48, 63, 94),
+    )
+    known = PhaseTimes(count=10**7, p50_s=1234.123456, p99_s=1234.123456)
+    phases = {phase.name.lower(): known for phase in Phase}
+    whole = beat(ranks=(rank,) * 8, gpus=(gpu,) * 8, phases=phases, boot_id="b" * 36)
+    assert len(whole.model_dump_json(exclude_none=True)) < 4096 + 2048
+    usual = beat(ranks=(rank,) * 8, phases=dict(list(phases.items())[:5]), boot_id="b" * 36)
+    assert len(usual.model_dump_json(exclude_none=True)) < 4096
+
+
+def test_a_node_is_silent_when_its_file_stays_as_it_is_whatever_the_clocks_say(
+    tmp_path: Path,
+) -> None:
+    attempt = AttemptPaths(tmp_path / "0001")
+    attempt.heartbeats.mkdir(parents=True)
+
+    def tell(node: int, **more: Any) -> None:
+        path = attempt.heartbeat(node)
+        new = path.with_suffix(".new")
+        new.write_text(beat(node=node, **more).model_dump_json())
+        os.replace(new, path)
+
+    watch = HeartbeatWatch(attempt, heartbeat_s=2.0)
+    tell(0, time=1e12)
+    tell(1, time=-5.0)
+    assert watch.look(0.0) == ([], [])
+    tell(1, time=-5.0)
+    assert watch.look(6.0) == ([], [])
+    assert watch.look(6.1) == (["node-0000"], [])
+    assert watch.look(7.0) == ([], [])
+    tell(0, time=1e12)
+    assert watch.look(8.0) == ([], ["node-0000"])
+    attempt.heartbeat(1).write_text("torn {")
+    assert [one.node for one in read_heartbeats(attempt)] == [0]
+    (problem,) = clock_problems(read_heartbeats(attempt), now=1e12 - 3600)
+    assert "3600 s in the future" in problem
+    assert clock_problems(read_heartbeats(attempt), now=1e12) == []
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> AgentContext:
+    run = RunFolder(tmp_path, "tried", "u" * 32)
+    return load_context(run.submit(1, 2, 0.0).request, {})
+
+
+def test_silences_are_measured_told_and_known_to_the_next_attempt(
+    context: AgentContext, tmp_path: Path
+) -> None:
+    board, handle = Board.create(2)
+    watch = RankWatch(board, 0, {})
+    attempt = context.attempt
+    attempt.heartbeats.mkdir(parents=True, exist_ok=True)
+    heartbeat = Heartbeat(context, board, watch)
+    record = board.record(1)
+    record.register(1, 0)
+    record.beat(Phase.EVAL)
+    wait_for(lambda: watch.looks()[1].phase == "eval")
+    time.sleep(0.3)
+    record.beat(Phase.TRAIN)
+    for step in range(1, 40):
+        time.sleep(0.01)
+        record.cross(step)
+    assert len(record.recent_steps_s(0)) == RECENT_STEPS
+    assert all(0.005 < one < 5 for one in record.recent_steps_s(36))
+    wait_for(lambda: watch.summary().get("train"))
+    heartbeat.close()
+    (told,) = read_heartbeats(attempt)
+    assert [rank.rank for rank in told.ranks] == [1]
+    assert told.ranks[0].threads
+    assert told.phases["eval"].p99_s >= 0.25
+    assert told.boot_id
+    later = RunFolder(tmp_path / "other", "tried", "u" * 32)
+    for number in (1, 2):
+        later.submit(number, 2, 0.0)
+    there = later.paths.attempt(1).heartbeat(0)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.write_text(told.model_copy(update={"world_size": 4}).model_dump_json())
+    known = earlier_times(load_context(later.paths.attempt(2).request, {}))
+    assert known["eval"].p99_s == pytest.approx(2 * told.phases["eval"].p99_s)
+    watch.close()
+    board.close()
+    os.close(handle)
+
+
+def test_a_clock_that_jumps_is_told_and_moves_no_silence(
+    context: AgentContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, handle = Board.create(2)
+    watch = RankWatch(board, 0, {})
+    context.attempt.heartbeats.mkdir(parents=True, exist_ok=True)
+    heartbeat = Heartbeat(context, board, watch)
+    board.record(0).register(0, 0)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    heartbeat.close()
+    (event,) = read_journal(context.attempt.node_journal(0))[0]
+    assert event.kind is EventKind.NOTE
+    assert "jumped by +86400" in event.data["text"]
+    assert watch.looks()[0].silent_s < 60
+    watch.close()
+    board.close()
+    os.close(handle)
+
+
+def test_waiting_for_others_is_told_from_sleeping() -> None:
+    waiting = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            (
+                "import threading;threading.Lock();"
+                "l=threading.Lock();l.acquire();print(1,flush=True);l.acquire()"
+            ),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    sleeping = subprocess.Popen(
+        [sys.executable, "-c", "import time;print(1,flush=True);time.sleep(60)"],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        for process in (waiting, sleeping):
+            assert process.stdout is not None
+            process.stdout.readline()
+        wait_for(lambda: waits_for_others(waiting.pid))
+        time.sleep(0.1)
+        assert not waits_for_others(sleeping.pid)
+    finally:
+        for process in (waiting, sleeping):
+            process.kill()
+            process.communicate()
+
+
+OFFERS = """
+import time
+from holdfast.contracts.board import Board
+from holdfast.trainer.stacks import offer_stacks
+import sys
+record = Board.open(sys.argv[1]).record(0)
+offer_stacks(record)
+def stuck():
+    print("there", flush=True)
+    time.sleep(60)
+stuck()
+"""
+
+
+def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, handle = Board.create(1)
+    path = f"/proc/{os.getpid()}/fd/{handle}"
+    rank = subprocess.Popen([sys.executable, "-c", OFFERS, path], stdout=subprocess.PIPE)
+    refuses = tmp_path / "py-spy"
+    refuses.write_text("#!/bin/sh\necho 'Permission Denied: ptrace' >&2\nexit 1\n")
+    refuses.chmod(0o755)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"there\n"
+        offer = board.record(0).stacks_offer
+        assert offer[0] == trainer_stacks.STACKS_SIGNAL
+        target = stacks.Target(rank=0, pid=rank.pid, offer=offer)
+        spied, _ = stacks.take_stack(target)
+        assert (spied.source, spied.place.split()[0]) == ("py-spy", "stuck")
+        monkeypatch.setattr(stacks, "_beside_python", lambda: str(tmp_path))
+        told, text = stacks.take_stack(target)
+        assert (told.source, told.place.split()[0]) == ("faulthandler", "stuck")
+        assert "in stuck" in text
+        assert stacks.take_stack(target)[0].digest == told.digest
+        none, _ = stacks.take_stack(stacks.Target(rank=0, pid=rank.pid))
+        assert "Permission Denied" in none.problem
+        assert "offers no stacks" in none.problem
+        assert rank.poll() is None
+    finally:
+        rank.kill()
+        rank.communicate()
+        board.close()
+        os.close(handle)
+
+
+RECORDER = """
+import os, sys, time
+os.mkfifo(sys.argv[1]); pipe = os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK)
+print("there", flush=True)
+while not os.read(pipe, 1): time.sleep(0.05)
+open(sys.argv[2], "w").write("entries")
+time.sleep(60)
+"""
+
+
+def test_the_flight_record_is_asked_for_and_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    own = recorder_environment(tmp_path, {})
+    pipe = own["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + "3.pipe"
+    record = own["TORCH_FR_DUMP_TEMP_FILE"] + "3"
+    command = [sys.executable, "-c", RECORDER, pipe, record]
+    rank = subprocess.Popen(command, env={**os.environ, **own}, stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        found = take_flight_record(rank.pid, 3, folder)
+        assert found is not None
+        assert found.read_text() == "entries"
+        assert take_flight_record(rank.pid, 4, folder) is None
+        assert take_flight_record(os.getpid(), 0, folder) is None
+    finally:
+        rank.kill()
+        rank.communicate()
+    assert recorder_environment(tmp_path, {"TORCH_FR_BUFFER_SIZE": "0"}) == {}
+
+
+class NvmlFails(Exception):
+    pass
+
+
+class Driver:
+    """`pynvml`'s functions over two made-up GPUs; the second one tells little."""
+
+    NVMLError = NvmlFails
+    NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self, *, is_broken: bool = False) -> None:
+        self.is_broken, self.is_down = is_broken, threading.Event()
+        self.xids = [79, 48]
+
+    def nvmlInit(self) -> None:
+        if self.is_broken:
+            raise NvmlFails("Driver/library version mismatch")
+
+    def nvmlShutdown(self) -> None:
+        self.is_down.set()
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
+        return SimpleNamespace(used=1 << 30, total=80 << 30, free=79 << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        return SimpleNamespace(gpu=97, memory=40)
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 61
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        if handle:
+            raise NvmlFails("Not Supported")
+        return 2
+
+    def nvmlEventSetCreate(self) -> object:
+        return object()
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: object) -> None:
+        if handle:
+            raise NvmlFails("Not Supported")
+
+    def nvmlEventSetWait_v2(self, events: object, wait_ms: int) -> Any:
+        if not self.xids:
+            raise NvmlFails("Timeout")
+        return SimpleNamespace(device=0, eventType=8, eventData=self.xids.pop(0))
+
+
+def test_gpus_tell_what_they_can() -> None:
+    driver = Driver()
+    watch = GpuWatch(driver)
+    first, second = wait_for(watch.beats)
+    assert first.xids == (79, 48)
+    assert (first.memory_used_bytes, first.utilisation_percent) == (1 << 30, 97)
+    assert (first.temperature_c, first.ecc_uncorrected) == (61, 2)
+    assert (second.uuid, second.ecc_uncorrected, second.xids) == ("GPU-1", None, ())
+    watch.close()
+    assert driver.is_down.is_set()
+
+
+def test_a_driver_that_fails_or_is_not_there_costs_the_figures_alone() -> None:
+    broken = GpuWatch(Driver(is_broken=True))
+    broken.close()
+    assert broken.beats() == ()
+    if not Path("/dev/nvidiactl").exists():
+        assert watch_gpus() is None

@@ -1,0 +1,253 @@
+"""When ranks are suspected to hang and when they are ended, as tables; and who is to blame."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.workers.agent import silence
+from holdfast.workers.agent.calibration import Calibration, PhaseTimes, scaled
+from holdfast.workers.agent.silence import LIMITS, Patience, RankLook
+from holdfast.workers.agent.stack_text import (
+    RankStack,
+    find_blame,
+    read_faulthandler,
+    read_py_spy,
+)
+from holdfast.workers.agent.stragglers import TIMES_MIN, Stragglers, find_slow
+
+PATIENCE = Patience({})
+
+
+def times(p99_s: float, count: int = 100) -> PhaseTimes:
+    return PhaseTimes(count=count, p50_s=p99_s / 2, p99_s=p99_s)
+
+
+def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any) -> RankLook:
+    facts: dict[str, Any] = {"pid": 100 + rank, "step": 7, "times": times(1.0), **more}
+    return RankLook(rank=rank, phase=phase, silent_s=silent_s, **facts)
+
+
+@pytest.mark.parametrize(
+    ("phase", "known", "suspect_s", "end_s"),
+    [
+        ("train", times(0.1), 2.2, 30.0),
+        ("train", times(3.0), 8.0, 30.0),
+        ("train", times(20.0), 42.0, 100.0),
+        ("train", times(0.1, count=4), 300.0, 600.0),
+        ("train", None, 300.0, 600.0),
+        ("eval", times(6.0, count=1), 14.0, 72.0),
+        ("eval", None, 900.0, 1800.0),
+        ("compile", times(90.0, count=1), 182.0, 1080.0),
+    ],
+)
+def test_limits_follow_the_runs_own_history_above_a_floor(
+    phase: str, known: PhaseTimes | None, suspect_s: float, end_s: float
+) -> None:
+    assert PATIENCE.suspect_s(phase, known) == pytest.approx(suspect_s)
+    assert PATIENCE.end_s(phase, known) == pytest.approx(end_s)
+
+
+def test_a_spec_says_otherwise_and_history_still_counts() -> None:
+    patience = Patience({"train": 4.0})
+    assert patience.end_s("train", None) == 4.0
+    assert patience.end_s("train", times(0.1)) == 4.0
+    assert patience.end_s("train", times(2.0)) == 10.0
+
+
+@pytest.mark.parametrize("phase", sorted(set(LIMITS) - {"train"}))
+@pytest.mark.parametrize("usual_s", [0.5, 10.0, 400.0])
+def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usual_s: float) -> None:
+    assert PATIENCE.end_s(phase, times(usual_s, count=1)) > 10 * usual_s
+
+
+@pytest.mark.parametrize(
+    ("looks", "left_s"),
+    [
+        ([look(0, 31.0), look(1, 30.0)], 0.0),
+        ([look(0, 31.0), look(1, 10.0)], 20.0),
+        # One rank evaluates by itself while the others wait for it.
+        ([look(0, 35.0), look(1, 35.0, "eval", times=times(6.0))], 37.0),
+        ([look(0, 40.0), look(1, 12.0, is_alive=False)], 0.0),
+        ([look(0, 9.0), look(1, 9.0, is_alive=False)], 21.0),
+        ([look(0, 40.0), look(1, 40.0, "done", is_alive=False, times=None)], 3560.0),
+    ],
+)
+def test_all_ranks_must_be_silent_for_long_or_one_be_dead(
+    looks: list[RankLook], left_s: float
+) -> None:
+    assert silence.left_to_wait_s(looks, PATIENCE) == pytest.approx(left_s)
+
+
+def test_who_computes_by_itself_gets_more_time_but_not_in_training() -> None:
+    before = [look(0, 10.0, "eval", cpu_s=5.0), look(1, 10.0, cpu_s=5.0)]
+    after = [dataclasses.replace(one, cpu_s=14.0) for one in before]
+    busy = silence.busy_ranks(before, after, 10.0)
+    assert busy == {0}
+    ready = [look(0, 70.0, "eval", times=times(1.0)), look(1, 70.0)]
+    assert silence.left_to_wait_s(ready, PATIENCE) == 0.0
+    assert silence.left_to_wait_s(ready, PATIENCE, busy) == pytest.approx(110.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "digests", "is_moved"),
+    [
+        (look(), look(), ("a", "a"), False),
+        (look(), look(), ("a", "b"), True),
+        (look(), look(step=8), ("a", "a"), True),
+        (look(), look(phase="eval"), ("a", "a"), True),
+        (look(), look(pid=5), ("a", "a"), True),
+        (look(), look(io_bytes=2 << 20), ("a", "a"), True),
+        (look(), look(cpu_s=9.0), ("a", "a"), False),
+        (look(), look(cpu_s=9.0), ("", ""), True),
+        (look(), look(), ("", ""), False),
+    ],
+)
+def test_what_counts_as_a_sign_of_work(
+    before: RankLook, after: RankLook, digests: tuple[str, str], is_moved: bool
+) -> None:
+    moved = silence.moved([before], [after], {0: digests[0]}, {0: digests[1]})
+    assert moved == ([0] if is_moved else [])
+
+
+def test_a_program_that_never_spoke_is_nobodys_to_judge() -> None:
+    mute = [look(rank, 9999.0, "start", pid=0, times=None) for rank in range(2)]
+    assert silence.suspects(mute, PATIENCE) == []
+    half = [look(0, 9999.0, "rendezvous", times=None), mute[1]]
+    assert {one.rank for one in silence.suspects(half, PATIENCE)} == {0, 1}
+
+
+def test_a_look_survives_the_channel() -> None:
+    one = look(3, 1.5, cpu_s=2.0)
+    assert RankLook.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_calibration_knows_earlier_attempts_until_it_knows_better() -> None:
+    earlier = {"train": times(2.0), "eval": times(30.0)}
+    calibration = Calibration(scaled(earlier, 2.0))
+    assert calibration.times("train") == PhaseTimes(count=100, p50_s=2.0, p99_s=4.0)
+    calibration.add("train", [0.1] * 10)
+    known = calibration.times("train")
+    assert known is not None
+    assert (known.p50_s, known.p99_s) == (0.1, 4.0)
+    calibration.add("train", [0.1] * 98 + [0.5, 0.7])
+    known = calibration.times("train")
+    assert known is not None
+    assert (known.count, known.p99_s) == (110, 0.5)
+    assert calibration.times("compile") is None
+    assert set(calibration.summary()) == {"train", "eval"}
+
+
+def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:
+    quick = [look(rank, step_s=1.0, own_s=0.4) for rank in range(3)]
+    looks = [*quick, look(3, step_s=1.0, own_s=0.9)]
+    assert [slow.rank for slow in find_slow(looks)] == [3]
+    stragglers = Stragglers()
+    named = [[slow.rank for slow in stragglers.look(looks)] for _ in range(TIMES_MIN + 1)]
+    assert named == [[], [], [3], []]
+    interrupted = Stragglers()
+    assert not any(interrupted.look(x) for x in (looks, looks, quick, looks, looks))
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [look(0, step_s=1.0, own_s=1.0), look(1, step_s=1.0, own_s=1.0)],
+        [look(0, step_s=1.0, own_s=0.02), look(1, step_s=1.0, own_s=0.08)],
+        [look(0, step_s=1.0, own_s=0.9), look(1, phase="eval", step_s=1.0, own_s=0.1)],
+        [look(0, step_s=1.0, own_s=0.9)],
+    ],
+)
+def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(looks: list[RankLook]) -> None:
+    assert find_slow(looks) == []
+
+
+def stack(rank: int, place: str, top: str | None = None, *, waits: bool = False) -> RankStack:
+    return RankStack(rank=rank, digest="d", top=(top or place,), place=place, waits=waits)
+
+
+COLLECTIVE = "all_reduce (torch/distributed.py:1)"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "steps", "words"),
+    [
+        (
+            [stack(0, "train (t.py:3)", COLLECTIVE, waits=True), stack(1, "stuck (t.py:9)")],
+            {0: 5, 1: 5},
+            (
+                "missing: rank 1 at stuck (t.py:9); "
+                f"waiting: rank 0 at train (t.py:3), in {COLLECTIVE}"
+            ),
+        ),
+        (
+            [stack(r, "train (t.py:3)", COLLECTIVE, waits=True) for r in range(3)],
+            {0: 5, 1: 4, 2: 5},
+            (
+                f"missing: rank 1 at train (t.py:3), in {COLLECTIVE}; "
+                f"waiting: ranks 0, 2 at train (t.py:3), in {COLLECTIVE}"
+            ),
+        ),
+        (
+            [stack(0, "a (t.py:3)", waits=True), stack(1, "b (t.py:9)", waits=True)],
+            {0: 5, 1: 5},
+            (
+                "the ranks are in different collectives; "
+                "waiting: rank 0 at a (t.py:3); waiting: rank 1 at b (t.py:9)"
+            ),
+        ),
+        ([RankStack(rank=0, problem="refused")], {0: 5}, "no stacks could be had"),
+    ],
+)
+def test_the_missing_rank_is_named(
+    stacks: list[RankStack], steps: dict[int, int], words: str
+) -> None:
+    assert find_blame(stacks, steps) == words
+
+
+def frame(name: str, file: str, line: int, **local: int) -> dict[str, Any]:
+    values = [{"name": k, "addr": v, "arg": False, "repr": str(v)} for k, v in local.items()]
+    return {"name": name, "filename": file, "line": line, "locals": values}
+
+
+def spied(i: int, helper_line: int = 1, *, active: bool = False) -> bytes:
+    main = [frame("wait", "/x/torch/distributed/c10d.py", 9), frame("train", "/p/t.py", 3, i=i)]
+    helper = [frame("poll", "/x/threading.py", helper_line)]
+    threads = [
+        {"os_thread_id": 78, "thread_name": "helper", "active": active, "frames": helper},
+        {"os_thread_id": 77, "thread_name": None, "active": False, "frames": main},
+    ]
+    return json.dumps(threads).encode()
+
+
+def test_a_loops_variable_is_a_sign_of_life_and_never_written_down() -> None:
+    first, text = read_py_spy(0, 77, spied(424242))
+    assert first.waits
+    assert first.place == "train (p/t.py:3)"
+    assert "424242" not in text
+    assert "(main, idle)" in text
+    assert read_py_spy(0, 77, spied(424242))[0] == first
+    assert read_py_spy(0, 77, spied(5))[0].digest != first.digest
+    assert read_py_spy(0, 77, spied(424242, helper_line=2))[0].digest == first.digest
+    assert read_py_spy(0, 77, spied(424242, helper_line=2, active=True))[0].digest != first.digest
+
+
+@pytest.mark.parametrize("words", [b"", b"[]", b"{}", b"Error: no such process"])
+def test_what_is_not_py_spys_is_refused(words: bytes) -> None:
+    with pytest.raises((ValueError, LookupError)):
+        read_py_spy(0, 77, words)
+
+
+def test_faulthandlers_words_are_read() -> None:
+    words = (
+        'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
+        'Current thread 0x00007e (most recent call first):\n  File "/p/t.py", line 9 in stuck\n'
+        '  File "/p/t.py", line 20 in main\n'
+    )
+    found, text = read_faulthandler(1, words)
+    assert (found.place, found.waits, text) == ("stuck (p/t.py:9)", False, words)
+    with pytest.raises(ValueError, match="no threads"):
+        read_faulthandler(1, "")

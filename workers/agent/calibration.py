@@ -1,0 +1,87 @@
+"""How long a run's ranks are silent when all is well: measured per phase, kept for later attempts.
+
+A silence is the time between two signs of life of a rank: a step's duration while it trains, else
+what passes until its next beat or phase. Pure: who watches the board feeds it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from holdfast.contracts.attempt import Document
+
+WINDOW: Final = 256
+# So many silences of a phase of this attempt's own say more than those of earlier ones.
+OWN_ENOUGH: Final = 32
+
+
+class PhaseTimes(Document):
+    """The silences of one phase, in seconds; `count` of them were measured."""
+
+    count: int
+    p50_s: float
+    p99_s: float
+
+
+class Calibration:
+    """The newest `WINDOW` silences of each phase, and what earlier attempts knew."""
+
+    def __init__(self, prior: Mapping[str, PhaseTimes] | None = None) -> None:
+        self._prior = dict(prior or {})
+        self._own: dict[str, deque[float]] = {}
+        self._counts: dict[str, int] = {}
+        self._known: dict[str, PhaseTimes] = {}
+
+    def add(self, phase: str, silences_s: Sequence[float]) -> None:
+        """Note silences of `phase`, seconds each."""
+        if silences_s:
+            self._own.setdefault(phase, deque(maxlen=WINDOW)).extend(silences_s)
+            self._counts[phase] = self._counts.get(phase, 0) + len(silences_s)
+            self._known.pop(phase, None)
+
+    def times(self, phase: str) -> PhaseTimes | None:
+        """What is known of a phase, or None when it was never seen to end."""
+        if phase not in self._own:
+            return self._prior.get(phase)
+        if phase not in self._known:
+            own = _summary(self._own[phase], self._counts[phase])
+            self._known[phase] = _joined(own, self._prior.get(phase))
+        return self._known[phase]
+
+    def summary(self) -> dict[str, PhaseTimes]:
+        """All that is known, for the heartbeat and thereby for later attempts."""
+        found = {phase: self.times(phase) for phase in sorted({*self._prior, *self._own})}
+        return {phase: times for phase, times in found.items() if times is not None}
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The smallest of `ordered` (ascending, not empty) that `share` of them do not exceed."""
+    index = -(-share * len(ordered) // 1) - 1
+    return ordered[max(0, min(len(ordered) - 1, int(index)))]
+
+
+def _summary(silences_s: Sequence[float], count: int) -> PhaseTimes:
+    ordered = sorted(silences_s)
+    return PhaseTimes(
+        count=count,
+        p50_s=round(percentile(ordered, 0.5), 6),
+        p99_s=round(percentile(ordered, 0.99), 6),
+    )
+
+
+def _joined(own: PhaseTimes, prior: PhaseTimes | None) -> PhaseTimes:
+    """The attempt's own times; the longer of both while there are few of them."""
+    if prior is None or own.count >= OWN_ENOUGH:
+        return own
+    longest_s = max(own.p99_s, prior.p99_s)
+    return PhaseTimes(count=prior.count + own.count, p50_s=own.p50_s, p99_s=longest_s)
+
+
+def scaled(prior: Mapping[str, PhaseTimes], factor: float) -> dict[str, PhaseTimes]:
+    """Times of an attempt on other ranks: with fewer of them, each works on more of a batch."""
+    return {
+        phase: PhaseTimes(count=t.count, p50_s=t.p50_s * factor, p99_s=t.p99_s * factor)
+        for phase, t in prior.items()
+    }

@@ -1,0 +1,141 @@
+"""What NVML says of this node's GPUs: memory, utilisation, temperature, ECC and Xid errors.
+
+A driver whose GPU has fallen off the bus can block its callers, so a thread of its own asks, and
+who wants to know gets the last answer. Without `/dev/nvidiactl` or `nvidia-ml-py` there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.attempt import Document
+
+CONTROL: Final = Path("/dev/nvidiactl")
+MODULE: Final = "pynvml"
+EVERY_S: Final = 2.0
+STOP_WAIT_S: Final = 2.0
+XIDS_KEPT: Final = 4
+
+
+class GpuBeat(Document):
+    """One GPU; None for what it does not tell. `xids` are its newest driver errors."""
+
+    index: int
+    uuid: str = ""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilisation_percent: int | None = None
+    temperature_c: int | None = None
+    ecc_uncorrected: int | None = None
+    xids: tuple[int, ...] = ()
+
+
+class GpuWatch:
+    """Asks NVML every `EVERY_S` seconds."""
+
+    def __init__(self, nvml: Any) -> None:
+        """`nvml` is the module `pynvml`."""
+        self._nvml = nvml
+        self._last: tuple[GpuBeat, ...] = ()
+        self._xids: dict[str, list[int]] = {}
+        self._events: Any = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-watch", daemon=True)
+        self._thread.start()
+
+    def beats(self) -> tuple[GpuBeat, ...]:
+        """The last answer, by index; empty before the first and where NVML fails."""
+        return self._last
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join(STOP_WAIT_S)
+
+    def _run(self) -> None:
+        # A driver that fails takes the figures with it, and nothing else.
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._nvml.nvmlInit()
+            try:
+                self._watch()
+            finally:
+                self._nvml.nvmlShutdown()
+        self._last = ()
+
+    def _watch(self) -> None:
+        nvml = self._nvml
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        uuids = [_text(self._ask(nvml.nvmlDeviceGetUUID, handle)) for handle in handles]
+        self._register_events(handles)
+        while True:
+            self._read_events()
+            pairs = zip(handles, uuids, strict=True)
+            self._last = tuple(self._beat(i, *pair) for i, pair in enumerate(pairs))
+            if self._over.wait(EVERY_S):
+                return
+
+    def _register_events(self, handles: list[Any]) -> None:
+        """Xid errors come as events; not every driver and virtual GPU has them."""
+        nvml = self._nvml
+        self._events = self._ask(nvml.nvmlEventSetCreate)
+        for handle in handles:
+            if self._events is not None:
+                kind = nvml.nvmlEventTypeXidCriticalError
+                self._ask(nvml.nvmlDeviceRegisterEvents, handle, kind, self._events)
+
+    def _read_events(self) -> None:
+        """Take up every Xid that has come since the last look; `XIDS_KEPT` per GPU are kept."""
+        for _ in range(XIDS_KEPT if self._events is not None else 0):
+            # Nothing new is NVML's error "timeout".
+            event = self._ask(self._nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:
+                return
+            uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, event.device))
+            known = [*self._xids.get(uuid, []), int(event.eventData)]
+            self._xids[uuid] = known[-XIDS_KEPT:]
+
+    def _beat(self, index: int, handle: Any, uuid: str) -> GpuBeat:
+        nvml = self._nvml
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        used = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        return GpuBeat(
+            index=index,
+            uuid=uuid,
+            memory_used_bytes=int(memory.used) if memory else None,
+            memory_total_bytes=int(memory.total) if memory else None,
+            utilisation_percent=int(used.gpu) if used else None,
+            temperature_c=self._ask(
+                nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
+            ),
+            ecc_uncorrected=self._ask(
+                nvml.nvmlDeviceGetTotalEccErrors,
+                handle,
+                nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+                nvml.NVML_VOLATILE_ECC,
+            ),
+            xids=tuple(self._xids.get(uuid, ())),
+        )
+
+    def _ask(self, function: Any, *arguments: Any) -> Any:
+        """NVML's answer, or None for what this GPU or driver does not tell."""
+        try:
+            return function(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def watch_gpus() -> GpuWatch | None:
+    """A watch over this node's GPUs; None where there are none, or NVML's module is missing."""
+    if not CONTROL.exists():
+        return None
+    try:
+        return GpuWatch(importlib.import_module(MODULE))
+    except ImportError:
+        return None
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")

@@ -1,0 +1,267 @@
+"""Node 0's watch over silent ranks: suspicion, proof, and whether the incarnation is ended.
+
+A suspicion has every node take stacks, and is journaled with them. It ends when a rank shows a
+sign of life; or, when the ranks have been silent for long enough and nothing of them has changed
+between two samples, with the word that they hang. The judgement is `silence`'s; here is the order
+of things, and the bounds: of samples, of dumps that are kept, of how often it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from holdfast.contracts.attempt import Request
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.workers.agent import silence
+from holdfast.workers.agent.silence import Patience, RankLook
+from holdfast.workers.agent.stack_text import RankStack, find_blame
+from holdfast.workers.agent.stacks import StackSample
+from holdfast.workers.agent.stragglers import Stragglers
+
+# Taking stacks is bounded by itself; a node that does not answer by then counts as unchanged
+# never, so nothing is ended without it.
+SAMPLE_S_MAX: Final = 30.0
+GAP_S_MAX: Final = 5.0
+GAP_S_MIN: Final = 1.0
+# After a suspicion that was none, the next one waits: doubling, and forgotten after a while.
+QUIET_S: Final = 5.0
+QUIET_DOUBLINGS_MAX: Final = 4
+QUIET_FORGOTTEN_S: Final = 600.0
+GROUNDLESS_KEPT: Final = 8
+SILENT_NAMED_MAX: Final = 16
+STRAGGLER_WINDOW_S: Final = 10.0
+
+
+class WatchedNode(Protocol):
+    """What the watch asks of a node."""
+
+    @property
+    def name(self) -> str: ...
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        """Begin to take a sample; it comes with a later report."""
+        ...
+
+
+class WatchedReport(Protocol):
+    """What the watch reads of a node's report."""
+
+    @property
+    def ranks(self) -> tuple[RankLook, ...]: ...
+
+    @property
+    def sample(self) -> StackSample | None: ...
+
+
+@dataclass
+class _Suspicion:
+    """One silence that is looked into. Times are of the monotonic clock."""
+
+    dump: int
+    asked: int = 0
+    asked_at: float = 0.0
+    asked_looks: list[RankLook] = field(default_factory=list)
+    taken: int = 0
+    looks: list[RankLook] = field(default_factory=list)
+    stacks: dict[int, RankStack] = field(default_factory=dict)
+    taken_at: float = 0.0
+    next_at: float = 0.0
+    is_told: bool = False
+
+
+class HangWatch:
+    """One attempt's watch; `look` is called at every turn of the lead's loop."""
+
+    def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
+        self.evidence: tuple[str, ...] = ()
+        self._is_on = request.supervision.hangs
+        self._patience = Patience(request.supervision.silence_s)
+        self._world_size = request.world_size
+        self._ranks_per_node = request.gpus_per_node
+        self._attempt, self._journal = attempt, journal
+        self._incarnation = 0
+        self._open: _Suspicion | None = None
+        self._groundless: list[int] = []
+        self._quiet_until = 0.0
+        self._doublings = 0
+        self._stragglers = Stragglers()
+        self._straggler_at = 0.0
+
+    def begin(self, incarnation: int) -> None:
+        """A new incarnation: nothing is suspected of it."""
+        self._incarnation, self._open, self.evidence = incarnation, None, ()
+        self._stragglers = Stragglers()
+        self._straggler_at = time.monotonic() + STRAGGLER_WINDOW_S
+
+    def look(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> bool:
+        """Look once; True when the ranks hang and are to be ended, with `evidence` of it.
+
+        `reports` are the nodes' newest ones by name. Raises `ConnectionError` for a node that
+        is gone.
+        """
+        now = time.monotonic()
+        looks = [look for node in nodes for look in reports[node.name].ranks]
+        if not self._is_on or len(looks) < self._world_size:
+            return False
+        self._name_stragglers(looks, now)
+        silent = silence.suspects(looks, self._patience)
+        if self._open is None:
+            if silent and now >= self._quiet_until:
+                self._open = _Suspicion(dump=self._next_dump())
+                self._ask(self._open, nodes, looks, now)
+            return False
+        if self._open.asked > self._open.taken:
+            return self._await_sample(self._open, nodes, reports, looks, now)
+        if not silent:
+            self._close(now)
+        elif now >= self._open.next_at:
+            self._ask(self._open, nodes, looks, now)
+        return False
+
+    # --- samples ----------------------------------------------------------------------------
+
+    def _ask(
+        self, open_: _Suspicion, nodes: Sequence[WatchedNode], looks: list[RankLook], now: float
+    ) -> None:
+        """Have every node take the next sample; they do so at the same time."""
+        open_.asked, open_.asked_at, open_.asked_looks = open_.asked + 1, now, looks
+        for node in nodes:
+            node.take_stacks(open_.dump, open_.asked)
+
+    def _await_sample(
+        self,
+        open_: _Suspicion,
+        nodes: Sequence[WatchedNode],
+        reports: Mapping[str, WatchedReport],
+        looks: list[RankLook],
+        now: float,
+    ) -> bool:
+        """Take up a sample that is complete, or that some node did not give in time."""
+        wanted = (open_.dump, open_.asked)
+        samples = [reports[node.name].sample for node in nodes]
+        there = [s for s in samples if s is not None and (s.dump, s.number) == wanted]
+        if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
+            return False
+        stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
+        return self._take_up(open_, stacks, looks, now)
+
+    def _take_up(
+        self,
+        open_: _Suspicion,
+        stacks: dict[int, RankStack],
+        looks: list[RankLook],
+        now: float,
+    ) -> bool:
+        """Judge a sample beside the one before; True when the ranks hang."""
+        asked_looks = open_.asked_looks
+        busy = silence.busy_ranks(open_.looks, asked_looks, open_.asked_at - open_.taken_at)
+        changed = silence.moved(open_.looks, asked_looks, _digests(open_.stacks), _digests(stacks))
+        is_second = open_.taken > 0
+        open_.taken, open_.taken_at = open_.asked, open_.asked_at
+        open_.looks, open_.stacks = asked_looks, stacks
+        if not open_.is_told:
+            self._tell(EventKind.HANG_SUSPECTED, open_, looks)
+            open_.is_told = True
+        left_s = silence.left_to_wait_s(looks, self._patience, busy if is_second else frozenset())
+        if is_second and not changed and left_s <= 0:
+            self._confirm(open_, looks)
+            return True
+        open_.next_at = now + max(left_s, self._gap_s(looks))
+        return False
+
+    def _gap_s(self, looks: Sequence[RankLook]) -> float:
+        """Seconds between two samples: a third of the silence, within bounds."""
+        longest_s = max((look.silent_s for look in looks), default=0.0)
+        return min(GAP_S_MAX, max(GAP_S_MIN, longest_s / 3))
+
+    # --- words ------------------------------------------------------------------------------
+
+    def _confirm(self, open_: _Suspicion, looks: Sequence[RankLook]) -> None:
+        dead = silence.dead_peers(looks)
+        longest_s = max(look.silent_s for look in looks)
+        reason = f"every rank silent, the longest for {longest_s:.0f} s, and no stack changed"
+        if dead:
+            reason = f"rank {dead[0].rank} is dead and the others wait for it"
+        finding = self._tell(EventKind.HANG_CONFIRMED, open_, looks, reason=reason)
+        dumps = ", ".join(self._dumps(open_, looks))
+        self.evidence = (reason, finding, f"stacks: {dumps}")
+        self._open = None
+
+    def _tell(
+        self, kind: EventKind, open_: _Suspicion, looks: Sequence[RankLook], **more: Any
+    ) -> str:
+        """Journal what is known; returns which ranks wait and which are missing."""
+        silent = silence.suspects(looks, self._patience)
+        worst = sorted(silent or looks, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
+        finding = find_blame(list(open_.stacks.values()), {k.rank: k.step for k in looks})
+        self._journal.append(
+            kind,
+            attempt=self._attempt.number,
+            incarnation=self._incarnation,
+            silent=[
+                {"rank": k.rank, "step": k.step, "phase": k.phase, "silent_s": k.silent_s}
+                for k in worst
+            ],
+            finding=finding,
+            dumps=self._dumps(open_, looks),
+            **more,
+        )
+        return finding
+
+    def _close(self, now: float) -> None:
+        """The suspicion was groundless: a rank has shown that it lives."""
+        assert self._open is not None
+        if now - self._quiet_until > QUIET_FORGOTTEN_S:
+            self._doublings = 0
+        self._quiet_until = now + QUIET_S * 2**self._doublings
+        self._doublings = min(self._doublings + 1, QUIET_DOUBLINGS_MAX)
+        self._groundless.append(self._open.dump)
+        self._open = None
+        for dump in self._groundless[:-GROUNDLESS_KEPT]:
+            for folder in self._attempt.dumps.glob(f"node-*-{dump:02d}"):
+                shutil.rmtree(folder, ignore_errors=True)
+        del self._groundless[:-GROUNDLESS_KEPT]
+
+    def _name_stragglers(self, looks: Sequence[RankLook], now: float) -> None:
+        if now < self._straggler_at:
+            return
+        self._straggler_at = now + STRAGGLER_WINDOW_S
+        for slow in self._stragglers.look(looks):
+            self._journal.append(
+                EventKind.STRAGGLER,
+                attempt=self._attempt.number,
+                incarnation=self._incarnation,
+                rank=slow.rank,
+                own_s=round(slow.own_s, 6),
+                peers_s=round(slow.peers_s, 6),
+                step_s=round(slow.step_s, 6),
+            )
+
+    def _dumps(self, open_: _Suspicion, looks: Sequence[RankLook]) -> list[str]:
+        """The dump's folders as people find them, from the run's folder."""
+        nodes = sorted({look.rank // self._ranks_per_node for look in looks})
+        run = self._attempt.directory.parent.parent
+        return [str(self._attempt.dump(n, open_.dump).relative_to(run)) for n in nodes]
+
+    def _next_dump(self) -> int:
+        """A number that no earlier suspicion of the attempt has; folders may be gone by now."""
+        taken = [0, *self._groundless]
+        with contextlib.suppress(OSError):
+            taken += [int(path.name.rpartition("-")[2]) for path in _folders(self._attempt.dumps)]
+        return max(taken) + 1
+
+
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("node-*-*") if path.name[-1].isdigit()]
+
+
+def _digests(stacks: Mapping[int, RankStack]) -> dict[int, str]:
+    """What of each rank must not change; of a rank without stacks there is nothing to compare."""
+    return {rank: stack.digest for rank, stack in stacks.items()}

@@ -1,0 +1,205 @@
+"""The ranks of this node, watched: a thread that reads the board and the kernel, never a rank.
+
+Ten times a second it looks for signs of life, measures silences and step times, and notes whether
+each rank's main thread waits for others. What it finds judges hangs and stragglers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from holdfast.contracts.board import NOWHERE, Board, Phase, RankRecord
+from holdfast.workers.agent.calibration import Calibration, PhaseTimes, percentile
+from holdfast.workers.agent.guard import is_running
+from holdfast.workers.agent.silence import RankLook
+
+TICK_S: Final = 0.1
+STOP_WAIT_S: Final = 5.0
+# Moments of a rank's waiting that are remembered: with `TICK_S` ten seconds of training.
+MOMENTS: Final = 100
+STEPS_KEPT: Final = 128
+COUNTERS_S: Final = 1.0
+# Where in the kernel a thread waits for another one: locks, sockets, polls, pipes. Sleeping, and
+# waiting for a disk, are the rank's own business.
+_WAITS: Final = ("futex", "poll", "sk_wait", "wait_woken", "inet_", "unix_", "pipe_")
+
+
+@dataclass
+class Counters:
+    """What the kernel counts of a process; None where it does not say."""
+
+    cpu_s: float = 0.0
+    cpu_percent: float | None = None
+    rss_bytes: int | None = None
+    threads: int | None = None
+    read_bytes: int | None = None
+    write_bytes: int | None = None
+    taken_at: float = 0.0
+
+    @property
+    def io_bytes(self) -> int:
+        return (self.read_bytes or 0) + (self.write_bytes or 0)
+
+
+@dataclass
+class _Rank:
+    """What is remembered of one rank; all of one process."""
+
+    pid: int = 0
+    beat_at: float = 0.0
+    phase: Phase = Phase.START
+    completed: int = NOWHERE
+    moments: deque[bool] = field(default_factory=lambda: deque(maxlen=MOMENTS))
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    process: psutil.Process | None = None
+    counters: Counters = field(default_factory=Counters)
+
+    def step_times(self) -> tuple[float, float]:
+        """(p50, p99) of the newest steps, seconds; zeros before the first."""
+        ordered = sorted(self.steps_s)
+        if not ordered:
+            return 0.0, 0.0
+        return percentile(ordered, 0.5), percentile(ordered, 0.99)
+
+    @property
+    def own_share(self) -> float:
+        """The share of moments in which the rank did not wait for others."""
+        return 1.0 - sum(self.moments) / len(self.moments) if self.moments else 1.0
+
+
+class RankWatch:
+    """Watches one node's board; safe to ask from several threads."""
+
+    def __init__(self, board: Board, first_rank: int, prior: Mapping[str, PhaseTimes]) -> None:
+        """`first_rank` is the rank of local rank 0; `prior` what earlier attempts measured."""
+        self.calibration = Calibration(prior)
+        self._board, self._first_rank = board, first_rank
+        self._lock = threading.Lock()
+        self._ranks = [_Rank() for _ in range(board.ranks)]
+        self._began_at = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """A new incarnation: nothing of the last one's ranks counts any more."""
+        with self._lock:
+            self._ranks = [_Rank() for _ in self._ranks]
+            self._began_at = time.monotonic()
+
+    def close(self) -> None:
+        """Stop watching; the board may be closed then."""
+        self._over.set()
+        self._thread.join(STOP_WAIT_S)
+
+    def looks(self) -> list[RankLook]:
+        """Every rank of this node as it is now, by local rank."""
+        now = time.monotonic()
+        with self._lock:
+            pairs = zip(self._board.records(), self._ranks, strict=True)
+            return [self._look(i, record, seen, now) for i, (record, seen) in enumerate(pairs)]
+
+    def counters(self) -> list[Counters]:
+        """What the kernel counts of every rank, by local rank; a second old at most."""
+        with self._lock:
+            return [seen.counters for seen in self._ranks]
+
+    def step_times(self) -> list[tuple[float, float]]:
+        """(p50, p99) seconds of the newest steps, by local rank."""
+        with self._lock:
+            return [seen.step_times() for seen in self._ranks]
+
+    def summary(self) -> dict[str, PhaseTimes]:
+        """What is known of the phases, earlier attempts included."""
+        with self._lock:
+            return self.calibration.summary()
+
+    def _run(self) -> None:
+        while not self._over.wait(TICK_S):
+            with self._lock:
+                for record, seen in zip(self._board.records(), self._ranks, strict=True):
+                    self._tick(record, seen)
+
+    def _tick(self, record: RankRecord, seen: _Rank) -> None:
+        pid, beat_at, phase, completed = record.pid, record.beat_at, record.phase, record.completed
+        if not pid:
+            return
+        if pid != seen.pid:
+            self._greet(seen, pid, beat_at)
+        elif beat_at > seen.beat_at:
+            self._measure(record, seen, beat_at, completed)
+        seen.beat_at, seen.phase, seen.completed = beat_at, phase, completed
+        if phase is Phase.TRAIN:
+            seen.moments.append(waits_for_others(pid))
+        if time.monotonic() - seen.counters.taken_at >= COUNTERS_S:
+            seen.counters = _count(seen)
+
+    def _greet(self, seen: _Rank, pid: int, beat_at: float) -> None:
+        """The first word of a rank: how long it took to come."""
+        seen.pid = pid
+        with contextlib.suppress(psutil.Error):
+            seen.process = psutil.Process(pid)
+        if beat_at > self._began_at:
+            self.calibration.add("start", [beat_at - self._began_at])
+
+    def _measure(self, record: RankRecord, seen: _Rank, beat_at: float, completed: int) -> None:
+        """A sign of life ends a silence, of the phase that the rank was in until then."""
+        steps_s = record.recent_steps_s(seen.completed) if completed > seen.completed else []
+        if seen.phase is Phase.TRAIN and steps_s:
+            seen.steps_s.extend(steps_s)
+            self.calibration.add("train", steps_s)
+        elif seen.phase is not Phase.TRAIN:
+            self.calibration.add(seen.phase.name.lower(), [beat_at - seen.beat_at])
+
+    def _look(self, local: int, record: RankRecord, seen: _Rank, now: float) -> RankLook:
+        pid, phase = record.pid, record.phase.name.lower()
+        step_s = seen.step_times()[0]
+        return RankLook(
+            rank=self._first_rank + local,
+            pid=pid,
+            step=record.completed,
+            phase=phase,
+            silent_s=round(max(0.0, now - (record.beat_at or self._began_at)), 3),
+            is_alive=is_running(pid) if pid else True,
+            step_s=step_s,
+            own_s=step_s * seen.own_share,
+            cpu_s=seen.counters.cpu_s,
+            io_bytes=seen.counters.io_bytes,
+            times=self.calibration.times(phase),
+        )
+
+
+def waits_for_others(pid: int) -> bool:
+    """True when the process's main thread waits in the kernel for another thread or process."""
+    try:
+        place = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False
+    return any(word in place for word in _WAITS)
+
+
+def _count(seen: _Rank) -> Counters:
+    """The kernel's figures of a rank; what it does not tell stays as it was."""
+    counted = Counters(taken_at=time.monotonic())
+    process = seen.process
+    if process is None:
+        return counted
+    with contextlib.suppress(psutil.Error), process.oneshot():
+        times = process.cpu_times()
+        counted.cpu_s = times.user + times.system + times.children_user + times.children_system
+        counted.cpu_percent = process.cpu_percent()
+        counted.rss_bytes = process.memory_info().rss
+        counted.threads = process.num_threads()
+        # Bytes asked for, cached ones too: reading from memory is progress as well.
+        io = process.io_counters()
+        counted.read_bytes, counted.write_bytes = io.read_chars, io.write_chars
+    return counted

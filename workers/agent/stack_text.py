@@ -1,0 +1,195 @@
+"""What stacks say: parsed from py-spy's and faulthandler's words, compared, and read. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+TOP_FRAMES: Final = 3
+GROUPS_MAX: Final = 8
+RANKS_NAMED_MAX: Final = 8
+_FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
+# Where a rank waits for its peers: in collectives and stores, in the backward pass that runs
+# them, in what waits for a GPU that does.
+_WAIT_FILES: Final = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/streams.py")
+_WAIT_CALLS: Final = ("torch/cuda/__init__.py:synchronize",)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame of a stack; `is_wait` where ranks wait for each other."""
+
+    name: str
+    file: str
+    line: int
+
+    @property
+    def is_wait(self) -> bool:
+        inside = any(part in self.file for part in _WAIT_FILES)
+        return inside or any(f"{self.file}:{self.name}".endswith(call) for call in _WAIT_CALLS)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({'/'.join(self.file.split('/')[-2:])}:{self.line})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStack:
+    """A rank's stacks in short. `digest` is of all that changes while a rank works.
+
+    `top` has the innermost frames of the main thread, `place` the innermost one outside of torch;
+    `waits` says that it waits for its peers. `problem` says why there is none.
+    """
+
+    rank: int
+    digest: str = ""
+    top: tuple[str, ...] = ()
+    place: str = ""
+    waits: bool = False
+    source: str = ""
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankStack:
+        return cls(**{**data, "top": tuple(data["top"])})
+
+
+def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
+    """(summary, text for people) of `py-spy dump --json --locals`.
+
+    Local variables count in the digest and stand nowhere else: they may be anybody's secrets.
+    Raises `ValueError` for anything that is not py-spy's.
+    """
+    threads = json.loads(output)
+    if not isinstance(threads, list) or not threads:
+        raise ValueError("no threads")
+    main = next((t for t in threads if t.get("os_thread_id") == pid), threads[-1])
+    digest = hashlib.sha256()
+    digest.update(json.dumps(_traces(main, with_locals=True)).encode())
+    for thread in threads:
+        # Helpers that wake now and then prove nothing; one that computes is work.
+        if thread is not main and thread.get("active"):
+            digest.update(json.dumps(_traces(thread, with_locals=False)).encode())
+    frames = _frames(main)
+    text = "\n\n".join(_thread_text(thread, is_main=thread is main) for thread in threads)
+    return _summary(rank, frames, digest.hexdigest(), "py-spy"), text + "\n"
+
+
+def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
+    """(summary, text) of what `faulthandler` wrote; the main thread comes last there."""
+    starts = [match.end() for match in _FAULT_THREAD.finditer(output)]
+    if not starts:
+        raise ValueError("no threads")
+    frames = []
+    for line in output[starts[-1] :].splitlines():
+        match = _FAULT_FRAME.match(line)
+        if match:
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            frames.append(Frame(match["name"], match["file"], number))
+    digest = hashlib.sha256(output[starts[-1] :].encode()).hexdigest()
+    return _summary(rank, frames, digest, "faulthandler"), output
+
+
+def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
+    """Which ranks wait, and which one they wait for, in a sentence or two.
+
+    A rank behind the others is missing; else one that is not in a collective; else those in
+    another one than most.
+    """
+    known = [stack for stack in stacks if stack.top]
+    unknown = [stack.rank for stack in stacks if not stack.top]
+    if not known:
+        return "no stacks could be had"
+    behind = _behind(known, steps)
+    working = behind or [stack for stack in known if not stack.waits]
+    waiting = [stack for stack in known if stack not in working]
+    words = []
+    if working and waiting:
+        words = [_said("missing", group) for group in _groups(working)]
+        words += [_said("waiting", group) for group in _groups(waiting)]
+    else:
+        groups = _groups(known)
+        kind = "waiting" if waiting else "not waiting for each other"
+        words = [_said(kind, group) for group in groups]
+        if len(groups) > 1 and waiting:
+            words.insert(0, "the ranks are in different collectives")
+    if unknown:
+        words.append(f"no stacks of {_ranks_text(unknown)}")
+    return "; ".join(words[: GROUPS_MAX + 1])
+
+
+def _behind(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> list[RankStack]:
+    """The ranks that have finished fewer steps than others."""
+    newest = max((steps.get(stack.rank, -1) for stack in stacks), default=-1)
+    behind = [stack for stack in stacks if steps.get(stack.rank, -1) < newest]
+    return behind if len(behind) < len(stacks) else []
+
+
+def _groups(stacks: Sequence[RankStack]) -> list[list[RankStack]]:
+    """Ranks that stand at the same place, the largest group last."""
+    found: dict[tuple[str, str], list[RankStack]] = {}
+    for stack in stacks:
+        found.setdefault((stack.place, stack.top[0]), []).append(stack)
+    return sorted(found.values(), key=len)
+
+
+def _said(kind: str, group: Sequence[RankStack]) -> str:
+    first = group[0]
+    inside = "" if first.place == first.top[0] else f", in {first.top[0]}"
+    return f"{kind}: {_ranks_text([s.rank for s in group])} at {first.place}{inside}"
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    named = ", ".join(str(rank) for rank in sorted(ranks)[:RANKS_NAMED_MAX])
+    more = len(ranks) - RANKS_NAMED_MAX
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+
+
+def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> RankStack:
+    own = next((f for f in frames if "/torch/" not in f.file and not f.file.startswith("<")), None)
+    # Only the frames inside of the program's innermost one are what it is waiting in.
+    inner = frames[: frames.index(own)] if own else frames
+    return RankStack(
+        rank=rank,
+        digest=digest,
+        top=tuple(str(frame) for frame in frames[:TOP_FRAMES]),
+        place=str(own or frames[0]) if frames else "",
+        waits=any(frame.is_wait for frame in inner),
+        source=source,
+    )
+
+
+def _frames(thread: Mapping[str, Any]) -> list[Frame]:
+    return [
+        Frame(str(f["name"]), str(f["filename"]), int(f["line"] or 0)) for f in thread["frames"]
+    ]
+
+
+def _traces(thread: Mapping[str, Any], *, with_locals: bool) -> list[Any]:
+    traces = []
+    for frame in thread["frames"]:
+        found = frame.get("locals") or [] if with_locals else []
+        values = [(v["name"], v["addr"], v.get("repr")) for v in found]
+        traces.append((frame["name"], frame["filename"], frame["line"], values))
+    return traces
+
+
+def _thread_text(thread: Mapping[str, Any], *, is_main: bool) -> str:
+    name = "main" if is_main else thread.get("thread_name") or "unnamed"
+    state = "active" if thread.get("active") else "idle"
+    head = f"thread {thread.get('os_thread_id')} ({name}, {state}), innermost first:"
+    return "\n".join([head, *(f"    {frame.name} ({f_at(frame)})" for frame in _frames(thread))])
+
+
+def f_at(frame: Frame) -> str:
+    """A frame's place in full."""
+    return f"{frame.file}:{frame.line}"

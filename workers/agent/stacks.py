@@ -1,0 +1,170 @@
+"""Takes the stacks of a node's ranks: by py-spy, by faulthandler where that is refused.
+
+Each rank is looked at by a thread of its own, all at once, in bounded time; ranks are not stopped
+for it. What was found is written to the dump's folder for people, and its summary returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.durable import make_directory
+from holdfast.workers.agent.flight_recorder import take_flight_record
+from holdfast.workers.agent.stack_text import RankStack, read_faulthandler, read_py_spy
+
+PY_SPY_S: Final = 3.0
+# Read while the rank runs, a stack can be torn; then it is read again, at last with a stop.
+PY_SPY_WAYS: Final = (("--nonblocking",), ("--nonblocking",), ())
+FAULT_WAIT_S: Final = 2.0
+FAULT_SETTLED_S: Final = 0.05
+FAULT_BYTES_MAX: Final = 1 << 20
+POLL_S: Final = 0.01
+THREADS_MAX: Final = 8
+PROBLEM_CHARACTERS_MAX: Final = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A rank to look at; `offer` is (signal, descriptor) of its own faulthandler."""
+
+    rank: int
+    pid: int
+    offer: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSample:
+    """The stacks of one node's ranks at one moment. `number` counts a suspicion's samples."""
+
+    dump: int
+    number: int
+    stacks: tuple[RankStack, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        stacks = [stack.to_json() for stack in self.stacks]
+        return {"dump": self.dump, "number": self.number, "stacks": stacks}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StackSample:
+        stacks = tuple(RankStack.from_json(stack) for stack in data["stacks"])
+        return cls(dump=data["dump"], number=data["number"], stacks=stacks)
+
+
+class StackTaker:
+    """Takes one sample at a time, beside the agent's loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stacks")
+        self._asked: tuple[int, int] = (0, 0)
+        self._taking: Future[StackSample] | None = None
+
+    @property
+    def sample(self) -> StackSample | None:
+        """The sample that was asked for last, once it is there."""
+        if self._taking is None or not self._taking.done():
+            return None
+        return self._taking.result()
+
+    def take(self, targets: list[Target], folder: Path, dump: int, number: int) -> None:
+        """Begin to take a sample of `targets`; asked again for the same one, does nothing."""
+        if self._asked == (dump, number):
+            return
+        self._asked = (dump, number)
+        self._taking = self._pool.submit(_take_all, targets, folder, dump, number)
+
+    def close(self) -> None:
+        """Let a sample that is being taken end; it is bounded."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> StackSample:
+    with contextlib.suppress(OSError):
+        make_directory(folder)
+    with ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="stack") as pool:
+        taken = [pool.submit(_take, target, folder, number) for target in targets]
+        return StackSample(
+            dump=dump, number=number, stacks=tuple(future.result() for future in taken)
+        )
+
+
+def _take(target: Target, folder: Path, number: int) -> RankStack:
+    """One rank's stacks, and its flight record with the first of a suspicion's samples."""
+    stack, text = take_stack(target)
+    # A full file system loses the text; the summary goes to node 0 all the same.
+    with contextlib.suppress(OSError):
+        path = folder / f"rank-{target.rank:05d}.{number}.txt"
+        path.write_text(text or f"no stacks: {stack.problem}\n", errors="replace")
+        path.chmod(0o600)
+        if number == 1:
+            take_flight_record(target.pid, target.rank, folder)
+    return stack
+
+
+def take_stack(target: Target) -> tuple[RankStack, str]:
+    """(summary, text) of one process's stacks; the summary says why when there are none."""
+    problems = []
+    for way in (_by_py_spy, _by_faulthandler):
+        try:
+            return way(target)
+        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+            problems.append(str(error)[:PROBLEM_CHARACTERS_MAX])
+    return RankStack(rank=target.rank, problem="; ".join(problems)), ""
+
+
+def _by_py_spy(target: Target) -> tuple[RankStack, str]:
+    """py-spy's account. Raises `OSError` or `ValueError` with its words when it has none."""
+    program = shutil.which("py-spy", path=_beside_python())
+    if program is None:
+        raise OSError("py-spy is not installed")
+    command = [program, "dump", "--json", "--locals", "--pid", str(target.pid)]
+    give_up = time.monotonic() + PY_SPY_S
+    problem = ""
+    for way in PY_SPY_WAYS:
+        left_s = give_up - time.monotonic()
+        if left_s <= 0:
+            break
+        done = subprocess.run([*command, *way], capture_output=True, timeout=left_s, check=False)
+        problem = done.stderr.decode(errors="replace").strip()
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return read_py_spy(target.rank, target.pid, done.stdout)
+        if "ermission" in problem:
+            break
+    raise ValueError(f"py-spy: {problem or 'nothing within its time'}")
+
+
+def _by_faulthandler(target: Target) -> tuple[RankStack, str]:
+    """What the rank's own handler writes when it is signalled. Raises `OSError`, `ValueError`.
+
+    Only a rank that offered this is signalled: any other would die of it.
+    """
+    number, descriptor = target.offer
+    if not number:
+        raise OSError("the rank offers no stacks of its own")
+    with open(f"/proc/{target.pid}/fd/{descriptor}", "rb") as stream:
+        before = stream.seek(0, os.SEEK_END)
+        os.kill(target.pid, number)
+        give_up, size, settled_at = time.monotonic() + FAULT_WAIT_S, before, 0.0
+        while time.monotonic() < give_up:
+            time.sleep(POLL_S)
+            now, size_now = time.monotonic(), stream.seek(0, os.SEEK_END)
+            if size_now != size:
+                size, settled_at = size_now, now + FAULT_SETTLED_S
+            elif settled_at and now > settled_at:
+                break
+        stream.seek(before)
+        return read_faulthandler(target.rank, stream.read(FAULT_BYTES_MAX).decode(errors="replace"))
+
+
+def _beside_python() -> str:
+    """Where programs are looked for: where this Python's own are, then the usual places."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

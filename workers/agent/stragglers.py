@@ -1,0 +1,66 @@
+"""Which rank is slower than its peers: pure.
+
+Ranks that meet in collectives take equally long for a step, whoever is the slow one. What differs
+is how much of it each spends on its own: the share of moments in which its main thread did not
+wait in the kernel for others (on a lock, a socket or a poll). A step's time times this share is
+the rank's *own* time. Where waiting means to spin, as ranks do for a GPU, all shares are one and no
+rank is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.workers.agent.silence import RankLook
+
+SLOW_FACTOR: Final = 1.5
+# Of a step's time: less than this is noise, whatever the factor.
+SLOW_SHARE: Final = 0.1
+TIMES_MIN: Final = 3
+RANKS_MIN: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow:
+    """A rank beside the median of its peers; seconds per step."""
+
+    rank: int
+    own_s: float
+    peers_s: float
+    step_s: float
+
+
+def find_slow(looks: Sequence[RankLook]) -> list[Slow]:
+    """The ranks whose own time is `SLOW_FACTOR` times their peers' median, and matters."""
+    timed = [look for look in looks if look.phase == "train" and look.step_s > 0]
+    if len(timed) < RANKS_MIN:
+        return []
+    found = []
+    for look in timed:
+        peers_s = statistics.median(other.own_s for other in timed if other is not look)
+        matters = look.own_s - peers_s >= SLOW_SHARE * look.step_s
+        if matters and look.own_s > SLOW_FACTOR * peers_s:
+            found.append(
+                Slow(rank=look.rank, own_s=look.own_s, peers_s=peers_s, step_s=look.step_s)
+            )
+    return found
+
+
+class Stragglers:
+    """Names a rank once it was slow `TIMES_MIN` looks in a row, and once in an incarnation."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[int, int] = {}
+        self._named: set[int] = set()
+
+    def look(self, looks: Sequence[RankLook]) -> list[Slow]:
+        """The ranks to name now; called once for each window of `looks`."""
+        slow = {one.rank: one for one in find_slow(looks)}
+        self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
+        due = [one for rank, one in slow.items() if self._in_a_row[rank] >= TIMES_MIN]
+        named = [one for one in due if one.rank not in self._named]
+        self._named |= {one.rank for one in named}
+        return named
