@@ -123,6 +123,13 @@ class CheckpointEngine:
         else:
             self._build(state, timeout_s)
 
+    def wait_until_ready(self, timeout_s: float) -> bool:
+        """Wait until the memory of the slots is there; False when it is not in `timeout_s` seconds.
+
+        A save need not wait for that: it then takes the missing pages one by one, and is slower.
+        """
+        return self._stage is None or self._stage.wait_until_ready(timeout_s)
+
     def changes(self, state: dict[str, Any]) -> str | None:
         """What no longer fits the plan, in words for people; None while a save needs no new one.
 

@@ -359,6 +359,7 @@ class Session:
         self._record.beat(Phase.LOAD)
         settles = not self._link.has_agent and self._link.identity.local_rank == 0
         self._settler = Settler(self._link, self._note) if settles else None
+        self._saver.wait_until_ready()
 
     def _make_recorder(self) -> Recorder | None:
         if self._ranks.rank != 0:

@@ -28,6 +28,9 @@ from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.planning.ranks import find_shortage
 
+# 100 MB: two slots of it take a good part of a second to be there.
+NUMBERS = 25_000_000
+STARTS_MAX = 5
 FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
 
 
@@ -145,6 +148,31 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
     assert [r.step for r in engine.wait(20)] == [2, 3, 6]
     assert not directory_of(tmp_path, 4).exists()
     assert read_keys(directory_of(tmp_path, 6)) == read_keys(directory_of(tmp_path, 1))
+
+
+def test_a_save_before_the_slots_have_their_memory_is_complete(
+    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+) -> None:
+    for more in range(STARTS_MAX):
+        state = {"model": {"weight": torch.arange(NUMBERS + more, dtype=torch.float32)}}
+        engine.prepare(state)
+        # The flusher takes the memory: now it cannot go on.
+        keeper.process.send_signal(signal.SIGSTOP)
+        if not engine.wait_until_ready(0.1):
+            break
+        keeper.process.send_signal(signal.SIGCONT)
+    else:
+        pytest.fail("the memory was there before the flusher could be halted")
+    try:
+        assert engine.save(state, {"step": 1}, step=1, **FACTS)
+    finally:
+        keeper.process.send_signal(signal.SIGCONT)
+    assert [result.committed for result in engine.wait(60)] == [True]
+    assert engine.wait_until_ready(60)
+    assert find_damage(directory_of(tmp_path, 1), read_manifest(directory_of(tmp_path, 1))) == []
+    loaded = {"model": {"weight": torch.zeros(NUMBERS + more)}}
+    engine.load(directory_of(tmp_path, 1), loaded)
+    assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
 
 
 def test_a_changed_state_is_refused_by_name_until_it_is_planned_anew(

@@ -1,8 +1,8 @@
 """Copying a rank's state into memory that outlives it: the flusher's slots.
 
 `FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
-tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread
-while training begins, so that the first save costs what any other does.
+tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread;
+who begins to train waits for it, so that the first save costs what any other does.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Stage:
         return None if chosen is None else self.slots[chosen]
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until every page is there; only measurements need to."""
+        """Wait until the thread has done what it can; True when it has, in `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
