@@ -169,7 +169,9 @@ def test_a_save_before_the_slots_have_their_memory_is_complete(
         keeper.process.send_signal(signal.SIGCONT)
     assert [result.committed for result in engine.wait(60)] == [True]
     assert engine.wait_until_ready(60)
-    assert find_damage(directory_of(tmp_path, 1), read_manifest(directory_of(tmp_path, 1))) == []
+    manifest = read_manifest(directory_of(tmp_path, 1))
+    assert manifest is not None
+    assert find_damage(directory_of(tmp_path, 1), manifest) == []
     loaded = {"model": {"weight": torch.zeros(NUMBERS + more)}}
     engine.load(directory_of(tmp_path, 1), loaded)
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
