@@ -81,6 +81,31 @@ def test_numbers_go_on_after_torn_lines_longer_than_the_tail(
     assert numbers(path) == [(1, 0), (2, 0), (3, 0)]
 
 
+def test_a_line_over_the_bound_is_said_and_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "flow.jsonl"
+    write(path, "a", "b" * 400_000)
+    bound = len(path.read_bytes().splitlines()[1])
+    write(path, "c")
+    monkeypatch.setattr(journal, "LINE_BYTES_MAX", bound)
+    assert len(numbers(path)) == 3
+    monkeypatch.setattr(journal, "LINE_BYTES_MAX", bound - 1)
+    place = path.read_bytes().index(b"\n") + 1
+    with pytest.warns(UserWarning, match=f"the line at byte {place} has {bound + 1} bytes"):
+        events, offset = read_journal(path)
+    assert [event.data["text"] for event in events] == ["a", "c"]
+    assert offset == path.stat().st_size
+    with path.open("ab") as stream:
+        stream.write(b"x" * (2 * bound))
+    with pytest.warns(UserWarning, match="passed over"):
+        assert read_journal(path)[1] == offset, "it may still get its end"
+    size = path.stat().st_size
+    with JournalWriter(path) as writer, pytest.raises(ValueError, match="say less"):
+        writer.append(EventKind.NOTE, text="b" * bound)
+    assert path.stat().st_size == size
+
+
 def test_foreign_lines_are_no_events(tmp_path: Path) -> None:
     path = tmp_path / "flow.jsonl"
     path.write_bytes(b'null\n\n  \n{"kind": "note"}\n[1]\n\xff\n{"a": \n')

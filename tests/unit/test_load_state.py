@@ -27,8 +27,9 @@ from holdfast.contracts.errors import (
     KeyMismatchError,
     NotFoundError,
 )
+from holdfast.contracts.leases import is_being_read
 from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer import load_checkpoint
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import load_state
@@ -267,6 +268,39 @@ def test_what_is_included_and_not_excluded_is_taken(
 ) -> None:
     pick = Selection(include, exclude)
     assert {index for index, key in enumerate(SAVED) if pick.takes(key)} == taken
+
+
+@pytest.mark.parametrize(("name", "is_held"), [(NAME, True), ("of-our-own", False)])
+def test_a_run_s_checkpoint_is_held_while_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_held: bool
+) -> None:
+    directory = tmp_path / "r" / "checkpoints" / name
+    model = torch.nn.Linear(6, 4)
+    save_with_dcp({"model": get_model_state_dict(model)}, checkpoint_id=directory)
+    held: list[bool] = []
+    read = os.preadv
+
+    def watched(handle: int, buffers: Any, offset: int) -> int:
+        held.append(is_being_read(directory))
+        return read(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    load_checkpoint(directory, model)
+    assert set(held) == {is_held}
+    assert not is_being_read(directory)
+    assert [path.name for path in directory.parent.iterdir()] == [name]
+
+
+def test_a_save_of_a_run_without_a_manifest_is_not_taken_for_stock_dcp_s(tmp_path: Path) -> None:
+    directory = tmp_path / "r" / "checkpoints" / NAME
+    model = torch.nn.Linear(6, 4)
+    save_with_dcp({"model": get_model_state_dict(model)}, checkpoint_id=directory)
+    RunPaths(tmp_path / "r").spec.write_text("{}")
+    with pytest.raises(NotFoundError, match="never committed or is being deleted"):
+        load_checkpoint(directory, model)
+    assert not is_being_read(directory)
+    commit(directory)
+    assert load_checkpoint(directory, model).restored == 2
 
 
 def test_a_model_is_loaded_outside_of_a_run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.paths import CheckpointName, RunPaths, default_root
+from holdfast.contracts.leases import reading
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, default_root
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.metadata import read_metadata
@@ -57,21 +59,51 @@ def load_checkpoint(
     parts = PARTS if optimizers else PARTS[:1]
     state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
     try:
-        target = state.tensors(lambda: read_metadata(directory))
-        report = load_state(
-            directory,
-            target,
-            group=ranks.group,
-            strict=strict,
-            include=include or parts,
-            exclude=exclude,
-            rename=rename,
-        )
+        with _held(directory, ranks):
+            target = state.tensors(lambda: read_metadata(directory))
+            report = load_state(
+                directory,
+                target,
+                group=ranks.group,
+                strict=strict,
+                include=include or parts,
+                exclude=exclude,
+                rename=rename,
+            )
         ranks.gather(lambda: state.put_back(target))
     finally:
         if ranks.group is not None:
             dist.destroy_process_group(ranks.group)
     return report
+
+
+@contextlib.contextmanager
+def _held(directory: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep a run's checkpoint from deletion while all ranks load it; rank 0 has the lease.
+
+    A directory of any other name is nobody's to delete, and what lies beside it is not ours.
+    """
+    is_ours = CheckpointName.parse(directory.name) is not None
+    with contextlib.ExitStack() as held:
+        if is_ours and ranks.rank == 0:
+            held.enter_context(reading(directory))
+        # No rank reads before the lease stands; loading ends with a word from every rank.
+        ranks.gather(lambda: _check_committed(directory) if is_ours else None)
+        yield
+
+
+def _check_committed(directory: Path) -> None:
+    """`NotFoundError` for a run's save without a manifest, by which alone it could be verified.
+
+    Without this it would be taken for one of stock DCP, which has none. To be called under the
+    lease: who deletes takes the manifest first, and puts it back when a lease came in between.
+    """
+    is_of_run = RunPaths(directory.parent.parent).spec.exists()
+    if is_of_run and not (directory / MANIFEST).exists():
+        raise NotFoundError(
+            f"{directory}: it has no {MANIFEST}, so it was never committed or is being deleted; "
+            "load another checkpoint of the run"
+        )
 
 
 def find_directory(checkpoint: str | Path) -> Path:

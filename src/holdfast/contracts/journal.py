@@ -12,16 +12,19 @@ import fcntl
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.contracts.durable import fsync_directory, make_directory
 
-TAIL_BYTES = 64 * 1024
+TAIL_BYTES: Final = 64 * 1024
+# Far above what any writer says; a longer line is not ours and would only fill memory.
+LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 
 
 class EventKind(StrEnum):
@@ -96,7 +99,10 @@ class JournalWriter:
         self._sequence = 0
 
     def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
-        """Write one line and, unless told otherwise, wait until it is durable."""
+        """Write one line and, unless told otherwise, wait until it is durable.
+
+        Raises `ValueError` for a line that no reader would believe, and `OSError` as writing does.
+        """
         fcntl.flock(self._handle, fcntl.LOCK_EX)
         try:
             prefix = self._catch_up()
@@ -111,6 +117,11 @@ class JournalWriter:
             line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
             # A traceback may name a file whose name is no UTF-8: the line is worth more than it.
             content = f"{prefix}{line}\n".encode(errors="replace")
+            if len(content) > LINE_BYTES_MAX:
+                raise ValueError(
+                    f"{self.path}: a line of {len(content)} bytes ({kind}), expected at most "
+                    f"{LINE_BYTES_MAX}; say less in it"
+                )
             written = os.write(self._handle, content)
             if written != len(content):
                 raise OSError(f"{self.path}: wrote {written} of {len(content)} bytes")
@@ -155,15 +166,34 @@ class JournalWriter:
 
 
 def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """The events of a journal from byte `offset` on, and the offset after the last whole line."""
+    """The events of a journal from byte `offset` on, and the offset after the last whole line.
+
+    One line at a time is in memory. One of more than `LINE_BYTES_MAX` is damage: a warning names
+    its place, and it is passed over as a torn one is.
+    """
+    events: list[Event] = []
     try:
-        with open(path, "rb") as stream:
-            stream.seek(offset)
-            content = stream.read()
+        stream = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:
-        return [], offset
-    whole = content.rfind(b"\n") + 1
-    return list(_parse(content[:whole])), offset + whole
+        return events, offset
+    with stream:
+        stream.seek(offset)
+        while line := stream.readline(LINE_BYTES_MAX + 1):
+            length = len(line)
+            while not line.endswith(b"\n") and (line := stream.readline(TAIL_BYTES)):
+                length += len(line)
+            if not line:
+                break
+            if length <= LINE_BYTES_MAX + 1:
+                events.extend(_parse(line))
+            else:
+                warnings.warn(
+                    f"{path}: the line at byte {offset} has {length} bytes, expected at most "
+                    f"{LINE_BYTES_MAX}; it is damaged and passed over",
+                    stacklevel=2,
+                )
+            offset += length
+    return events, offset
 
 
 def _parse(content: bytes) -> Iterator[Event]:
