@@ -12,7 +12,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from holdfast.contracts.attempt import (
@@ -24,10 +24,12 @@ from holdfast.contracts.attempt import (
     read_document,
 )
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.goodput import account, prices_of
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
+from holdfast.contracts.timeline import spans_of
 from holdfast.workers.causes import classify, is_certain
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.executors import JobStatus, executor_for
@@ -87,6 +89,20 @@ def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
     return load_history(paths) if changed else history
 
 
+def _tell_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
+    """Journal where the run's time went up to the end of attempt `number`."""
+    history = load_history(paths)
+    spans = spans_of(history)[: [view.number for view in history.attempts].index(number) + 1]
+    created_at = history.record.created_at
+    kept = account(
+        spans,
+        created_at=created_at,
+        until=spans[-1].ended_at or time.time(),
+        prices=prices_of(history.record.spec),
+    )
+    journal.append(EventKind.GOODPUT, attempt=number, **asdict(kept))
+
+
 def observe(attempt: AttemptPaths) -> Observation:
     """Read an attempt's documents and ask its scheduler; `status` is None without an answer."""
     request = read_document(Request, attempt.request)
@@ -119,6 +135,7 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
                 return True
             with JournalWriter(paths.journal_of(writer)) as journal:
                 journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
+                _tell_goodput(paths, view.number, journal)
         return True
     state = seen.status.state if seen.status else None
     if state is None or state.is_terminal or state not in ATTEMPT_MOVES[view.state]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,17 +79,24 @@ def resume(
     `DamagedCheckpointError` when one was read in part and there is none to fall back to.
     """
     passed: dict[str, str] = {}
+    began = time.monotonic()
     search = _search(link, passed, recorder)
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
         with contextlib.ExitStack() as held:
             choice = _choose_together(search, passed, held, link, ranks)
             try:
-                return _restore(choice, link, ranks, engine, state, recorder)
+                found, restored, notes = _restore(choice, link, ranks, engine, state)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
                 passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
+                continue
+        if recorder is not None:
+            print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
+            load_s = round(time.monotonic() - began, 6)
+            _journal(link, found, restored[0], choice.skipped, notes, load_s, recorder)
+        return found
     raise DamagedCheckpointError(
         f"{link.run.directory}: {len(passed)} checkpoints were read and all are damaged; look at "
         "the storage with `holdfast verify`",
@@ -102,9 +110,11 @@ def _restore(
     ranks: Ranks,
     engine: CheckpointEngine,
     state: TrainState,
-    recorder: Recorder | None,
-) -> Resumed:
-    """Load what was chosen and say so; `DamagedCheckpointError` on all ranks if it is damaged."""
+) -> tuple[Resumed, list[Restored], Sequence[str]]:
+    """Load what was chosen; `DamagedCheckpointError` on all ranks if it is damaged.
+
+    Returns where training goes on, what each rank restored, and what the load has to say.
+    """
     found = Resumed(skips=choice.skips)
     restored = [Restored(parts=())]
     report = None
@@ -124,11 +134,7 @@ def _restore(
             data=dict(document["data"]),
             best=dict(document["best"]),
         )
-    if recorder is not None:
-        notes = report.notes() if report is not None else ()
-        print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
-        _journal(link, found, restored[0], choice.skipped, notes, recorder)
-    return found
+    return found, restored, report.notes() if report is not None else ()
 
 
 def describe(
@@ -255,6 +261,7 @@ def _journal(
     first: Restored,
     skipped: tuple[str, ...],
     notes: Sequence[str],
+    load_s: float,
     recorder: Recorder,
 ) -> None:
     identity = link.identity
@@ -270,4 +277,5 @@ def _journal(
         world_size=identity.world_size,
         restored=list(first.parts),
         notes=list(notes),
+        load_s=load_s,
     )

@@ -153,6 +153,7 @@ class Lead:
             with self._losing(node):
                 node.start(number, address, port)
         ending = self._watch()
+        trained_until = time.time()
         ended = self._end_incarnation(ending)
         self._journal.append(
             EventKind.INCARNATION_ENDED,
@@ -160,6 +161,8 @@ class Lead:
             incarnation=number,
             ending=ended.ending,
             exit_code=ended.exit_code,
+            last_step=ended.completed if ended.completed > ended.resumed else None,
+            trained_until=trained_until,
         )
         self.incarnations.append(
             IncarnationRecord(

@@ -27,6 +27,7 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.mirrors import read_record
@@ -172,15 +173,29 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "failed saves": _failures_text(run["failed_saves"]),
             "time": ", ".join(
                 f"{part} {seconds_text(good[f'{part}_s'])}"
-                for part in ("queued", "starting", "training", "blocked", "lost", "stopped")
+                for part in PARTS
+                if good[f"{part}_s"] > 0
             ),
             "GPU hours": f"{good['gpu_hours']:.2f}",
-            "cost": None if good["cost"] is None else f"{good['cost']:.2f} {good['currency']}",
+            **_cost_facts(good),
         }
     )
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     _print_failures(run["attempts"])
+
+
+def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:
+    """What was paid, what preemptions cost of it, and what the same would have cost without."""
+    hours = good["preemption_gpu_hours"]
+    facts = {
+        "cost": good["cost"],
+        f"preemptions ({hours:.2f} GPU hours)": good["preemption_cost"],
+        "on demand": good["on_demand_cost"],
+        "saved": good["saved"],
+    }
+    known = {name: price for name, price in facts.items() if price is not None}
+    return {name: f"{price:.2f} {good['currency']}" for name, price in known.items()}
 
 
 def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:

@@ -46,12 +46,13 @@ class EventKind(StrEnum):
     ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip
     CLAIMED = "claimed"  # job_id, host, pid
     INCARNATION_STARTED = "incarnation_started"  # incarnation, world_size
-    INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, exit_code
+    INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, last_step, trained_until
     SIGNAL = "signal"  # source, name, detail: something asked the attempt to stop
     NOTICE = "notice"  # cloud, notice, host, deadline, detail: a cloud's interruption notice
     STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
     STOP_FAILED = "stop_failed"  # reason, newest_step
-    RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, argv, world_size, restored
+    # Where training goes on; with world_size and argv besides.
+    RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, restored, load_s
     STAGED = "staged"  # checkpoint, step, bytes, blocked_s, reason
     COMMITTED = "committed"  # checkpoint, step, bytes, flush_s
     SAVE_FAILED = "save_failed"  # checkpoint, step, error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict
 from sqlalchemy import Connection, Select, and_, func, or_, select
 
 from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.goodput import Span, account, prices_of
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.spec import Keep
-from holdfast.contracts.states import AttemptState, RunState
+from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import views
 from holdfast.lineage.database import Database
-from holdfast.lineage.goodput import Launch, Span, account
 from holdfast.lineage.ingest import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
 from holdfast.lineage.models import EdgeKind
 from holdfast.lineage.reasons import explain
@@ -110,19 +111,14 @@ def show_run(
         row = _find(connection, run, root)
         attempts = _rows(connection, _of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         launches = _launches(connection, row)
-        held = select(func.coalesce(func.sum(CHECKPOINTS.c.blocked_s), 0.0))
-        blocked_s = connection.scalar(held.where(CHECKPOINTS.c.run_uid == row["uid"]))
-    spans = [_span(attempt, launches[attempt["number"]]) for attempt in attempts]
+        spans = _spans(connection, row, attempts, launches)
     is_live = RunState(row["state"]).is_live
     ended_at = None if is_live else row["ended_at"]
-    cost = row["spec"].get("cost") or {}
     goodput = account(
         spans,
         created_at=row["created_at"],
         until=ended_at or now or time.time(),
-        blocked_s=float(blocked_s or 0.0),
-        gpu_hour=cost.get("gpu_hour"),
-        currency=cost.get("currency"),
+        prices=prices_of(row["spec"]),
     )
     shown = [
         views.attempt_view(a, [views.incarnation_view(i) for i in launches[a["number"]]])
@@ -286,19 +282,28 @@ def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
     return launches
 
 
-def _span(attempt: Row, launches: Sequence[Row]) -> Span:
-    fields = ("world_size", "submitted_at", "started_at", "stop_requested_at", "ended_at")
-    steps = ("resumed_step", "last_step")
-    return Span(
-        **{field: attempt[field] for field in (*fields, *steps)},
-        launches=tuple(
-            Launch(
-                **{field: one[field] for field in ("started_at", "trained_from", "ended_at")},
-                **{field: one[field] for field in steps},
-            )
-            for one in launches
-        ),
+def _spans(
+    connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
+) -> list[Span]:
+    """The attempts as the account of the run's time needs them."""
+    columns = EVENTS.c
+    query = _of_run(EVENTS, run, columns.time, columns.journal, columns.incarnation)
+    query = query.order_by(columns.sequence).where(
+        columns.kind.in_(KINDS), columns.attempt.is_not(None)
     )
+    marks = [Mark(e["attempt"], e["kind"], e["time"], e["data"]) for e in _rows(connection, query)]
+    records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
+    told = launches_of(marks, records)
+    times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
+    fields = ("world_size", *times, "resumed_step", "last_step")
+    return [
+        Span(
+            **{field: attempt[field] for field in fields},
+            is_preempted=attempt["cause"] == Cause.PREEMPTION,
+            launches=told.get(attempt["number"], ()),
+        )
+        for attempt in attempts
+    ]
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:

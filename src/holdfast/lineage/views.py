@@ -8,13 +8,14 @@ edge leads from the child to the parent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from typing_extensions import TypedDict
 
+from holdfast.contracts.goodput import Goodput
 from holdfast.contracts.paths import checkpoint_id
-from holdfast.lineage.goodput import Goodput
 from holdfast.lineage.rows import attempt_node
 
 Row = Mapping[str, Any]
@@ -101,7 +102,7 @@ class RunView(TypedDict):
     spec_digest: str
     command_digest: str | None
     step: int | None
-    goodput: Goodput
+    goodput: dict[str, Any]  # contracts.goodput.Goodput
     attempts: list[AttemptView]
     forked_from: str | None
     flow_run: str | None
@@ -226,7 +227,7 @@ def run_view(run: Row, attempts: list[AttemptView], goodput: Goodput) -> RunView
         spec_digest=run["spec_digest"],
         command_digest=run["command_digest"],
         step=run["step"],
-        goodput=goodput,
+        goodput=asdict(goodput),
         attempts=attempts,
         forked_from=run["forked_from"],
         flow_run=run["flow_run"],

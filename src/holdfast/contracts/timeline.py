@@ -1,0 +1,147 @@
+"""From journal lines to the launches that `goodput` accounts for. Pure.
+
+SQL and disk both have the lines; each gives them as `Mark`s, so that both tell the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from holdfast.contracts.goodput import Launch, Span
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.states import Cause
+
+HANG_CONFIRMED: Final = "hang_confirmed"
+KINDS: Final = (
+    EventKind.INCARNATION_STARTED.value,
+    EventKind.INCARNATION_ENDED.value,
+    EventKind.RESUMED.value,
+    EventKind.STAGED.value,
+    EventKind.STOP_AGREED.value,
+    HANG_CONFIRMED,
+)
+RECORDED: Final = ("started_at", "trained_from", "ended_at", "resumed_step", "last_step")
+FINAL: Final = "final"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A journal line about an attempt. `time` is Unix seconds."""
+
+    attempt: int
+    kind: str
+    time: float
+    data: Mapping[str, Any]
+
+
+def launches_of(
+    marks: Iterable[Mark], records: Iterable[tuple[int, int, Mapping[str, Any]]] = ()
+) -> dict[int, tuple[Launch, ...]]:
+    """By attempt, its launches in order; `marks` in order of time. Nonsense is passed over.
+
+    `records` are (attempt, incarnation, facts) of the launches that an outcome or an index knows;
+    they stand for what no line said.
+    """
+    found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
+    for mark in marks:
+        own = found[mark.attempt]
+        number = _whole(mark.data.get("incarnation"))
+        if number is None:
+            # The agents' agreement names no incarnation: it is about the newest.
+            number = max(own, default=None)
+        if number is not None:
+            own[number] = _tell(own.get(number, Launch()), mark)
+    for attempt, number, facts in records:
+        launch = found[attempt].get(number, Launch())
+        missing: dict[str, Any] = {
+            key: facts.get(key) for key in RECORDED if getattr(launch, key) is None
+        }
+        found[attempt][number] = replace(launch, **missing)
+    return {
+        attempt: tuple(launches[number] for number in sorted(launches))
+        for attempt, launches in found.items()
+    }
+
+
+def spans_of(history: RunHistory) -> list[Span]:
+    """The attempts of a run as disk tells them, in order."""
+    marks = (
+        Mark(event.data["attempt"], event.kind.value, event.time, event.data)
+        for event in history.events
+        if event.kind.value in KINDS and _whole(event.data.get("attempt")) is not None
+    )
+    records = (
+        (view.number, record.number, record.model_dump())
+        for view in history.attempts
+        for record in (view.outcome.incarnations if view.outcome else ())
+    )
+    launches = launches_of(marks, records)
+    return [
+        Span(
+            world_size=view.world_size or (view.outcome.world_size if view.outcome else 0),
+            is_preempted=view.cause is Cause.PREEMPTION,
+            submitted_at=view.submitted_at,
+            started_at=view.started_at,
+            stop_requested_at=view.outcome.stop_requested_at if view.outcome else None,
+            ended_at=view.ended_at,
+            last_step=view.last_step,
+            launches=launches.get(view.number, ()),
+        )
+        for view in history.attempts
+    ]
+
+
+def _tell(launch: Launch, mark: Mark) -> Launch:
+    """The launch with what one line says of it; the first word on each fact stands."""
+    data, time = mark.data, mark.time
+    if mark.kind == EventKind.INCARNATION_STARTED:
+        return replace(launch, started_at=_known(launch.started_at, time))
+    if mark.kind == EventKind.RESUMED:
+        load_s = _seconds(data.get("load_s"))
+        return replace(
+            launch,
+            loads_from=_known(launch.loads_from, time - load_s if load_s else None),
+            trained_from=_known(launch.trained_from, time),
+            resumed_step=_known(launch.resumed_step, _whole(data.get("step"))),
+        )
+    if mark.kind == EventKind.STAGED:
+        began = time - _seconds(data.get("blocked_s"))
+        if data.get("reason") == FINAL:
+            # What comes after the last step belongs to the end of the attempt.
+            return replace(launch, trained_until=began)
+        return replace(launch, held=(*launch.held, (began, time))) if began < time else launch
+    if mark.kind == EventKind.STOP_AGREED:
+        return replace(launch, trained_until=_known(launch.trained_until, time))
+    if mark.kind == HANG_CONFIRMED:
+        silent = data.get("silent")
+        ranks = [r for r in silent if isinstance(r, dict)] if isinstance(silent, list) else []
+        longest_s = max((_seconds(r.get("silent_s")) for r in ranks), default=0.0)
+        return replace(launch, hangs_from=_known(launch.hangs_from, time - longest_s))
+    last_step = _whole(data.get("last_step"))
+    until = _seconds(data.get("trained_until")) or None
+    return replace(
+        launch,
+        trained_until=_known(launch.trained_until, until),
+        ended_at=_known(launch.ended_at, time),
+        last_step=_known(launch.last_step, last_step if last_step and last_step > 0 else None),
+    )
+
+
+def _known(former: Any, new: Any) -> Any:
+    return new if former is None else former
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _seconds(value: object) -> float:
+    """`value` as a duration or time, 0 for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < math.inf else 0.0

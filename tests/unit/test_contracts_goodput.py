@@ -1,0 +1,274 @@
+"""Where the time of a run went, by table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.contracts import goodput
+from holdfast.contracts.goodput import PARTS, Launch, Prices, Span
+from holdfast.contracts.timeline import KINDS, Mark, launches_of
+
+
+def account(spans: list[Span], **fields: Any) -> dict[str, Any]:
+    """The account as plain data, as people are shown it."""
+    return asdict(goodput.account(spans, **fields))
+
+
+def parts_of(found: dict[str, Any]) -> list[float]:
+    """The durations that the total is cut into."""
+    return [found[f"{part}_s"] for part in PARTS]
+
+
+def span(**fields: Any) -> Span:
+    return Span(**{"world_size": 4, **fields})
+
+
+def test_one_quiet_attempt() -> None:
+    launch = Launch(
+        started_at=12,
+        loads_from=18,
+        trained_from=20,
+        trained_until=118,
+        ended_at=119,
+        resumed_step=0,
+        last_step=98,
+        held=((30.0, 34.0), (32.0, 36.0), (100.0, 102.0), (115.0, 130.0), (5.0, 21.0)),
+    )
+    only = span(submitted_at=0, started_at=10, ended_at=120, last_step=98, launches=(launch,))
+    prices = Prices(gpu_hour=3.0, on_demand_per_gpu_hour=10.0, currency="EUR")
+    found = account([only], created_at=0, until=120, prices=prices)
+    assert found["queued_s"] == 10
+    assert found["starting_s"] == 8
+    assert found["loading_s"] == 2
+    assert found["blocked_s"] == 6 + 2 + 3 + 1
+    assert found["training_s"] == 98 - 12
+    assert found["flushing_s"] == 2
+    assert found["ettr"] == pytest.approx(86 / 120)
+    assert found["steps_lost"] == 0
+    assert found["gpu_hours"] == pytest.approx(4 * 110 / 3600)
+    assert found["cost"] == pytest.approx(found["gpu_hours"] * 3.0)
+    assert found["preemption_cost"] == 0
+    assert found["on_demand_cost"] == pytest.approx(found["gpu_hours"] * 10.0)
+    assert found["saved"] == pytest.approx(found["gpu_hours"] * 7.0)
+    assert found["currency"] == "EUR"
+
+
+def test_what_preemptions_cost() -> None:
+    first = span(
+        submitted_at=0,
+        started_at=0,
+        ended_at=110,
+        is_preempted=True,
+        launches=(Launch(trained_from=10, trained_until=100, resumed_step=0, last_step=90),),
+    )
+    second = span(
+        world_size=2,
+        submitted_at=110,
+        started_at=115,
+        ended_at=200,
+        launches=(Launch(loads_from=120, trained_from=130, resumed_step=80, last_step=150),),
+    )
+    prices = Prices(gpu_hour=1.0, on_demand_per_gpu_hour=3.0)
+    found = account([first, second], created_at=0, until=200, prices=prices)
+    # A flush of 10 s and 10 lost steps of a second on 4 GPUs, a start of 5 and a load of 10 on 2.
+    wasted = (4 * (10 + 10) + 2 * (5 + 10)) / 3600
+    assert found["preemption_gpu_hours"] == pytest.approx(wasted)
+    assert found["preemption_cost"] == pytest.approx(wasted)
+    assert found["on_demand_cost"] == pytest.approx(3 * ((4 * 110 + 2 * 85) / 3600 - wasted))
+
+
+def test_a_hang_is_no_training() -> None:
+    launches = (
+        Launch(started_at=5, trained_from=10, hangs_from=50, trained_until=80, ended_at=82),
+        Launch(started_at=85, trained_from=90, ended_at=100),
+    )
+    found = account([span(started_at=0, ended_at=100, launches=launches)], created_at=0, until=100)
+    assert found["training_s"] == 40 + 10
+    assert found["hung_s"] == 30
+    assert found["flushing_s"] == 2
+    assert found["starting_s"] == 10 + 8
+
+
+def marks(*told: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, ...]]:
+    return launches_of(Mark(1, kind, time, data) for kind, time, data in told)
+
+
+def test_launches_from_journal_lines() -> None:
+    silent = [{"rank": 0, "silent_s": 12.0}, {"rank": 1, "silent_s": 10.0}, "nonsense"]
+    first, second = marks(
+        ("incarnation_started", 1, {"incarnation": 1}),
+        ("resumed", 5, {"incarnation": 1, "step": 0, "load_s": 2.0}),
+        ("staged", 9, {"incarnation": 1, "blocked_s": 0.5, "reason": "interval"}),
+        ("hang_confirmed", 40, {"incarnation": 1, "silent": silent}),
+        ("incarnation_ended", 44, {"incarnation": 1, "last_step": 20, "trained_until": 41.0}),
+        ("incarnation_started", 45, {"incarnation": 2}),
+        ("resumed", 50, {"incarnation": 2, "step": 18, "load_s": None}),
+        ("stop_agreed", 60, {"step": 40}),
+        ("staged", 62, {"incarnation": 2, "blocked_s": 0.5, "reason": "final"}),
+        ("incarnation_ended", 64, {"incarnation": 2, "last_step": 40, "trained_until": 63.0}),
+    )[1]
+    assert first == Launch(
+        started_at=1, loads_from=3, trained_from=5, held=((8.5, 9),), hangs_from=28,
+        trained_until=41, ended_at=44, resumed_step=0, last_step=20,
+    )  # fmt: skip
+    assert second == Launch(
+        started_at=45, trained_from=50, trained_until=61.5, ended_at=64,
+        resumed_step=18, last_step=40,
+    )  # fmt: skip
+
+
+def test_steps_trained_again_are_lost_and_so_is_their_time() -> None:
+    first = span(
+        submitted_at=0,
+        started_at=0,
+        ended_at=100,
+        last_step=100,
+        launches=(Launch(trained_from=0, ended_at=100, resumed_step=0),),
+    )
+    second = span(
+        submitted_at=110,
+        started_at=120,
+        launches=(Launch(trained_from=125, resumed_step=70),),
+    )
+    found = account([first, second], created_at=0, until=225)
+    assert found["steps_lost"] == 30
+    assert found["lost_s"] == pytest.approx(30)
+    assert found["training_s"] == pytest.approx(100 - 30 + 100)
+    assert found["starting_s"] == 5
+    assert found["queued_s"] == 10
+    assert found["stopped_s"] == pytest.approx(10)
+    assert found["cost"] is None
+
+
+def steps_lost(*legs: tuple[int | None, int | None]) -> int:
+    """The steps lost by one attempt whose launches resumed and reached these steps."""
+    launches = tuple(Launch(trained_from=0, resumed_step=r, last_step=last) for r, last in legs)
+    found = account([span(started_at=0, launches=launches)], created_at=0, until=1)
+    return int(found["steps_lost"])
+
+
+@pytest.mark.parametrize(
+    ("legs", "lost"),
+    [
+        (((0, 85), (50, 120)), 35),
+        (((0, 85), (50, None), (50, 90)), 35),
+        (((0, 85), (None, None), (50, 90)), 35),
+        (((0, 85), (85, 90)), 0),
+        (((0, 85), (90, 95)), 0),
+        (((0, 85), (0, 95)), 85),
+        (((0, 10), (5, 20), (15, 30)), 10),
+        (((0, 10), (5, 7), (5, 30)), 7),
+        ((), 0),
+    ],
+)
+def test_steps_lost(legs: tuple[tuple[int | None, int | None], ...], lost: int) -> None:
+    assert steps_lost(*legs) == lost
+
+
+def test_attempts_without_launches_count_by_their_own_steps() -> None:
+    first = span(started_at=0, ended_at=10, resumed_step=0, last_step=40)
+    second = span(started_at=20, ended_at=30, resumed_step=25, last_step=50)
+    found = account([first, second], created_at=0, until=30)
+    assert found["steps_lost"] == 15
+    assert found["lost_s"] + found["training_s"] == pytest.approx(20)
+    assert found["stopped_s"] == pytest.approx(10)
+
+
+def test_nothing_has_happened_yet() -> None:
+    found = account([], created_at=5, until=5)
+    assert found["total_s"] == 0
+    assert found["ettr"] == 0
+    waiting = account([span(submitted_at=5)], created_at=5, until=65)
+    assert waiting["queued_s"] == 60
+    assert waiting["gpu_hours"] == 0
+
+
+times = st.none() | st.floats(min_value=-1e3, max_value=1e6)
+steps = st.none() | st.integers(min_value=0, max_value=1000)
+launches = st.builds(
+    Launch,
+    started_at=times,
+    loads_from=times,
+    trained_from=times,
+    hangs_from=times,
+    trained_until=times,
+    ended_at=times,
+    resumed_step=steps,
+    last_step=steps,
+    held=st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=3).map(tuple),
+)
+spans = st.builds(
+    Span,
+    world_size=st.integers(min_value=0, max_value=64),
+    is_preempted=st.booleans(),
+    submitted_at=times,
+    started_at=times,
+    stop_requested_at=times,
+    ended_at=times,
+    resumed_step=steps,
+    last_step=steps,
+    launches=st.lists(launches, max_size=3).map(tuple),
+)
+
+
+def is_whole(found: dict[str, Any]) -> bool:
+    """No part negative, and the parts the whole."""
+    parts = parts_of(found)
+    assert all(part >= 0 for part in parts)
+    assert sum(parts) == pytest.approx(found["total_s"], abs=1e-3)
+    assert 0 <= found["ettr"] <= 1
+    assert found["steps_lost"] >= 0
+    assert 0 <= found["preemption_gpu_hours"] <= found["gpu_hours"] + 1e-9
+    return True
+
+
+@given(st.lists(spans, max_size=4), st.floats(min_value=0, max_value=1e6))
+def test_every_second_has_one_part_whatever_the_clocks_say(
+    attempts: list[Span], until: float
+) -> None:
+    assert is_whole(account(attempts, created_at=0, until=until))
+
+
+nonsense = st.none() | st.text(max_size=3) | st.booleans() | st.lists(st.none(), max_size=1)
+numbers = st.floats() | st.integers(-5, 2000) | nonsense
+lines = st.tuples(
+    st.sampled_from(KINDS),
+    st.floats(0, 1e6),
+    st.dictionaries(
+        st.sampled_from(
+            ["incarnation", "step", "load_s", "blocked_s", "last_step", "trained_until", "silent"]
+        ),
+        numbers,
+    ),
+)
+
+
+@given(st.lists(lines, max_size=12), times, st.floats(min_value=0, max_value=1e6))
+def test_every_second_has_one_part_whatever_the_journal_says(
+    told: list[tuple[str, float, dict[str, Any]]], started_at: float | None, until: float
+) -> None:
+    """Lines in any order, torn away, of clocks that jump, with values that cannot be meant."""
+    found = marks(*told).get(1, ())
+    assert is_whole(
+        account([span(started_at=started_at, launches=found)], created_at=0, until=until)
+    )
+
+
+def test_parts_add_up_to_the_total() -> None:
+    first = span(submitted_at=3, started_at=10, stop_requested_at=50, ended_at=60, last_step=9)
+    found = account([first], created_at=0, until=80)
+    assert sum(parts_of(found)) == found["total_s"] == 80
+    assert found["flushing_s"] == 10
+
+
+def test_an_outcome_of_an_older_attempt_takes_no_time_twice() -> None:
+    first = span(submitted_at=0, started_at=10, ended_at=60, last_step=9)
+    stale = span(submitted_at=70, started_at=80, ended_at=60, last_step=9)
+    found = account([first, stale], created_at=0, until=100)
+    assert sum(parts_of(found)) == 100
+    assert found["training_s"] <= 50
