@@ -115,7 +115,7 @@ def save(
         run=run,
         identity=place.identity,
         group=ranks.group,
-        stage_group=place.group,
+        stage_group=ranks.stage_group,
     )
     state, document = TrainState(
         model, [optimizer], rank=ranks.rank, world_size=ranks.world_size

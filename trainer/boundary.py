@@ -58,7 +58,7 @@ class Saver:
             run=link.run,
             identity=link.identity,
             group=ranks.group,
-            stage_group=link.group,
+            stage_group=ranks.stage_group,
         )
         self.in_flight: dict[str, int] = {}
         self._staged_at: dict[str, float] = {}

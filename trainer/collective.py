@@ -7,6 +7,7 @@ for a rank that has raised.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -22,7 +23,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of the program; with a single process every word stays where it is."""
+    """All ranks of the program; with a single process every word stays where it is.
+
+    `stage_group` is over the ranks that save together: those of the pipeline stage, where there
+    are stages, else all.
+    """
 
     def __init__(self) -> None:
         """Makes the group, so every rank must construct this at the same point."""
@@ -31,6 +36,31 @@ class Ranks:
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.stage_group = self.group
+
+    def join_stage(self, stages: Sequence[int]) -> None:
+        """Make the groups of the stages; `stages` has each rank's. All make all: they count."""
+        if self.group is None:
+            return
+        for stage in sorted(set(stages)):
+            members = [rank for rank, other in enumerate(stages) if other == stage]
+            made = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
+            if self.rank in members:
+                self.stage_group = made
+
+    def close(self) -> None:
+        """Let the groups go, once nothing waits in them; nobody else may still refer to them.
+
+        A group's threads let go of a collective's tensors after those who waited for it went on.
+        Where the interpreter ends first, such a thread ends the process by SIGABRT. Only the end
+        of the group waits for its threads, and it comes with the last reference.
+        """
+        groups = {id(group): group for group in (self.stage_group, self.group) if group}
+        self.group = self.stage_group = None
+        while groups:
+            # The program may have let all groups go before.
+            with contextlib.suppress(AssertionError, ValueError):
+                dist.destroy_process_group(groups.popitem()[1])
 
     def share(self, compute: Callable[[], T]) -> T:
         """What `compute` returned on rank 0, on every rank; its error is raised everywhere."""

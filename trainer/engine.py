@@ -265,6 +265,7 @@ class CheckpointEngine:
             self._stage = self._layout = None
             self._in_flight.clear()
         self._link.close()
+        self._group = self._stage_group = self._trees = None
 
     # --- the layout, together with all ranks ----------------------------------------------
 

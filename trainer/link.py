@@ -14,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts import environment as names
@@ -37,8 +36,8 @@ INCARNATIONS_MAX: Final = 100_000
 class Link:
     """What a rank needs of its node. `keeper` is set where this process started the flusher.
 
-    `board_handle` keeps the board alive in the process that made it. `group` is over the ranks
-    that save together, `data_part` of `data_parts` this rank's part of each batch.
+    `board_handle` keeps the board alive in the process that made it. Of each batch's `data_parts`
+    this rank has number `data_part`.
     """
 
     run: RunPaths
@@ -48,7 +47,6 @@ class Link:
     has_agent: bool
     keeper: FlusherKeeper | None = None
     board_handle: int | None = None
-    group: dist.ProcessGroup | None = None
     data_part: int = 0
     data_parts: int = 1
 
@@ -93,7 +91,6 @@ def open_link(directory: str | Path | None, ranks: Ranks, mesh: DeviceMesh | Non
     return replace(
         link,
         identity=place.identity,
-        group=place.group,
         data_part=place.data_part,
         data_parts=place.data_parts,
     )

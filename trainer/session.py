@@ -467,6 +467,8 @@ class Session:
             self._flags.close()
         self._failures.close()
         self._link.close(wait=wait)
+        if is_orderly:
+            self._ranks.close()
 
     def _at_exit(self) -> None:
         """A program that ends without `close` still gets its journal lines and metrics."""

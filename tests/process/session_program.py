@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ def main() -> None:
         **settings.get("fit", {}),
     )
     note_pid(session)
+    group = weakref.ref(session._ranks.group) if is_joined else None
     with session, open_record(session) as record:
         for step in session.steps(settings["steps"]):
             if settings.get("fail_at") == [session.rank, step]:
@@ -72,6 +74,9 @@ def main() -> None:
             time.sleep(settings.get("sleep_s", 0.0))
         write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
     if is_joined:
+        # A group that lives until the interpreter's end may end the process by SIGABRT.
+        assert group is not None
+        assert group() is None
         dist.destroy_process_group()
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts.errors import PreflightError
-from holdfast.trainer.collective import TIMEOUT, Ranks
+from holdfast.trainer.collective import Ranks
 from holdfast.trainer.identity import Identity
 
 PIPELINE: Final = "pp"
@@ -19,13 +18,12 @@ SAME_SAMPLES: Final = frozenset({PIPELINE, "tp", "cp", "sp"})
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the mesh. `group` is over the ranks that save together: its stage's.
+    """A rank's place in the mesh.
 
     The data is cut into `data_parts`, of which this rank has number `data_part`.
     """
 
     identity: Identity
-    group: dist.ProcessGroup | None
     data_part: int
     data_parts: int
 
@@ -36,7 +34,7 @@ def find_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh | None) -> Pla
     Raises `PreflightError` when the mesh is not over all ranks, or has no names.
     """
     if mesh is None:
-        return Place(identity, ranks.group, identity.rank, identity.world_size)
+        return Place(identity, identity.rank, identity.world_size)
     names, sizes, coordinate = mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate()
     if names is None or coordinate is None or mesh.size() != identity.world_size:
         raise PreflightError(
@@ -50,20 +48,15 @@ def find_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh | None) -> Pla
             part, parts = part * size + at, parts * size
     identity = replace(identity, mesh=tuple(zip(names, sizes, strict=True)))
     if PIPELINE not in names:
-        return Place(identity, ranks.group, part, parts)
+        return Place(identity, part, parts)
     return _join_stage(identity, ranks, coordinate[names.index(PIPELINE)], part, parts)
 
 
 def _join_stage(identity: Identity, ranks: Ranks, stage: int, part: int, parts: int) -> Place:
-    """Make the stages' groups. All ranks make all of them: names of groups are counted."""
+    """The place within a stage, whose ranks get a group of their own."""
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]
-    group = None
-    if ranks.group is not None:
-        for number in sorted(set(stages)):
-            of_stage = [rank for rank, other in enumerate(stages) if other == number]
-            made = dist.new_group(of_stage, backend="gloo", timeout=TIMEOUT)
-            group = made if number == stage else group
+    ranks.join_stage(stages)
     identity = replace(
         identity,
         stage=stage,
@@ -71,4 +64,4 @@ def _join_stage(identity: Identity, ranks: Ranks, stage: int, part: int, parts: 
         stage_rank=members.index(identity.rank),
         stage_size=len(members),
     )
-    return Place(identity, group, part, parts)
+    return Place(identity, part, parts)
