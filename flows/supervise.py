@@ -30,11 +30,13 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.index import Index
 from holdfast.flows.progress import describe_progress
-from holdfast.workers import deletion
+from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.growth import GROWER, Sighting, is_due, look_for_room
+from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide
 from holdfast.workers.reconcile import reconcile
 
@@ -73,6 +75,7 @@ class Supervisor:
     _failures: int = 0
     _pruned_at: frozenset[str] = frozenset()
     _prune_again_at: float = 0.0
+    _room: Sighting | None = None
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -181,6 +184,26 @@ class Supervisor:
                 abandon_reservation(attempt, journal)
             self._refusals = 0
         self._log_progress(history)
+        self._grow(history)
+
+    def _grow(self, history: RunHistory) -> None:
+        """Have the attempt give way to a larger one when the spec says so and there is room."""
+        last, spec = history.last_attempt, history.spec
+        if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
+            self._room = None
+            return
+        attempt = self.paths.attempt(last.number)
+        per_node = last.request.gpus_per_node if last.request else 0
+        held = {beat.host: per_node for beat in read_heartbeats(attempt)}
+        capacity = executor_for(spec.resources.executor).capacity(spec.resources, held)
+        now = time.time()
+        fits = Feasibility.of(history).allows
+        self._room = look_for_room(history, capacity, self._room, now=now, fits=fits)
+        if self._room is None or not is_due(history, self._room, now=now):
+            return
+        gpus, self._room = self._room.gpus, None
+        said = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
+        self.log.info("there is room for %d GPUs: %s", gpus, said)
 
     def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
         """Act on a run that has no live attempt, as the policy decides."""

@@ -45,6 +45,9 @@ def attempt_of(
     lost: tuple[str, ...] = (),
     state: AttemptState | None = None,
     ended_at: float = NOW - 10,
+    started_at: float | None = None,
+    failed_host: str | None = None,
+    evidence: tuple[str, ...] = (),
 ) -> AttemptView:
     count = gpus or spec.gpus
     request = build_request(record_of(spec), spec, attempt=number, gpus=count, reason="test")
@@ -55,6 +58,7 @@ def attempt_of(
         job_id="1",
         world_size=count,
         committed_step=committed,
+        failed_host=failed_host,
         started_at=0,
         ended_at=ended_at,
     )
@@ -67,6 +71,8 @@ def attempt_of(
         hosts=hosts,
         outcome=outcome if final.is_terminal else None,
         facts={"lost_hosts": list(lost)} if lost else {},
+        evidence=evidence,
+        started_at=started_at,
         ended_at=ended_at,
     )
 

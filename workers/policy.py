@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -11,7 +12,8 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
-from holdfast.workers.sizes import choose_gpus
+from holdfast.workers.growth import GROWER
+from holdfast.workers.sizes import allowed_sizes, choose_gpus
 
 Action = Literal["relaunch", "restart", "wait", "stop"]
 
@@ -37,10 +39,13 @@ BREAKER_ATTEMPTS: Final = 3
 PREEMPTOR_S: Final = 6.0
 EXCLUDE_S: Final = 6 * 3600.0
 EXCLUDED_MAX: Final = 16
+# One hang or broken connection may be anybody's; the second in a row of one host is its own.
+SUSPICIONS_MAX: Final = 2
 BACKOFF_S_MAX: Final = 600.0
 BACKOFF_DOUBLINGS_MAX: Final = 6
 # These come from outside; waiting longer and longer for them would only waste the cluster.
 _NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
+_SUSPICIOUS: Final = frozenset({Cause.HANG, Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
 
 
@@ -77,7 +82,7 @@ def decide(
         return Decision(action="wait", reason=f"attempt {last.number} is {last.state}")
     if last is not None and last.state is AttemptState.COMPLETED:
         return Decision(action="stop", reason="completed")
-    held = _operator_word(history)
+    held = _operator_word(history, capacity, fits)
     if held is not None:
         return held
     if last is None:
@@ -85,8 +90,13 @@ def decide(
     return _after(history, last, capacity, now, fits)
 
 
-def _operator_word(history: RunHistory) -> Decision | None:
-    """The decision that an operator's unanswered request makes by itself."""
+def _operator_word(
+    history: RunHistory, capacity: int | None, fits: Callable[[int], bool]
+) -> Decision | None:
+    """The decision that an operator's unanswered request makes by itself.
+
+    A policy's own wish for more GPUs is no more than a wish: what is free by now decides.
+    """
     request = history.pending_request
     if request is None:
         return None
@@ -98,6 +108,9 @@ def _operator_word(history: RunHistory) -> Decision | None:
     last = history.last_attempt
     before = last.world_size if last is not None else 0
     gpus = int(request.get("gpus") or before or history.spec.gpus)
+    if by == GROWER and capacity is not None:
+        free = [size for size in allowed_sizes(history.spec) if size <= min(gpus, capacity)]
+        gpus = max(filter(fits, free), default=before or gpus)
     return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}")
 
 
@@ -154,7 +167,9 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
         (
             int(event.data.get("after_attempt", 0))
             for event in history.events
-            if event.kind == "operator_request" and event.data.get("action") in {"relaunch"}
+            if event.kind == "operator_request"
+            and event.data.get("action") == "relaunch"
+            and event.data.get("by") != GROWER
         ),
         default=0,
     )
@@ -197,16 +212,34 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
 
 
 def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ...]:
-    """Hosts that failed within `EXCLUDE_S` seconds, newest first, `EXCLUDED_MAX` at most."""
+    """Hosts that failed within `EXCLUDE_S` seconds, newest first, `EXCLUDED_MAX` at most.
+
+    A host is shut out when it was lost, when the evidence names a fault of its hardware, and
+    when ranks there failed first `SUSPICIONS_MAX` times by a hang or by what comes from
+    outside the program.
+    """
     hosts: list[str] = []
+    suspicions: Counter[str] = Counter()
     for attempt in reversed(attempts):
-        recent = attempt.ended_at is None or now - attempt.ended_at <= EXCLUDE_S
-        if attempt.cause is Cause.NODE_FAILURE and recent:
+        if attempt.ended_at is not None and now - attempt.ended_at > EXCLUDE_S:
+            continue
+        if attempt.cause is Cause.NODE_FAILURE:
             lost = attempt.facts.get("lost_hosts")
             named = lost if lost is not None else attempt.hosts
             # Without the name of the one that failed, all of a large job would be shut out.
             hosts += named if lost or len(named) == 1 else ()
+        suspect = _suspect(attempt)
+        if suspect and attempt.cause in _SUSPICIOUS:
+            suspicions[suspect] += 1
+            is_faulty = names_hardware(attempt.evidence)
+            hosts += [suspect] if is_faulty or suspicions[suspect] >= SUSPICIONS_MAX else []
     return tuple(dict.fromkeys(hosts))[:EXCLUDED_MAX]
+
+
+def _suspect(attempt: AttemptView) -> str | None:
+    """The host of the rank that failed first, where one is named."""
+    named = attempt.outcome.failed_host if attempt.outcome else None
+    return named or attempt.facts.get("failed_host")
 
 
 def _delay_s(history: RunHistory, last: AttemptView, spent: int, capacity: int | None) -> float:

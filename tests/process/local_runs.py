@@ -41,15 +41,17 @@ class LocalRun:
         checkpoint: dict[str, Any] | None = None,
         supervision: dict[str, Any] | None = None,
         program: Path = PROGRAM,
+        launch: dict[str, Any] | None = None,
+        elastic: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"steps": 40, "sleep_s": 0.02}
         self.spec = RunSpec(
             name="tried",
             command=(program.name, json.dumps({**defaults, **settings})),
-            launch={"working_directory": str(program.parent)},
+            launch={"working_directory": str(program.parent), **(launch or {})},
             resources=resources or {"gpus_per_node": gpus},
-            elastic={"min_gpus": 1},
+            elastic=elastic or {"min_gpus": 1},
             supervision={
                 "grace_s": grace_s,
                 "heartbeat_s": 0.2,

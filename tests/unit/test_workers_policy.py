@@ -17,6 +17,7 @@ from holdfast.workers.policy import (
     UNLIMITED,
     decide,
     decide_in_place,
+    excluded_hosts,
 )
 from holdfast.workers.sizes import allowed_sizes, problem_with
 
@@ -183,6 +184,37 @@ def test_failed_nodes_are_shut_out_for_a_while() -> None:
     assert decide(history_of(spec, lost), None, now=later).exclude == ()
     unnamed = attempt_of(spec, 1, Cause.NODE_FAILURE, committed=1, hosts=("n1", "n2"))
     assert decide(history_of(spec, unnamed), None, now=NOW).exclude == ()
+
+
+@pytest.mark.parametrize(
+    ("causes", "evidence", "shut_out"),
+    [
+        ([Cause.HANG], "no step for 60 s", False),
+        ([Cause.HANG, Cause.HANG], "no step for 60 s", True),
+        ([Cause.INFRASTRUCTURE, Cause.HANG], "connection refused", True),
+        ([Cause.USER_ERROR, Cause.HANG], "KeyError", False),
+        ([Cause.INFRASTRUCTURE], "CUDA error: uncorrectable ECC error encountered", True),
+        ([Cause.INFRASTRUCTURE], "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen", True),
+    ],
+)
+def test_a_host_where_ranks_fail_first_again_is_shut_out_for_a_while(
+    causes: list[Cause], evidence: str, shut_out: bool
+) -> None:
+    spec = spec_of()
+    attempts = [
+        attempt_of(spec, number, cause, failed_host="n3", evidence=(evidence,), hosts=("n2", "n3"))
+        for number, cause in enumerate(causes, 1)
+    ]
+    assert excluded_hosts(attempts, NOW) == (("n3",) if shut_out else ())
+    assert excluded_hosts(attempts, NOW + EXCLUDE_S) == ()
+
+
+def test_suspicions_of_several_hosts_shut_none_of_them_out() -> None:
+    spec = spec_of()
+    attempts = [
+        attempt_of(spec, number, Cause.HANG, failed_host=f"n{number}") for number in (1, 2, 3)
+    ]
+    assert excluded_hosts(attempts, NOW) == ()
 
 
 KILLED = RankFailure(rank=1, exit_code=-9)

@@ -179,7 +179,7 @@ class Scheduler(Executor):
     def cancel(self, request: Any, submission: Submission) -> None:
         self.jobs.clear()
 
-    def capacity(self, resources: Any) -> int | None:
+    def capacity(self, resources: Any, held: Any = None) -> int | None:
         return None
 
 

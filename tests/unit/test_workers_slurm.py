@@ -128,7 +128,12 @@ def test_free_gpus_of_a_node(fields: dict[str, str], free: int) -> None:
         "GresUsed": "gpu:1(IDX:0)",
         **fields,
     }
-    assert _free_gpus(node, Resources(executor="slurm", partition="spot")) == free
+    assert _free_gpus(node, Resources(executor="slurm", partition="spot"), 0) == free
+
+
+def test_gpus_that_the_attempt_holds_count_as_free() -> None:
+    node = {"State": "ALLOCATED", "Gres": "gpu:4", "GresUsed": "gpu:4(IDX:0-3)"}
+    assert _free_gpus(node, Resources(executor="slurm"), 2) == 2
 
 
 def fake(directory: Path, name: str, script: str) -> str:

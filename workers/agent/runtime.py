@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -183,6 +184,7 @@ class NodeRuntime(BoardPort):
         self._torchrun: Torchrun | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = 0
+        self._is_stopping = False
         self._heard: list[str] = []
 
     def hear(self, name: str) -> None:
@@ -194,6 +196,7 @@ class NodeRuntime(BoardPort):
         self.keeper.tend()
         self.board.reset()
         self._watch.begin()
+        self._is_stopping = False
         self._heartbeat.incarnation = incarnation
         self._oom_kills_before = oom_kills()
         self._torchrun = Torchrun(
@@ -210,7 +213,7 @@ class NodeRuntime(BoardPort):
         seen = [r for r in records if r.pid]
         heard, self._heard = tuple(self._heard), []
         return NodeReport(
-            exit_code=self._torchrun.poll() if self._torchrun else None,
+            exit_code=self._poll(),
             phases=tuple(r.phase.name for r in seen),
             registered=len(seen),
             alive=sum(1 for r in seen if is_running(r.pid)),
@@ -224,7 +227,16 @@ class NodeRuntime(BoardPort):
             problem=self.keeper.problem,
         )
 
+    def _poll(self) -> int | None:
+        """torchrun's exit code. While a stop is under way, all ranks get the time it takes."""
+        if self._torchrun is None:
+            return None
+        if self._is_stopping:
+            return self._torchrun.poll(peer_words_s=math.inf)
+        return self._torchrun.poll()
+
     def announce(self, deadline: float | None) -> None:
+        self._is_stopping = True
         self.board.announce_stop(deadline)
 
     def take_stacks(self, dump: int, number: int) -> None:

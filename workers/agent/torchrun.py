@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +32,11 @@ TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
 LOG_TAIL_BYTES: Final = 4096
 TRACEBACK_CHARACTERS_MAX: Final = 20_000
+# What torchrun says, once a rank has failed, of each other rank that it is about to end. The ranks
+# ignore what it sends, and it would wait half a minute before it kills them.
+_ENDING = re.compile(r"Sending process (\d+) closing signal")
+# A rank that fails because of another one's failure says so within this time.
+PEER_WORDS_S: Final = 2.0
 # The report that torchrun prints of its workers that failed; the same in 1.9 to 2.13.
 _FAILURE = re.compile(
     r"^\[\d+\]:\n\s*time\s*: .*\n\s*host\s*: .*\n\s*rank\s*: (?P<rank>\d+) "
@@ -48,6 +55,7 @@ class Torchrun:
         self._incarnation = incarnation
         self._logs = log_directory(context, incarnation)
         self._linked: set[int] = set()
+        self._failed_at: float | None = None
         make_directory(self._logs)
         command = build_command(
             context.request,
@@ -71,10 +79,34 @@ class Torchrun:
                 start_new_session=True,
             )
 
-    def poll(self) -> int | None:
-        """torchrun's exit code, None while it runs; also puts its logs where `paths` says."""
+    def poll(self, *, peer_words_s: float = PEER_WORDS_S) -> int | None:
+        """torchrun's exit code, None while it runs; also puts its logs where `paths` says.
+
+        `peer_words_s` after a rank has failed, the others of this node are killed.
+        """
         self._link_logs()
-        return self._process.poll()
+        code = self._process.poll()
+        if code is None:
+            self._end_peers(peer_words_s)
+        return code
+
+    def _end_peers(self, after_s: float) -> None:
+        """Kill the ranks that torchrun wants to end, so that it comes to its report."""
+        ending = self._peers_ended()
+        if not ending:
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        if time.monotonic() - self._failed_at < after_s:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in descendants(psutil.Process(self._process.pid)):
+                if process.pid in ending:
+                    process.kill()
+
+    def _peers_ended(self) -> set[int]:
+        """Numbers of the ranks that torchrun ends because another one has failed."""
+        log = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
+        return {int(number) for number in _ENDING.findall(log)}
 
     def kill(self) -> None:
         """KILL everything below, bounded by `KILL_WAIT_S` seconds. The guard does it."""
@@ -98,12 +130,23 @@ class Torchrun:
         return found
 
     def failures(self) -> list[RankFailure]:
-        """What went wrong on this node's ranks: torchrun's report, error files, last words."""
+        """What went wrong on this node's ranks: torchrun's report, error files, last words.
+
+        Ranks that were ended because another one had failed are none of them.
+        """
+        ended = self._peers_ended()
         report = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
         found: dict[int, RankFailure] = {}
         for match in _FAILURE.finditer(report):
             local = int(match["local"])
-            found[local] = self._failure(int(match["rank"]), local, int(match["code"]), match)
+            code = int(match["code"])
+            failure = self._failure(int(match["rank"]), local, code, match)
+            if code < 0 and failure.pid in ended:
+                if not failure.traceback:
+                    continue
+                # It was on its way out by itself, and slower at that than its peers.
+                failure = dataclasses.replace(failure, exit_code=1)
+            found[local] = failure
         if not found:
             first = self._context.node * self._context.request.gpus_per_node
             for local in range(self._context.request.gpus_per_node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -70,5 +71,8 @@ class Executor(ABC):
         """End the job by force, without a last checkpoint; harmless when it has ended."""
 
     @abstractmethod
-    def capacity(self, resources: Resources) -> int | None:
-        """GPUs that are free now for such resources; None when unknown or unbounded."""
+    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
+        """GPUs that are free now for such resources; None when unknown or unbounded.
+
+        `held` are GPUs, by host, that would be free as well were a job of ours gone.
+        """

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -123,7 +124,7 @@ class LocalExecutor(Executor):
                 "device or a file system"
             )
 
-    def capacity(self, resources: Resources) -> int | None:
+    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
         return None
 
 

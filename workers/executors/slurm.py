@@ -6,7 +6,7 @@ import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -104,12 +104,16 @@ class SlurmExecutor(Executor):
             if "invalid job id" not in str(error).lower():
                 raise
 
-    def capacity(self, resources: Resources) -> int | None:
+    def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
         try:
             nodes = slurm_client.show_nodes()
         except SchedulerError:
             return None
-        return ranks_that_fit([_free_gpus(node, resources) for node in nodes], resources)
+        held = held or {}
+        free = [
+            _free_gpus(node, resources, held.get(node.get("NodeName", ""), 0)) for node in nodes
+        ]
+        return ranks_that_fit(free, resources)
 
     def _absent(self, since: float, name: str) -> JobStatus:
         if slurm_client.now() - since < ABSENCE_MATURES_S:
@@ -162,8 +166,8 @@ def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
     return max(free, default=0)
 
 
-def _free_gpus(node: dict[str, str], resources: Resources) -> int:
-    """GPUs of one node that a job with these resources could have now."""
+def _free_gpus(node: dict[str, str], resources: Resources, held: int) -> int:
+    """GPUs of one node that a job with these resources could have now, `held` ones among them."""
     state = node.get("State", "").upper()
     if any(word in state for word in _UNUSABLE):
         return 0
@@ -171,5 +175,5 @@ def _free_gpus(node: dict[str, str], resources: Resources) -> int:
         wanted = set(resources.partition.split(","))
         if not wanted & set(node.get("Partitions", "").split(",")):
             return 0
-    free = gpus_of(node.get("Gres", "")) - gpus_of(node.get("GresUsed", ""))
+    free = gpus_of(node.get("Gres", "")) - gpus_of(node.get("GresUsed", "")) + held
     return max(free, 0)

@@ -88,6 +88,13 @@ class Elastic(SpecPart):
         default=(),
         description="GPU counts after the 1st, 2nd, … preemption; the last one repeats",
     )
+    grow: bool = Field(
+        default=False,
+        description="save, stop and go on at more GPUs when a running attempt could have them",
+    )
+    grow_after_s: Annotated[float, Field(gt=0)] = Field(
+        default=600.0, description="seconds that GPUs must have been free before that"
+    )
 
 
 class KeepBest(SpecPart):

@@ -1,0 +1,200 @@
+"""A program whose second rank fails in a given way: `ranks.py WAY`. Each way is one function.
+
+Ways that need no tensors do not import any, so that they are quick to capture; the others stand
+in `tensor_ways.py`. `ENDING_FULL_DIRECTORY` names a small file system that the capture mounts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+
+MIB = 1 << 20
+PEER_WAIT_S = 120.0
+WAYS: dict[str, Callable[[], object]] = {}
+
+
+def way(act: Callable[[], object]) -> Callable[[], object]:
+    """Register a way to fail under its own name. Rank 1 takes it, rank 0 waits."""
+    WAYS[act.__name__] = act
+    return act
+
+
+def is_second() -> bool:
+    return os.environ["RANK"] == "1"
+
+
+@way
+def segmentation_fault() -> None:
+    ctypes.string_at(0)
+
+
+@way
+def abort() -> None:
+    os.abort()
+
+
+@way
+def bus_error() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        mapped = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        file.truncate(0)
+        print(mapped[0])
+
+
+@way
+def terminated() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@way
+def exit_code() -> None:
+    sys.exit(3)
+
+
+@way
+def uncaught_exception() -> None:
+    batch: dict[str, int] = {}
+    print(batch["labels"])
+
+
+@way
+def import_error() -> None:
+    import holdfast_needs_no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+
+@way
+def missing_file() -> None:
+    with open("/data/train/shard-00017.bin", "rb"):
+        pass
+
+
+@way
+def bad_argument() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, required=True)
+    parser.parse_args([])
+
+
+@way
+def assertion() -> None:
+    shape = (4, 8)
+    assert shape == (8, 4), f"expected (8, 4), got {shape}"
+
+
+@way
+def nan_raised() -> None:
+    loss = float("nan")
+    raise FloatingPointError(f"step 7: loss {loss}")
+
+
+@way
+def memory_error() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (512 * MIB, 512 * MIB))
+    bytearray(2048 * MIB)
+
+
+@way
+def host_oom() -> None:
+    held: list[bytes] = []
+    while len(held) < 4096:
+        held.append(b"x" * MIB)
+
+
+@way
+def disk_full() -> None:
+    with open(os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "log"), "wb") as file:
+        file.write(bytes(8 * MIB))
+
+
+@way
+def file_size_limit() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(8 * MIB))
+
+
+@way
+def disk_full_while_handling() -> None:
+    try:
+        disk_full()
+    except OSError as error:
+        # What a careless handler does: it fails itself, and its error comes last.
+        print(error.no_such_attribute)  # type: ignore[attr-defined]
+
+
+@way
+def port_in_use() -> None:
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        first.listen()
+        second.bind(first.getsockname())
+
+
+@way
+def connection_refused() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/dataset", timeout=5)
+
+
+@way
+def name_not_resolved() -> None:
+    socket.create_connection(("store.invalid", 443), timeout=5)
+
+
+@way
+def permission_denied() -> None:
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    with open("/etc/shadow", "rb"):
+        pass
+
+
+@way
+def disk_read_error() -> None:
+    # The kernel's own EIO: a page of this process that is not mapped.
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        memory.read(1)
+
+
+@way
+def keyboard_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(PEER_WAIT_S)
+
+
+@way
+def waits() -> None:
+    time.sleep(PEER_WAIT_S)
+
+
+def main() -> None:
+    name = sys.argv[1]
+    if name not in WAYS:
+        from tensor_ways import TENSOR_WAYS  # type: ignore[import-not-found]
+
+        TENSOR_WAYS[name]()
+    elif is_second():
+        WAYS[name]()
+    else:
+        time.sleep(PEER_WAIT_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Growing back: when room is seen, when it is taken, and what makes a run wait longer."""
+
+from __future__ import annotations
+
+import pytest
+from tests.histories import NOW, attempt_of, history_of, spec_of
+
+from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.growth import GROWER, Sighting, is_due, look_for_room, patience
+from holdfast.workers.policy import decide, fits_any
+
+AFTER_S = 100.0
+RUNNING = AttemptState.RUNNING
+
+
+def growing_spec(grow: bool = True) -> RunSpec:
+    return spec_of(elastic={"min_gpus": 1, "grow": grow, "grow_after_s": AFTER_S})
+
+
+def running(spec: RunSpec, gpus: int = 2, *, began: float = NOW - 10 * AFTER_S) -> AttemptView:
+    return attempt_of(spec, 1, None, gpus=gpus, state=RUNNING, started_at=began)
+
+
+def one(gpus: int = 2, *, grow: bool = True, state: AttemptState = RUNNING) -> RunHistory:
+    spec = growing_spec(grow)
+    return history_of(spec, attempt_of(spec, 1, None, gpus=gpus, state=state))
+
+
+@pytest.mark.parametrize(
+    ("history", "capacity", "before", "seen"),
+    [
+        (one(), 4, None, Sighting(gpus=4, since=NOW)),
+        (one(), 3, None, Sighting(gpus=3, since=NOW)),
+        (one(), 99, None, Sighting(gpus=4, since=NOW)),
+        (one(), 2, None, None),
+        (one(), 0, Sighting(gpus=4, since=1), None),
+        (one(), None, Sighting(gpus=4, since=1), None),
+        (one(gpus=4), 8, None, None),
+        (one(grow=False), 4, None, None),
+        (one(state=AttemptState.PENDING), 4, Sighting(gpus=4, since=1), None),
+        (one(), 4, Sighting(gpus=4, since=1), Sighting(gpus=4, since=1)),
+        (one(), 4, Sighting(gpus=3, since=1), Sighting(gpus=4, since=1)),
+        (one(), 3, Sighting(gpus=4, since=1), Sighting(gpus=3, since=NOW)),
+    ],
+)
+def test_room_for_a_larger_attempt(
+    history: RunHistory, capacity: int | None, before: Sighting | None, seen: Sighting | None
+) -> None:
+    assert look_for_room(history, capacity, before, now=NOW, fits=fits_any) == seen
+
+
+def test_a_size_that_the_checkpoint_does_not_fit_is_no_room() -> None:
+    seen = look_for_room(one(), 4, None, now=NOW, fits=lambda gpus: gpus != 4)
+    assert seen == Sighting(gpus=3, since=NOW)
+
+
+@pytest.mark.parametrize(
+    ("since", "began", "due"),
+    [
+        (NOW - AFTER_S, NOW - AFTER_S, True),
+        (NOW - AFTER_S + 1, NOW - AFTER_S, False),
+        (NOW - AFTER_S, NOW - AFTER_S + 1, False),
+    ],
+)
+def test_room_is_taken_once_it_and_the_attempt_are_old_enough(
+    since: float, began: float, due: bool
+) -> None:
+    spec = growing_spec()
+    history = history_of(spec, running(spec, began=began))
+    assert is_due(history, Sighting(gpus=4, since=since), now=NOW) is due
+
+
+def test_no_room_is_taken_twice_nor_against_an_operators_word() -> None:
+    spec = growing_spec()
+    asked = history_of(spec, running(spec), asked={"action": "pause"})
+    assert not is_due(asked, Sighting(gpus=4, since=0), now=NOW)
+    assert not is_due(history_of(spec, running(spec)), None, now=NOW)
+
+
+def test_each_preemption_of_a_grown_attempt_doubles_the_wait() -> None:
+    spec = growing_spec()
+    grown = {"action": "relaunch", "by": GROWER, "gpus": 4, "after_attempt": 1}
+    first = attempt_of(spec, 1, Cause.OPERATOR, gpus=2, committed=5)
+    again = attempt_of(spec, 2, Cause.PREEMPTION, gpus=4, committed=9)
+    assert patience(history_of(spec, first, asked=grown)) == AFTER_S
+    assert patience(history_of(spec, first, again, asked=grown)) == 2 * AFTER_S
+
+
+@pytest.mark.parametrize(("capacity", "gpus"), [(8, 4), (4, 4), (3, 3), (None, 4), (0, 2)])
+def test_what_is_free_by_then_decides_how_large_it_gets(capacity: int | None, gpus: int) -> None:
+    spec = growing_spec()
+    ended = attempt_of(spec, 1, Cause.OPERATOR, gpus=2, committed=5)
+    asked = {"action": "relaunch", "by": GROWER, "gpus": 4}
+    decision = decide(history_of(spec, ended, asked=asked), capacity, now=NOW)
+    assert (decision.action, decision.gpus) == ("relaunch", gpus)
+    assert GROWER in decision.reason
+
+
+def test_growing_gives_no_new_budget() -> None:
+    spec = growing_spec()
+    asked = {"action": "relaunch", "by": GROWER, "gpus": 4, "after_attempt": 1}
+    first = attempt_of(spec, 1, Cause.GPU_OOM, committed=5)
+    second = attempt_of(spec, 2, Cause.GPU_OOM, committed=9)
+    assert decide(history_of(spec, first, second, asked=asked), None, now=NOW).action == "stop"
