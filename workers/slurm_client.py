@@ -135,9 +135,9 @@ def show_nodes() -> list[dict[str, str]]:
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
-def partitions() -> list[dict[str, str]]:
+def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
     """Every partition's fields as `scontrol show partition` prints them."""
-    out = call(["scontrol", "-o", "show", "partition"])
+    out = call(["scontrol", "-o", "show", "partition"], timeout_s)
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 

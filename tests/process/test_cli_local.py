@@ -107,7 +107,10 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     assert "ends after step 35" in logs.stdout
     middle = found[2]["id"]
     command = json.dumps([PROGRAM.name, json.dumps({"steps": 45, "sleep_s": 0.06})])
-    forked = local.json("fork", middle, "--name", "second", "--wait", "--set", f"command={command}")
+    changes = ("--set", f"command={command}", "--set", "supervision.grace_s=0.001")
+    forked = local.json("fork", middle, "--name", "second", "--wait", *changes)
+    (warning,) = forked["warnings"]
+    assert "too short for the last flush" in warning
     assert (forked["run"], forked["state"]) == ("second", "completed")
     attempt = local.json("show", "second")["attempts"][0]
     assert (attempt["resumed_from"], attempt["first_step"]) == (middle, 31)

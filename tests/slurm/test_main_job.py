@@ -100,7 +100,9 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
     paths = runs.deploy_run(spec)
     wait_for("the second attempt's steps", lambda: step_of(paths, 2) > 0, 150)
     wait_for("the end", lambda: state_of(paths) == "completed", 150)
-    attempts = runs.holdfast("show", "short-job")["attempts"]
+    shown = runs.holdfast("show", "short-job")
+    assert shown["goodput"]["steps_lost"] == 0
+    attempts = shown["attempts"]
     first, second = attempts[0], attempts[1]
     assert (first["state"], first["cause"]) == ("timed_out", "time_limit")
     assert first["committed_step"] == first["last_step"]

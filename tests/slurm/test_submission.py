@@ -19,10 +19,12 @@ from holdfast.contracts.attempt import Submission, read_document
 from holdfast.contracts.errors import PreflightError, SchedulerUnavailableError
 from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator, preflight
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
+from holdfast.workers.grace import warnings_of
 from holdfast.workers.policy import decide
 from holdfast.workers.slurm_states import SLURM_STATES
 
@@ -46,6 +48,12 @@ def make(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Make]:
     for run in made:
         run.end_all()
     wait_until(lambda: not any(processes_of(r.paths) for r in made), "the end of all", 60)
+
+
+def _spec(grace_s: float) -> RunSpec:
+    supervision = {"grace_s": grace_s}
+    fields = {"command": ["train.py"], "resources": TWO_NODES, "supervision": supervision}
+    return RunSpec.model_validate({"name": "short", **fields})
 
 
 def ended(view: AttemptView) -> tuple[AttemptState, Cause | None]:
@@ -197,10 +205,22 @@ def test_the_time_limit_is_met_with_a_checkpoint_and_told_once(make: Make) -> No
     run.wait_for_step(attempt, 3)
     view = run.wait_for_end()
     assert ended(view) == (AttemptState.TIMED_OUT, Cause.TIME_LIMIT)
-    assert len(run.events(EventKind.SIGNAL)) == 1
+    (asked,) = run.events(EventKind.SIGNAL)
+    assert (asked.data["source"], asked.data["cause"]) == ("time_limit", "time_limit")
+    assert "the last flush is planned" in asked.data["detail"]
     assert len(run.events(EventKind.STOP_AGREED)) == 1
     outcome = run.outcome(attempt)
     assert outcome.committed_step == outcome.last_step
+    assert outcome.stop_committed_at is not None
+    assert outcome.stop_committed_at < asked.data["deadline"]
+
+
+def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: SlurmCluster) -> None:
+    assert slurm.spec.grace_time_s == 10
+    found = {seconds: warnings_of(_spec(grace_s=seconds), None) for seconds in (8.0, 30.0)}
+    assert found[8.0] == []
+    (warning,) = found[30.0]
+    assert "partition spot gives a preempted job 10 s" in warning
 
 
 def test_a_notice_on_one_node_stops_both_and_is_acknowledged_after_the_commit(make: Make) -> None:

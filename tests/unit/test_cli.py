@@ -19,6 +19,7 @@ from holdfast.cli.main import main
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
 from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
+from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
@@ -277,6 +278,27 @@ def test_show_finds_an_ended_attempt_with_every_flow_dead(call: Call, ended_run:
     assert (attempt["first_step"], attempt["last_step"], attempt["world_size"]) == (1, 20, 2)
     assert attempt["signal_to_commit_s"] == pytest.approx(1.0)
     assert run["state"] == "waiting"
+
+
+def test_an_attempts_end_is_followed_by_the_account_of_the_time(
+    call: Call, ended_run: RunPaths
+) -> None:
+    shown = call("show", "kelp", "--json").json["goodput"]
+    (told,) = [e for e in load_history(ended_run).events if e.kind is EventKind.GOODPUT]
+    assert told.data.keys() == {*shown, "attempt"}
+    assert told.data["total_s"] == pytest.approx(sum(told.data[f"{part}_s"] for part in PARTS))
+
+
+def test_a_grace_that_the_measured_flush_does_not_fit_is_warned_about(
+    call: Call, ended_run: RunPaths
+) -> None:
+    assert call("show", "kelp", "--json").json["warnings"] == []
+    with JournalWriter(ended_run.attempt(1).rank_journal) as journal:
+        journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=60.0)
+    (warning,) = call("show", "kelp", "--json").json["warnings"]
+    assert "a grace of 30 s is too short" in warning
+    assert "75.0 s" in warning
+    assert warning in call("show", "kelp").out
 
 
 @pytest.mark.parametrize("command", ["show", "checkpoints", "lineage", "runs"])

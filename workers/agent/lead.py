@@ -83,7 +83,7 @@ class Lead:
         self.last: Ended | None = None
         self.verdict = ""
         self._signals, self._journal, self._runtime = signals, journal, runtime
-        self._stops = StopWatch(context)
+        self._stops = StopWatch(context, lambda: runtime.step_s)
         self._hangs = HangWatch(context.request, context.attempt, journal)
         self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
         self._reports: dict[str, NodeReport] = {}

@@ -191,6 +191,11 @@ class NodeRuntime(BoardPort):
         """Note a signal that came to this node's agent, for node 0 to judge."""
         self._heard.append(name)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of the last step of the slowest rank here."""
+        return max((record.step_time_s for record in self.board.records()), default=0.0)
+
     def start(self, incarnation: int, address: str, port: int) -> None:
         self.keeper.forget(incarnation - 1)
         self.keeper.tend()

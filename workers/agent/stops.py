@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.contracts.attempt import StopRequest, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
+from holdfast.contracts.flush_forecast import stop_lead_s
 from holdfast.contracts.states import Cause
 from holdfast.workers import slurm_client
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
-from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.request import WARNING_MARGIN_S
 
 FILE_POLL_S: Final = 0.5
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
-# A slow flush last time means that this one needs as long again, and some more.
-FLUSH_FACTOR: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,11 @@ class StopWish:
 class StopWatch:
     """Looks for reasons to stop; cheap to call many times a second."""
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, step_s: Callable[[], float]) -> None:
+        """`step_s` gives the seconds that a step takes now."""
         self._context = context
+        self._step_s = step_s
+        self._flushes = FlushLog(context.run, context.attempt)
         self._on_slurm = context.request.executor == "slurm"
         self._file_at = self._limit_at = 0.0
         self._file_seen = False
@@ -128,14 +130,15 @@ class StopWatch:
             cause=Cause.TIME_LIMIT,
             requested_at=now,
             deadline=self.end_at,
-            detail=f"the job's time is up in {self.end_at - now:.0f} s",
+            detail=f"the job's time is up in {self.end_at - now:.0f} s, and the last flush is "
+            f"planned {lead_s:.0f} s ahead",
         )
 
     def _lead_s(self) -> float:
         """Seconds before the end at which the stop begins."""
-        manifest = newest_committed(self._context.run, self._context.attempt.number)
-        flush_s = manifest.flush_s if manifest else 0.0
-        return max(self._context.request.supervision.grace_s, FLUSH_FACTOR * flush_s) + LIMIT_POLL_S
+        grace_s = self._context.request.supervision.grace_s
+        lead_s = stop_lead_s(self._flushes.forecast(), grace_s=grace_s, step_s=self._step_s())
+        return lead_s + LIMIT_POLL_S
 
     def _find_end(self, started_at: float, known: float | None = None) -> float | None:
         """Unix seconds at which the job's time is up, None without a limit."""

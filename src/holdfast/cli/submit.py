@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -66,10 +67,13 @@ def submit(
         return
     if not skip_preflight:
         check_everything(run_spec, home)
-    from holdfast.workers.runs import attach_or_create
+    from holdfast.workers.grace import warnings_of
+    from holdfast.workers.runs import attach_or_create, newest_generation
 
+    earlier = newest_generation(home, run_spec.name)
+    warnings = warnings_of(run_spec, earlier)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
-    start_and_follow(paths, created=created, wait=wait, as_json=as_json)
+    start_and_follow(paths, warnings, created=created, wait=wait, as_json=as_json)
 
 
 def fork(
@@ -82,6 +86,7 @@ def fork(
 ) -> None:
     """Begin a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.parameters import load_spec
+    from holdfast.workers.grace import warnings_of
     from holdfast.workers.runs import ForkPoint, create_run, newest_generation
 
     parent, directory = locate_checkpoint(checkpoint, root)
@@ -103,7 +108,8 @@ def fork(
         journal.append(
             EventKind.FORKED, checkpoint=directory, into_uid=record.uid, into_run=paths.name
         )
-    start_and_follow(paths, created=True, wait=wait, as_json=as_json)
+    warnings = warnings_of(run_spec, parent)
+    start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
 def first_request(spec: RunSpec, root: Path) -> Request:
@@ -160,7 +166,9 @@ def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
     return manifest
 
 
-def start_and_follow(paths: RunPaths, *, created: bool, wait: bool, as_json: bool) -> None:
+def start_and_follow(
+    paths: RunPaths, warnings: Sequence[str] = (), *, created: bool, wait: bool, as_json: bool
+) -> None:
     """Start a flow for the run unless one lives or nothing is left to do; then follow or end."""
     from holdfast.flows.flow_lock import is_supervised
     from holdfast.flows.start import Started, start_flow
@@ -169,8 +177,8 @@ def start_and_follow(paths: RunPaths, *, created: bool, wait: bool, as_json: boo
     started = Started()
     if history.state.is_live and not is_supervised(paths.flow_lock):
         started = start_flow(paths)
-    if started.warning:
-        warn(f"holdfast: {started.warning}")
+    for warning in (*warnings, *([started.warning] if started.warning else [])):
+        warn(f"holdfast: {warning}")
     facts: dict[str, Any] = {
         "run": paths.name,
         "uid": history.record.uid,
@@ -178,6 +186,7 @@ def start_and_follow(paths: RunPaths, *, created: bool, wait: bool, as_json: boo
         "created": created,
         "state": history.state.value,
         "submitted_at": time.time(),
+        "warnings": list(warnings),
         **started.as_json(),
     }
     if wait:

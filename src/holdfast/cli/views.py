@@ -32,6 +32,7 @@ from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 
 DIGEST_CHARACTERS = 12
@@ -75,7 +76,18 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
         shown = queries.show_run(database, directory)
-        answer({**shown, "failed_saves": _failed_saves(directory)}, as_json, _render_run)
+        found = {"failed_saves": _failed_saves(directory), "warnings": _warnings(shown)}
+        answer({**shown, **found}, as_json, _render_run)
+
+
+def _warnings(run: Mapping[str, Any]) -> list[str]:
+    """What a live run's people should know of its grace period."""
+    from holdfast.workers.grace import warnings_of
+
+    paths = RunPaths(Path(run["path"]))
+    if not RunState(run["state"]).is_live or not paths.spec.is_file():
+        return []
+    return warnings_of(RunSpec.model_validate(run["spec"]), paths)
 
 
 def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -183,6 +195,8 @@ def _render_run(run: Mapping[str, Any]) -> None:
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     _print_failures(run["attempts"])
+    for warning in run["warnings"]:
+        typer.echo(f"warning: {warning}")
 
 
 def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:

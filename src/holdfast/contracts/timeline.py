@@ -16,14 +16,13 @@ from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
-HANG_CONFIRMED: Final = "hang_confirmed"
 KINDS: Final = (
     EventKind.INCARNATION_STARTED.value,
     EventKind.INCARNATION_ENDED.value,
     EventKind.RESUMED.value,
     EventKind.STAGED.value,
     EventKind.STOP_AGREED.value,
-    HANG_CONFIRMED,
+    EventKind.HANG_CONFIRMED.value,
 )
 RECORDED: Final = ("started_at", "trained_from", "ended_at", "resumed_step", "last_step")
 FINAL: Final = "final"
@@ -117,7 +116,7 @@ def _tell(launch: Launch, mark: Mark) -> Launch:
         return replace(launch, held=(*launch.held, (began, time))) if began < time else launch
     if mark.kind == EventKind.STOP_AGREED:
         return replace(launch, trained_until=_known(launch.trained_until, time))
-    if mark.kind == HANG_CONFIRMED:
+    if mark.kind == EventKind.HANG_CONFIRMED:
         silent = data.get("silent")
         ranks = [r for r in silent if isinstance(r, dict)] if isinstance(silent, list) else []
         longest_s = max((_seconds(r.get("silent_s")) for r in ranks), default=0.0)

@@ -1,0 +1,145 @@
+"""How long the last flush will take, when a stop begins for it, and whether a grace suffices."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.histories import record_of, spec_of
+
+from holdfast.contracts.attempt import create_document
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.flush_forecast import (
+    FlushForecast,
+    forecast_flush,
+    grace_warnings,
+    stop_lead_s,
+)
+from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import Cause
+from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.flush_log import FlushLog
+from holdfast.workers.agent.stops import LIMIT_POLL_S, StopWatch
+from holdfast.workers.grace import grace_of_partition, warnings_of
+from holdfast.workers.request import build_request
+
+
+def line(kind: EventKind, **data: Any) -> Event:
+    return Event(writer="w", incarnation=1, sequence=0, time=0.0, kind=kind, data=data)
+
+
+def saves(*pairs: tuple[Any, Any]) -> list[Event]:
+    """Staged and committed lines of saves that blocked and flushed for so many seconds."""
+    lines = []
+    for number, (blocked, flush) in enumerate(pairs):
+        lines.append(line(EventKind.STAGED, checkpoint=f"c{number}", blocked_s=blocked))
+        lines.append(line(EventKind.COMMITTED, checkpoint=f"c{number}", flush_s=flush))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([], None),
+        ([(1.0, 5.0)], FlushForecast(seconds=6.0, saves=1)),
+        ([(1.0, 5.0), (0.5, 9.0), (0.5, 2.0)], FlushForecast(seconds=9.5, saves=3)),
+        ([(0.0, 99.0), *[(0.0, 1.0)] * 10], FlushForecast(seconds=1.0, saves=10)),
+        ([("x", None), (None, float("nan")), (True, -3.0)], None),
+    ],
+)
+def test_the_slowest_of_the_recent_saves_is_expected(
+    pairs: list[tuple[Any, Any]], expected: FlushForecast | None
+) -> None:
+    assert forecast_flush(saves(*pairs)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step_s", "expected"),
+    [(None, 0.0, 40.0), (8.0, 0.0, 20.0), (80.0, 0.0, 110.0), (8.0, 5.0, 30.0), (8.0, 1e6, 620.0)],
+)
+def test_when_a_stop_begins(seconds: float | None, step_s: float, expected: float) -> None:
+    forecast = None if seconds is None else FlushForecast(seconds=seconds, saves=1)
+    assert stop_lead_s(forecast, grace_s=30.0, step_s=step_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given_s", "words"),
+    [
+        (None, None, []),
+        (24.0, None, []),
+        (24.1, None, ["30 s is too short"]),
+        (10.0, 12.0, ["gives a preempted job 12 s", "12 s is too short"]),
+        (None, 12.0, ["gives a preempted job 12 s"]),
+        (1.0, 60.0, []),
+    ],
+)
+def test_what_is_said_of_a_grace(
+    seconds: float | None, given_s: float | None, words: list[str]
+) -> None:
+    forecast = None if seconds is None else FlushForecast(seconds=seconds, saves=3)
+    said = grace_warnings(forecast, grace_s=30.0, partition="spot", given_s=given_s)
+    assert len(said) == len(words)
+    assert all(part in text for part, text in zip(words, said, strict=True))
+
+
+def test_which_partition_gives_what() -> None:
+    partitions = [
+        {"PartitionName": "prod", "PreemptMode": "OFF", "GraceTime": "0", "Default": "YES"},
+        {"PartitionName": "spot", "PreemptMode": "CANCEL", "GraceTime": "30", "Default": "NO"},
+    ]
+    assert grace_of_partition(partitions, "spot") == ("spot", 30.0)
+    assert grace_of_partition(partitions, None) == ("prod", None)
+    assert grace_of_partition(partitions, "night") == ("", None)
+
+
+def context_of(root: Path, limit_min: int) -> AgentContext:
+    spec = spec_of(resources={"time_limit_min": limit_min})
+    record = record_of(spec).model_copy(update={"root": str(root)})
+    run = RunPaths(root / record.run)
+    request = build_request(record, spec, attempt=2, gpus=1, reason="test")
+    make_directory(run.directory)
+    create_document(run.spec, record)
+    return AgentContext(
+        request=request,
+        run=run,
+        attempt=run.attempt(2),
+        node=0,
+        nodes=1,
+        job_id="1",
+        host="here",
+        started_at=time.time(),
+    )
+
+
+def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Path) -> None:
+    context = context_of(tmp_path, limit_min=60)
+    stops = StopWatch(context, lambda: 1.0)
+    assert stops.end_at is not None
+    with JournalWriter(context.run.attempt(1).rank_journal) as journal:
+        journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=40.0)
+    # 1.25 x 40 s, two steps, the margin, and the time between two looks.
+    lead_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S
+    assert stops.from_limit(stops.end_at - lead_s - 1.0) is None
+    with JournalWriter(context.attempt.rank_journal) as journal:
+        journal.append(EventKind.COMMITTED, attempt=2, checkpoint="d", flush_s=80.0)
+    wish = stops.from_limit(stops.end_at - lead_s - 1.0 + LIMIT_POLL_S)
+    assert wish is not None
+    assert (wish.cause, wish.deadline) == (Cause.TIME_LIMIT, stops.end_at)
+    (said,) = warnings_of(spec_of(), context.run)
+    assert "the last 2 saves took 80.0 s" in said
+
+
+def test_a_torn_line_is_passed_over_and_read_once_it_is_whole(tmp_path: Path) -> None:
+    context = context_of(tmp_path, limit_min=60)
+    log = FlushLog(context.run, context.attempt)
+    path = context.attempt.rank_journal
+    path.parent.mkdir(parents=True)
+    whole = line(EventKind.COMMITTED, checkpoint="c", flush_s=3.0).model_dump_json() + "\n"
+    path.write_text(whole + whole.replace("3.0", "7.0")[:40])
+    assert log.forecast() == FlushForecast(seconds=3.0, saves=1)
+    path.write_text(whole + whole.replace("3.0", "7.0"))
+    assert log.forecast() == FlushForecast(seconds=7.0, saves=2)
+    assert log.forecast() == FlushForecast(seconds=7.0, saves=2)

@@ -1,0 +1,33 @@
+"""The saves of this run so far, read from its journals as they grow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.contracts.flush_forecast import SAVES_RECENT, FlushForecast, forecast_flush
+from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+
+# A save has a line when it is staged and one when it is committed; some never are.
+LINES_KEPT_MAX = 4 * SAVES_RECENT
+
+
+class FlushLog:
+    """Earlier attempts are read once, this attempt's own lines whenever they are asked for."""
+
+    def __init__(self, run: RunPaths, attempt: AttemptPaths) -> None:
+        self._run, self._attempt = run, attempt
+        self._offsets: dict[Path, int] = {}
+        self._lines: list[Event] = []
+
+    def forecast(self) -> FlushForecast | None:
+        """What the next flush is expected to take; None before any save."""
+        own = sorted(self._attempt.journal.glob("*.jsonl"))
+        fresh: list[Event] = []
+        for path in own if self._offsets else self._run.list_journals():
+            events, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
+            saves = {EventKind.STAGED, EventKind.COMMITTED}
+            fresh += [event for event in events if event.kind in saves]
+        fresh.sort(key=lambda event: event.time)
+        self._lines = [*self._lines, *fresh][-LINES_KEPT_MAX:]
+        return forecast_flush(self._lines)
