@@ -14,27 +14,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.bench import STOCK_RATIOS, TITLES, rows_of, stock_rows_of
+from holdfast.cli.bench import STOCK_RATIOS, TITLES, rows_of, setup_rows_of, stock_rows_of
 from holdfast.cli.bench_plot import draw
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 METHOD = """\
 `holdfast bench` measures everything in one run and prints ratios, because absolute times say more
-about the disk than about the program. One pair is: a memcpy of the state (the faster of torch's
-`copy_` and libc's, into memory that is there already), a raw write (as many files of the same
-sizes as a checkpoint has, in large writes with one fsync each, both ranks at once), a save
-through `Session`, one by stock DCP in each of its three modes with its own defaults, a raw cold
-read, and a load by both. Before each read the pages of every file are let go by
-`posix_fadvise(DONTNEED)`, and `mincore` says whether they went. Before each act that takes pages
-of memory as many are touched and let go, because a virtual machine's free pages may first have to
-come back from its host. The order rotates from pair to pair. Ratios are taken pair by pair; the
-table has their median, smallest and largest. The slowest rank counts.
+about the disk than about the program. One pair is: a raw write (as many files of the same sizes
+as a checkpoint has, in large writes with one fsync each, both ranks at once), a save through
+`Session` with a memcpy of the state right before it and one right after it (torch's `copy_` and
+libc's, into a memory file that is there already; the mean of the faster), a save by stock DCP in
+each of its three modes with its own defaults, a raw cold read, and a load by both. Before each
+read the pages of every file are let go by `posix_fadvise(DONTNEED)`, and `mincore` says whether
+they went. Before each act that takes pages of memory as many are touched and let go, because a
+virtual machine's free pages may first have to come back from its host. The order rotates from pair
+to pair. Ratios are taken pair by pair; the table has their median, smallest and largest. The
+slowest rank counts.
 
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
   save ÷ the median of three that follow, blocked or committed, whichever is worse; then SIGTERM
   to every rank in the middle of a step, and the time until the final checkpoint is committed ÷
   (the rest of that step + a copy + a raw write, measured in the same program).
+- Before the first step `Session` starts its flusher, plans the saves and gets the memory of its
+  slots, two images of the state: *making the session* is all of that, and training waits for it.
 - *bytes read* are the kernel's count of what read calls returned, all ranks together, ÷ the bytes
   of the state, each counted once. Resharded: what 2 ranks saved on 1, and the other way round;
   the worse.
@@ -71,6 +74,8 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         conditions(found, measured_on),
         table(headings, rows_of(found)),
         "![Ratios of Holdfast and stock DCP, with the targets](benchmarks.svg)",
+        "Done before the first step, so that the first save is like any other:",
+        table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found)),
         "Stock DCP on the same machine, in the same pairs:",
         table(stock_headings, stock_rows_of(found)),
         "## How it is measured",

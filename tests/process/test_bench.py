@@ -48,6 +48,7 @@ def test_a_quick_run_answers_every_question_and_leaves_nothing_behind(tmp_path: 
     assert all(isfinite(number) for number in numbers_of(found))
     assert all(value > 0 for name, value in found["ratios"].items() if name != "memory_growth")
     assert found["ratios"]["load_bytes_same"] >= 1
+    assert all(spread["min"] > 0 for spread in found["setup"].values())
     assert found["versions"]["torch"]
     assert list(place.iterdir()) == []
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")

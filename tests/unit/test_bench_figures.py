@@ -28,6 +28,7 @@ STARTS = [
         "save.committed": [0.5, 0.6, 0.7],
         "memcpy": [0.1],
         "raw_write": [0.5],
+        "prepare": [10 * first],
     }
     for first in (0.2, 0.1, 0.4)
 ]
@@ -76,6 +77,8 @@ def test_ratios_are_medians_of_quotients_taken_pair_by_pair() -> None:
         "step_overhead_us": 7.0,
         "memory_growth": -0.001,
     }
+    medians = {name: values["median"] for name, values in answer["setup"].items()}
+    assert medians == pytest.approx({"prepare_s": 2.0, "prepare": 20.0})
     assert answer["spread"]["save_blocked"] == {"min": 1.0, "median": 1.1, "max": 1.2, "n": 3}
     assert answer["spread"]["first_save_committed"]["median"] == 1.0
     assert answer["seconds"]["pairs.load"] == {"min": 0.4, "median": 0.6, "max": 0.8, "n": 3}

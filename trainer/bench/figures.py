@@ -58,11 +58,24 @@ def answer(found: Found) -> dict[str, Any]:
     ratios["load_bytes_resharded"] = round(statistics.median(series["load_bytes_resharded"]), 4)
     return {
         "ratios": {name: ratios[name] for name in TARGETS},
+        "setup": {name: spread(values) for name, values in setup_series(found).items()},
         "stock": {mode: stock_of(found.pairs, mode) for mode in STOCK_MODES}
         | {"load": stock_load(found)},
         "targets": dict(TARGETS),
         "spread": {name: spread(values) for name, values in series.items()},
         "seconds": {name: spread(values) for name, values in all_seconds(found).items()},
+    }
+
+
+def setup_series(found: Found) -> dict[str, Sequence[float]]:
+    """What a start costs, so that the first save is like any other; one value for each start.
+
+    `prepare_s` is making the session, in seconds, `prepare` that ÷ a memcpy of the state.
+    """
+    starts = found.starts
+    return {
+        "prepare_s": [start["prepare"][0] for start in starts],
+        "prepare": [start["prepare"][0] / statistics.median(start["memcpy"]) for start in starts],
     }
 
 

@@ -21,7 +21,7 @@ from holdfast.trainer.bench.files import (
     write_files,
 )
 from holdfast.trainer.bench.loads import load_cold, load_stock
-from holdfast.trainer.bench.ranks import Image, Program, Trained, measure_memcpy
+from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
 from holdfast.trainer.bench.saves import Saver
 from holdfast.trainer.bench.stock import MODES, StockSaver
 
@@ -53,7 +53,7 @@ class Pairs:
         for mode in MODES:
             self._stock.save(mode, "first.stock")
         loads: list[Act] = [self._read_raw, self._load, self._load_stock]
-        saves: list[Act] = [self._copy, self._write_raw, self._save, self._create_small]
+        saves: list[Act] = [self._write_raw, self._save, self._create_small]
         saves += [self._save_stock(mode) for mode in MODES]
         for pair in range(self._program.settings["pairs"]):
             if pair and not self._program.is_time_left():
@@ -65,9 +65,6 @@ class Pairs:
         self._saver.session.close()
         self._stock.close()
         self._program.facts["checkpoint"] = str(self._newest)
-
-    def _copy(self) -> None:
-        self._program.note(memcpy=measure_memcpy(self._program, self._image))
 
     def _write_raw(self) -> None:
         """As many files of the same sizes as a checkpoint has, by all ranks at once."""
@@ -90,7 +87,11 @@ class Pairs:
 
     def _save(self) -> None:
         self._ready()
+        memcpy = Memcpy(self._program, self._image)
+        memcpy.measure()
         done = self._saver.save()
+        memcpy.measure()
+        self._program.note(memcpy=memcpy.seconds)
         self._program.note(
             **{"save.blocked": done.blocked, "save.committed": done.committed, "tail": done.tail}
         )

@@ -31,11 +31,17 @@ class Save:
 
 
 class Saver:
-    """A session whose saves are asked for one at a time; all ranks use it alike."""
+    """A session whose saves are asked for one at a time; all ranks use it alike.
+
+    `prepared` is what making it took, in seconds of the slowest rank: a flusher started, the saves
+    planned, the memory of the slots got.
+    """
 
     def __init__(self, program: Program, trained: Trained, run: Path) -> None:
         self._program = program
+        began = time.perf_counter()
         self.session = Session(trained.model, trained.optimizer, directory=run, interval=NEVER)
+        self.prepared = program.slowest(time.perf_counter() - began)
         self.run = RunPaths(run)
 
     def save(self) -> Save:

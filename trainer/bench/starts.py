@@ -16,7 +16,7 @@ from typing import Final
 import torch.distributed as dist
 
 from holdfast.trainer.bench.files import ready_pages, remove, share_out, sizes_of, write_files
-from holdfast.trainer.bench.ranks import Image, Program, Trained, measure_memcpy
+from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
 from holdfast.trainer.bench.saves import Saver
 
 STEADY_SAVES: Final = 3
@@ -27,6 +27,7 @@ def main() -> None:
     program = Program()
     trained = Trained(program.settings["state_bytes"])
     saver = Saver(program, trained, program.directory / "start")
+    program.note(prepare=saver.prepared)
     first = saver.save()
     program.note(**{"first.blocked": first.blocked, "first.committed": first.committed})
     measure_steady(program, trained, saver)
@@ -43,9 +44,12 @@ def measure_steady(program: Program, trained: Trained, saver: Saver) -> None:
     for number in range(STEADY_SAVES):
         trained.update()
         ready_pages(sum(share.values()))
+        memcpy = Memcpy(program, image)
+        memcpy.measure()
         done = saver.save()
+        memcpy.measure()
         program.note(**{"save.blocked": done.blocked, "save.committed": done.committed})
-        program.note(memcpy=measure_memcpy(program, image))
+        program.note(memcpy=memcpy.seconds)
         raw = program.directory / f"raw-{number}"
         if program.rank == 0:
             raw.mkdir()

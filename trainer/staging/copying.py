@@ -17,8 +17,8 @@ import torch
 
 # What one thread takes at a time: large beside the cost of taking it.
 PIECE_BYTES: Final = 8 * 1024 * 1024
-# What one `memmove` copies. Blocks within a core's second cache the C library copies by an
-# instruction that need not read the destination first; larger ones take a third longer a byte.
+# What one `memmove` copies: the fastest of the sizes from 16 KiB to 2 MiB; the largest took a fifth
+# to a third longer (docs/decisions/0016).
 MOVE_BYTES: Final = 512 * 1024
 
 _Move = tuple[int, int, int]

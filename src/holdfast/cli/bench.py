@@ -28,6 +28,10 @@ TITLES: Final = {
     "step_overhead_us": "a step without a save, µs",
     "memory_growth": "memory growth over all saves",
 }
+SETUP_TITLES: Final = {
+    "prepare_s": "making the session, s",
+    "prepare": "making the session ÷ memcpy",
+}
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
 
 
@@ -84,6 +88,7 @@ def _render(found: dict[str, Any]) -> None:
     facts = found["machine"] | found["versions"] | found["conditions"]
     print_facts({name.replace("_", " "): value for name, value in facts.items()})
     print_table(("ratio", "median", "smallest", "largest", "n", "target", ""), rows_of(found))
+    print_table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found))
     headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
     print_table(headings, stock_rows_of(found))
 
@@ -98,6 +103,18 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
         texts = (number_text(number) for number in numbers)
         rows.append((TITLES[name], *texts, str(spread["n"]), f"≤ {target:g}", kept))
     return rows
+
+
+def setup_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One row for each figure of what is done before the first step, with its spread."""
+    return [
+        (
+            SETUP_TITLES[name],
+            *(number_text(spread[key]) for key in ("median", "min", "max")),
+            str(spread["n"]),
+        )
+        for name, spread in found["setup"].items()
+    ]
 
 
 def stock_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
