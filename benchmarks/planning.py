@@ -2,11 +2,14 @@
 
     python benchmarks/planning.py --ranks 10240 --tensors 1000
 
-Prints JSON, a row for each way to spread a state over the ranks. `describe_s` is one rank's part
-(all ranks work at once), `pack_s` one node's, `decide_s` rank 0's plan for everybody, `cold_s`
-their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and tells to all nodes, whose
-time on the network is not in it. `metadata_s` is `.metadata` of all boxes, made on rank 0 before
-the first step. `cached_s` is what each later save pays to see that the plan still holds.
+Prints JSON, a row for each way to spread a state over the ranks: every part on one rank, in the
+order of ranks (sharded) or, for every other tensor, in another (crossed); each part on eight ranks
+(hybrid); the same on all (replicated). `describe_s` is one rank's part (all ranks work at once), `pack_s` one
+node's, `unpickle_s` what rank 0 takes to read what all nodes sent, `decide_s` its plan for
+everybody, `cold_s` their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and tells
+to all nodes, whose time on the network is not in it. `metadata_s` is `.metadata` of all boxes, made
+by a thread of rank 0 beside training. `cached_s` is what each later save pays to see that the plan
+still holds.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import pickle
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
@@ -24,19 +27,31 @@ import numpy as np
 import torch
 
 from holdfast.trainer.identity import distcp_name
-from holdfast.trainer.planning.columns import SHARED, Block, Item, Row, make_block, masses, pack
+from holdfast.trainer.planning.columns import (
+    PART,
+    Block,
+    Described,
+    Item,
+    Row,
+    make_block,
+    masses,
+    pack,
+)
 from holdfast.trainer.planning.global_plan import GlobalPlan
 from holdfast.trainer.planning.layout import Signature, flatten
-from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.metadata_pickle import MetadataPickle
+from holdfast.trainer.planning.places import count_rows
 from holdfast.trainer.planning.rank_rows import describe_rank
-from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
+from holdfast.trainer.planning.ranks import Contents, NodeIndex, Wanted, choose_sources, decide
 
 RANKS_PER_NODE: Final = 8
 ROWS_PER_RANK: Final = 4
+WAYS: Final = 8
 COLUMNS: Final = 64
 REPEATS: Final = 21
+COLD: Final = ("describe_s", "pack_s", "unpickle_s", "decide_s")
 # Ranks that hold the same part: none, groups of eight, all.
-COPIES: Final = {"sharded": 1, "hybrid": 8, "replicated": 0}
+COPIES: Final = {"sharded": 1, "crossed": 1, "hybrid": 8, "replicated": 0}
 
 T = TypeVar("T")
 
@@ -51,12 +66,9 @@ def main() -> None:
     parser.add_argument("--no-metadata", action="store_true", help="it takes gigabytes")
     options = parser.parse_args()
     own = measure_one_rank(options.tensors)
-    found = {
-        spread: own | measure_all(options, COPIES[spread] or options.ranks)
-        for spread in options.spread
-    }
+    found = {spread: own | measure_all(options, spread) for spread in options.spread}
     for row in found.values():
-        row["cold_s"] = round(row["describe_s"] + row["pack_s"] + row["decide_s"], 4)
+        row["cold_s"] = round(sum(row[name] for name in COLD), 4)
     print(
         json.dumps({"ranks": options.ranks, "tensors": options.tensors, "spread": found}, indent=1)
     )
@@ -73,22 +85,22 @@ def measure_one_rank(tensors: int) -> dict[str, Any]:
     return {"describe_s": describe_s, "cached_s": statistics.median(cached)}
 
 
-def measure_all(options: argparse.Namespace, copies: int) -> dict[str, Any]:
-    """Rank 0's part, with `copies` ranks for each part of the state."""
-    blocks, table = make_blocks(options.ranks // copies, options.tensors)
+def measure_all(options: argparse.Namespace, spread: str) -> dict[str, Any]:
+    """Rank 0's part."""
+    copies = COPIES[spread] or options.ranks
+    is_crossed = spread == "crossed"
+    blocks, common = make_blocks(options.ranks // copies, options.tensors, is_crossed=is_crossed)
     held = [digest for digest in blocks for _ in range(copies)]
     nodes = [
         range(first, min(first + RANKS_PER_NODE, len(held)))
         for first in range(0, len(held), RANKS_PER_NODE)
     ]
-    ((digest, content),) = table.items()
-    indexes = [NodeIndex({rank: (held[rank],) for rank in node}, (digest,)) for node in nodes]
+    names = (common.block.pattern,), (common.pattern.table,)
+    indexes = [NodeIndex({rank: (held[rank],) for rank in node}, *names) for node in nodes]
     wanted = choose_sources(indexes)
     pack_s, _ = timed(lambda: pack({d: blocks[d] for d in wanted[0][0]}))
-    contents = [
-        Contents(pack({d: blocks[d] for d in ours}), dict.fromkeys(tables, content))
-        for ours, tables in wanted
-    ]
+    sent = [pickle.dumps(content_of(blocks, common, wants)) for wants in wanted]
+    unpickle_s, contents = timed(lambda: [pickle.loads(one) for one in sent])
 
     def plan() -> GlobalPlan:
         choose_sources(indexes)
@@ -97,35 +109,56 @@ def measure_all(options: argparse.Namespace, copies: int) -> dict[str, Any]:
     decide_s, made = timed(plan)
     facts = {
         "pack_s": pack_s,
+        "unpickle_s": unpickle_s,
         "decide_s": decide_s,
-        "sent_bytes": sum(len(pickle.dumps(node)) for node in contents),
+        "sent_bytes": sum(map(len, sent)),
         "heard_bytes": sum(kept.nbytes for pair in made.kept for kept in pair),
-        "rows_written": len(made.row),
+        "rows_written": int(count_rows(made).sum()),
     }
     if not options.no_metadata:
         contents.clear()
-        metadata_s, metadata = timed(lambda: pickle_metadata(made, distcp_name))
-        facts |= {"metadata_s": metadata_s, "metadata_bytes": len(metadata)}
+        content = MetadataPickle(made, distcp_name)
+        memory = memoryview(bytearray(content.bytes))
+        metadata_s, _ = timed(lambda: content.write_to(memory))
+        facts |= {"metadata_s": metadata_s, "metadata_bytes": content.bytes}
     return facts
 
 
-def make_blocks(parts: int, tensors: int) -> tuple[dict[bytes, Block], dict[bytes, bytes]]:
-    """The blocks of `parts` ranks that have equal shares of every tensor, and their table."""
+def content_of(blocks: Mapping[bytes, Block], common: Described, wanted: Wanted) -> Contents:
+    """What one node sends of what it was asked for."""
+    ours, patterns, tables = wanted
+    return Contents(
+        pack({digest: blocks[digest] for digest in ours}),
+        dict.fromkeys(patterns, common.pattern),
+        dict.fromkeys(tables, common.table),
+    )
+
+
+def make_blocks(
+    parts: int, tensors: int, *, is_crossed: bool = False
+) -> tuple[dict[bytes, Block], Described]:
+    """The blocks of `parts` ranks that have equal shares of every tensor, and what they name.
+
+    Crossed, the shares of every other tensor go round the ranks, as with two dimensions of a mesh.
+    """
     shape = (ROWS_PER_RANK * parts, COLUMNS)
     items = []
     for number in range(tensors):
         key = f"model.layers.{number}.weight"
         items.append(Item(key, ("model", f"layers.{number}.weight"), "float32", shape))
     sizes = (ROWS_PER_RANK, COLUMNS)
-    first, table = make_block(SHARED, items, [Row(item, (0, 0), sizes, 1400) for item in items])
+    first = make_block(PART, items, [Row(item, (0, 0), sizes, 1400) for item in items])
     offsets = [(ROWS_PER_RANK * part, 0) for part in range(parts)]
     weights = masses(offsets, [sizes] * parts)
     blocks = {}
     for part in range(parts):
-        place = np.full(tensors, ROWS_PER_RANK * part * COLUMNS, dtype=np.int64)
-        block = replace(first, place=place, mass=np.full(tensors, weights[part]))
+        share = np.full(tensors, part, dtype=np.int64)
+        if is_crossed:
+            share[::2] = part * WAYS % parts + part * WAYS // parts
+        place = ROWS_PER_RANK * COLUMNS * share
+        block = replace(first.block, place=place, mass=weights[share])
         blocks[block.digest()] = block
-    return blocks, {first.table: table}
+    return blocks, first
 
 
 def timed(act: Callable[[], T]) -> tuple[float, T]:

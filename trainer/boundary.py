@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from torch.distributed.checkpoint.planner import SavePlanner
+
 from holdfast.contracts.board import Phase, RankRecord
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.journal import EventKind
@@ -50,6 +52,7 @@ class Saver:
         recorder: Recorder | None,
         *,
         capture: Callable[[], Captured],
+        planner: SavePlanner | None = None,
     ) -> None:
         self._link, self._record, self._recorder = link, record, recorder
         self._ranks, self._capture = ranks, capture
@@ -59,6 +62,7 @@ class Saver:
             identity=link.identity,
             group=ranks.group,
             stage_group=ranks.stage_group,
+            planner=planner,
         )
         self.in_flight: dict[str, int] = {}
         self._staged_at: dict[str, float] = {}

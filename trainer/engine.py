@@ -133,6 +133,8 @@ class CheckpointEngine:
     def changes(self, state: dict[str, Any]) -> str | None:
         """What no longer fits the plan, in words for people; None while a save needs no new one.
 
+        Also why the plan cannot be used: what was to be written beside training was not. The next
+        `prepare` then raises it on all ranks.
         A save of this very `state` right after it does not compare again.
         Raises `SaveError` when the state cannot be saved at all.
         """
@@ -142,6 +144,8 @@ class CheckpointEngine:
             return "nothing is planned yet"
         flat = flatten(state)
         found = find_changes(self._layout, flat)
+        if found is None and self._stage is not None:
+            found = self._stage.wait_for_late()
         self._compared = None if found else (state, flat)
         return found
 
@@ -207,6 +211,8 @@ class CheckpointEngine:
         """
         began = time.monotonic()
         if self._layout is None or self._stage is None or self._planner is not None:
+            return False
+        if not self._stage.has_late:
             return False
         self._link.keep_up()
         flat = self._checked(self._layout, state)
@@ -334,8 +340,11 @@ class CheckpointEngine:
                 "layout cannot be built anew; storage may be hanging"
             )
         self.discard_snapshots()
+        problem = self._stage.problem
         self._stage.close()
         self._stage = self._layout = None
+        if problem is not None:
+            raise SaveError(problem)
 
     # --- one save -------------------------------------------------------------------------
 
@@ -360,12 +369,14 @@ class CheckpointEngine:
         began: float,
     ) -> dict[str, Any]:
         """Copy everything into the slot; returns its table. A slot that failed is free again."""
+        assert self._layout is not None
+        assert self._stage is not None
         try:
             staged.fill(flat, document)
+            self._stage.require_late()
         except BaseException:
             staged.slot.state = SlotState.EMPTY
             raise
-        assert self._layout is not None
         return self._make_table(name, self._layout, document, time.monotonic() - began)
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -88,6 +89,7 @@ class Session:
         rename: Mapping[str, str] | None = None,
         exclude: str | Sequence[str] = (),
         snapshots: int | str = "auto",
+        planner: SavePlanner | None = None,
     ) -> None:
         """Resumes here, unconditionally: make it after the model is sharded and moved.
 
@@ -111,6 +113,8 @@ class Session:
             rename, exclude: saved names to new ones, and parts left as they are, for the one
                 checkpoint that does not fit; see `Fit`.
             snapshots: steps between copies in memory, "auto" or "off"; the spec has precedence.
+            planner: a `SavePlanner` of torch's, asked at every save with all ranks, which costs
+                its collectives and has no snapshots; what it renames, `rename` gives back.
 
         Raises `PreflightError` when the process group or the flusher is missing,
         `CheckpointError` when the checkpoint does not fit the program.
@@ -138,7 +142,7 @@ class Session:
             world_size=identity.world_size,
         )
         self._recorder = self._make_recorder()
-        self._resume(chosen, rhythm)
+        self._resume(chosen, rhythm, planner)
         atexit.register(self._at_exit)
         end_deaf_helpers_at_exit()
 
@@ -328,10 +332,17 @@ class Session:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _resume(self, interval: Interval, rhythm: SnapshotRhythm) -> None:
+    def _resume(
+        self, interval: Interval, rhythm: SnapshotRhythm, planner: SavePlanner | None
+    ) -> None:
         """Take over the newest believable checkpoint; prepare the saves and stops to come."""
         self._saver = Saver(
-            self._link, self._ranks, self._record, self._recorder, capture=self._capture
+            self._link,
+            self._ranks,
+            self._record,
+            self._recorder,
+            capture=self._capture,
+            planner=planner,
         )
         found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
         self._saver.began_at(found.step, found.checkpoint)

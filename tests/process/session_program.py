@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.fsdp import fully_shard
 
 from holdfast.trainer import Session
@@ -50,6 +52,7 @@ def main() -> None:
         directory=settings["directory"],
         best=("loss", "min"),
         **settings.get("fit", {}),
+        planner=Asked() if settings.get("planner") else None,
     )
     note_pid(session)
     group = weakref.ref(session._ranks.group) if is_joined else None
@@ -99,6 +102,18 @@ class Scale(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs * self.factor
+
+
+class Asked(DefaultSavePlanner):
+    """A planner of the program's own: its keys are told where the records are."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        folder = Path(json.loads(sys.argv[1])["directory"]) / "planned"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{os.getpid()}", "a") as stream:
+            stream.write(f"{len(plan.items)}\n")
+        return plan
 
 
 class Late:

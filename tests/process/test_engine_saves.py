@@ -233,6 +233,34 @@ def test_a_flusher_that_was_started_anew_is_found_again(
     assert find_damage(directory_of(tmp_path, 3), manifest) == []
 
 
+def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
+    engine: CheckpointEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise MemoryError("1.6 GB")
+
+    state = make_state()
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.trainer.planning.metadata_pickle.find_places", run_out)
+        engine.prepare(state)
+        said = engine.changes(state)
+    assert said is not None
+    assert "could not be made beside training: MemoryError: 1.6 GB" in said
+    assert engine.snapshot(state, {}, step=1, **FACTS) is False
+    with pytest.raises(SaveError, match=r"MemoryError: 1\.6 GB; where memory was short"):
+        engine.save(state, {}, step=1, **FACTS)
+    with pytest.raises(SaveError, match=r"no rank saves, because of rank 0: \.metadata could not"):
+        engine.prepare(state)
+    engine.prepare(state)
+    assert engine.changes(state) is None
+    for step in (1, 2):
+        assert engine.save(state, {}, step=step, **FACTS)
+    assert all(result.committed for result in engine.wait(20))
+    contents = {(directory_of(tmp_path, step) / ".metadata").read_bytes() for step in (1, 2)}
+    assert len(contents) == 1
+    assert read_metadata(directory_of(tmp_path, 2)).storage_data
+
+
 def test_nobody_listening_is_said_with_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -161,6 +162,28 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Pat
     assert second.data["argv"][0] == str(PROGRAM)
     assert first.data["command_digest"] == second.data["command_digest"]
     assert f"goes on after step {step} from run:step-{step:08d}.a0000.i01" in launch.output
+
+
+def test_a_planner_of_the_programs_own_plans_every_save_and_the_run_resumes(
+    uninterrupted: RunPaths, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    with Launch(directory, ranks=2, dropout=0.2, planner=True, sleep_s=0.02) as launch:
+        launch.wait_until(8, committed=5)
+        kill(launch.rank_pids())
+        launch.process.wait(WAIT_S)
+    saves = len(committed_steps(launch.run))
+    with Launch(directory, ranks=2, dropout=0.2, planner=True, sleep_s=0.02) as launch:
+        assert launch.wait() == 0, launch.output
+    for rank in range(2):
+        assert ends_of(launch.run, rank)[-1:] == ends_of(uninterrupted, rank)
+    asked = [len(path.read_text().split()) for path in (directory / "planned").iterdir()]
+    # Each launch asks before its first step too.
+    assert len(asked) == 4
+    assert sum(asked) >= 2 * (len(committed_steps(launch.run)) + 2)
+    assert len(committed_steps(launch.run)) > saves
+    metadata = FileSystemReader(launch.run.list_checkpoints()[-1]).read_metadata()
+    assert "model.0.weight" in metadata.state_dict_metadata
 
 
 def test_a_bit_flipped_in_the_newest_checkpoint_is_passed_over_aloud(

@@ -34,7 +34,18 @@ from torch.distributed.checkpoint.planner import (
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.identity import distcp_name
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.columns import OWN, SHARED, Block, Item, Row, make_block, pack
+from holdfast.trainer.planning.columns import (
+    KINDS,
+    OWN,
+    PART,
+    WHOLE,
+    Block,
+    Item,
+    Pattern,
+    Row,
+    make_block,
+    pack,
+)
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import Signature, check_unchanged, flatten, plan_layout
 from holdfast.trainer.planning.metadata import parse_metadata
@@ -50,8 +61,9 @@ class Rank:
     """One rank's rows, as it would describe them."""
 
     blocks: dict[bytes, Block]
+    patterns: dict[bytes, Pattern]
     tables: dict[bytes, bytes]
-    rows: tuple[list[Row], list[Row]]
+    rows: tuple[list[Row], ...]
 
 
 def row_of(key: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Row:
@@ -65,15 +77,22 @@ def number_of(key: str, entry_bytes: int = 600) -> Row:
 
 def rank_of(rows: Sequence[Row], lacking: Sequence[Item] = ()) -> Rank:
     """A rank with `rows`; of the items in `lacking` it has no part."""
-    blocks, tables, parts = {}, {}, []
-    for kind in (SHARED, OWN):
-        mine = [row for row in rows if is_of_one_rank(row.item.key) == (kind == OWN)]
-        items = [row.item for row in mine] + (list(lacking) if kind == SHARED else [])
-        block, table = make_block(kind, items, mine)
+    blocks, patterns, tables, parts = {}, {}, {}, []
+    for kind in KINDS:
+        mine = [row for row in rows if kind_of(row) == kind]
+        items = [row.item for row in mine] + (list(lacking) if kind == PART else [])
+        block, pattern, table = make_block(kind, items, mine)
         blocks[block.digest()] = block
-        tables[block.table] = table
+        patterns[block.pattern] = pattern
+        tables[pattern.table] = table
         parts.append(mine)
-    return Rank(blocks, tables, (parts[0], parts[1]))
+    return Rank(blocks, patterns, tables, tuple(parts))
+
+
+def kind_of(row: Row) -> int:
+    if is_of_one_rank(row.item.key):
+        return OWN
+    return WHOLE if row.is_whole else PART
 
 
 def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
@@ -83,13 +102,18 @@ def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
     indexes, have = [], []
     for node in nodes:
         blocks = {d: b for rank in node for d, b in ranks[rank].blocks.items()}
+        patterns = {d: p for rank in node for d, p in ranks[rank].patterns.items()}
         tables = {d: t for rank in node for d, t in ranks[rank].tables.items()}
-        have.append((blocks, tables))
+        have.append((blocks, patterns, tables))
         held = {rank: tuple(ranks[rank].blocks) for rank in node}
-        indexes.append(NodeIndex(held, tuple(tables)))
+        indexes.append(NodeIndex(held, tuple(patterns), tuple(tables)))
     contents = [
-        Contents(pack({d: blocks[d] for d in ours}), {d: tables[d] for d in named})
-        for (blocks, tables), (ours, named) in zip(have, choose_sources(indexes), strict=True)
+        Contents(
+            pack({d: has[0][d] for d in wanted[0]}),
+            {d: has[1][d] for d in wanted[1]},
+            {d: has[2][d] for d in wanted[2]},
+        )
+        for has, wanted in zip(have, choose_sources(indexes), strict=True)
     ]
     assert sum(len(c.rows.digests) for c in contents) == len({d for r in ranks for d in r.blocks})
     return decide(indexes, contents)
@@ -98,7 +122,7 @@ def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
 def written_by(ranks: Sequence[Rank], made: GlobalPlan) -> list[list[Row]]:
     """Each rank's rows in the order of its file, as the rank itself would pick them."""
     return [
-        [rank.rows[kind][row] for kind in (SHARED, OWN) for row in kept[kind].tolist()]
+        [rank.rows[kind][row] for kind in KINDS for row in kept[kind].tolist()]
         for rank, kept in zip(ranks, made.kept, strict=True)
     ]
 
@@ -308,7 +332,7 @@ def test_a_state_is_flattened_as_stock_dcp_does_and_checked_by_what_a_plan_depen
 
 def test_only_what_a_rank_has_is_described() -> None:
     rows = describe_rank({"m": {"w": torch.zeros(2, 3)}, "rng": {"rank00002": torch.zeros(4)}})
-    assert [entry.key for entry in rows.entries[SHARED]] == ["m.w"]
+    assert [entry.key for entry in rows.entries[WHOLE]] == ["m.w"]
     assert [entry.key for entry in rows.entries[OWN]] == ["rng.rank00002"]
     same = describe_rank({"m": {"w": torch.ones(2, 3)}, "rng": {"rank00005": torch.zeros(4)}})
     assert len(set(rows.blocks) & set(same.blocks)) == 1

@@ -1,9 +1,11 @@
-"""What one rank has to save, as columns of numbers: small to send, fast to sort by the million.
+"""What one rank has to save, as columns of numbers: small to send, fast to compare by the million.
 
 A row is one box of a tensor (or one number) that the rank holds. Names, types and whole shapes
-are in tables of items, which most ranks have in common; rows that only one rank has (its random
-state) are a block of their own, so that the block of the others is the same, bit for bit, on
-ranks that hold the same. Blocks and tables are known by digest: each travels once.
+are in tables of items, which most ranks have in common. A rank's rows are cut into blocks by what
+other ranks can have in common with them: whole tensors and numbers, which all that have them hold
+alike; parts of tensors; and what only one rank has (its random state). What parts of equal sizes
+have in common, all but their places, is a pattern. Blocks, patterns and tables are known by
+digest: each travels once.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 UInt64s = npt.NDArray[np.uint64]
 
-SHARED: Final = 0
-OWN: Final = 1
+# The kinds of blocks, in the order of a file.
+WHOLE: Final = 0
+PART: Final = 1
+OWN: Final = 2
+KINDS: Final = (WHOLE, PART, OWN)
 _ODD_A: Final = np.uint64(0x9E3779B97F4A7C15)
 _ODD_B: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT: Final = np.uint64(29)
@@ -49,32 +54,62 @@ class Row(NamedTuple):
     sizes: tuple[int, ...]
     entry_bytes: int
 
+    @property
+    def is_whole(self) -> bool:
+        """True for a number, and for a tensor of which nothing is elsewhere."""
+        return self.sizes == self.item.shape
+
 
 @dataclass(frozen=True)
-class Block:
-    """Rows as columns; `kind` is SHARED or OWN, `table` the digest of the items' table.
+class Pattern:
+    """What blocks can have in common: all of their rows but where the boxes lie.
 
-    `item` is each row's place in the table, `place` the number of the box's first element in its
-    tensor, `mass` the box's weight (see `masses`), `form` each row's place among the forms. Forms
-    are the different (sizes, entry bytes): `form_sizes` has a row each, short ones padded by 1.
+    `kind` is one of KINDS, `table` the digest of the items' table, `item` each row's place in it,
+    `form` each row's place among the forms: the different (sizes, entry bytes). `form_sizes` has a
+    row for each form, short ones padded by 1.
     """
 
     kind: int
     table: bytes
     item: Int32s
-    place: Int64s
-    mass: UInt64s
     form: Int32s
     form_sizes: Int64s
     form_bytes: Int64s
 
     def digest(self) -> bytes:
-        """The same on ranks whose rows are the same."""
+        """The same on ranks whose boxes are alike."""
         checksum = new_checksum()
         checksum.update(bytes([self.kind, self.form_sizes.shape[1]]) + self.table)
-        for column in (self.item, self.place, self.form, self.form_sizes, self.form_bytes):
+        for column in (self.item, self.form, self.form_sizes, self.form_bytes):
             checksum.update(np.int64(column.size).tobytes() + column.tobytes())
         return checksum.digest()
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one rank that go by a pattern, which is known by its digest.
+
+    `place` is the number of each box's first element in its tensor, `mass` the box's weight (see
+    `masses`).
+    """
+
+    pattern: bytes
+    place: Int64s
+    mass: UInt64s
+
+    def digest(self) -> bytes:
+        """The same on ranks whose rows are the same."""
+        checksum = new_checksum()
+        checksum.update(self.pattern + self.place.tobytes())
+        return checksum.digest()
+
+
+class Described(NamedTuple):
+    """A block with what it names: its pattern, and the encoded table of the pattern's items."""
+
+    block: Block
+    pattern: Pattern
+    table: bytes
 
 
 def encode_table(items: Sequence[Item]) -> bytes:
@@ -90,8 +125,8 @@ def decode_table(content: bytes) -> list[Item]:
     ]
 
 
-def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> tuple[Block, bytes]:
-    """The block of `rows`, whose items are all in `items`, and the encoded table of these.
+def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Described:
+    """The block of `rows`, whose items are all in `items`, each at most once.
 
     Raises `ValueError` naming a row that reaches beyond its tensor.
     """
@@ -116,17 +151,20 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> tuple[B
     dims = max((len(sizes) for sizes, _ in forms), default=0)
     sizes = [[*sizes, *[1] * (dims - len(sizes))] for sizes, _ in forms]
     item, place, form_of = np.array(columns, dtype=np.int64).reshape(-1, 3).T
-    block = Block(
+    pattern = Pattern(
         kind=kind,
         table=_digest(content),
         item=item.astype(np.int32),
-        place=np.ascontiguousarray(place),
-        mass=masses([row.offsets for row in boxes], [row.sizes for row in boxes]),
         form=form_of.astype(np.int32),
         form_sizes=np.array(sizes, dtype=np.int64).reshape(len(forms), dims),
         form_bytes=np.array([entry for _, entry in forms], dtype=np.int64),
     )
-    return block, content
+    block = Block(
+        pattern=pattern.digest(),
+        place=np.ascontiguousarray(place),
+        mass=masses([row.offsets for row in boxes], [row.sizes for row in boxes]),
+    )
+    return Described(block, pattern, content)
 
 
 def linear_place(offsets: Sequence[int], shape: Sequence[int]) -> int:
@@ -165,22 +203,22 @@ def whole_masses(shapes: Sequence[Sequence[int]]) -> UInt64s:
 
 @dataclass(frozen=True)
 class Rows:
-    """Many blocks end to end, as a node sends them and rank 0 joins them.
-
-    `digests`, `kinds`, `tables`, `row_counts` and `form_counts` are by block.
-    """
+    """Many blocks end to end, as a node sends them; `digests` and `patterns` are by block."""
 
     digests: tuple[bytes, ...]
-    kinds: npt.NDArray[np.int8]
-    tables: tuple[bytes, ...]
-    row_counts: Int64s
-    form_counts: Int64s
-    item: Int32s
+    patterns: tuple[bytes, ...]
     place: Int64s
     mass: UInt64s
-    form: Int32s
-    form_sizes: Int64s
-    form_bytes: Int64s
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Blocks of one pattern: `place` and `mass` have a line for each, shape (blocks, rows)."""
+
+    pattern: Pattern
+    digests: tuple[bytes, ...]
+    place: Int64s
+    mass: UInt64s
 
 
 def pack(blocks: Mapping[bytes, Block]) -> Rows:
@@ -188,49 +226,36 @@ def pack(blocks: Mapping[bytes, Block]) -> Rows:
     every = list(blocks.values())
     return Rows(
         digests=tuple(blocks),
-        kinds=np.array([b.kind for b in every], dtype=np.int8),
-        tables=tuple(b.table for b in every),
-        row_counts=np.array([len(b.item) for b in every], dtype=np.int64),
-        form_counts=np.array([len(b.form_bytes) for b in every], dtype=np.int64),
-        item=_end_to_end([b.item for b in every], np.int32),
-        place=_end_to_end([b.place for b in every], np.int64),
-        mass=_end_to_end([b.mass for b in every], np.uint64),
-        form=_end_to_end([b.form for b in every], np.int32),
-        form_sizes=_stack([b.form_sizes for b in every]),
-        form_bytes=_end_to_end([b.form_bytes for b in every], np.int64),
+        patterns=tuple(block.pattern for block in every),
+        place=end_to_end([block.place for block in every], np.int64),
+        mass=end_to_end([block.mass for block in every], np.uint64),
     )
 
 
-def join(parts: Sequence[Rows]) -> Rows:
-    """All blocks of all parts, in order."""
-    return Rows(
-        digests=tuple(digest for part in parts for digest in part.digests),
-        kinds=_end_to_end([part.kinds for part in parts], np.int8),
-        tables=tuple(table for part in parts for table in part.tables),
-        row_counts=_end_to_end([part.row_counts for part in parts], np.int64),
-        form_counts=_end_to_end([part.form_counts for part in parts], np.int64),
-        item=_end_to_end([part.item for part in parts], np.int32),
-        place=_end_to_end([part.place for part in parts], np.int64),
-        mass=_end_to_end([part.mass for part in parts], np.uint64),
-        form=_end_to_end([part.form for part in parts], np.int32),
-        form_sizes=_stack([part.form_sizes for part in parts]),
-        form_bytes=_end_to_end([part.form_bytes for part in parts], np.int64),
-    )
-
-
-def _end_to_end(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
-
-
-def _stack(parts: Sequence[Int64s]) -> Int64s:
-    """Tables of sizes one under another, narrow ones padded by 1."""
-    dims = max((part.shape[1] for part in parts), default=0)
-    stacked = np.ones((sum(len(part) for part in parts), dims), dtype=np.int64)
-    at = 0
+def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[Sheet]:
+    """All blocks of all parts by their patterns, in the order in which these first come."""
+    lines: dict[bytes, list[tuple[bytes, Int64s, UInt64s]]] = {}
     for part in parts:
-        stacked[at : at + len(part), : part.shape[1]] = part
-        at += len(part)
-    return stacked
+        begin = 0
+        for digest, name in zip(part.digests, part.patterns, strict=True):
+            end = begin + len(patterns[name].item)
+            line = (digest, part.place[begin:end], part.mass[begin:end])
+            lines.setdefault(name, []).append(line)
+            begin = end
+    return [
+        Sheet(
+            pattern=patterns[name],
+            digests=tuple(digest for digest, _, _ in every),
+            place=np.stack([place for _, place, _ in every]),
+            mass=np.stack([mass for _, _, mass in every]),
+        )
+        for name, every in lines.items()
+    ]
+
+
+def end_to_end(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """The parts as one array of `dtype`, empty when there are none."""
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
 def _scatter(coordinates: UInt64s) -> UInt64s:

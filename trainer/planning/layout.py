@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -63,9 +63,22 @@ class FilePlace:
     bytes: int
 
 
+class LateContent(Protocol):
+    """What of an image never changes but takes time to make: only its length is known yet."""
+
+    @property
+    def bytes(self) -> int: ...
+
+    def write_to(self, memory: memoryview, is_over: Callable[[], bool]) -> None:
+        """Write it into `memory`, of as many bytes; it may leave off once `is_over()`."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers."""
+    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers.
+
+    `late` never changes either, but is made beside training: (offset, content).
+    """
 
     signature: Signature
     tensors: tuple[TensorPlace, ...]
@@ -73,6 +86,7 @@ class Layout:
     fixed: tuple[tuple[int, bytes], ...]
     files: tuple[FilePlace, ...]
     image_bytes: int
+    late: tuple[int, LateContent] | None = None
     train_state_at: int | None = None
 
     @property
@@ -273,14 +287,19 @@ def plan_layout(
     )
 
 
-def add_metadata(layout: Layout, metadata: bytes, folder: str = "") -> Layout:
+def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = "") -> Layout:
     """The image with `.metadata` after its own file, in `folder` of the checkpoint."""
     at = layout.image_bytes
+    if isinstance(metadata, bytes):
+        size = len(metadata)
+        layout = replace(layout, fixed=(*layout.fixed, (at, metadata)))
+    else:
+        size = metadata.bytes
+        layout = replace(layout, late=(at, metadata))
     return replace(
         layout,
-        fixed=(*layout.fixed, (at, metadata)),
-        files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, len(metadata))),
-        image_bytes=_align(at + len(metadata), FILE_ALIGNMENT),
+        files=(*layout.files, FilePlace(f"{folder}{METADATA}", at, size)),
+        image_bytes=_align(at + size, FILE_ALIGNMENT),
     )
 
 

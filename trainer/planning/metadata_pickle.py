@@ -2,22 +2,56 @@
 
 What `torch.distributed.checkpoint` reads is a pickle of its `Metadata`: an object for every box,
 and two more for where the box lies. With ten million boxes, making and pickling those takes
-minutes. Here every box is a record of opcodes with its numbers set in, all records of one number
-of dimensions at once; names and file names are put into the pickle's memo beforehand. What comes
-out is the same to any unpickler.
+minutes. Here every box is a record of opcodes with its numbers set in, some thousands of records
+at once; names and file names are put into the pickle's memo beforehand. What comes out is the same
+to any unpickler. Its length is known before any of it is made, so that room can be had at once and
+the rest be left to a thread, which works in place and holds the interpreter for moments only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 from holdfast.trainer.planning.columns import Int64s, Item
 from holdfast.trainer.planning.global_plan import GlobalPlan
+from holdfast.trainer.planning.opcodes import (
+    APPEND,
+    BUILD,
+    EMPTY_DICT,
+    EMPTY_LIST,
+    EMPTY_TUPLE,
+    FALSE,
+    INT,
+    LONG,
+    MARK,
+    NEWOBJ,
+    NONE,
+    PROTO,
+    REDUCE,
+    SETITEM,
+    SETITEMS,
+    STOP,
+    TUPLE,
+    TUPLE1,
+    Memo,
+    Octets,
+    Template,
+    fetch,
+    text,
+)
+from holdfast.trainer.planning.places import (
+    Places,
+    Window,
+    count_rows,
+    find_places,
+    stack_sizes,
+)
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
@@ -34,209 +68,217 @@ _CLASSES: Final = {
     "_get_layout": "torch.serialization",
 }
 _WORDS: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
-_WIDE: Final = 1 << 31
+# In place of a number of dimensions.
+NUMBER: Final = -1
 
-# The opcodes that are used, by their names in `pickletools`.
-_PROTO, _STOP, _POP, _MEMOIZE, _NONE, _FALSE = b"\x80\x04", b".", b"0", b"\x94", b"N", b"\x89"
-_MARK, _TUPLE, _EMPTY_TUPLE, _EMPTY_LIST, _EMPTY_DICT = b"(", b"t", b")", b"]", b"}"
-_NEWOBJ, _REDUCE, _BUILD, _APPEND, _SETITEM, _SETITEMS = b"\x81", b"R", b"b", b"a", b"s", b"u"
-_GET, _INT, _LONG = b"j", b"J", b"\x8a\x08"
-
-Bytes2d = npt.NDArray[np.uint8]
-Piece = bytes | Bytes2d
+Piece = bytes | Octets
 
 
 def pickle_metadata(plan: GlobalPlan, file_name: Callable[[int], str]) -> bytes:
     """The pickle of DCP's `Metadata` for `plan`; `file_name` says a writer's file."""
-    memo = _Memo()
-    used = np.unique(plan.writer[plan.row]).tolist()
-    files = {rank: memo.put(_text(file_name(rank))) for rank in used}
-    keys = [memo.put(_text(item.key)) for item in plan.items]
-    chunks, places = _records(plan, memo, np.array(keys), _lookup(files))
-    whole: list[Piece] = [
-        *_new(memo, "Metadata"),
-        _MARK,
-        *(_text("state_dict_metadata"), _EMPTY_DICT),
-        *(p for n, i in enumerate(plan.items) for p in _entry(memo, keys[n], i, chunks.get(n))),
-        *(_text("planner_data"), _EMPTY_DICT),
-        *(p for n, i in enumerate(plan.items) for p in _path(keys[n], i)),
-        *(_text("storage_data"), _EMPTY_DICT),
-        *places,
-        *(_text("storage_meta"), _NONE),
-        *(_text("version"), _text(CURRENT_DCP_VERSION)),
-        *(_SETITEMS, _BUILD, _STOP),
-    ]
-    return b"".join(cast(list[bytes], [_PROTO, *memo.pieces, *whole]))
+    content = MetadataPickle(plan, file_name)
+    memory = bytearray(content.bytes)
+    content.write_to(memoryview(memory))
+    return bytes(memory)
 
 
-class _Memo:
-    """What is put into the pickle's memo before it begins, by number."""
+class MetadataPickle:
+    """The pickle of DCP's `Metadata` for a plan, not made yet: `bytes` is how long it will be."""
 
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self._count = 0
-        self._classes = {
-            name: self.put(b"c" + f"{module}\n{name}\n".encode())
-            for name, module in _CLASSES.items()
-        }
-        self._words = {word: self.put(_text(word)) for word in _WORDS}
+    def __init__(self, plan: GlobalPlan, file_name: Callable[[int], str]) -> None:
+        """`file_name` says a writer's file."""
+        self._plan, items = plan, plan.items
+        memo = Memo(_CLASSES, _WORDS)
+        used = np.flatnonzero(plan.file_bytes).tolist()
+        files = {rank: memo.put(text(file_name(rank))) for rank in used}
+        keys = [memo.put(text(item.key)) for item in items]
+        self._file_numbers, self._key_numbers = _lookup(files), np.array(keys, dtype=np.int64)
+        kinds = [NUMBER if item.dtype is None else len(item.shape) for item in items]
+        self._kinds = np.array(kinds, dtype=np.int64)
+        self._records = {kind: _records(plan, memo, kind) for kind in sorted(set(kinds))}
+        self._entries = [_entry(memo, key, i) for key, i in zip(keys, items, strict=True)]
+        head: list[bytes] = [*memo.new("Metadata"), MARK]
+        head += [text("state_dict_metadata"), EMPTY_DICT]
+        self._head = b"".join([PROTO, *memo.pieces, *head])
+        paths = [p for key, i in zip(keys, items, strict=True) for p in _path(key, i)]
+        middle = [text("planner_data"), EMPTY_DICT, *paths, text("storage_data"), EMPTY_DICT]
+        self._middle = b"".join(middle)
+        tail = [text("storage_meta"), NONE, text("version"), text(CURRENT_DCP_VERSION)]
+        self._tail = b"".join([*tail, SETITEMS, BUILD, STOP])
+        fixed = [self._head, self._middle, self._tail, *(p for pair in self._entries for p in pair)]
+        counts = zip(kinds, count_rows(plan).tolist(), strict=True)
+        self.bytes = sum(map(len, fixed)) + sum(n * self._records[kind].bytes for kind, n in counts)
 
-    def put(self, content: bytes) -> int:
-        self.pieces += [content, _MEMOIZE, _POP]
-        self._count += 1
-        return self._count - 1
+    def write_to(self, memory: memoryview, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Write the pickle into `memory`, of `bytes` bytes; leaves off early when `is_over()`."""
+        target, at = np.frombuffer(memory, dtype=np.uint8), 0
+        for piece in self._pieces(find_places(self._plan)):
+            source = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
+            target[at : at + source.size] = source.reshape(-1)
+            at += source.size
+            if is_over():
+                return
+        if at != self.bytes:
+            raise RuntimeError(f"`.metadata` has {at} bytes, planned were {self.bytes}")
 
-    def get(self, name: str) -> bytes:
-        """The opcode that fetches a class or an attribute's name."""
-        return _fetch(self._classes[name] if name in self._classes else self._words[name])
+    def _pieces(self, places: Places) -> Iterator[Piece]:
+        yield self._head
+        yield from self._pieces_of_entries(places)
+        yield self._middle
+        for window in places.windows():
+            files, keys = self._file_numbers[window.writer], self._key_numbers[window.key]
+            for kind, rows in self._split(window):
+                yield self._records[kind].places(window, rows, keys, files)
+        yield self._tail
 
+    def _split(self, window: Window) -> Iterator[tuple[int, Int64s]]:
+        """The window's rows by the number of their tensors' dimensions."""
+        kinds = self._kinds[window.key]
+        for kind in np.unique(kinds).tolist():
+            yield kind, np.flatnonzero(kinds == kind)
 
-class _Template:
-    """A record of opcodes with places for numbers."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-        self.slots: list[tuple[int, int, Int64s]] = []
-
-    def add(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self.content += piece
-
-    def fetch(self, numbers: Int64s) -> None:
-        """Each record's own object of the memo."""
-        self._slot(_GET, 4, numbers)
-
-    def integer(self, numbers: Int64s) -> None:
-        is_wide = bool(len(numbers)) and int(numbers.max()) >= _WIDE
-        self._slot(_LONG if is_wide else _INT, 8 if is_wide else 4, numbers)
-
-    def size(self, memo: _Memo, columns: Sequence[Int64s]) -> None:
-        """A `torch.Size` of each record's numbers, a column for each dimension."""
-        self.add(memo.get("Size"), _MARK)
-        for column in columns:
-            self.integer(column)
-        self.add(_TUPLE, b"\x85", _REDUCE)
-
-    def records(self, count: int) -> Bytes2d:
-        """All records, one under another: shape (count, length of one)."""
-        table = np.empty((count, len(self.content)), dtype=np.uint8)
-        table[:] = np.frombuffer(bytes(self.content), dtype=np.uint8)
-        for at, width, numbers in self.slots:
-            octets = np.ascontiguousarray(numbers, dtype="<i8").view(np.uint8).reshape(count, 8)
-            table[:, at : at + width] = octets[:, :width]
-        return table
-
-    def _slot(self, opcode: bytes, width: int, numbers: Int64s) -> None:
-        self.add(opcode)
-        self.slots.append((len(self.content), width, numbers))
-        self.add(bytes(width))
-
-
-def _records(
-    plan: GlobalPlan, memo: _Memo, keys: Int64s, files: Int64s
-) -> tuple[dict[int, Bytes2d], list[Bytes2d]]:
-    """Each tensor's chunks, by the number of its item, and all places of boxes and numbers."""
-    chunks: dict[int, Bytes2d] = {}
-    places: list[Bytes2d] = []
-    kinds = np.array([-1 if i.dtype is None else len(i.shape) for i in plan.items], dtype=np.int64)
-    kind_of_row = kinds[plan.key[plan.row]]
-    for kind in np.unique(kinds).tolist():
-        row = plan.row[kind_of_row == kind]
-        key = plan.key[row]
-        where = _Template()
-        where.add(*_new(memo, "MetadataIndex"), _MARK, memo.get("fqn"))
-        where.fetch(keys[key])
-        if kind < 0:
-            where.add(memo.get("index"), _NONE)
-        else:
-            offsets, sizes = _box_columns(plan, row, key, kind)
-            first = np.searchsorted(key, np.arange(len(plan.items) + 1))
-            chunk = _chunk(memo, offsets, sizes).records(len(row))
-            chunks |= {
-                n: chunk[first[n] : first[n + 1]] for n in np.flatnonzero(kinds == kind).tolist()
+    def _pieces_of_entries(self, places: Places) -> Iterator[Piece]:
+        """Each key of `state_dict_metadata`: its head, its chunks, its end."""
+        entries, current = self._entries, -1
+        for window in places.windows():
+            chunks = {
+                kind: self._records[kind].chunks(window, rows) for kind, rows in self._split(window)
             }
-            where.add(memo.get("index"))
-            where.integer(np.arange(len(row)) - first[key])
-            where.add(memo.get("offset"))
-            where.size(memo, offsets)
-        where.add(_SETITEMS, _BUILD)
-        _add_place(where, memo, files[plan.writer[row]], plan.offset[row], plan.length[row])
-        places.append(where.records(len(row)))
-    return chunks, places
+            used = dict.fromkeys(chunks, 0)
+            keys = window.key
+            bounds = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist(), len(keys)]
+            for begin, end in pairwise(bounds):
+                number, kind = int(keys[begin]), int(self._kinds[keys[begin]])
+                while current < number:
+                    yield from self._between(current)
+                    current += 1
+                yield chunks[kind][used[kind] : used[kind] + end - begin]
+                used[kind] += end - begin
+        while current < len(entries):
+            yield from self._between(current)
+            current += 1
+
+    def _between(self, number: int) -> Iterator[bytes]:
+        """The end of an entry and the head of the next."""
+        if number >= 0:
+            yield self._entries[number][1]
+        if number + 1 < len(self._entries):
+            yield self._entries[number + 1][0]
 
 
-def _box_columns(
-    plan: GlobalPlan, row: Int64s, key: Int64s, dims: int
-) -> tuple[list[Int64s], list[Int64s]]:
-    """Offsets and sizes of boxes with `dims` dimensions, a column for each dimension."""
+@dataclass(frozen=True)
+class _Records:
+    """The opcodes of the boxes of all tensors with one number of dimensions.
+
+    `shapes` and `form_sizes`, a column for each dimension, are by item and by form.
+    """
+
+    shapes: Int64s
+    form_sizes: Int64s
+    chunk: Template
+    place: Template
+    is_number: bool
+
+    @property
+    def bytes(self) -> int:
+        """What one box takes, chunk and place together."""
+        return self.chunk.record_bytes + self.place.record_bytes
+
+    def chunks(self, window: Window, rows: Int64s) -> Octets:
+        """What `chunks` lists: offsets and sizes of each of these rows of the window."""
+        if self.is_number:
+            return np.zeros((len(rows), 0), dtype=np.uint8)
+        form = window.form[rows]
+        columns = [*self._offsets(window, rows), *self.form_sizes[form].T]
+        return self.chunk.records(len(rows), columns)
+
+    def places(self, window: Window, rows: Int64s, keys: Int64s, files: Int64s) -> Octets:
+        """What `storage_data` has; `keys` and `files` are the window's by their memo numbers."""
+        box = [] if self.is_number else [window.nth[rows], *self._offsets(window, rows)]
+        where = [files[rows], window.offset[rows], window.length[rows]]
+        return self.place.records(len(rows), [keys[rows], *box, *where])
+
+    def _offsets(self, window: Window, rows: Int64s) -> list[Int64s]:
+        key, rest, offsets = window.key[rows], window.place[rows], []
+        for dim in reversed(range(1, self.shapes.shape[1])):
+            rest, offset = np.divmod(rest, self.shapes[key, dim])
+            offsets.append(offset)
+        if self.shapes.shape[1]:
+            offsets.append(rest)
+        return offsets[::-1]
+
+
+def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
+    """Templates for tensors of `kind` dimensions, or for numbers."""
+    dims = max(kind, 0)
     shapes = np.ones((len(plan.items), dims), dtype=np.int64)
     for number, item in enumerate(plan.items):
         if item.dtype is not None and len(item.shape) == dims:
-            shapes[number] = item.shape
-    shapes = np.maximum(shapes, 1)
-    offsets, rest = [], plan.place[row].copy()
-    for dim in reversed(range(dims)):
-        extent = shapes[key, dim]
-        offsets.append(rest % extent)
-        rest //= extent
-    form = plan.form[row]
-    return offsets[::-1], [plan.form_sizes[form, dim] for dim in range(dims)]
+            shapes[number] = np.maximum(item.shape, 1)
+    largest = shapes.max(axis=0, initial=1).tolist()
+    chunk, place = Template(), Template()
+    if kind != NUMBER:
+        chunk.add(*memo.new("ChunkStorageMetadata"), MARK, memo.get("offsets"))
+        _add_size(chunk, memo, largest)
+        chunk.add(memo.get("sizes"))
+        _add_size(chunk, memo, largest)
+        chunk.add(SETITEMS, BUILD, APPEND)
+    place.add(*memo.new("MetadataIndex"), MARK, memo.get("fqn"))
+    place.fetch()
+    place.add(memo.get("index"))
+    if kind == NUMBER:
+        place.add(NONE)
+    else:
+        place.integer(sum(writer.size for writer in plan.writers))
+        place.add(memo.get("offset"))
+        _add_size(place, memo, largest)
+    place.add(SETITEMS, BUILD)
+    place.add(*memo.new("_StorageInfo"), MARK, memo.get("relative_path"))
+    place.fetch()
+    place.add(memo.get("offset"))
+    place.integer(int(plan.file_bytes.max(initial=0)))
+    place.add(memo.get("length"))
+    place.integer(max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.sheets), default=0))
+    place.add(SETITEMS, BUILD, SETITEM)
+    form_sizes = stack_sizes([sheet.pattern.form_sizes for sheet in plan.sheets])[:, :dims]
+    return _Records(shapes, form_sizes, chunk, place, kind == NUMBER)
 
 
-def _chunk(memo: _Memo, offsets: Sequence[Int64s], sizes: Sequence[Int64s]) -> _Template:
-    chunk = _Template()
-    chunk.add(*_new(memo, "ChunkStorageMetadata"), _MARK, memo.get("offsets"))
-    chunk.size(memo, offsets)
-    chunk.add(memo.get("sizes"))
-    chunk.size(memo, sizes)
-    chunk.add(_SETITEMS, _BUILD, _APPEND)
-    return chunk
+def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
+    """A `torch.Size` of each record's numbers, given the largest in each dimension."""
+    record.add(memo.get("Size"), MARK)
+    for extent in largest:
+        record.integer(extent)
+    record.add(TUPLE, TUPLE1, REDUCE)
 
 
-def _add_place(record: _Template, memo: _Memo, file: Int64s, at: Int64s, length: Int64s) -> None:
-    record.add(*_new(memo, "_StorageInfo"), _MARK, memo.get("relative_path"))
-    record.fetch(file)
-    record.add(memo.get("offset"))
-    record.integer(at)
-    record.add(memo.get("length"))
-    record.integer(length)
-    record.add(_SETITEMS, _BUILD, _SETITEM)
-
-
-def _entry(memo: _Memo, key: int, item: Item, chunks: Bytes2d | None) -> list[Piece]:
-    """One key of `state_dict_metadata`."""
+def _entry(memo: Memo, key: int, item: Item) -> tuple[bytes, bytes]:
+    """One key of `state_dict_metadata`: what comes before its chunks, and what after."""
     if item.dtype is None:
-        return [_fetch(key), *_new(memo, "BytesStorageMetadata", state=False), _SETITEM]
-    properties: list[Piece] = [
-        memo.get("TensorProperties"),
-        *(_EMPTY_TUPLE, _NEWOBJ, _MARK),
+        content = [fetch(key), *memo.new("BytesStorageMetadata", state=False), SETITEM]
+        return b"".join(content), b""
+    properties = [
+        *(memo.get("TensorProperties"), EMPTY_TUPLE, NEWOBJ, MARK),
         b"c" + f"torch\n{item.dtype}\n".encode(),
-        *(memo.get("_get_layout"), _text("torch.strided"), b"\x85", _REDUCE),
-        _FALSE,
-        *(memo.get("_MEM_FORMAT_ENCODING"), b"K\x00", b"\x85", _REDUCE),
-        *(_FALSE, _TUPLE, _BUILD),
+        *(memo.get("_get_layout"), text("torch.strided"), TUPLE1, REDUCE),
+        FALSE,
+        *(memo.get("_MEM_FORMAT_ENCODING"), b"K\x00", TUPLE1, REDUCE),
+        *(FALSE, TUPLE, BUILD),
     ]
-    size = b"".join(_LONG + extent.to_bytes(8, "little") for extent in item.shape)
-    return [
-        _fetch(key),
-        *_new(memo, "TensorStorageMetadata"),
-        *(_MARK, _text("properties"), *properties),
-        *(_text("size"), memo.get("Size"), _MARK, size, _TUPLE, b"\x85", _REDUCE),
-        *(_text("chunks"), _EMPTY_LIST),
-        *([] if chunks is None else [chunks]),
-        *(_SETITEMS, _BUILD, _SETITEM),
+    size = b"".join(LONG + extent.to_bytes(8, "little") for extent in item.shape)
+    head = [
+        *(fetch(key), *memo.new("TensorStorageMetadata"), MARK),
+        *(text("properties"), *properties),
+        *(text("size"), memo.get("Size"), MARK, size, TUPLE, TUPLE1, REDUCE),
+        *(text("chunks"), EMPTY_LIST),
     ]
+    return b"".join(head), SETITEMS + BUILD + SETITEM
 
 
 def _path(key: int, item: Item) -> list[bytes]:
     """One key of `planner_data`: the path by which the state can be nested again."""
-    parts = [_text(p) if isinstance(p, str) else b"J" + p.to_bytes(4, "little") for p in item.path]
-    return [_fetch(key), _MARK, *parts, _TUPLE, _SETITEM]
-
-
-def _new(memo: _Memo, name: str, *, state: bool = True) -> list[bytes]:
-    """A new object of a class, and a dict for its attributes to be filled and built in."""
-    return [memo.get(name), _EMPTY_TUPLE, _NEWOBJ, *([_EMPTY_DICT] if state else [])]
+    parts = [text(p) if isinstance(p, str) else INT + p.to_bytes(4, "little") for p in item.path]
+    return [fetch(key), MARK, *parts, TUPLE, SETITEM]
 
 
 def _lookup(numbers: dict[int, int]) -> Int64s:
@@ -245,12 +287,3 @@ def _lookup(numbers: dict[int, int]) -> Int64s:
     for number, value in numbers.items():
         table[number] = value
     return table
-
-
-def _fetch(number: int) -> bytes:
-    return _GET + number.to_bytes(4, "little")
-
-
-def _text(text: str) -> bytes:
-    content = text.encode("utf-8", "surrogatepass")
-    return b"X" + len(content).to_bytes(4, "little") + content

@@ -13,7 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
-from holdfast.trainer.planning.columns import OWN, SHARED, Block, Item, Row, make_block
+from holdfast.trainer.planning.columns import (
+    KINDS,
+    OWN,
+    PART,
+    WHOLE,
+    Block,
+    Item,
+    Pattern,
+    Row,
+    make_block,
+)
 from holdfast.trainer.planning.layout import (
     NumberEntry,
     Signature,
@@ -33,14 +43,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class RankRows:
-    """One rank's blocks by digest, the tables that they name, and its file's possible entries.
+    """One rank's blocks by digest, what they name, and its file's possible entries.
 
-    `entries` has those of the shared block and those of the rank's own, in the order of rows.
+    `entries` has those of the block of each of the KINDS, in the order of rows.
     """
 
     blocks: Mapping[bytes, Block]
+    patterns: Mapping[bytes, Pattern]
     tables: Mapping[bytes, bytes]
-    entries: tuple[tuple[TensorEntry | NumberEntry, ...], tuple[TensorEntry | NumberEntry, ...]]
+    entries: tuple[tuple[TensorEntry | NumberEntry, ...], ...]
     signature: Signature
 
 
@@ -49,19 +60,28 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
     flat = flatten(state)
     paths = flatten_state_dict(dict(state))[1]
     reader = _Reader()
-    blocks, tables = {}, {}
+    found = []
+    for key, value in flat.items():
+        item = _item(key, paths[key], value)
+        found.append((item, reader.read(item, value)))
+    blocks, patterns, tables = {}, {}, {}
     entries: list[tuple[TensorEntry | NumberEntry, ...]] = []
-    for kind in (SHARED, OWN):
-        keys = [key for key in flat if is_of_one_rank(key) == (kind == OWN)]
-        items = [_item(key, paths[key], flat[key]) for key in keys]
-        found = [reader.read(item, flat[item.key]) for item in items]
-        held = [pair for pair in found if pair is not None]
-        block, table = make_block(kind, items, [row for row, _ in held])
-        if items:
-            blocks[block.digest()] = block
-            tables[block.table] = table
-        entries.append(tuple(entry for _, entry in held))
-    return RankRows(blocks, tables, (entries[SHARED], entries[OWN]), Signature(flat))
+    for kind in KINDS:
+        ours = [(item, held) for item, held in found if _kind_of(item, held) == kind]
+        rows = [held for _, held in ours if held is not None]
+        entries.append(tuple(entry for _, entry in rows))
+        if ours:
+            made = make_block(kind, [item for item, _ in ours], [row for row, _ in rows])
+            blocks[made.block.digest()] = made.block
+            patterns[made.block.pattern] = made.pattern
+            tables[made.pattern.table] = made.table
+    return RankRows(blocks, patterns, tables, tuple(entries), Signature(flat))
+
+
+def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None) -> int:
+    if is_of_one_rank(item.key):
+        return OWN
+    return WHOLE if held is not None and held[0].is_whole else PART
 
 
 class _Reader:

@@ -18,42 +18,47 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer.collective import Tree
 from holdfast.trainer.identity import Identity, distcp_name
-from holdfast.trainer.planning.columns import Block, Int32s, Rows, join, pack
-from holdfast.trainer.planning.global_plan import GlobalPlan, plan_all
+from holdfast.trainer.planning.columns import KINDS, Block, Pattern, Rows, join, pack
+from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
 from holdfast.trainer.planning.layout import Layout, add_metadata, add_train_state, plan_layout
-from holdfast.trainer.planning.metadata_pickle import pickle_metadata
+from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.rank_rows import RankRows, describe_rank
 
 T = TypeVar("T")
 GIB: Final = 1024**3
 
 Digests = tuple[bytes, ...]
-Kept = tuple[Int32s, Int32s]
-"""Rows that a rank writes, in the order of its file: of its shared block, then of its own."""
+Wanted = tuple[Digests, Digests, Digests]
+"""Blocks, patterns and tables, by digest."""
 
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """What a node has, by digest alone: of each of its ranks, by rank, and the tables."""
+    """What a node has, by digest alone: of each of its ranks, by rank, and what blocks name."""
 
     ranks: Mapping[int, Digests]
+    patterns: Digests
     tables: Digests
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The blocks and tables that one node was asked for."""
+    """The blocks, patterns and tables that one node was asked for."""
 
     rows: Rows
+    patterns: Mapping[bytes, Pattern]
     tables: Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank is told: the rows that it writes, and `.metadata` where it writes that."""
+    """What a rank is told: the rows that it writes, and `.metadata` where it writes that.
+
+    The root alone writes it, and so tells it to nobody.
+    """
 
     kept: Kept
-    metadata: bytes | None
+    metadata: MetadataPickle | None
 
 
 def plan_together(
@@ -81,7 +86,7 @@ def plan_together(
     reply, problem = _ask(own, stage_tree, identity.rank)
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     assert reply is not None
-    entries = [own.entries[kind][row] for kind in (0, 1) for row in reply.kept[kind].tolist()]
+    entries = [own.entries[kind][row] for kind in KINDS for row in reply.kept[kind].tolist()]
     layout = plan_layout(identity.file_name, entries, own.signature)
     if reply.metadata is not None:
         layout = add_metadata(layout, reply.metadata, identity.folder)
@@ -127,20 +132,26 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 def _ask(own: RankRows, tree: Tree, rank: int) -> tuple[Reply | None, str | None]:
     """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
-    mates = tree.gather_node((tuple(own.blocks), own.blocks, own.tables))
+    mates = tree.gather_node((own.blocks, own.patterns, own.tables))
     if not tree.is_first:
         reply, problem = tree.scatter_node([])
         return reply, problem
     blocks: dict[bytes, Block] = {}
+    patterns: dict[bytes, Pattern] = {}
     tables: dict[bytes, bytes] = {}
-    for _, its_blocks, its_tables in mates:
+    for its_blocks, its_patterns, its_tables in mates:
         blocks |= its_blocks
+        patterns |= its_patterns
         tables |= its_tables
-    digests = {rank: mate[0] for rank, mate in zip(tree.mates, mates, strict=True)}
-    indexes = tree.gather_firsts(NodeIndex(digests, tuple(tables)))
-    wanted = tree.scatter_firsts(choose_sources(indexes))
+    digests = {rank: tuple(mate[0]) for rank, mate in zip(tree.mates, mates, strict=True)}
+    indexes = tree.gather_firsts(NodeIndex(digests, tuple(patterns), tuple(tables)))
+    wanted: Wanted = tree.scatter_firsts(choose_sources(indexes))
     contents = tree.gather_firsts(
-        Contents(pack({d: blocks[d] for d in wanted[0]}), {d: tables[d] for d in wanted[1]})
+        Contents(
+            pack({d: blocks[d] for d in wanted[0]}),
+            {d: patterns[d] for d in wanted[1]},
+            {d: tables[d] for d in wanted[2]},
+        )
     )
     answer = tree.scatter_firsts(_decide(indexes, contents, rank) if tree.is_root else [])
     replies: Sequence[Any] = tree.scatter_node(answer)
@@ -148,15 +159,18 @@ def _ask(own: RankRows, tree: Tree, rank: int) -> tuple[Reply | None, str | None
     return reply, problem
 
 
-def choose_sources(indexes: Sequence[NodeIndex]) -> list[tuple[Digests, Digests]]:
-    """The blocks and tables that each node shall send: each by the first that has it."""
-    chosen = []
+def choose_sources(indexes: Sequence[NodeIndex]) -> list[Wanted]:
+    """What each node shall send: each content by the first that has it."""
+    chosen: list[Wanted] = []
     seen: set[bytes] = set()
     for index in indexes:
-        blocks = {d: None for held in index.ranks.values() for d in held if d not in seen}
-        tables = {d: None for d in index.tables if d not in seen}
-        seen |= {*blocks, *tables}
-        chosen.append((tuple(blocks), tuple(tables)))
+        blocks = tuple(dict.fromkeys(d for held in index.ranks.values() for d in held))
+        wanted = [
+            tuple(d for d in s if d not in seen) for s in (blocks, index.patterns, index.tables)
+        ]
+        for digests in wanted:
+            seen.update(digests)
+        chosen.append((wanted[0], wanted[1], wanted[2]))
     return chosen
 
 
@@ -164,19 +178,20 @@ def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> Global
     """The plan for all ranks from all nodes' rows; raises `SaveError`."""
     holdings = {rank: held for index in indexes for rank, held in index.ranks.items()}
     tables = {digest: table for node in contents for digest, table in node.tables.items()}
+    patterns = {digest: one for node in contents for digest, one in node.patterns.items()}
     by_rank = [holdings[rank] for rank in sorted(holdings)]
-    return plan_all(join([node.rows for node in contents]), tables, by_rank)
+    return plan_all(join([node.rows for node in contents], patterns), tables, by_rank)
 
 
 def _decide(
     indexes: Sequence[NodeIndex], contents: Sequence[Contents], root: int
 ) -> list[list[tuple[Reply | None, str | None]]]:
     """A reply for each rank of each node; the same problem for all when planning failed."""
-    found: list[tuple[GlobalPlan, bytes]] = []
+    found: list[tuple[GlobalPlan, MetadataPickle]] = []
 
     def plan() -> None:
         made = decide(indexes, contents)
-        found.append((made, pickle_metadata(made, distcp_name)))
+        found.append((made, MetadataPickle(made, distcp_name)))
 
     problem = problem_of(plan, root)
     if problem:

@@ -2,7 +2,8 @@
 
 `FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
 tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread;
-who begins to train waits for it, so that the first save costs what any other does.
+who begins to train waits for it, so that the first save costs what any other does. Another writes
+what only a commit needs, `.metadata`, and the first save waits for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from holdfast.contracts.slots import (
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.layout import Layout, encode_number, local_part
 from holdfast.trainer.staging.copying import Copier
+from holdfast.trainer.staging.late import LateWriter
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -213,11 +215,35 @@ class Stage:
             target=self._make_ready, args=(layout.used_bytes, pin), name="holdfast-map", daemon=True
         )
         self._thread.start()
+        self._late: LateWriter | None = None
+        if layout.late is not None:
+            at, content = layout.late
+            self._late = LateWriter([staged.slot for staged in self.slots], at, content)
 
     def free(self) -> StagedSlot | None:
         """The slot to fill next, or None while all are being written."""
         chosen = choose_slot([staged.slot for staged in self.slots])
         return None if chosen is None else self.slots[chosen]
+
+    @property
+    def has_late(self) -> bool:
+        """True once the slots have what is written beside training."""
+        return self._late is None or (self._late.is_done and self._late.problem is None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the slots cannot be used, as far as is known."""
+        return None if self._late is None else self._late.problem
+
+    def wait_for_late(self) -> str | None:
+        """Wait until the slots have what is written beside training; why they never will."""
+        return None if self._late is None else self._late.wait()
+
+    def require_late(self) -> None:
+        """Wait likewise; raises `SaveError` when it never comes."""
+        problem = self.wait_for_late()
+        if problem is not None:
+            raise SaveError(problem)
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Wait until the thread has done what it can; True when it has, in `timeout_s` seconds."""
@@ -227,6 +253,8 @@ class Stage:
     def close(self) -> None:
         """Let all slots go from this process."""
         self._is_closed.set()
+        if self._late is not None:
+            self._late.close()
         self._thread.join()
         for staged in self.slots:
             staged.close()

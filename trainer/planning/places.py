@@ -1,0 +1,128 @@
+"""Where each written box lies: a plan's rows as `.metadata` lists them, window by window.
+
+Made after the plan, beside training: only `.metadata` has to know of every rank's offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from holdfast.trainer.planning.boxes import group
+from holdfast.trainer.planning.columns import Int32s, Int64s, end_to_end
+from holdfast.trainer.planning.global_plan import GlobalPlan, align
+
+# Rows that are looked at together: their columns stay in a core's cache.
+WINDOW_ROWS: Final = 8192
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some rows that follow each other by key and place, as columns.
+
+    `nth` counts the boxes of one item; `offset` and `length` are bytes in the writer's file,
+    `form` numbers the forms of all sheets.
+    """
+
+    key: Int32s
+    nth: Int64s
+    place: Int64s
+    form: Int32s
+    writer: Int32s
+    offset: Int64s
+    length: Int64s
+
+
+@dataclass(frozen=True)
+class Places:
+    """All written rows: `order` lists them by key and place, each item's from `first` on.
+
+    The other columns are by row, `form_bytes` by form.
+    """
+
+    order: Int64s
+    first: Int64s
+    key: Int32s
+    place: Int64s
+    form: Int32s
+    writer: Int32s
+    offset: Int64s
+    form_bytes: Int64s
+
+    def windows(self) -> Iterator[Window]:
+        """All rows, in order, so many at a time."""
+        for begin in range(0, len(self.order), WINDOW_ROWS):
+            row = self.order[begin : begin + WINDOW_ROWS]
+            key, form = self.key[row], self.form[row]
+            yield Window(
+                key=key,
+                nth=np.arange(begin, begin + len(row)) - self.first[key],
+                place=self.place[row],
+                form=form,
+                writer=self.writer[row],
+                offset=self.offset[row],
+                length=self.form_bytes[form],
+            )
+
+
+def count_rows(plan: GlobalPlan) -> Int64s:
+    """How many boxes of each item are written."""
+    counts = np.zeros(len(plan.items), dtype=np.int64)
+    for key, writer in zip(plan.keys, plan.writers, strict=True):
+        np.add.at(counts, key, np.count_nonzero(writer >= 0, axis=0))
+    return counts
+
+
+def find_places(plan: GlobalPlan) -> Places:
+    """Sort the rows that are written, and add up their offsets."""
+    lines = [len(sheet.digests) for sheet in plan.sheets]
+    forms = np.cumsum([0, *(len(sheet.pattern.form_bytes) for sheet in plan.sheets)])
+    form = [
+        np.tile(sheet.pattern.form + np.int32(base), count)
+        for sheet, count, base in zip(plan.sheets, lines, forms.tolist(), strict=False)
+    ]
+    key = [np.tile(of_sheet, count) for of_sheet, count in zip(plan.keys, lines, strict=True)]
+    keys = end_to_end(key, np.int32)
+    place = end_to_end([sheet.place.ravel() for sheet in plan.sheets], np.int64)
+    writer = end_to_end([writer.ravel() for writer in plan.writers], np.int32)
+    written = np.flatnonzero(writer >= 0)
+    counts = count_rows(plan)
+    return Places(
+        order=written[group(keys[written], place[written], plan.items).order],
+        first=np.cumsum(counts) - counts,
+        key=keys,
+        place=place,
+        form=end_to_end(form, np.int32),
+        writer=writer,
+        offset=end_to_end([offset.ravel() for offset in _offsets(plan)], np.int64),
+        form_bytes=end_to_end([sheet.pattern.form_bytes for sheet in plan.sheets], np.int64),
+    )
+
+
+def stack_sizes(parts: list[Int64s]) -> Int64s:
+    """Tables of sizes one under another, narrow ones padded by 1."""
+    dims = max((part.shape[1] for part in parts), default=0)
+    stacked = np.ones((sum(len(part) for part in parts), dims), dtype=np.int64)
+    at = 0
+    for part in parts:
+        stacked[at : at + len(part), : part.shape[1]] = part
+        at += len(part)
+    return stacked
+
+
+def _offsets(plan: GlobalPlan) -> list[Int64s]:
+    """For each row that is written where it begins in its writer's file, by sheet."""
+    offsets = [np.zeros(sheet.place.shape, dtype=np.int64) for sheet in plan.sheets]
+    lengths = [sheet.pattern.form_bytes[sheet.pattern.form] for sheet in plan.sheets]
+    for blocks, kept in zip(plan.held, plan.kept, strict=True):
+        base = 0
+        for number, line in blocks:
+            rows = kept[plan.sheets[number].pattern.kind]
+            its_lengths = align(lengths[number][rows])
+            ends = base + np.cumsum(its_lengths)
+            offsets[number][line, rows] = ends - its_lengths
+            base = int(ends[-1]) if len(rows) else base
+    return offsets
