@@ -4,12 +4,12 @@
 
 Prints JSON, a row for each way to spread a state over the ranks: every part on one rank, in the
 order of ranks (sharded) or, for every other tensor, in another (crossed); each part on eight ranks
-(hybrid); the same on all (replicated). `describe_s` is one rank's part (all ranks work at once), `pack_s` one
-node's, `unpickle_s` what rank 0 takes to read what all nodes sent, `decide_s` its plan for
-everybody, `cold_s` their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and tells
-to all nodes, whose time on the network is not in it. `metadata_s` is `.metadata` of all boxes, made
-by a thread of rank 0 beside training. `cached_s` is what each later save pays to see that the plan
-still holds.
+(hybrid); the same on all (replicated). `describe_s` is one rank's part (all ranks work at once),
+`pack_s` one node's, `unpickle_s` what rank 0 takes to read what all nodes sent, `decide_s` its plan
+for everybody, `cold_s` their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and
+tells to all nodes, whose time on the network is not in it. `metadata_s` is `.metadata` of all
+boxes, made by a thread of rank 0 beside training. `cached_s` is what each later save pays to see
+that the plan still holds.
 """
 
 from __future__ import annotations
