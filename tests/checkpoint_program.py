@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import KeyMismatchError, SaveError
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
+from holdfast.trainer.loading.train_state import read_train_state
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 STAGED = "staged"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,17 @@ COPY_WEIGHT: Final = 0.3
 CRASH: Final = "crash"
 
 Captured = tuple[State, dict[str, Any]]
+
+
+class Fitness(IntEnum):
+    """How a rank's plan fits its state; of all ranks' answers the largest counts.
+
+    AWAITED: it fits, and `.metadata` is still being made beside training.
+    """
+
+    FITS = 0
+    AWAITED = 1
+    CHANGED = 2
 
 
 class Saver:
@@ -121,14 +133,25 @@ class Saver:
             if self._link.board.stopping or time.monotonic() > give_up:
                 return
 
-    def look(self) -> bool:
-        """Capture the state for what this boundary brings.
-
-        True when it needs another plan; then all ranks must `prepare`.
-        """
+    def look(self) -> Fitness:
+        """Capture the state for what this boundary brings, and see whether the plan fits it."""
         self._captured = None
         self._captured = self._take_captured()
-        return self.engine.changes(self._captured[0]) is not None
+        if self.engine.changes(self._captured[0]) is not None:
+            return Fitness.CHANGED
+        return Fitness.AWAITED if self.engine.awaits_metadata else Fitness.FITS
+
+    def make_fit(self, found: int) -> None:
+        """Before a save: plan anew if need be. All ranks call it with the worst of their looks.
+
+        Raises `SaveError` on all ranks when there can be no plan.
+        """
+        if found == Fitness.AWAITED:
+            self._record.beat(Phase.SAVE)
+            problem = self.engine.wait_for_metadata()
+            found = self._ranks.largest([Fitness.CHANGED if problem else Fitness.FITS])[0]
+        if found == Fitness.CHANGED:
+            self.prepare()
 
     def forget(self) -> None:
         """Nothing more is done with what `look` captured."""
@@ -225,8 +248,7 @@ class Saver:
         if step != self._staged_step:
             self.collect()
             # All ranks are here: the one collective that a last save takes.
-            if self._ranks.largest([self.look()])[0]:
-                self.prepare()
+            self.make_fit(self._ranks.largest([self.look()])[0])
             self.save(step=step, reason="final")
         self.wait()
         waiting = [name for name, number in self.in_flight.items() if number == step]

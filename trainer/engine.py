@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
 import os
 import platform
 import time
@@ -23,10 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from holdfast.contracts.durable import to_json
-from holdfast.contracts.errors import DamagedCheckpointError, SaveError
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
-from holdfast.contracts.paths import TRAIN_STATE, CheckpointName, RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.collective import Tree
 from holdfast.trainer.identity import Identity
@@ -40,7 +38,6 @@ from holdfast.trainer.planning.layout import (
     find_changes,
     flatten,
 )
-from holdfast.trainer.planning.metadata import read_verified
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.stage import FlusherLink, Stage, StagedSlot
@@ -133,8 +130,8 @@ class CheckpointEngine:
     def changes(self, state: dict[str, Any]) -> str | None:
         """What no longer fits the plan, in words for people; None while a save needs no new one.
 
-        Also why the plan cannot be used: what was to be written beside training was not. The next
-        `prepare` then raises it on all ranks.
+        Also why the plan cannot be used, where `.metadata` could not be made beside training; the
+        next `prepare` then raises it on all ranks.
         A save of this very `state` right after it does not compare again.
         Raises `SaveError` when the state cannot be saved at all.
         """
@@ -145,9 +142,18 @@ class CheckpointEngine:
         flat = flatten(state)
         found = find_changes(self._layout, flat)
         if found is None and self._stage is not None:
-            found = self._stage.wait_for_late()
+            found = self._stage.problem
         self._compared = None if found else (state, flat)
         return found
+
+    @property
+    def awaits_metadata(self) -> bool:
+        """True while `.metadata` is made beside training; a save waits for it before it seals."""
+        return self._stage is not None and not self._stage.is_late_done
+
+    def wait_for_metadata(self) -> str | None:
+        """Wait until `.metadata` is in the slots; why it never will be, in words for people."""
+        return None if self._stage is None else self._stage.wait_for_late()
 
     def save(
         self,
@@ -212,7 +218,7 @@ class CheckpointEngine:
         began = time.monotonic()
         if self._layout is None or self._stage is None or self._planner is not None:
             return False
-        if not self._stage.has_late:
+        if self.awaits_metadata or self._stage.problem is not None:
             return False
         self._link.keep_up()
         flat = self._checked(self._layout, state)
@@ -470,32 +476,6 @@ class CheckpointEngine:
             },
             "metrics": {key: float(value) for key, value in (metrics or {}).items()},
         }
-
-
-def read_train_state(directory: Path) -> dict[str, Any]:
-    """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
-
-    Raises `DamagedCheckpointError` when it is not the manifest's, or no JSON object.
-    """
-    path = directory / TRAIN_STATE
-    manifest = read_manifest(directory)
-    listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
-    if not listed and not path.exists():
-        return {}
-    try:
-        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
-        parsed = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"{path}: not JSON: {error}; resume from another checkpoint",
-            damaged=[f"{TRAIN_STATE}: {error}"],
-        ) from error
-    if not isinstance(parsed, dict):
-        raise DamagedCheckpointError(
-            f"{path}: holds a {type(parsed).__name__}, expected a JSON object",
-            damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
-        )
-    return parsed
 
 
 @functools.cache

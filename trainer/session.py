@@ -127,10 +127,7 @@ class Session:
         self._ranks = meet_ranks()
         self._link: Link = open_link(directory, self._ranks, mesh)
         identity = self._link.identity
-        self._record = self._link.board.record(identity.local_rank)
-        self._record.register(identity.rank, NOWHERE)
-        self._flags = None if self._link.has_agent else SignalFlags(self._record)
-        self._record.beat(Phase.LOAD)
+        self._appear()
         self._state = TrainState(
             model,
             _listed(optimizer),
@@ -332,6 +329,14 @@ class Session:
 
     # --- inside ---------------------------------------------------------------------------
 
+    def _appear(self) -> None:
+        """Be seen on the node's board; without an agent, be told of signals."""
+        identity = self._link.identity
+        self._record = self._link.board.record(identity.local_rank)
+        self._record.register(identity.rank, NOWHERE)
+        self._flags = None if self._link.has_agent else SignalFlags(self._record)
+        self._record.beat(Phase.LOAD)
+
     def _resume(
         self, interval: Interval, rhythm: SnapshotRhythm, planner: SavePlanner | None
     ) -> None:
@@ -436,11 +441,10 @@ class Session:
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
         mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look()]
         said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, is_changed, copy_us, step_us = said
+        save, next_step, is_busy, fitness, copy_us, step_us = said
         saved = bool(save) and not is_busy
         if saved:
-            if is_changed:
-                saver.prepare()
+            saver.make_fit(fitness)
             saver.save(step=step, reason=asked or "interval")
         elif save:
             saver.passed_over(step)

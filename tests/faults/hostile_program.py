@@ -33,8 +33,8 @@ from tests.faults.hostile import (
     state,
 )
 
-from holdfast.trainer.engine import read_train_state
 from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.loading.train_state import read_train_state
 
 CASE_S: Final = 30
 MEMORY_MARGIN_BYTES: Final = 1 << 30

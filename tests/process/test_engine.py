@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.flusher_keeper import Keeper, wait_until
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -126,3 +127,6 @@ def test_a_step_that_killed_ranks_had_sealed_is_committed(tmp_path: Path, keeper
     manifest = read_manifest(directory)
     assert manifest is not None
     assert find_damage(directory, manifest) == []
+    # `.metadata`, made beside training, was sealed with the rest.
+    assert ".metadata" in {file.path for file in manifest.files}
+    assert FileSystemReader(directory).read_metadata().storage_data

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.contracts.slots import Slot, SlotState
+from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import read_keys
-from holdfast.trainer.planning.global_plan import ALIGNMENT
+from holdfast.trainer.loading.train_state import read_train_state
+from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.planning.places import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
 
 # 100 MB: two slots of it take a good part of a second to be there.
 NUMBERS = 25_000_000
 STARTS_MAX = 5
+RELEASE_S = 60.0
 FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
 
 
@@ -243,9 +249,10 @@ def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
     with monkeypatch.context() as patch:
         patch.setattr("holdfast.trainer.planning.metadata_pickle.find_places", run_out)
         engine.prepare(state)
-        said = engine.changes(state)
+        said = engine.wait_for_metadata()
     assert said is not None
     assert "could not be made beside training: MemoryError: 1.6 GB" in said
+    assert engine.changes(state) == said
     assert engine.snapshot(state, {}, step=1, **FACTS) is False
     with pytest.raises(SaveError, match=r"MemoryError: 1\.6 GB; where memory was short"):
         engine.save(state, {}, step=1, **FACTS)
@@ -259,6 +266,45 @@ def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
     contents = {(directory_of(tmp_path, step) / ".metadata").read_bytes() for step in (1, 2)}
     assert len(contents) == 1
     assert read_metadata(directory_of(tmp_path, 2)).storage_data
+
+
+def test_a_save_that_comes_before_its_metadata_is_sealed_with_it_or_not_at_all(
+    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when ten million boxes take their time; a kill meanwhile leaves nothing half-written."""
+    may_go_on = threading.Event()
+
+    def take_time(plan: GlobalPlan) -> Places:
+        assert may_go_on.wait(RELEASE_S)
+        return find_places(plan)
+
+    monkeypatch.setattr("holdfast.trainer.planning.metadata_pickle.find_places", take_time)
+    state = make_state()
+    engine.prepare(state)
+    assert engine.changes(state) is None
+    assert engine.awaits_metadata
+    assert engine.snapshot(state, {}, step=1, **FACTS) is False
+    with ThreadPoolExecutor(1) as other:
+        saved = other.submit(lambda: engine.save(state, {}, step=2, **FACTS))
+        slots = [Slot(handle) for handle in keeper.kept.values()]
+        wait_until(lambda: SlotState.COPYING in [slot.state for slot in slots], "the copy")
+        time.sleep(0.1)
+        assert not saved.done()
+        assert {slot.state for slot in slots} == {SlotState.COPYING, SlotState.EMPTY}
+        assert not directory_of(tmp_path, 2).exists()
+        may_go_on.set()
+        assert saved.result(RELEASE_S)
+    assert [result.committed for result in engine.wait(20)] == [True]
+    assert not engine.awaits_metadata
+    manifest = read_manifest(directory_of(tmp_path, 2))
+    assert manifest is not None
+    assert ".metadata" in {file.path for file in manifest.files}
+    assert find_damage(directory_of(tmp_path, 2), manifest) == []
+    loaded = {"model": make_state(9.0)["model"]}
+    load_with_dcp(loaded, checkpoint_id=directory_of(tmp_path, 2))
+    assert all(torch.equal(state["model"][key], loaded["model"][key]) for key in loaded["model"])
+    for slot in slots:
+        slot.close()
 
 
 def test_nobody_listening_is_said_with_the_name(

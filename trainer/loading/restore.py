@@ -19,8 +19,9 @@ from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data.order import SkipWindow, parse_skips
-from holdfast.trainer.engine import CheckpointEngine, read_train_state
+from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.link import Link
+from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.pacing.cadence import Interval

@@ -226,9 +226,9 @@ class Stage:
         return None if chosen is None else self.slots[chosen]
 
     @property
-    def has_late(self) -> bool:
-        """True once the slots have what is written beside training."""
-        return self._late is None or (self._late.is_done and self._late.problem is None)
+    def is_late_done(self) -> bool:
+        """True once the slots have what is written beside training, or there is a problem."""
+        return self._late is None or self._late.is_done
 
     @property
     def problem(self) -> str | None:

@@ -1,0 +1,39 @@
+"""The train state of a checkpoint: JSON beside the tensors, as large as the engine lets it be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import TRAIN_STATE
+from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
+from holdfast.trainer.planning.metadata import read_verified
+
+
+def read_train_state(directory: Path) -> dict[str, Any]:
+    """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
+
+    Raises `DamagedCheckpointError` when it is not the manifest's, or no JSON object.
+    """
+    path = directory / TRAIN_STATE
+    manifest = read_manifest(directory)
+    listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
+    if not listed and not path.exists():
+        return {}
+    try:
+        content = read_verified(directory, TRAIN_STATE, manifest, TRAIN_STATE_BYTES_MAX)
+        parsed = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{path}: not JSON: {error}; resume from another checkpoint",
+            damaged=[f"{TRAIN_STATE}: {error}"],
+        ) from error
+    if not isinstance(parsed, dict):
+        raise DamagedCheckpointError(
+            f"{path}: holds a {type(parsed).__name__}, expected a JSON object",
+            damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
+        )
+    return parsed
