@@ -30,6 +30,8 @@ BEAT_S: Final = 1.0
 # The longest that training waits at its start for the memory of the staging slots.
 READY_TIMEOUT_S: Final = 60.0
 READY_POLL_S: Final = 0.2
+# How long the look for a free slot may miss that it came free.
+SLOT_WAIT_S: Final = 0.05
 
 # How much the newest copy counts in what a copy is taken to cost.
 COPY_WEIGHT: Final = 0.3
@@ -119,6 +121,8 @@ class Saver:
     def prepare(self) -> None:
         """Plan for the state as it is; all ranks call it together. Raises `SaveError`."""
         self._record.beat(Phase.SAVE)
+        # The former plan's saves end first; slow storage is no hang, so this rank says it lives.
+        self.wait()
         self.engine.prepare(self._take_captured()[0], timeout_s=FLUSH_TIMEOUT_S)
 
     def wait_until_ready(self) -> None:
@@ -165,6 +169,7 @@ class Saver:
         self._record.beat(Phase.SAVE)
         state, document = self._take_captured()
         began = time.monotonic()
+        self._await_slot(began + FLUSH_TIMEOUT_S)
         name = self.engine.save(
             state,
             document,
@@ -238,6 +243,13 @@ class Saver:
         while self.in_flight and time.monotonic() < give_up:
             self._record.beat(Phase.SAVE)
             for result in self.engine.wait(BEAT_S):
+                self._take(result)
+
+    def _await_slot(self, give_up: float) -> None:
+        """Say that this rank lives while the storage is two saves behind, until `give_up`."""
+        while self.is_busy and time.monotonic() < give_up:
+            self._record.beat(Phase.SAVE)
+            for result in self.engine.wait(SLOT_WAIT_S):
                 self._take(result)
 
     def finish(self, *, step: int) -> None:

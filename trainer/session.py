@@ -371,11 +371,11 @@ class Session:
         )
         self._record.register(self.rank, found.step)
         self._saver.prepare()
-        # What the program still does before its first step is its own loading.
-        self._record.beat(Phase.LOAD)
         settles = not self._link.has_agent and self._link.identity.local_rank == 0
         self._settler = Settler(self._link, self._note) if settles else None
         self._saver.wait_until_ready()
+        # What the program still does before its first step is its own loading.
+        self._record.beat(Phase.LOAD)
 
     def _make_recorder(self) -> Recorder | None:
         if self._ranks.rank != 0:

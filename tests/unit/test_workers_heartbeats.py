@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +26,8 @@ from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.flight_recorder import recorder_environment, take_flight_record
 from holdfast.workers.agent.gpus import GpuBeat, GpuWatch, watch_gpus
 from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.rank_watch import RankWatch, waits_for_others
+from holdfast.workers.agent.kernel_view import look_below, waits_for_others
+from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.heartbeats import (
     HeartbeatWatch,
     NodeBeat,
@@ -208,6 +210,32 @@ def test_waiting_for_others_is_told_from_sleeping() -> None:
         for process in (waiting, sleeping):
             process.kill()
             process.communicate()
+
+
+# A parent that waits for its `vfork`ed child sleeps as one that waits for a disk.
+STALLS = """
+import ctypes, time
+if ctypes.PyDLL(None).vfork() == 0:
+    print("there", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_helper_that_waits_for_storage_or_computes_is_seen() -> None:
+    code = "import subprocess,sys;subprocess.Popen([sys.executable,'-c',sys.argv[1]]).wait()"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", code, STALLS], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == b"there\n"
+        wait_for(lambda: look_below(rank.pid)[0])
+        assert look_below(rank.pid)[1] > 0
+        assert look_below(os.getpid())[1] > look_below(rank.pid)[1]
+    finally:
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.communicate()
+    assert look_below(rank.pid) == (False, 0.0)
 
 
 OFFERS = """

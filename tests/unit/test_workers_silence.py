@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.workers.agent import silence
 from holdfast.workers.agent.calibration import Calibration, PhaseTimes, scaled
-from holdfast.workers.agent.silence import LIMITS, Patience, RankLook
+from holdfast.workers.agent.silence import LIMITS, Patience, RankLook, Sample
 from holdfast.workers.agent.stack_text import (
     RankStack,
     find_blame,
@@ -22,8 +22,8 @@ from holdfast.workers.agent.stragglers import TIMES_MIN, Stragglers, find_slow
 PATIENCE = Patience({})
 
 
-def times(p99_s: float, count: int = 100) -> PhaseTimes:
-    return PhaseTimes(count=count, p50_s=p99_s / 2, p99_s=p99_s)
+def times(p99_s: float, count: int = 100, recurring_s: float = 0.0) -> PhaseTimes:
+    return PhaseTimes(count=count, p50_s=p99_s / 2, p99_s=p99_s, recurring_s=recurring_s)
 
 
 def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any) -> RankLook:
@@ -35,11 +35,16 @@ def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any
     ("phase", "known", "suspect_s", "end_s"),
     [
         ("train", times(0.1), 2.2, 30.0),
-        ("train", times(3.0), 8.0, 30.0),
-        ("train", times(20.0), 42.0, 100.0),
+        ("train", times(3.0), 8.0, 36.0),
+        ("train", times(400.0, count=1), 2400.0, 4800.0),
+        ("train", times(20.0), 42.0, 240.0),
+        # Evaluations that no phase was declared for: rare, and longer than any step.
+        ("train", times(0.1, recurring_s=5.0), 2.2, 60.0),
+        ("train", times(0.1, recurring_s=90.0), 2.2, 300.0),
         ("train", times(0.1, count=4), 300.0, 600.0),
         ("train", None, 300.0, 600.0),
-        ("eval", times(6.0, count=1), 14.0, 72.0),
+        ("eval", times(6.0, count=1), 14.0, 120.0),
+        ("eval", times(60.0, count=1), 122.0, 720.0),
         ("eval", None, 900.0, 1800.0),
         ("compile", times(90.0, count=1), 182.0, 1080.0),
     ],
@@ -55,10 +60,10 @@ def test_a_spec_says_otherwise_and_history_still_counts() -> None:
     patience = Patience({"train": 4.0})
     assert patience.end_s("train", None) == 4.0
     assert patience.end_s("train", times(0.1)) == 4.0
-    assert patience.end_s("train", times(2.0)) == 10.0
+    assert patience.end_s("train", times(2.0)) == 24.0
 
 
-@pytest.mark.parametrize("phase", sorted(set(LIMITS) - {"train"}))
+@pytest.mark.parametrize("phase", sorted(LIMITS))
 @pytest.mark.parametrize("usual_s", [0.5, 10.0, 400.0])
 def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usual_s: float) -> None:
     assert PATIENCE.end_s(phase, times(usual_s, count=1)) > 10 * usual_s
@@ -70,47 +75,71 @@ def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usua
         ([look(0, 31.0), look(1, 30.0)], 0.0),
         ([look(0, 31.0), look(1, 10.0)], 20.0),
         # One rank evaluates by itself while the others wait for it.
-        ([look(0, 35.0), look(1, 35.0, "eval", times=times(6.0))], 37.0),
-        ([look(0, 40.0), look(1, 12.0, is_alive=False)], 0.0),
-        ([look(0, 9.0), look(1, 9.0, is_alive=False)], 21.0),
+        ([look(0, 35.0), look(1, 35.0, "eval", times=times(6.0))], 85.0),
+        ([look(0, 40.0), look(1, 12.0, is_alive=False, is_unreaped=True)], 0.0),
+        ([look(0, 9.0), look(1, 9.0, is_alive=False, is_unreaped=True)], 21.0),
+        # One that left without an error is not dead: what its peers still do takes its time.
+        ([look(0, 12.0), look(1, 12.0, is_alive=False)], 18.0),
         ([look(0, 40.0), look(1, 40.0, "done", is_alive=False, times=None)], 3560.0),
     ],
 )
 def test_all_ranks_must_be_silent_for_long_or_one_be_dead(
     looks: list[RankLook], left_s: float
 ) -> None:
-    assert silence.left_to_wait_s(looks, PATIENCE) == pytest.approx(left_s)
+    assert silence.left_to_wait_s(looks, PATIENCE, 1e6) == pytest.approx(left_s)
+
+
+def test_nothing_may_have_stirred_for_half_of_the_silence() -> None:
+    looks = [look(0, 50.0), look(1, 50.0)]
+    assert silence.left_to_wait_s(looks, PATIENCE, 5.0) == 10.0
+    assert silence.left_to_wait_s(looks, PATIENCE, 15.0) == 0.0
+    dead = [look(0, 50.0), look(1, 50.0, is_alive=False, is_unreaped=True)]
+    assert silence.left_to_wait_s(dead, PATIENCE, 4.0) == 6.0
+
+
+def sample(at: float, *looks: RankLook, digest: str = "a", **stack: Any) -> Sample:
+    stacks = {k.rank: RankStack(rank=k.rank, digest=digest, **stack) for k in looks}
+    return Sample(at=at, looks=looks, stacks=stacks)
 
 
 def test_who_computes_by_itself_gets_more_time_but_not_in_training() -> None:
     before = [look(0, 10.0, "eval", cpu_s=5.0), look(1, 10.0, cpu_s=5.0)]
     after = [dataclasses.replace(one, cpu_s=14.0) for one in before]
-    busy = silence.busy_ranks(before, after, 10.0)
+    busy = silence.busy_ranks(sample(0.0, *before), sample(10.0, *after))
     assert busy == {0}
-    ready = [look(0, 70.0, "eval", times=times(1.0)), look(1, 70.0)]
-    assert silence.left_to_wait_s(ready, PATIENCE) == 0.0
-    assert silence.left_to_wait_s(ready, PATIENCE, busy) == pytest.approx(110.0)
+    ready = [look(0, 130.0, "eval", times=times(1.0)), look(1, 130.0)]
+    assert silence.left_to_wait_s(ready, PATIENCE, 1e6) == 0.0
+    assert silence.left_to_wait_s(ready, PATIENCE, 1e6, busy) == pytest.approx(230.0)
+
+
+LONG_S = silence.FAINT_SIGNS_S
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "digests", "is_moved"),
+    ("before", "after", "has_sign"),
     [
-        (look(), look(), ("a", "a"), False),
-        (look(), look(), ("a", "b"), True),
-        (look(), look(step=8), ("a", "a"), True),
-        (look(), look(phase="eval"), ("a", "a"), True),
-        (look(), look(pid=5), ("a", "a"), True),
-        (look(), look(io_bytes=2 << 20), ("a", "a"), True),
-        (look(), look(cpu_s=9.0), ("a", "a"), False),
-        (look(), look(cpu_s=9.0), ("", ""), True),
-        (look(), look(), ("", ""), False),
+        (sample(0, look()), sample(10, look()), False),
+        (sample(0, look()), sample(10, look(), digest="b"), True),
+        (sample(0, look()), sample(10, look(step=8)), True),
+        (sample(0, look()), sample(10, look(phase="eval")), True),
+        (sample(0, look()), sample(10, look(pid=5)), True),
+        (sample(0, look()), sample(10, look(io_bytes=2 << 20)), True),
+        # Its own computing is none: loops and waits for a GPU compute as well.
+        (sample(0, look()), sample(10, look(cpu_s=9.0)), False),
+        # A compiler below it, or a disk that does not answer: signs for a while.
+        (sample(0, look()), sample(10, look(), helpers_cpu_s=6.0), True),
+        (sample(0, look()), sample(10, look(), helpers_cpu_s=1.0), False),
+        (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_cpu_s=6.0), False),
+        (sample(0, look()), sample(10, look(), on_storage=True), True),
+        (sample(0, look()), sample(10, look(silent_s=LONG_S), on_storage=True), False),
+        # What nobody can look at is not proven to hang; what is gone is.
+        (sample(0, look(), digest=""), sample(10, look(), digest=""), True),
+        (sample(0, look(), digest=""), sample(10, look(silent_s=LONG_S), digest=""), False),
+        (sample(0, look(), digest=""), sample(10, look(is_alive=False), digest=""), False),
     ],
 )
-def test_what_counts_as_a_sign_of_work(
-    before: RankLook, after: RankLook, digests: tuple[str, str], is_moved: bool
-) -> None:
-    moved = silence.moved([before], [after], {0: digests[0]}, {0: digests[1]})
-    assert moved == ([0] if is_moved else [])
+def test_what_counts_as_a_sign_of_life(before: Sample, after: Sample, has_sign: bool) -> None:
+    assert silence.signs_of_life(before, after) == ([0] if has_sign else [])
 
 
 def test_a_program_that_never_spoke_is_nobodys_to_judge() -> None:
@@ -138,7 +167,17 @@ def test_calibration_knows_earlier_attempts_until_it_knows_better() -> None:
     assert known is not None
     assert (known.count, known.p99_s) == (110, 0.5)
     assert calibration.times("compile") is None
+    assert known.recurring_s == 0.5
     assert set(calibration.summary()) == {"train", "eval"}
+
+
+def test_what_befell_all_ranks_once_is_not_what_recurs() -> None:
+    calibration = Calibration(ranks=2)
+    calibration.add("train", [0.1] * 6)
+    calibration.add("train", [40.0, 41.0])
+    assert calibration.summary()["train"].recurring_s == 0.1
+    calibration.add("train", [40.5, 40.5])
+    assert calibration.summary()["train"].recurring_s == 40.5
 
 
 def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:

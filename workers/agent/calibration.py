@@ -6,6 +6,7 @@ what passes until its next beat or phase. Pure: who watches the board feeds it.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -18,18 +19,25 @@ OWN_ENOUGH: Final = 32
 
 
 class PhaseTimes(Document):
-    """The silences of one phase, in seconds; `count` of them were measured."""
+    """The silences of one phase, in seconds; `count` of them were measured.
+
+    `recurring_s` is the longest one that came more than once in the run's life.
+    """
 
     count: int
     p50_s: float
     p99_s: float
+    recurring_s: float = 0.0
 
 
 class Calibration:
     """The newest `WINDOW` silences of each phase, and what earlier attempts knew."""
 
-    def __init__(self, prior: Mapping[str, PhaseTimes] | None = None) -> None:
+    def __init__(self, prior: Mapping[str, PhaseTimes] | None = None, ranks: int = 1) -> None:
+        """`ranks` are measured together: one event gives a silence of each of them."""
         self._prior = dict(prior or {})
+        self._ranks = ranks
+        self._longest: dict[str, list[float]] = {}
         self._own: dict[str, deque[float]] = {}
         self._counts: dict[str, int] = {}
         self._known: dict[str, PhaseTimes] = {}
@@ -39,6 +47,8 @@ class Calibration:
         if silences_s:
             self._own.setdefault(phase, deque(maxlen=WINDOW)).extend(silences_s)
             self._counts[phase] = self._counts.get(phase, 0) + len(silences_s)
+            longest = [*self._longest.get(phase, ()), *silences_s]
+            self._longest[phase] = heapq.nlargest(self._ranks + 1, longest)
             self._known.pop(phase, None)
 
     def times(self, phase: str) -> PhaseTimes | None:
@@ -46,7 +56,9 @@ class Calibration:
         if phase not in self._own:
             return self._prior.get(phase)
         if phase not in self._known:
-            own = _summary(self._own[phase], self._counts[phase])
+            longest = self._longest[phase]
+            recurring_s = longest[-1] if len(longest) > self._ranks else 0.0
+            own = _summary(self._own[phase], self._counts[phase], recurring_s)
             self._known[phase] = _joined(own, self._prior.get(phase))
         return self._known[phase]
 
@@ -62,26 +74,39 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, int(index)))]
 
 
-def _summary(silences_s: Sequence[float], count: int) -> PhaseTimes:
+def _summary(silences_s: Sequence[float], count: int, recurring_s: float) -> PhaseTimes:
     ordered = sorted(silences_s)
     return PhaseTimes(
         count=count,
         p50_s=round(percentile(ordered, 0.5), 6),
         p99_s=round(percentile(ordered, 0.99), 6),
+        recurring_s=round(recurring_s, 6),
     )
 
 
 def _joined(own: PhaseTimes, prior: PhaseTimes | None) -> PhaseTimes:
     """The attempt's own times; the longer of both while there are few of them."""
-    if prior is None or own.count >= OWN_ENOUGH:
+    if prior is None:
         return own
-    longest_s = max(own.p99_s, prior.p99_s)
-    return PhaseTimes(count=prior.count + own.count, p50_s=own.p50_s, p99_s=longest_s)
+    recurring_s = max(own.recurring_s, prior.recurring_s)
+    if own.count >= OWN_ENOUGH:
+        return own.model_copy(update={"recurring_s": recurring_s})
+    return PhaseTimes(
+        count=prior.count + own.count,
+        p50_s=own.p50_s,
+        p99_s=max(own.p99_s, prior.p99_s),
+        recurring_s=recurring_s,
+    )
 
 
 def scaled(prior: Mapping[str, PhaseTimes], factor: float) -> dict[str, PhaseTimes]:
     """Times of an attempt on other ranks: with fewer of them, each works on more of a batch."""
     return {
-        phase: PhaseTimes(count=t.count, p50_s=t.p50_s * factor, p99_s=t.p99_s * factor)
+        phase: PhaseTimes(
+            count=t.count,
+            p50_s=t.p50_s * factor,
+            p99_s=t.p99_s * factor,
+            recurring_s=t.recurring_s * factor,
+        )
         for phase, t in prior.items()
     }

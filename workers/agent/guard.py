@@ -35,11 +35,21 @@ def adopt_orphans() -> None:
 
 def is_running(number: int) -> bool:
     """True while a process of that number runs; a zombie does not."""
+    return _state(number) not in {b"", b"Z", b"X"}
+
+
+def is_unreaped(number: int) -> bool:
+    """True when the process of that number is dead and its parent has not noticed."""
+    return _state(number) == b"Z"
+
+
+def _state(number: int) -> bytes:
+    """The kernel's letter for how a process is; empty when there is none."""
     try:
         with open(f"/proc/{number}/stat", "rb") as stream:
-            return stream.read().rpartition(b")")[2].split()[0] not in {b"Z", b"X"}
+            return stream.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
-        return False
+        return b""
 
 
 def descendants(root: int, spared: frozenset[int] = frozenset()) -> list[int]:

@@ -20,16 +20,25 @@ from holdfast.contracts.attempt import Request
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent import silence
-from holdfast.workers.agent.silence import Patience, RankLook
-from holdfast.workers.agent.stack_text import RankStack, find_blame
+from holdfast.workers.agent.silence import Patience, RankLook, Sample
+from holdfast.workers.agent.stack_text import find_blame
 from holdfast.workers.agent.stacks import StackSample
 from holdfast.workers.agent.stragglers import Stragglers
 
 # Taking stacks is bounded by itself; a node that does not answer by then counts as unchanged
 # never, so nothing is ended without it.
 SAMPLE_S_MAX: Final = 30.0
-GAP_S_MAX: Final = 5.0
+# The gap between two samples is a share of the silence, within bounds; and not always the same, so
+# that no rhythm of a rank hides from it.
+GAP_SHARE: Final = 1 / 8
+GAP_S_MAX: Final = 10.0
 GAP_S_MIN: Final = 1.0
+GAP_VARIES: Final = 0.618
+# So many samples in a row must show no sign of life.
+STILL_SAMPLES_MIN: Final = 5
+# Looks come twenty times a second. After such a pause this agent was stopped, and maybe its ranks
+# with it, as when a machine is suspended: what was seen before proves nothing.
+PAUSE_S: Final = 10.0
 # After a suspicion that was none, the next one waits: doubling, and forgotten after a while.
 QUIET_S: Final = 5.0
 QUIET_DOUBLINGS_MAX: Final = 4
@@ -69,9 +78,9 @@ class _Suspicion:
     asked_at: float = 0.0
     asked_looks: list[RankLook] = field(default_factory=list)
     taken: int = 0
-    looks: list[RankLook] = field(default_factory=list)
-    stacks: dict[int, RankStack] = field(default_factory=dict)
-    taken_at: float = 0.0
+    last: Sample | None = None
+    still_since: float = 0.0
+    still_samples: int = 0
     next_at: float = 0.0
     is_told: bool = False
 
@@ -93,12 +102,14 @@ class HangWatch:
         self._doublings = 0
         self._stragglers = Stragglers()
         self._straggler_at = 0.0
+        self._looked_at = self._awake_since = time.monotonic()
 
     def begin(self, incarnation: int) -> None:
         """A new incarnation: nothing is suspected of it."""
         self._incarnation, self._open, self.evidence = incarnation, None, ()
         self._stragglers = Stragglers()
-        self._straggler_at = time.monotonic() + STRAGGLER_WINDOW_S
+        self._looked_at = self._awake_since = time.monotonic()
+        self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
 
     def look(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> bool:
         """Look once; True when the ranks hang and are to be ended, with `evidence` of it.
@@ -107,6 +118,9 @@ class HangWatch:
         is gone.
         """
         now = time.monotonic()
+        if now - self._looked_at > PAUSE_S:
+            self._awake_since = now
+        self._looked_at = now
         looks = [look for node in nodes for look in reports[node.name].ranks]
         if not self._is_on or len(looks) < self._world_size:
             return False
@@ -150,43 +164,43 @@ class HangWatch:
         if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
             return False
         stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
-        return self._take_up(open_, stacks, looks, now)
+        sample = Sample(at=open_.asked_at, looks=open_.asked_looks, stacks=stacks)
+        return self._take_up(open_, sample, looks, now)
 
     def _take_up(
-        self,
-        open_: _Suspicion,
-        stacks: dict[int, RankStack],
-        looks: list[RankLook],
-        now: float,
+        self, open_: _Suspicion, sample: Sample, looks: list[RankLook], now: float
     ) -> bool:
         """Judge a sample beside the one before; True when the ranks hang."""
-        asked_looks = open_.asked_looks
-        busy = silence.busy_ranks(open_.looks, asked_looks, open_.asked_at - open_.taken_at)
-        changed = silence.moved(open_.looks, asked_looks, _digests(open_.stacks), _digests(stacks))
-        is_second = open_.taken > 0
-        open_.taken, open_.taken_at = open_.asked, open_.asked_at
-        open_.looks, open_.stacks = asked_looks, stacks
+        before, open_.last, open_.taken = open_.last, sample, open_.asked
+        if before is None or silence.signs_of_life(before, sample):
+            open_.still_since, open_.still_samples = sample.at, 0
+        else:
+            open_.still_samples += 1
         if not open_.is_told:
             self._tell(EventKind.HANG_SUSPECTED, open_, looks)
             open_.is_told = True
-        left_s = silence.left_to_wait_s(looks, self._patience, busy if is_second else frozenset())
-        if is_second and not changed and left_s <= 0:
-            self._confirm(open_, looks)
-            return True
-        open_.next_at = now + max(left_s, self._gap_s(looks))
-        return False
+        open_.next_at = now + self._gap_s(looks, sample_number=open_.taken)
+        if before is None or open_.still_samples < STILL_SAMPLES_MIN:
+            return False
+        still_s = sample.at - max(open_.still_since, self._awake_since)
+        busy = silence.busy_ranks(before, sample)
+        if still_s <= 0 or silence.left_to_wait_s(looks, self._patience, still_s, busy) > 0:
+            return False
+        self._confirm(open_, looks)
+        return True
 
-    def _gap_s(self, looks: Sequence[RankLook]) -> float:
-        """Seconds between two samples: a third of the silence, within bounds."""
+    def _gap_s(self, looks: Sequence[RankLook], sample_number: int) -> float:
+        """Seconds until the next sample."""
         longest_s = max((look.silent_s for look in looks), default=0.0)
-        return min(GAP_S_MAX, max(GAP_S_MIN, longest_s / 3))
+        gap_s = min(GAP_S_MAX, max(GAP_S_MIN, GAP_SHARE * longest_s))
+        return gap_s * (1 + sample_number * GAP_VARIES % 1) / 2
 
     # --- words ------------------------------------------------------------------------------
 
     def _confirm(self, open_: _Suspicion, looks: Sequence[RankLook]) -> None:
         dead = silence.dead_peers(looks)
         longest_s = max(look.silent_s for look in looks)
-        reason = f"every rank silent, the longest for {longest_s:.0f} s, and no stack changed"
+        reason = f"every rank silent, the longest for {longest_s:.0f} s, and no sample shows life"
         if dead:
             reason = f"rank {dead[0].rank} is dead and the others wait for it"
         finding = self._tell(EventKind.HANG_CONFIRMED, open_, looks, reason=reason)
@@ -200,7 +214,8 @@ class HangWatch:
         """Journal what is known; returns which ranks wait and which are missing."""
         silent = silence.suspects(looks, self._patience)
         worst = sorted(silent or looks, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
-        finding = find_blame(list(open_.stacks.values()), {k.rank: k.step for k in looks})
+        stacks = list(open_.last.stacks.values()) if open_.last else []
+        finding = find_blame(stacks, {k.rank: k.step for k in looks})
         self._journal.append(
             kind,
             attempt=self._attempt.number,
@@ -260,8 +275,3 @@ class HangWatch:
 
 def _folders(directory: Path) -> list[Path]:
     return [path for path in directory.glob("node-*-*") if path.name[-1].isdigit()]
-
-
-def _digests(stacks: Mapping[int, RankStack]) -> dict[int, str]:
-    """What of each rank must not change; of a rank without stacks there is nothing to compare."""
-    return {rank: stack.digest for rank, stack in stacks.items()}

@@ -12,14 +12,14 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import psutil
 
 from holdfast.contracts.board import NOWHERE, Board, Phase, RankRecord
 from holdfast.workers.agent.calibration import Calibration, PhaseTimes, percentile
-from holdfast.workers.agent.guard import is_running
+from holdfast.workers.agent.guard import is_running, is_unreaped
+from holdfast.workers.agent.kernel_view import waits_for_others
 from holdfast.workers.agent.silence import RankLook
 
 TICK_S: Final = 0.1
@@ -28,9 +28,6 @@ STOP_WAIT_S: Final = 5.0
 MOMENTS: Final = 100
 STEPS_KEPT: Final = 128
 COUNTERS_S: Final = 1.0
-# Where in the kernel a thread waits for another one: locks, sockets, polls, pipes. Sleeping, and
-# waiting for a disk, are the rank's own business.
-_WAITS: Final = ("futex", "poll", "sk_wait", "wait_woken", "inet_", "unix_", "pipe_")
 
 
 @dataclass
@@ -81,7 +78,7 @@ class RankWatch:
 
     def __init__(self, board: Board, first_rank: int, prior: Mapping[str, PhaseTimes]) -> None:
         """`first_rank` is the rank of local rank 0; `prior` what earlier attempts measured."""
-        self.calibration = Calibration(prior)
+        self.calibration = Calibration(prior, board.ranks)
         self._board, self._first_rank = board, first_rank
         self._lock = threading.Lock()
         self._ranks = [_Rank() for _ in range(board.ranks)]
@@ -170,21 +167,13 @@ class RankWatch:
             phase=phase,
             silent_s=round(max(0.0, now - (record.beat_at or self._began_at)), 3),
             is_alive=is_running(pid) if pid else True,
+            is_unreaped=is_unreaped(pid) if pid else False,
             step_s=step_s,
             own_s=step_s * seen.own_share,
             cpu_s=seen.counters.cpu_s,
             io_bytes=seen.counters.io_bytes,
             times=self.calibration.times(phase),
         )
-
-
-def waits_for_others(pid: int) -> bool:
-    """True when the process's main thread waits in the kernel for another thread or process."""
-    try:
-        place = Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        return False
-    return any(word in place for word in _WAITS)
 
 
 def _count(seen: _Rank) -> Counters:
@@ -195,7 +184,7 @@ def _count(seen: _Rank) -> Counters:
         return counted
     with contextlib.suppress(psutil.Error), process.oneshot():
         times = process.cpu_times()
-        counted.cpu_s = times.user + times.system + times.children_user + times.children_system
+        counted.cpu_s = times.user + times.system
         counted.cpu_percent = process.cpu_percent()
         counted.rss_bytes = process.memory_info().rss
         counted.threads = process.num_threads()

@@ -42,7 +42,9 @@ class RankStack:
     """A rank's stacks in short. `digest` is of all that changes while a rank works.
 
     `top` has the innermost frames of the main thread, `place` the innermost one outside of torch;
-    `waits` says that it waits for its peers. `problem` says why there is none.
+    `waits` says that it waits for its peers. `problem` says why there is none. `on_storage`: a
+    thread of it, or of a process below it, waits for storage; `helpers_cpu_s` is what the
+    processes below it have computed, in seconds.
     """
 
     rank: int
@@ -52,6 +54,8 @@ class RankStack:
     waits: bool = False
     source: str = ""
     problem: str = ""
+    on_storage: bool = False
+    helpers_cpu_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -14,17 +14,21 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
 from holdfast.workers.agent.flight_recorder import take_flight_record
+from holdfast.workers.agent.kernel_view import look_below
 from holdfast.workers.agent.stack_text import RankStack, read_faulthandler, read_py_spy
 
 PY_SPY_S: Final = 3.0
-# Read while the rank runs, a stack can be torn; then it is read again, at last with a stop.
-PY_SPY_WAYS: Final = (("--nonblocking",), ("--nonblocking",), ())
+# Read while the rank runs, a stack can be torn; then it is read again. Never with a stop: a rank
+# that waits for storage takes up the stop when py-spy may have given up, and nobody ends it then.
+PY_SPY_TRIES: Final = 3
+# Texts of a suspicion that are kept: the first ones and the newest.
+TEXTS_MAX: Final = 3
 FAULT_WAIT_S: Final = 2.0
 FAULT_SETTLED_S: Final = 0.05
 FAULT_BYTES_MAX: Final = 1 << 20
@@ -100,9 +104,11 @@ def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> St
 def _take(target: Target, folder: Path, number: int) -> RankStack:
     """One rank's stacks, and its flight record with the first of a suspicion's samples."""
     stack, text = take_stack(target)
+    on_storage, helpers_cpu_s = look_below(target.pid)
+    stack = replace(stack, on_storage=on_storage, helpers_cpu_s=helpers_cpu_s)
     # A full file system loses the text; the summary goes to node 0 all the same.
     with contextlib.suppress(OSError):
-        path = folder / f"rank-{target.rank:05d}.{number}.txt"
+        path = folder / f"rank-{target.rank:05d}.{min(number, TEXTS_MAX)}.txt"
         path.write_text(text or f"no stacks: {stack.problem}\n", errors="replace")
         path.chmod(0o600)
         if number == 1:
@@ -126,14 +132,14 @@ def _by_py_spy(target: Target) -> tuple[RankStack, str]:
     program = shutil.which("py-spy", path=_beside_python())
     if program is None:
         raise OSError("py-spy is not installed")
-    command = [program, "dump", "--json", "--locals", "--pid", str(target.pid)]
+    command = [program, "dump", "--json", "--locals", "--nonblocking", "--pid", str(target.pid)]
     give_up = time.monotonic() + PY_SPY_S
     problem = ""
-    for way in PY_SPY_WAYS:
+    for _ in range(PY_SPY_TRIES):
         left_s = give_up - time.monotonic()
         if left_s <= 0:
             break
-        done = subprocess.run([*command, *way], capture_output=True, timeout=left_s, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=left_s, check=False)
         problem = done.stderr.decode(errors="replace").strip()
         with contextlib.suppress(ValueError, LookupError, TypeError):
             return read_py_spy(target.rank, target.pid, done.stdout)

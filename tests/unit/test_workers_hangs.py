@@ -1,0 +1,194 @@
+"""The watch over silent ranks, minute by minute: what is slow goes on, what hangs is ended.
+
+Nodes and clock are played; watch, judgement and journal are the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.contracts.attempt import Request, read_document
+from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.workers.agent import hangs
+from holdfast.workers.agent.calibration import PhaseTimes
+from holdfast.workers.agent.hangs import HangWatch
+from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.stack_text import RankStack
+from holdfast.workers.agent.stacks import StackSample
+
+STEP = PhaseTimes(count=500, p50_s=0.8, p99_s=1.0)
+LOOK_S = 0.25
+SAMPLE_S = 0.5
+START_S = 1000.0
+
+
+@dataclass
+class Rank:
+    """How a rank looks, and its stack, by seconds since it fell silent."""
+
+    phase: str = "train"
+    times: PhaseTimes | None = STEP
+    digest: Callable[[float], str] = lambda silent_s: "stuck"
+    facts: Callable[[float], dict[str, Any]] = lambda silent_s: {}
+    stack: Callable[[float], dict[str, Any]] = lambda silent_s: {}
+
+
+@dataclass
+class PlayedNode:
+    """One node whose ranks are silent from the beginning."""
+
+    ranks: list[Rank]
+    name: str = "n0"
+    silent_s: float = 0.0
+    sample: StackSample | None = None
+    asked: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        self.asked.append((self.silent_s, dump, number))
+
+    @property
+    def looks(self) -> tuple[RankLook, ...]:
+        return tuple(
+            RankLook(
+                rank=i,
+                pid=100 + i,
+                step=7,
+                phase=rank.phase,
+                silent_s=self.silent_s,
+                times=rank.times,
+                **rank.facts(self.silent_s),
+            )
+            for i, rank in enumerate(self.ranks)
+        )
+
+    def report(self) -> Any:
+        for at_s, dump, number in self.asked[-1:]:
+            if self.silent_s >= at_s + SAMPLE_S:
+                stacks = tuple(
+                    RankStack(rank=i, digest=rank.digest(at_s), top=("f",), **rank.stack(at_s))
+                    for i, rank in enumerate(self.ranks)
+                )
+                self.sample = StackSample(dump=dump, number=number, stacks=stacks)
+        return SimpleNamespace(ranks=self.looks, sample=self.sample)
+
+
+class Play:
+    """A silence, played until the ranks are ended or `until_s`."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = START_S
+        monkeypatch.setattr(hangs, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.attempt = RunFolder(root, "tried", "u" * 32).submit(1, 2, 0.0)
+        request = read_document(Request, self.attempt.request)
+        assert request is not None
+        journal = JournalWriter(self.attempt.node_journal(0))
+        self.watch = HangWatch(request, self.attempt, journal)
+        self.watch.begin(1)
+
+    def run(
+        self, ranks: list[Rank], until_s: float, pause: tuple[float, float] | None = None
+    ) -> float | None:
+        """Seconds of silence after which the ranks were ended, or None when they were not.
+
+        `pause`: (at, for) seconds in which this agent did not run.
+        """
+        node = PlayedNode(ranks)
+        while node.silent_s < until_s:
+            self.now += LOOK_S
+            node.silent_s += LOOK_S
+            if pause and node.silent_s == pause[0]:
+                self.now += pause[1]
+                node.silent_s += pause[1]
+            if self.watch.look([node], {node.name: node.report()}):
+                return node.silent_s
+        return None
+
+    def events(self, kind: EventKind) -> list[Event]:
+        return [e for e in read_journal(self.attempt.node_journal(0))[0] if e.kind is kind]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    return Play(tmp_path, monkeypatch)
+
+
+WAITS = Rank()
+QUICK = PhaseTimes(count=500, p50_s=0.05, p99_s=0.1)
+
+
+def changing_every(seconds: float) -> Callable[[float], str]:
+    return lambda silent_s: f"part {silent_s // seconds}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first_s", "last_s"),
+    [
+        ([WAITS, Rank()], 30.0, 40.0),
+        ([Rank(times=QUICK), Rank(times=QUICK)], 30.0, 40.0),
+        # It loops: computing is no sign of life where ranks train together.
+        ([WAITS, Rank(facts=lambda s: {"cpu_s": s})], 30.0, 40.0),
+        ([Rank("eval"), Rank("eval")], 120.0, 150.0),
+        ([Rank("eval"), Rank("eval", facts=lambda s: {"cpu_s": s})], 360.0, 420.0),
+        ([WAITS, Rank("compile", times=None)], 1800.0, 1900.0),
+        # Storage that never answers is given up on in the end.
+        ([WAITS, Rank(stack=lambda s: {"on_storage": True})], 1800.0, 1900.0),
+        ([WAITS, Rank(digest=lambda s: "")], 1800.0, 1900.0),
+        ([WAITS, Rank(facts=lambda s: {"is_alive": False, "is_unreaped": True})], 10.0, 25.0),
+        ([WAITS, Rank(facts=lambda s: {"is_alive": False}, digest=lambda s: "")], 30.0, 40.0),
+    ],
+)
+def test_a_hang_is_suspected_soon_and_ended_in_bounded_time(
+    play: Play, ranks: list[Rank], first_s: float, last_s: float
+) -> None:
+    ended_s = play.run(ranks, 3000.0)
+    assert ended_s is not None
+    assert first_s <= ended_s <= last_s
+    (suspected,) = play.events(EventKind.HANG_SUSPECTED)
+    if ranks[0].phase == "train":
+        # With stacks, within twice the step's time and five seconds.
+        assert suspected.data["silent"][0]["silent_s"] <= 7.0
+    assert len(play.events(EventKind.HANG_CONFIRMED)) == 1
+    assert play.watch.evidence
+
+
+@pytest.mark.parametrize(
+    ("ranks", "silent_s"),
+    [
+        # Ten times slower, in one call that shows nothing.
+        ([Rank(times=PhaseTimes(count=50, p50_s=9.0, p99_s=10.0))] * 2, 100.0),
+        ([Rank("eval", times=PhaseTimes(count=1, p50_s=60.0, p99_s=60.0))] * 2, 600.0),
+        ([WAITS, Rank("eval", times=None)], 1700.0),
+        ([Rank("load", times=None)] * 2, 1700.0),
+        # Long, in parts that each take almost as long as a hang would be given.
+        ([WAITS, Rank(digest=changing_every(13.0))], 3000.0),
+        ([WAITS, Rank("eval", digest=changing_every(50.0))], 3000.0),
+        # A load that reads 100 kB a second, a save that writes so much.
+        ([WAITS, Rank("load", facts=lambda s: {"io_bytes": int(s * 1e5)})], 3000.0),
+        ([Rank("save", facts=lambda s: {"io_bytes": int(s * 1e5)})] * 2, 3000.0),
+        # Storage that stalls, for one rank while all others wait for it.
+        ([WAITS, Rank(stack=lambda s: {"on_storage": True})], 1700.0),
+        ([WAITS, Rank(stack=lambda s: {"on_storage": s % 20 < 8})], 1700.0),
+        # A compiler works below a rank, in the midst of training.
+        ([WAITS, Rank(stack=lambda s: {"helpers_cpu_s": 0.9 * s})], 1700.0),
+        # Nobody can look at a rank's stacks.
+        ([WAITS, Rank(digest=lambda s: "")], 1700.0),
+        # A rank has left without an error, its peer ends in its own time.
+        ([Rank("done", times=None), Rank(facts=lambda s: {"is_alive": False})], 3500.0),
+    ],
+)
+def test_what_is_slow_is_never_ended(play: Play, ranks: list[Rank], silent_s: float) -> None:
+    assert play.run(list(ranks), silent_s) is None
+    assert play.events(EventKind.HANG_CONFIRMED) == []
+
+
+def test_a_machine_that_slept_proves_nothing(play: Play) -> None:
+    ended_s = play.run([WAITS, Rank()], 3700.0, pause=(10.0, 3600.0))
+    assert ended_s is not None
+    assert ended_s >= 3610.0 + 15.0
