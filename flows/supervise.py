@@ -29,6 +29,7 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.index import Index
+from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.progress import describe_progress
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
@@ -76,6 +77,7 @@ class Supervisor:
     _pruned_at: frozenset[str] = frozenset()
     _prune_again_at: float = 0.0
     _room: Sighting | None = None
+    _nodes: NodeWatch = field(default_factory=NodeWatch)
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -183,6 +185,8 @@ class Supervisor:
             except NotFoundError:
                 abandon_reservation(attempt, journal)
             self._refusals = 0
+        for words in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
+            self.log.warning("%s", words)
         self._log_progress(history)
         self._grow(history)
 

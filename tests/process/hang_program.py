@@ -1,14 +1,17 @@
 """A small program that hangs, or is slow, as its one JSON argument says.
 
 `hangs` maps an incarnation to (kind, rank, step). `evals` lists (step, seconds, parts): after
-that step an evaluation that takes so long, in so many parts. `slow_rank` works `slow_s` longer
+that step an evaluation that takes so long, in so many parts. `stalls` lists (step, rank, seconds,
+kind): a step that one rank is late for. `slow_rank` works `slow_s` longer
 than its peers in each step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from typing import Any
@@ -27,10 +30,15 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     hang = settings.get("hangs", {}).get(os.environ.get("HOLDFAST_INCARNATION", ""))
     evals = {step: (seconds, parts) for step, seconds, parts in settings.get("evals", ())}
+    stalls: dict[tuple[int, int], list[tuple[float, str]]] = {}
+    for step, rank, seconds, kind in settings.get("stalls", ()):
+        stalls.setdefault((step, rank), []).append((seconds, kind))
     with Session(model, optimizer, seed=1) as session:
         for step in session.steps(int(settings["steps"])):
             if hang and [session.rank, step] == hang[1:]:
                 get_stuck(hang[0], model)
+            for seconds, stall in stalls.get((step, session.rank), ()):
+                be_late(seconds, stall)
             if session.rank == settings.get("slow_rank"):
                 time.sleep(settings["slow_s"])
             train(model, optimizer)
@@ -53,6 +61,19 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def evaluate(seconds: float, parts: int) -> None:
     for _part in range(parts):
         time.sleep(seconds / parts)
+
+
+def be_late(seconds: float, kind: str) -> None:
+    """Sleep, wait for a process that computes, or compute in small parts."""
+    if kind == "sleep":
+        time.sleep(seconds)
+    elif kind == "helper":
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-c", "while True: pass"], timeout=seconds, check=False)
+    else:
+        ends_at = time.monotonic() + seconds
+        while time.monotonic() < ends_at:
+            torch.ones(64, 64).matmul(torch.ones(64, 64)).sum().item()
 
 
 def get_stuck(kind: str, model: torch.nn.Module) -> None:

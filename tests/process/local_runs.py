@@ -77,9 +77,9 @@ class LocalRun:
     def history(self) -> RunHistory:
         return reconcile(self.paths)
 
-    def wait_for_end(self) -> AttemptView:
+    def wait_for_end(self, wait_s: float = WAIT_S) -> AttemptView:
         """The last attempt once it has ended."""
-        return wait_until(lambda: _ended(self.history()), "the attempt's end")
+        return wait_until(lambda: _ended(self.history()), "the attempt's end", wait_s)
 
     def beats(self, attempt: AttemptPaths) -> list[NodeBeat]:
         return read_heartbeats(attempt)

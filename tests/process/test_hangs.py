@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from holdfast.contracts.states import AttemptState, Cause
 
 PROGRAM = Path(__file__).with_name("hang_program.py")
 SILENCE_S = {"train": 3, "eval": 1}
+STALLS = ("sleep", "helper", "compute")
 Make = Callable[..., LocalRun]
 
 
@@ -94,4 +96,37 @@ def test_a_slow_rank_is_named_before_anything_hangs(make: Make) -> None:
     assert straggler.data["rank"] == 1
     assert straggler.data["own_s"] > 1.5 * straggler.data["peers_s"]
     assert run.wait_for_end().state is AttemptState.COMPLETED
+    assert run.events(EventKind.HANG_CONFIRMED) == []
+
+
+def slow_plan(seed: int, minutes: float) -> tuple[list[Any], list[Any]]:
+    """(evals, stalls) of a run: each is 3 to 10 times longer than usual, at places by chance."""
+    chance, at, spent_s = random.Random(seed), 40, 0.0
+    evals, stalls = [], []
+    while spent_s < minutes * 60:
+        at += chance.randint(10, 60)
+        factor = chance.uniform(3.0, 10.0)
+        if chance.random() < 0.5:
+            evals.append([at, 2.0 * factor, chance.choice([1, 4])])
+            spent_s += 2.0 * factor
+        else:
+            stalls.append([at, chance.randrange(2), 2.0 * factor, chance.choice(STALLS)])
+            spent_s += 2.0 * factor
+    return [[10, 2.0, 4], [20, 2.0, 1], [30, 2.0, 1], *evals], stalls
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_slow_steps_evals_and_stalls_end_nothing(make: Make) -> None:
+    evals, stalls = slow_plan(seed=7, minutes=8.0)
+    steps = max(evals[-1][0], stalls[-1][0]) + 40
+    # The steps that stall are declared nowhere; two seconds of them have been seen before.
+    seen = [[6, 0, 2.0, "sleep"], [7, 1, 2.0, "sleep"], [8, 0, 2.0, "sleep"]]
+    run = make(
+        steps=steps, sleep_s=0.05, evals=evals, stalls=[*seen, *stalls], checkpoint={"interval": 50}
+    )
+    attempt = run.submit()
+    view = run.wait_for_end(850)
+    assert view.state is AttemptState.COMPLETED, view.evidence
+    assert [i.ending for i in run.outcome(attempt).incarnations] == ["completed"]
     assert run.events(EventKind.HANG_CONFIRMED) == []

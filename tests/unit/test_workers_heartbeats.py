@@ -26,7 +26,7 @@ from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.flight_recorder import recorder_environment, take_flight_record
 from holdfast.workers.agent.gpus import GpuBeat, GpuWatch, watch_gpus
 from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
-from holdfast.workers.agent.kernel_view import look_below, waits_for_others
+from holdfast.workers.agent.kernel_view import Below, look_below, waits_for_others
 from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.heartbeats import (
     HeartbeatWatch,
@@ -215,6 +215,7 @@ def test_waiting_for_others_is_told_from_sleeping() -> None:
 # A parent that waits for its `vfork`ed child sleeps as one that waits for a disk.
 STALLS = """
 import ctypes, time
+while time.process_time() < 0.2: pass
 if ctypes.PyDLL(None).vfork() == 0:
     print("there", flush=True)
     time.sleep(60)
@@ -229,13 +230,14 @@ def test_a_helper_that_waits_for_storage_or_computes_is_seen() -> None:
     try:
         assert rank.stdout is not None
         assert rank.stdout.readline() == b"there\n"
-        wait_for(lambda: look_below(rank.pid)[0])
-        assert look_below(rank.pid)[1] > 0
-        assert look_below(os.getpid())[1] > look_below(rank.pid)[1]
+        wait_for(lambda: look_below(rank.pid).on_storage)
+        here, there = look_below(os.getpid()), look_below(rank.pid)
+        assert 0 < there.cpu_s < here.cpu_s
+        assert 0 < there.io_bytes < here.io_bytes
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
         rank.communicate()
-    assert look_below(rank.pid) == (False, 0.0)
+    assert look_below(rank.pid) == Below(on_storage=False, cpu_s=0.0, io_bytes=0)
 
 
 OFFERS = """

@@ -130,6 +130,8 @@ LONG_S = silence.FAINT_SIGNS_S
         (sample(0, look()), sample(10, look(), helpers_cpu_s=6.0), True),
         (sample(0, look()), sample(10, look(), helpers_cpu_s=1.0), False),
         (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_cpu_s=6.0), False),
+        (sample(0, look()), sample(10, look(), helpers_io_bytes=1 << 20), True),
+        (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_io_bytes=1 << 20), False),
         (sample(0, look()), sample(10, look(), on_storage=True), True),
         (sample(0, look()), sample(10, look(silent_s=LONG_S), on_storage=True), False),
         # What nobody can look at is not proven to hang; what is gone is.

@@ -6,6 +6,7 @@ Read from `/proc`: it asks nothing of the rank and works whatever state that is 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -25,15 +26,28 @@ def waits_for_others(pid: int) -> bool:
     return any(word in place for word in _WAITS)
 
 
-def look_below(pid: int) -> tuple[bool, float]:
-    """(a thread waits for storage, seconds computed below) of a process and those below it.
+@dataclass(frozen=True)
+class Below:
+    """A process and those below it: whether a thread waits for storage, and what the processes
+    below have computed, read and written so far, in seconds and bytes."""
+
+    on_storage: bool
+    cpu_s: float
+    io_bytes: int
+
+
+def look_below(pid: int) -> Below:
+    """What goes on in a process and below it.
 
     Processes that have ended and were waited for count in what was computed.
     """
     below = descendants(pid)
-    ended_s = sum(_ticks(pid)[2:4]) / _TICKS_PER_S
-    helpers_s = sum(sum(_ticks(number)) for number in below) / _TICKS_PER_S
-    return any(_waits_for_storage(number) for number in (pid, *below)), ended_s + helpers_s
+    ticks = sum(_ticks(pid)[2:4]) + sum(sum(_ticks(number)) for number in below)
+    return Below(
+        on_storage=any(_waits_for_storage(number) for number in (pid, *below)),
+        cpu_s=ticks / _TICKS_PER_S,
+        io_bytes=sum(_moved_bytes(number) for number in below),
+    )
 
 
 def _waits_for_storage(pid: int) -> bool:
@@ -59,6 +73,12 @@ def _ticks(pid: int) -> list[int]:
     """User and system time of a process, then those of its children that have ended."""
     words = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return [int(word) for word in words[11:15]]
+
+
+def _moved_bytes(pid: int) -> int:
+    """Bytes that a process has read and written, also those from and to memory."""
+    lines = _read(Path(f"/proc/{pid}/io")).splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def _read(path: Path) -> str:

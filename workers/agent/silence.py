@@ -29,7 +29,7 @@ BUSY_CPU_SHARE: Final = 0.5
 # A rank that computes with an unchanged stack may be in one long call: it gets this much more.
 BUSY_FACTOR: Final = 3.0
 # So long do signs count that something goes on, but not what: storage that does not answer,
-# processes below a rank that compute, a rank whose stacks nobody could read.
+# processes below a rank that compute or read, a rank whose stacks nobody could read.
 FAINT_SIGNS_S: Final = 1800.0
 PROGRESS_BYTES: Final = 1 << 18
 STEPS_ENOUGH: Final = 5
@@ -228,6 +228,11 @@ def _stirs(look: RankLook, before: Sample, after: Sample) -> bool:
     stack = after.stacks.get(look.rank)
     if stack is None or not stack.digest:
         return look.pid > 0 and look.is_alive
-    was = before.stacks.get(look.rank)
-    computed_s = stack.helpers_cpu_s - (was.helpers_cpu_s if was else 0.0)
-    return stack.on_storage or computed_s >= BUSY_CPU_SHARE * (after.at - before.at)
+    was = before.stacks.get(look.rank) or RankStack(rank=look.rank)
+    computed_s = stack.helpers_cpu_s - was.helpers_cpu_s
+    moved_bytes = stack.helpers_io_bytes - was.helpers_io_bytes
+    return (
+        stack.on_storage
+        or computed_s >= BUSY_CPU_SHARE * (after.at - before.at)
+        or moved_bytes >= PROGRESS_BYTES
+    )

@@ -43,8 +43,8 @@ class RankStack:
 
     `top` has the innermost frames of the main thread, `place` the innermost one outside of torch;
     `waits` says that it waits for its peers. `problem` says why there is none. `on_storage`: a
-    thread of it, or of a process below it, waits for storage; `helpers_cpu_s` is what the
-    processes below it have computed, in seconds.
+    thread of it, or of a process below it, waits for storage; `helpers_cpu_s` and
+    `helpers_io_bytes` are what the processes below it have computed, and read and written.
     """
 
     rank: int
@@ -56,6 +56,7 @@ class RankStack:
     problem: str = ""
     on_storage: bool = False
     helpers_cpu_s: float = 0.0
+    helpers_io_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

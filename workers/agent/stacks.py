@@ -104,8 +104,13 @@ def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> St
 def _take(target: Target, folder: Path, number: int) -> RankStack:
     """One rank's stacks, and its flight record with the first of a suspicion's samples."""
     stack, text = take_stack(target)
-    on_storage, helpers_cpu_s = look_below(target.pid)
-    stack = replace(stack, on_storage=on_storage, helpers_cpu_s=helpers_cpu_s)
+    below = look_below(target.pid)
+    stack = replace(
+        stack,
+        on_storage=below.on_storage,
+        helpers_cpu_s=below.cpu_s,
+        helpers_io_bytes=below.io_bytes,
+    )
     # A full file system loses the text; the summary goes to node 0 all the same.
     with contextlib.suppress(OSError):
         path = folder / f"rank-{target.rank:05d}.{min(number, TEXTS_MAX)}.txt"

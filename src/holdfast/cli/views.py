@@ -27,9 +27,10 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.cli.watch_words import noticed
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.spec import RunSpec
@@ -76,7 +77,12 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
         shown = queries.show_run(database, directory)
-        found = {"failed_saves": _failed_saves(directory), "warnings": _warnings(shown)}
+        events = load_events(RunPaths(Path(directory)))
+        found = {
+            "failed_saves": _failed_saves(events),
+            "noticed": noticed(events),
+            "warnings": _warnings(shown),
+        }
         answer({**shown, **found}, as_json, _render_run)
 
 
@@ -106,7 +112,7 @@ def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "mirror": record.url if record else None}
 
 
-def _failed_saves(directory: str) -> list[dict[str, Any]]:
+def _failed_saves(events: Sequence[Event]) -> list[dict[str, Any]]:
     """The last saves that were not committed and why, as the journal on disk has them."""
     found = {
         str(event.data["checkpoint"]): {
@@ -115,7 +121,7 @@ def _failed_saves(directory: str) -> list[dict[str, Any]]:
             "error": event.data["error"],
             "at": event.time,
         }
-        for event in load_events(RunPaths(Path(directory)))
+        for event in events
         if event.kind is EventKind.SAVE_FAILED
     }
     return list(found.values())[-FAILED_SAVES_MAX:]
@@ -194,6 +200,9 @@ def _render_run(run: Mapping[str, Any]) -> None:
     )
     headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
+    for one in run["noticed"]:
+        dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
+        typer.echo(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
     _print_failures(run["attempts"])
     for warning in run["warnings"]:
         typer.echo(f"warning: {warning}")

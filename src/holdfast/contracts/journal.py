@@ -63,7 +63,8 @@ class EventKind(StrEnum):
     GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
     HANG_SUSPECTED = "hang_suspected"  # incarnation, silent, finding, dumps
     HANG_CONFIRMED = "hang_confirmed"  # incarnation, reason, silent, finding, dumps
-    STRAGGLER = "straggler"  # incarnation, rank, host, own_s, peers_s, step_s, times
+    STRAGGLER = "straggler"  # incarnation, rank, own_s, peers_s, step_s
+    NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or came again
     NOTE = "note"  # text
 
 

@@ -1,0 +1,73 @@
+"""What supervisor and `show` say of silent nodes, hangs and slow ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.cli.watch_words import noticed
+from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.flows.node_watch import NodeWatch
+from holdfast.workers import heartbeats
+from holdfast.workers.heartbeats import NodeBeat
+
+
+def beat(node: int) -> NodeBeat:
+    facts: dict[str, Any] = {"node": node, "host": f"n{node}", "time": time.time() + 7200.0}
+    return NodeBeat(attempt=1, incarnation=1, agent_pid=1, **facts)
+
+
+def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = RunFolder(tmp_path, "tried", "u" * 32).submit(1, 2, 0.0)
+    attempt.heartbeats.mkdir(parents=True)
+    journal = JournalWriter(tmp_path / "flow.jsonl")
+    seconds = iter(range(20))
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    watch, words, silent_beats = NodeWatch(), [], 3
+    for now in range(20):
+        for node in (0, 1):
+            if node == 0 or not 5 <= now < 15:
+                file = attempt.heartbeat(node)
+                file.with_suffix(".new").write_text(beat(node).model_dump_json())
+                os.replace(file.with_suffix(".new"), file)
+        words.append(watch.look(attempt, 1.0, journal))
+    told = {at: said for at, said in enumerate(words) if said}
+    assert list(told) == [0, 4 + silent_beats + 1, 15]
+    assert [text.split()[-3:] for text in told[0]] == [["one", "is", "wrong"]] * 2
+    assert told[8] == ["no heartbeat any more of node-0001"]
+    assert told[15] == ["heartbeats again of node-0001"]
+    events, _ = read_journal(tmp_path / "flow.jsonl")
+    silences = [event.data for event in events if event.kind is EventKind.NODE_SILENT]
+    assert [one["silent"] for one in silences] == [True, False]
+
+
+def event(at: float, kind: EventKind, **data: Any) -> Event:
+    facts = {"attempt": 2, **data}
+    return Event(writer="a", incarnation=1, sequence=int(at), time=at, kind=kind, data=facts)
+
+
+def test_show_tells_what_was_noticed_and_a_hang_once() -> None:
+    first, second = ["attempts/0002/dumps/node-0000-01"], ["attempts/0002/dumps/node-0000-02"]
+    slow = {"rank": 3, "own_s": 0.9, "peers_s": 0.4, "step_s": 1.0}
+    found = noticed(
+        [
+            event(1, EventKind.HANG_SUSPECTED, finding="rank 1 waits", dumps=first),
+            event(2, EventKind.STRAGGLER, **slow),
+            event(3, EventKind.HANG_SUSPECTED, finding="rank 1 is missing", dumps=second),
+            event(4, EventKind.HANG_CONFIRMED, finding="rank 1 is missing", dumps=second),
+            event(5, EventKind.NODE_SILENT, nodes=["node-0003"], count=1, silent=True),
+            event(6, EventKind.NOTE, text="nothing"),
+        ]
+    )
+    assert [one["at"] for one in found] == [1, 2, 4, 5]
+    assert found[1]["text"] == "rank 3 is slow: 0.9 s of its own in a step, its peers 0.4 s"
+    assert (found[2]["text"], found[2]["dumps"]) == ("hung and ended: rank 1 is missing", second)
+    assert found[3]["text"] == "no heartbeat any more: node-0003"
