@@ -33,11 +33,14 @@ slowest rank counts.
 
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
-  save ÷ the median of three that follow, blocked or committed, whichever is worse; then SIGTERM
+  save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
+  whichever is worse; then SIGTERM
   to every rank in the middle of a step, and the time until the final checkpoint is committed ÷
   (the rest of that step + a copy + a raw write, measured in the same program).
-- Before the first step `Session` starts its flusher, plans the saves and gets the memory of its
-  slots, two images of the state: *making the session* is all of that, and training waits for it.
+- Before the first step `Session` starts its flusher and plans the saves: *making the session*.
+  The memory of its slots, two images of the state, comes beside the first steps, which only
+  sleep here, as the processors do while an accelerator works. A save that is wanted sooner waits
+  for the pages that it touches.
 - *bytes read* are the kernel's count of what read calls returned, all ranks together, ÷ the bytes
   of the state, each counted once. Resharded: what 2 ranks saved on 1, and the other way round;
   the worse.
@@ -74,7 +77,7 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         conditions(found, measured_on),
         table(headings, rows_of(found)),
         "![Ratios of Holdfast and stock DCP, with the targets](benchmarks.svg)",
-        "Done before the first step, so that the first save is like any other:",
+        "Done before the first step:",
         table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found)),
         "Stock DCP on the same machine, in the same pairs:",
         table(stock_headings, stock_rows_of(found)),

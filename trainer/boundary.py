@@ -27,9 +27,6 @@ from holdfast.trainer.state.train_state import State
 # The longest that a flush may take before a session that ends gives up on it.
 FLUSH_TIMEOUT_S: Final = 1800.0
 BEAT_S: Final = 1.0
-# The longest that training waits at its start for the memory of the staging slots.
-READY_TIMEOUT_S: Final = 60.0
-READY_POLL_S: Final = 0.2
 # How long the look for a free slot may miss that it came free.
 SLOT_WAIT_S: Final = 0.05
 
@@ -124,18 +121,6 @@ class Saver:
         # The former plan's saves end first; slow storage is no hang, so this rank says it lives.
         self.wait()
         self.engine.prepare(self._take_captured()[0], timeout_s=FLUSH_TIMEOUT_S)
-
-    def wait_until_ready(self) -> None:
-        """Before the first step: have the slots' memory there, so that no save waits for it.
-
-        For `READY_TIMEOUT_S` at most, and not when a stop is wanted: the rest is then made ready
-        beside the first steps.
-        """
-        give_up = time.monotonic() + READY_TIMEOUT_S
-        while not self.engine.wait_until_ready(READY_POLL_S):
-            self._record.beat(Phase.SAVE)
-            if self._link.board.stopping or time.monotonic() > give_up:
-                return
 
     def look(self) -> Fitness:
         """Capture the state for what this boundary brings, and see whether the plan fits it."""

@@ -373,7 +373,6 @@ class Session:
         self._saver.prepare()
         settles = not self._link.has_agent and self._link.identity.local_rank == 0
         self._settler = Settler(self._link, self._note) if settles else None
-        self._saver.wait_until_ready()
         # What the program still does before its first step is its own loading.
         self._record.beat(Phase.LOAD)
 

@@ -68,7 +68,7 @@ def answer(found: Found) -> dict[str, Any]:
 
 
 def setup_series(found: Found) -> dict[str, Sequence[float]]:
-    """What a start costs, so that the first save is like any other; one value for each start.
+    """What a start costs before the first step; one value for each start.
 
     `prepare_s` is making the session, in seconds, `prepare` that ÷ a memcpy of the state.
     """

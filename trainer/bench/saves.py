@@ -34,7 +34,7 @@ class Saver:
     """A session whose saves are asked for one at a time; all ranks use it alike.
 
     `prepared` is what making it took, in seconds of the slowest rank: a flusher started, the saves
-    planned, the memory of the slots got.
+    planned.
     """
 
     def __init__(self, program: Program, trained: Trained, run: Path) -> None:

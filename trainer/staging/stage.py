@@ -1,9 +1,9 @@
 """Copying a rank's state into memory that outlives it: the flusher's slots.
 
 `FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
-tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread;
-who begins to train waits for it, so that the first save costs what any other does. Another writes
-what only a commit needs, `.metadata`, and the first save waits for it.
+tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread
+while training begins, so that the first save costs what any other does and no start waits. Another
+writes what only a commit needs, `.metadata`, and the first save waits for it.
 """
 
 from __future__ import annotations
