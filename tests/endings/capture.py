@@ -16,6 +16,7 @@ from tests.endings.crashes import capture_crash
 from tests.endings.endings import CRASHES, EVERY, JOBS
 from tests.endings.jobs import capture_jobs
 from tests.endings.records import FOLDER, write_record
+from tests.endings.variants import VARIANTS, VARIANTS_FOLDER
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--into", type=Path, default=FOLDER, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    known = {ending.name for ending in EVERY if ending.is_confirmed}
+    known = {ending.name for ending in (*EVERY, *VARIANTS) if ending.is_confirmed}
     if unknown := set(options.only) - known:
         parser.error(f"{', '.join(sorted(unknown))}: no such ending; known: {sorted(known)}")
     wanted = set(options.only) or known
@@ -31,6 +32,10 @@ def main(arguments: list[str]) -> None:
         if crash.name in wanted:
             inputs, private = capture_crash(crash)
             _keep(crash.name, inputs, private, options.into)
+    for variant in VARIANTS:
+        if variant.name in wanted:
+            inputs, private = capture_crash(variant)
+            _keep(variant.name, inputs, private, options.into / VARIANTS_FOLDER.name)
     for name, inputs, private in capture_jobs([job for job in JOBS if job.name in wanted]):
         _keep(name, inputs, private, options.into)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.endings.endings import CRASHES, EVERY, JOBS, Crash, JobEnding
 from tests.endings.records import CHECKOUT, FOLDER, read_record, recorded_names
+from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
 
 from holdfast.contracts.attempt import Outcome, StopRequest
 from holdfast.contracts.states import AttemptState, Cause
@@ -19,6 +20,7 @@ from holdfast.workers.executors import JobStatus
 
 QUICK = [crash for crash in CRASHES if crash.is_quick]
 ENDINGS_MIN = 25
+VARIANTS_MIN = 10
 
 
 def ending_of_crash(name: str, folder: Path = FOLDER) -> tuple[Ending, RankFailure | None]:
@@ -54,6 +56,22 @@ def check(crash: Crash, folder: Path = FOLDER) -> None:
 @pytest.mark.parametrize("crash", CRASHES, ids=lambda crash: crash.name)
 def test_a_crash_has_its_cause(crash: Crash) -> None:
     check(crash)
+
+
+def test_of_ten_endings_that_the_rules_were_not_written_from_those_missed_are_named() -> None:
+    assert len(VARIANTS) >= VARIANTS_MIN
+    assert set(recorded_names(VARIANTS_FOLDER)) == {variant.name for variant in VARIANTS}
+    missed = set()
+    for variant in VARIANTS:
+        ending, first = ending_of_crash(variant.name, VARIANTS_FOLDER)
+        assert first is not None
+        assert first.rank == variant.first
+        if ending.cause is not variant.cause:
+            missed.add(variant.name)
+            assert ending.cause is Cause.USER_ERROR, ending
+        else:
+            assert variant.quote in " ".join(ending.evidence), ending
+    assert missed == MISSED
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)

@@ -1,0 +1,146 @@
+"""Ways to fail that the rules were not written from: `variants.py WAY`. Rank 1 takes it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.server
+import os
+import resource
+import signal
+import socket
+import sqlite3
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+
+MIB = 1 << 20
+PEER_WAIT_S = 120.0
+WAYS: dict[str, Callable[[], object]] = {}
+
+
+class UploadError(Exception):
+    """What a program makes of an error that it does not want to show."""
+
+
+def way(act: Callable[[], object]) -> Callable[[], object]:
+    """Register a way to fail under its own name."""
+    WAYS[act.__name__] = act
+    return act
+
+
+def fill_disk() -> None:
+    with open(os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "log"), "wb") as file:
+        file.write(bytes(8 * MIB))
+
+
+@way
+def array_too_large() -> None:
+    import numpy as np
+
+    resource.setrlimit(resource.RLIMIT_AS, (4096 * MIB, 4096 * MIB))
+    np.ones(8192 * MIB, dtype=np.uint8)
+
+
+@way
+def disk_full_renamed() -> None:
+    try:
+        fill_disk()
+    except OSError as error:
+        raise UploadError("could not keep the best model") from error
+
+
+@way
+def disk_full_in_group() -> None:
+    try:
+        fill_disk()
+    except OSError as error:
+        raise ExceptionGroup("writers failed", [ValueError("no samples"), error]) from None
+
+
+@way
+def database_full() -> None:
+    path = os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "samples.db")
+    with sqlite3.connect(path) as database:
+        database.execute("create table samples (content blob)")
+        database.execute("insert into samples values (?)", (bytes(8 * MIB),))
+
+
+class Unwilling(http.server.BaseHTTPRequestHandler):
+    """A store that has too much to do, or says nothing at all."""
+
+    def do_GET(self) -> None:
+        if self.path == "/busy":
+            self.send_error(503)
+        self.close_connection = True
+
+
+def ask_store(path: str) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), Unwilling) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=5)
+
+
+@way
+def store_busy() -> None:
+    ask_store("/busy")
+
+
+@way
+def store_hangs_up() -> None:
+    ask_store("/silent")
+
+
+@way
+def too_many_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    print([open(os.devnull) for _ in range(100)])  # noqa: SIM115
+
+
+@way
+def pool_worker_killed() -> None:
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL).result()
+
+
+@way
+def error_in_thread() -> None:
+    def read() -> None:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            memory.read(1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join()
+    sys.exit(1)
+
+
+def peer_complains_first() -> None:
+    """The second rank's own error makes the first one's connection end, which is louder."""
+    name = f"\0ending-{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['MASTER_PORT']}"
+    with socket.socket(socket.AF_UNIX) as link:
+        if os.environ["RANK"] == "1":
+            link.bind(name)
+            link.listen()
+            link.accept()[0].close()
+            raise ValueError("vocabulary of 50257 expected, got 50304")
+        give_up = time.monotonic() + PEER_WAIT_S
+        while link.connect_ex(name) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        if not link.recv(1):
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def main() -> None:
+    name = sys.argv[1]
+    if name == peer_complains_first.__name__:
+        peer_complains_first()
+    elif os.environ["RANK"] == "1":
+        WAYS[name]()
+    else:
+        time.sleep(PEER_WAIT_S)
+
+
+if __name__ == "__main__":
+    main()
