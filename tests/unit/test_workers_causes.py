@@ -16,7 +16,13 @@ from holdfast.workers.causes import (
     classify,
     classify_crash,
 )
-from holdfast.workers.evidence import find_cause, last_traceback, last_words, messages
+from holdfast.workers.evidence import (
+    TRACEBACK,
+    find_cause,
+    last_traceback,
+    last_words,
+    messages,
+)
 from holdfast.workers.executors import JobStatus
 from holdfast.workers.slurm_states import translate
 
@@ -199,6 +205,56 @@ def test_the_last_traceback_comes_with_its_chain_and_without_an_earlier_one() ->
     prefixed = "".join(f"[rank1]: {line}\n" for line in CHAINED.splitlines())
     assert messages(last_traceback(prefixed)) == messages(CHAINED)
     assert last_traceback("no words") == ""
+
+
+IN_GROUP = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "t.py", line 9, in <module>
+  |     raise ExceptionGroup("writers failed", errors)
+  | ExceptionGroup: writers failed (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | ValueError: no samples
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "t.py", line 7, in <module>
+    |     write(a + b)
+    | OSError: [Errno 28] No space left on device
+    +------------------------------------
+"""
+
+
+def test_the_members_of_a_group_are_read_like_other_exceptions() -> None:
+    earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
+    prefixed = "".join(f"[rank1]: {line}\n" for line in IN_GROUP.splitlines())
+    for text in (IN_GROUP, earlier + IN_GROUP, prefixed):
+        whole = last_traceback(text)
+        assert [said.split("\n")[0] for said in messages(whole)] == [
+            "ExceptionGroup: writers failed (2 sub-exceptions)",
+            "OSError: [Errno 28] No space left on device",
+        ]
+        found = find_cause(whole)
+        assert found is not None
+        assert found.quote == "OSError: [Errno 28] No space left on device"
+    chained = CHAINED.removesuffix("\n") + "\n\nDuring handling of the above exception, \n\n"
+    assert last_traceback(chained + IN_GROUP) == chained + IN_GROUP
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("psycopg.errors.DiskFull: could not extend file", Cause.STORAGE_FULL),
+        ("OSError: the scratch volume is full", Cause.STORAGE_FULL),
+        ("ValueError: the queue is full", None),
+        ("aiohttp.client_exceptions.ServerDisconnectedError", Cause.INFRASTRUCTURE),
+        ("urllib3.exceptions.ProtocolError: ('aborted',)", Cause.INFRASTRUCTURE),
+        ("app.NoConnectionBetweenLayers: 3", None),
+        ("joblib.externals.loky.process_executor.TerminatedWorkerError: A", Cause.UNKNOWN),
+        ("RuntimeError: worker process 7 died unexpectedly", Cause.UNKNOWN),
+    ],
+)
+def test_classes_and_words_that_libraries_share(words: str, cause: Cause | None) -> None:
+    found = find_cause(f"{TRACEBACK}:\n  File x\n{words}\n")
+    assert (found.rule.cause if found else None) is cause
 
 
 def test_warnings_before_an_end_are_no_evidence() -> None:

@@ -7,14 +7,17 @@ in `tensor_ways.py`. `ENDING_FULL_DIRECTORY` names a small file system that the 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
 import mmap
 import os
 import resource
 import signal
 import socket
+import sqlite3
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
@@ -137,6 +140,22 @@ def disk_full_while_handling() -> None:
 
 
 @way
+def disk_full_in_group() -> None:
+    try:
+        disk_full()
+    except OSError as error:
+        raise ExceptionGroup("writers failed", [ValueError("no samples"), error]) from None
+
+
+@way
+def database_full() -> None:
+    path = os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "samples.db")
+    with sqlite3.connect(path) as database:
+        database.execute("create table samples (content blob)")
+        database.execute("insert into samples values (?)", (bytes(8 * MIB),))
+
+
+@way
 def port_in_use() -> None:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
@@ -150,6 +169,23 @@ def connection_refused() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     urllib.request.urlopen(f"http://127.0.0.1:{port}/dataset", timeout=5)
+
+
+@way
+def store_hangs_up() -> None:
+    def hang_up() -> None:
+        with store.accept()[0] as connection:
+            connection.recv(4096)
+
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        threading.Thread(target=hang_up, daemon=True).start()
+        urllib.request.urlopen(f"http://127.0.0.1:{store.getsockname()[1]}/dataset", timeout=5)
+
+
+@way
+def pool_worker_killed() -> None:
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL).result()
 
 
 @way

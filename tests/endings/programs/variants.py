@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import http.server
 import os
 import resource
-import signal
 import socket
-import sqlite3
 import sys
 import threading
 import time
@@ -51,22 +48,6 @@ def disk_full_renamed() -> None:
         raise UploadError("could not keep the best model") from error
 
 
-@way
-def disk_full_in_group() -> None:
-    try:
-        fill_disk()
-    except OSError as error:
-        raise ExceptionGroup("writers failed", [ValueError("no samples"), error]) from None
-
-
-@way
-def database_full() -> None:
-    path = os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "samples.db")
-    with sqlite3.connect(path) as database:
-        database.execute("create table samples (content blob)")
-        database.execute("insert into samples values (?)", (bytes(8 * MIB),))
-
-
 class Unwilling(http.server.BaseHTTPRequestHandler):
     """A store that has too much to do, or says nothing at all."""
 
@@ -88,20 +69,9 @@ def store_busy() -> None:
 
 
 @way
-def store_hangs_up() -> None:
-    ask_store("/silent")
-
-
-@way
 def too_many_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     print([open(os.devnull) for _ in range(100)])  # noqa: SIM115
-
-
-@way
-def pool_worker_killed() -> None:
-    with concurrent.futures.ProcessPoolExecutor(1) as pool:
-        pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL).result()
 
 
 @way
