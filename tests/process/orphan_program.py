@@ -1,0 +1,89 @@
+"""A program whose ranks leave helpers behind in every way there is: `orphan_program.py SETTINGS`.
+
+One in a session of its own, one forked twice so that it is nobody's child, and the workers of a
+DataLoader. The first two ignore SIGTERM and have an empty environment, so that nothing but the
+process tree says whose they are. All are noted in `folder` by incarnation, rank and kind. A rank of
+the second incarnation notes the helpers of the first that it still finds, and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+HELPER = ("/bin/sleep", "600")
+WORKERS = 2
+FIRST_LIFE_S = 600.0
+
+
+def note(folder: Path, kind: str, pid: int) -> None:
+    """Leave the process's lasting name, whole or not at all."""
+    words = {"pid": pid, "started_at": psutil.Process(pid).create_time()}
+    name = f"{os.environ['HOLDFAST_INCARNATION']}-{os.environ['RANK']}-{kind}"
+    (folder / f"{name}.tmp").write_text(json.dumps(words))
+    (folder / f"{name}.tmp").rename(folder / f"{name}.json")
+
+
+def become_helper(folder: Path, kind: str) -> None:
+    """Never returns: this process sleeps on as one that nothing but SIGKILL ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note(folder, kind, os.getpid())
+    os.execve(HELPER[0], list(HELPER), {})
+
+
+def fork_helpers(folder: Path) -> None:
+    if os.fork() == 0:
+        os.setsid()
+        become_helper(folder, "setsid")
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            become_helper(folder, "daemon")
+        os._exit(0)
+    os.waitpid(middle, 0)
+
+
+def survivors(folder: Path, incarnation: int) -> list[str]:
+    """The helpers of an incarnation that still run."""
+    found = []
+    for path in sorted(folder.glob(f"{incarnation}-*.json")):
+        known = json.loads(path.read_text())
+        try:
+            process = psutil.Process(known["pid"])
+            same = process.create_time() == known["started_at"]
+            if same and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(path.stem)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def main() -> None:
+    folder = Path(json.loads(sys.argv[1])["folder"])
+    incarnation, rank = int(os.environ["HOLDFAST_INCARNATION"]), os.environ["RANK"]
+    left = survivors(folder, incarnation - 1)
+    (folder / f"left-{incarnation}-{rank}.txt").write_text("\n".join(left))
+    fork_helpers(folder)
+
+    from torch.utils.data import DataLoader
+
+    samples = list(range(1000))
+    batches = iter(DataLoader(samples, num_workers=WORKERS))  # type: ignore[arg-type]
+    next(batches)
+    me = psutil.Process()
+    for number, worker in enumerate(p for p in me.children() if p.name() != "sleep"):
+        note(folder, f"worker{number}", worker.pid)
+    note(folder, "rank", me.pid)
+    if incarnation == 1:
+        time.sleep(FIRST_LIFE_S)
+
+
+if __name__ == "__main__":
+    main()

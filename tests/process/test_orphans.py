@@ -1,0 +1,47 @@
+"""No process outlives the incarnation that started it, nor the attempt, however it hid itself."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from tests.process.local_runs import LocalRun, send, wait_until
+from tests.process.orphan_program import survivors
+
+from holdfast.contracts.states import AttemptState
+
+PROGRAM = Path(__file__).with_name("orphan_program.py")
+KINDS = ("setsid", "daemon", "worker0", "worker1", "rank")
+RANKS = 2
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def names_of(incarnation: int) -> list[str]:
+    return sorted(f"{incarnation}-{rank}-{kind}" for rank in range(RANKS) for kind in KINDS)
+
+
+def test_what_ranks_leave_behind_is_gone_before_the_next_start_and_at_the_end(
+    tmp_path: Path,
+) -> None:
+    """One rank is killed while all helpers live; then the ranks end, and their helpers do not."""
+    folder = tmp_path / "noted"
+    folder.mkdir()
+    run = LocalRun(tmp_path / "root", gpus=RANKS, program=PROGRAM, folder=str(folder))
+    run.submit()
+    try:
+        wait_until(lambda: survivors(folder, 1) == names_of(1), "ranks with all their helpers")
+        victim = json.loads((folder / "1-1-rank.json").read_text())["pid"]
+        send(victim, signal.SIGKILL)
+        view = run.wait_for_end()
+    finally:
+        run.end_all()
+    assert view.state is AttemptState.COMPLETED
+    # What a rank of the second incarnation found of the first, before it did anything else.
+    assert [(folder / f"left-2-{rank}.txt").read_text() for rank in range(RANKS)] == ["", ""]
+    noted = {path.stem for path in folder.glob("2-*.json")}
+    assert noted == set(names_of(2))
+    assert survivors(folder, 1) == []
+    assert survivors(folder, 2) == []
