@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import psutil
 
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.history import load_history
@@ -17,10 +20,20 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.drills import census, invariants
-from holdfast.flows.drills.faults import FAULTS, Scene
+from holdfast.flows.drills.ettr import (
+    Calibration,
+    Trained,
+    calibrate,
+    compare,
+    goodput_of,
+    last_step_of,
+)
+from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss, Recovery, draw_faults
-from holdfast.flows.drills.stand import INTERVAL_STEPS, SNAPSHOT_STEPS, Stand, throw_away
+from holdfast.flows.drills.results import DrillResult, FaultResult
+from holdfast.flows.drills.scene import Scene
+from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, Stand, throw_away
 from holdfast.flows.drills.steps import difference, gaps
 from holdfast.flows.drills.subject import Mark, Subject
 from holdfast.lineage.database import database_url
@@ -30,60 +43,28 @@ from holdfast.workers import operator
 FAULTS_PER_RUN: Final = 40
 MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5
-# Between faults training takes some seconds at `STEP_S` a step; twice that is room enough.
-REFERENCE_STEPS_PER_FAULT: Final = 250
+# The uninterrupted run is as long as the faults may make the drilled one, up to here; then a new
+# run begins.
 REFERENCE_STEPS: Final = 500
+REFERENCE_STEPS_MAX: Final = 9000
 FAILURES_MAX: Final = 5
+CALIBRATION_STEPS: Final = 150
 LOSS_STEPS: Final = {
     Loss.NOTHING: 0,
     Loss.SNAPSHOT: SNAPSHOT_STEPS,
     Loss.CHECKPOINT: 2 * INTERVAL_STEPS,
 }
-# What a journal says first when an incarnation was hurt.
+# What a journal says first when something was hurt.
 _NOTICED: Final = (
+    EventKind.NOTICE,
     EventKind.SIGNAL,
+    EventKind.SAVE_FAILED,
+    EventKind.HANG_SUSPECTED,
+    EventKind.STRAGGLER,
     EventKind.INCARNATION_ENDED,
     EventKind.NODE_LOST,
     EventKind.ATTEMPT_ENDED,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultResult:
-    """One fault. Seconds count from the fault; None where nothing was interrupted."""
-
-    kind: str
-    ok: bool
-    detail: str
-    run: str
-    step: int
-    steps_lost: int | None = None
-    noticed_s: float | None = None
-    first_step_s: float | None = None
-    took_s: float = 0.0
-
-
-@dataclass(kw_only=True)
-class DrillResult:
-    """All of a drill. `refused` are kinds that could not be rehearsed here."""
-
-    seed: int
-    faults: list[FaultResult] = field(default_factory=list)
-    broken: list[Broken] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    steps: int = 0
-    wall_s: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return {
-            "seed": self.seed,
-            "faults": [dict(vars(one)) for one in self.faults],
-            "broken": [one.as_json() for one in self.broken],
-            "refused": self.refused,
-            "steps": self.steps,
-            "wall_s": round(self.wall_s, 3),
-        }
 
 
 Tell = Callable[[str], None]
@@ -115,7 +96,7 @@ class Rehearsal:
             detail = FAULTS[kind.name](self.scene)
             after = self._wait_for_recovery(kind, mark, fault_at)
             broken += self._judge_recovery(kind, mark, after, fault_at)
-        except (HoldfastError, OSError) as error:
+        except (HoldfastError, OSError, psutil.Error) as error:
             broken.append(Broken(invariants.RECOVERS, f"{kind.name}: {error}"))
         broken += self.check()
         new = [one for one in broken if one not in self._seen]
@@ -186,13 +167,15 @@ class Rehearsal:
         broken: Sequence[Broken],
         took_s: float,
     ) -> None:
-        lost = noticed = first = None
+        lost = first = None
+        came = Recovery.UNDISTURBED
         if mark is not None and after is not None and after.place != mark.place:
+            came = _recovery_between(mark, after)
             lost = self._steps_lost(mark, after)
             began = self._subject.first_of(after.place)
             first = round(began.time - fault_at, 3) if began else None
-            told = [e.time for k in _NOTICED for e in self._subject.events_of(k, fault_at)]
-            noticed = round(min(told) - fault_at, 3) if told else None
+        told = [e.time for k in _NOTICED for e in self._subject.events_of(k, fault_at)]
+        noticed = round(min(told) - fault_at, 3) if told else None
         words = "; ".join([detail, *(f"BROKEN {b.invariant}: {b.detail}" for b in broken)])
         one = FaultResult(
             kind=kind.name,
@@ -200,6 +183,7 @@ class Rehearsal:
             detail=words,
             run=self._subject.paths.name,
             step=mark.step if mark else -1,
+            recovery=came,
             steps_lost=lost,
             noticed_s=noticed,
             first_step_s=first,
@@ -237,6 +221,7 @@ class Rehearsal:
         if stand is None:
             return []
         new, self._compared = steps[self._compared :], len(steps)
+        self.result.uncompared += sum((one.rank, one.step) not in stand.reference for one in new)
         wrong = [words for one in new if (words := difference(one, stand.reference))]
         wrong += gaps(new)
         return [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
@@ -262,7 +247,7 @@ class Rehearsal:
             state = load_history(paths).state
             if state is not RunState.CANCELLED:
                 broken.append(Broken(invariants.RECOVERS, f"{paths.name} is {state} at its end"))
-        except (HoldfastError, OSError, TimeoutError) as error:
+        except (HoldfastError, OSError) as error:
             broken.append(Broken(invariants.RECOVERS, f"{paths.name}: {error}"))
         broken += self.check()
         broken += [
@@ -274,33 +259,102 @@ class Rehearsal:
 
 
 def drill_throw_away(
-    kinds: Sequence[Kind], count: int, seed: int, *, folder: Path, tell: Tell
+    kinds: Sequence[Kind],
+    count: int,
+    seed: int,
+    *,
+    folder: Path,
+    tell: Tell,
+    within_s: float = math.inf,
+    calibrates: bool = False,
 ) -> DrillResult:
-    """`count` faults against throw-away runs in `folder`, which is empty."""
+    """`count` faults against throw-away runs in `folder`, which is empty.
+
+    After `within_s` seconds no other fault is begun. With `calibrates` the share of time trained
+    is held against the predicted one, from a run without faults that comes first.
+    """
     began = time.monotonic()
     result = DrillResult(seed=seed)
     faults, chance = draw_faults(kinds, count, seed), random.Random(seed)
     needs_disk = any(kind.name == "disk-full" for kind in faults)
+    steps = min(REFERENCE_STEPS_MAX, REFERENCE_STEPS + sum(kind.steps for kind in faults))
     with throw_away(folder, with_small_disk=needs_disk) as stand:
-        steps = REFERENCE_STEPS + REFERENCE_STEPS_PER_FAULT * min(count, FAULTS_PER_RUN)
         tell(f"the uninterrupted run: {steps} steps")
         stand.make_reference(steps)
         url = os.environ.get("HOLDFAST_DATABASE_URL") or f"sqlite:///{stand.home}/holdfast.db"
-        for first in range(0, len(faults), FAULTS_PER_RUN):
-            if len([one for one in result.faults if not one.ok]) > FAILURES_MAX:
-                tell(f"more than {FAILURES_MAX} faults went wrong; the rest is not rehearsed")
-                break
+        costs = _calibrate(stand, tell) if calibrates else None
+        trained: list[Trained] = []
+        left = deque(faults)
+        while left and not _is_over(result, began + within_s):
             scene = Scene(stand.begin_run(), chance, stand)
             rehearsal = Rehearsal(scene, result, url, tell)
-            for kind in faults[first : first + FAULTS_PER_RUN]:
-                rehearsal.rehearse(kind)
+            told = len(result.faults)
+            for _ in range(FAULTS_PER_RUN):
+                rehearsal.rehearse(left.popleft())
+                at = scene.subject.newest.step if scene.subject.newest else 0
+                is_full = not left or at + left[0].steps > steps
+                if is_full or _is_over(result, began + within_s):
+                    break
             rehearsal.finish(stand)
+            trained.append(_account(scene.subject.paths, result.faults[told:]))
+        if left:
+            tell(f"{len(left)} faults were not begun: time was up, or too much went wrong")
+        result.ettr = compare(costs, trained) if costs else None
     result.wall_s = time.monotonic() - began
     return result
 
 
+def _is_over(result: DrillResult, ends_at: float) -> bool:
+    """True when no other fault is to be begun: time is up, or too much went wrong."""
+    wrong = sum(1 for one in result.faults if not one.ok)
+    return wrong > FAILURES_MAX or time.monotonic() >= ends_at
+
+
+def _calibrate(stand: Stand, tell: Tell) -> Calibration | None:
+    """A run without faults, relaunched once by an operator, and ended by one; None if disturbed."""
+    tell(f"a run without faults: twice {CALIBRATION_STEPS} steps and a relaunch")
+    subject = stand.begin_run()
+    try:
+        _train(subject, CALIBRATION_STEPS)
+        operator.request(subject.paths, "relaunch", by="drill", gpus=RANKS, writer="drill")
+        _train(subject, CALIBRATION_STEPS, attempt=2)
+        operator.request(subject.paths, "stop", by="drill", writer="drill")
+        stand.wait_for_flow()
+        return calibrate(load_history(subject.paths))
+    except HoldfastError as error:
+        tell(f"no share of trained time is predicted: {error}")
+        return None
+
+
+def _train(subject: Subject, steps: int, attempt: int = 1) -> None:
+    """Wait until an attempt has done so many steps."""
+
+    def has_trained() -> bool:
+        newest = subject.newest
+        if newest is None or newest.place.attempt != attempt:
+            return False
+        return newest.step >= subject.resumed_step(newest.place) + steps
+
+    subject.wait_for(f"{steps} steps", has_trained)
+
+
+def _account(paths: RunPaths, faults: Sequence[FaultResult]) -> Trained:
+    history = load_history(paths)
+    return Trained(
+        goodput=goodput_of(history),
+        steps=last_step_of(history),
+        faults=tuple((one.kind, one.recovery) for one in faults),
+    )
+
+
 def drill_live(
-    paths: RunPaths, kinds: Sequence[Kind], count: int, seed: int, *, tell: Tell
+    paths: RunPaths,
+    kinds: Sequence[Kind],
+    count: int,
+    seed: int,
+    *,
+    tell: Tell,
+    within_s: float = math.inf,
 ) -> DrillResult:
     """`count` faults against a run that trains. Raises `ServiceError` when it does not."""
     began = time.monotonic()
@@ -310,6 +364,8 @@ def drill_live(
     scene = Scene(Subject(paths), random.Random(seed))
     rehearsal = Rehearsal(scene, result, database_url(), tell)
     for kind in draw_faults(kinds, count, seed):
+        if _is_over(result, began + within_s):
+            break
         rehearsal.rehearse(kind)
     result.wall_s = time.monotonic() - began
     return result

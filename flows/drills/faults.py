@@ -1,69 +1,47 @@
-"""The faults: each acts from outside, on processes, files and servers, and says what it did.
+"""The faults: each acts from outside, on processes, and says what it did.
 
-A fault returns when it has been done; how the run recovers is watched by `conduct`.
+A fault returns when it has been done; how the run recovers is watched by `conduct`. Those of what
+a run stands on are in `outages`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import psutil
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.journal import Event, EventKind
+from holdfast.flows.drills import outages
 from holdfast.flows.drills.kinds import Recovery
-from holdfast.flows.drills.stand import Stand
-from holdfast.flows.drills.subject import Subject
-from holdfast.flows.start import start_here
+from holdfast.flows.drills.scene import Scene
+from holdfast.flows.drills.steps import place_of
+from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import descendants
 
 FLOW_GAP_STEPS: Final = 10
 FLOW_GAP_S_MAX: Final = 2.5
-HOLDUPS: Final = 20
-HELD_S: Final = 0.06
+# Of a live run a hang may be waited for until its phase's default limit, and then be proven.
+HANG_S_MAX: Final = 1200.0
+HANG_STAND_S_MAX: Final = 180.0
+HANG_TRIES_MAX: Final = 30
+# Longer than a heartbeat takes to tell the phases of ranks that wait.
+HANG_LOOK_S: Final = 1.0
+# Three quarters of the time: far above what makes a rank a slow one.
+HELD_S: Final = 0.12
 FREE_S: Final = 0.04
-DATABASE_GAP_S: Final = 1.5
-# What a full disk leaves for journals and logs: no checkpoint of a stand fits in it.
-LEFT_BYTES: Final = 1 << 20
-SAVE_FAILS_S: Final = 60.0
+# A rank is named once it was slow for three windows of ten seconds; then some for the machine.
+STRAGGLER_S_MAX: Final = 90.0
+STRAGGLER_AGAIN_S: Final = 5.0
+LOOKS_EVERY: Final = 10
 # Above what a process has: room for small things, not for what a step asks for.
 MEMORY_LEFT_BYTES: Final = 8 << 20
-
-
-@dataclass
-class Scene:
-    """What a fault may reach: the run, the chance that moves it, and the stand if there is one.
-
-    `recovery` is set by a fault of which something else comes this time than its kind says.
-    """
-
-    subject: Subject
-    chance: random.Random
-    stand: Stand | None = None
-    recovery: Recovery | None = None
-
-    def need_stand(self) -> Stand:
-        """The stand. Raises `ServiceError` on a live run, whose servers are not the drill's."""
-        if self.stand is None:
-            raise ServiceError("only a throw-away run has a disk and a database to take away")
-        return self.stand
-
-    def start_flow(self) -> None:
-        """Start another flow for the run, by the means of where it lives."""
-        if self.stand is not None:
-            self.stand.start_flow(self.subject.paths)
-        else:
-            start_here(self.subject.paths)
+MEMORY_S_MAX: Final = 30.0
+MEMORY_PAUSE_S: Final = 0.1
 
 
 def signal_agent(number: signal.Signals) -> Callable[[Scene], str]:
@@ -78,7 +56,7 @@ def signal_agent(number: signal.Signals) -> Callable[[Scene], str]:
 
 
 def kill_rank(scene: Scene) -> str:
-    rank = scene.chance.choice(scene.subject.ranks())
+    rank = scene.chance.choice(list(scene.subject.ranks().values()))
     rank.kill()
     return f"SIGKILL to a rank, process {rank.pid}"
 
@@ -148,127 +126,117 @@ def _kill_flow(scene: Scene, flow: psutil.Process) -> None:
         scene.stand.kill_flow()
 
 
+def hang_rank(scene: Scene) -> str:
+    """Stop one rank, so that its peers wait for it, until the agent is sure of it."""
+    subject, since = scene.subject, time.time()
+    rank = scene.chance.choice(list(subject.ranks().values()))
+    with contextlib.ExitStack() as failed:
+        failed.callback(_continue, rank)
+        _stop_in_training(scene, rank)
+        confirmed = subject.wait_for(
+            "the end of a hang",
+            lambda: subject.events_of(EventKind.HANG_CONFIRMED, since),
+            HANG_S_MAX if scene.stand is None else HANG_STAND_S_MAX,
+        )
+        # The agent kills it: what is stopped must not train on until then.
+        failed.pop_all()
+    return f"SIGSTOP to a rank, process {rank.pid}; {confirmed[0].data.get('finding')}"
+
+
+def _stop_in_training(scene: Scene, rank: psutil.Process) -> None:
+    """Stop a rank while all of them train: a save may be silent for far longer than a step."""
+    for _ in range(HANG_TRIES_MAX):
+        rank.suspend()
+        time.sleep(HANG_LOOK_S)
+        beats = read_heartbeats(scene.subject.attempt)
+        if {one.phase for beat in beats for one in beat.ranks} == {"train"}:
+            return
+        rank.resume()
+        time.sleep(scene.chance.uniform(0.0, HANG_LOOK_S))
+    raise ServiceError(f"{scene.subject.paths.name}: its ranks were never all training")
+
+
 def hold_up(scene: Scene) -> str:
-    """Stop and continue one rank again and again: it is slow, and not hung."""
-    rank = scene.chance.choice(scene.subject.ranks())
+    """Stop and continue one rank again and again: it is slow, and not hung, and is named.
+
+    A rank is named once in an incarnation: one that was is held up for a short while only.
+    """
+    subject, since = scene.subject, time.time()
+    before = {line.data.get("rank") for line in _stragglers(scene, 0.0)}
+    number, rank = scene.chance.choice(sorted(subject.ranks().items()))
+    wait_s = STRAGGLER_AGAIN_S if number in before else STRAGGLER_S_MAX
+    give_up, rounds = time.monotonic() + wait_s, 0
+    told: list[Event] = []
     try:
-        for _ in range(HOLDUPS):
+        while time.monotonic() < give_up and not told:
             rank.suspend()
             time.sleep(HELD_S)
             rank.resume()
             time.sleep(FREE_S)
+            rounds += 1
+            if rounds % LOOKS_EVERY == 0:
+                subject.look()
+                told = _stragglers(scene, since)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.resume()
-    return f"process {rank.pid} held up {HOLDUPS} times"
+        _continue(rank)
+    words = f"process {rank.pid} held up {rounds} times"
+    if number in before:
+        return f"{words}; rank {number} is known as slow since before"
+    if [line.data.get("rank") for line in told] != [number]:
+        raise ServiceError(f"{words}: expected rank {number} to be named, got {told or 'nobody'}")
+    return f"{words}; rank {number} was named"
 
 
-def fill_disk(scene: Scene) -> str:
-    """Fill the root until a save has failed, then give the room back."""
-    root, subject = scene.need_stand().root, scene.subject
-    filler, since = root / ".filler", time.time()
-    try:
-        with open(filler, "ab") as stream, contextlib.suppress(OSError):
-            stream.write(bytes(max(0, _free_bytes(root) - LEFT_BYTES)))
-        failed = subject.wait_for(
-            "a save that fails",
-            lambda: subject.events_of(EventKind.SAVE_FAILED, since),
-            SAVE_FAILS_S,
-        )
-    finally:
-        filler.unlink(missing_ok=True)
-    return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
+def _stragglers(scene: Scene, since: float) -> list[Event]:
+    """What the newest incarnation's agent said of slow ranks."""
+    place = scene.subject.started_place()
+    told = scene.subject.events_of(EventKind.STRAGGLER, since)
+    return [line for line in told if place_of(line) == place]
 
 
-def take_database(scene: Scene) -> str:
-    """Overwrite the index with what is no database, and later remove it: disk has it all."""
-    home = scene.need_stand().home
-    names = [path for path in sorted(home.glob("holdfast.db*")) if path.is_file()]
-    for path in names:
-        path.write_bytes(b"not a database " * 1000)
-    time.sleep(DATABASE_GAP_S)
-    for path in names:
-        path.unlink(missing_ok=True)
-    return f"{len(names)} files of the index overwritten, and removed {DATABASE_GAP_S} s later"
-
-
-def corrupt_checkpoint(scene: Scene) -> str:
-    """Flip a byte of the newest checkpoint while nothing runs; put it back after the resume."""
-    subject = scene.subject
-    flow, attempt = subject.flow(), subject.attempt
-    if flow is None:
-        raise ServiceError(f"{subject.paths.name}: no flow that supervises it lives here")
-    with _suspended(flow):
-        subject.agent().send_signal(signal.SIGTERM)
-        subject.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
-        name, path = _newest_file(subject)
-        at = scene.chance.randrange(path.stat().st_size)
-        _flip(path, at)
-    try:
-        since = time.time()
-        resumed = subject.wait_for("a resume", lambda: subject.events_of(EventKind.RESUMED, since))
-    finally:
-        _flip(path, at)
-    if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
-        raise ServiceError(f"{name} was damaged and believed: {resumed[0].data}")
-    return f"byte {at} of {name}/{path.name} flipped; the resume passed it over"
-
-
-@contextlib.contextmanager
-def _suspended(process: psutil.Process) -> Iterator[None]:
-    process.suspend()
-    try:
-        yield
-    finally:
+def _continue(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
 
 
-def _newest_file(subject: Subject) -> tuple[str, Path]:
-    """The newest committed checkpoint's name, and its largest file."""
-    for directory in reversed(subject.paths.list_checkpoints()):
-        manifest = read_manifest(directory)
-        if manifest is not None and CheckpointName.parse(directory.name):
-            largest = max(manifest.files, key=lambda entry: entry.bytes)
-            return directory.name, directory / largest.path
-    raise ServiceError(f"{subject.paths.name} has no committed checkpoint")
-
-
-def _flip(path: Path, at: int) -> None:
-    """Turn every bit of one byte; twice is none."""
-    with open(path, "r+b") as stream:
-        stream.seek(at)
-        byte = stream.read(1)
-        stream.seek(at)
-        stream.write(bytes([byte[0] ^ 0xFF]))
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def refuse_memory(scene: Scene) -> str:
-    """Lower one rank's limit of address space to what it has, and a little more."""
-    rank = scene.chance.choice(scene.subject.ranks())
-    limit = rank.memory_info().vms + MEMORY_LEFT_BYTES
-    rank.rlimit(psutil.RLIMIT_AS, (limit, limit))
-    return f"process {rank.pid} may have {limit >> 20} MiB of address space"
+    """Lower one rank's limit of address space to what it has, and a little more, until it fails.
 
-
-def _free_bytes(place: Path) -> int:
-    facts = os.statvfs(place)
-    return facts.f_bavail * facts.f_frsize
+    Lowered again and again: what it had at one moment may have been what a step asks for.
+    """
+    rank = scene.chance.choice(list(scene.subject.ranks().values()))
+    former = rank.rlimit(psutil.RLIMIT_AS)
+    limit, give_up = rank.memory_info().vms + MEMORY_LEFT_BYTES, time.monotonic() + MEMORY_S_MAX
+    while time.monotonic() < give_up:
+        try:
+            limit = min(limit, rank.memory_info().vms + MEMORY_LEFT_BYTES)
+            rank.rlimit(psutil.RLIMIT_AS, (limit, former[1]))
+            is_gone = rank.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            is_gone = True
+        if is_gone:
+            return f"process {rank.pid} had {limit >> 20} MiB of address space, and asked for more"
+        time.sleep(MEMORY_PAUSE_S)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        rank.rlimit(psutil.RLIMIT_AS, former)
+    raise ServiceError(f"process {rank.pid} asked for no memory within {MEMORY_S_MAX:.0f} s")
 
 
 FAULTS: Final[Mapping[str, Callable[[Scene], str]]] = {
     "sigterm": signal_agent(signal.SIGTERM),
     "sigusr2": signal_agent(signal.SIGUSR2),
+    "spot-notice": outages.announce_preemption,
     "kill-rank": kill_rank,
     "kill-torchrun": kill_torchrun,
     "kill-agent": kill_agent,
     "kill-flow": kill_flow,
     "kill-flusher": kill_flusher,
+    "hang": hang_rank,
     "straggler": hold_up,
     "node-loss": lose_node,
-    "disk-full": fill_disk,
-    "database-down": take_database,
-    "corrupt-checkpoint": corrupt_checkpoint,
+    "disk-full": outages.fill_disk,
+    "database-down": outages.take_database,
+    "prefect-down": outages.take_prefect,
+    "corrupt-checkpoint": outages.corrupt_checkpoint,
     "oom": refuse_memory,
 }

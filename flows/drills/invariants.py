@@ -21,7 +21,7 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.drills.steps import Place
+from holdfast.flows.drills.steps import place_of
 from holdfast.lineage import queries
 from holdfast.lineage.database import Database, open_database
 from holdfast.lineage.disk import take_fingerprint
@@ -97,13 +97,13 @@ def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
 
     What it says it passed over as damaged does not count, nor what was deleted or rolled back.
     """
-    started = {_place(e): e.time for e in events if e.kind is EventKind.INCARNATION_STARTED}
+    started = {place_of(e): e.time for e in events if e.kind is EventKind.INCARNATION_STARTED}
     gone = excluded_checkpoints(events) | {
         str(e.data["checkpoint"]) for e in events if e.kind is EventKind.CHECKPOINT_DELETED
     }
     broken = []
     for event in (e for e in events if e.kind is EventKind.RESUMED):
-        place, taken = _place(event), _directory(event.data.get("checkpoint"))
+        place, taken = place_of(event), _directory(event.data.get("checkpoint"))
         if taken and not _was_committed(paths, taken):
             broken.append(Broken(BELIEVED_IS_WHOLE, f"{place} went on from {taken}: no manifest"))
         skipped = {str(line).partition(":")[0] for line in event.data.get("skipped", ())}
@@ -246,7 +246,3 @@ def _directory(identity: object) -> str:
 def _step(name: str) -> int:
     parsed = CheckpointName.parse(name)
     return parsed.step if parsed else -1
-
-
-def _place(event: Event) -> Place:
-    return Place(int(event.data.get("attempt", 0)), int(event.data.get("incarnation", 0)))

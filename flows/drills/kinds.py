@@ -34,7 +34,8 @@ class Kind:
     """One kind of fault. `causes` are those that may end an attempt by it.
 
     `is_for_live` tells whether it can be rehearsed on a run that people care about: nothing of
-    it outlives the drill, and it reaches no other run.
+    it outlives the drill, and it reaches no other run. `steps` of a throw-away run pass at most
+    while it is rehearsed and recovered from.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Kind:
     loss: Loss = Loss.NOTHING
     causes: frozenset[Cause] = frozenset()
     is_for_live: bool = True
+    steps: int = 300
 
 
 def _kinds(*kinds: Kind) -> dict[str, Kind]:
@@ -61,6 +63,13 @@ KINDS: Final = _kinds(
         words="the agent gets SIGUSR2, as Slurm warns",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
+    ),
+    Kind(
+        name="spot-notice",
+        words="a cloud announces that the machine is taken",
+        recovery=Recovery.NEW_ATTEMPT,
+        causes=frozenset({Cause.PREEMPTION}),
+        is_for_live=False,
     ),
     Kind(
         name="kill-rank",
@@ -92,9 +101,16 @@ KINDS: Final = _kinds(
         recovery=Recovery.UNDISTURBED,
     ),
     Kind(
+        name="hang",
+        words="one training process is stopped, and its peers wait for it",
+        recovery=Recovery.IN_PLACE,
+        loss=Loss.SNAPSHOT,
+    ),
+    Kind(
         name="straggler",
-        words="one training process is held up again and again for two seconds",
+        words="one training process is held up for most of the time until it is named",
         recovery=Recovery.UNDISTURBED,
+        steps=1000,
     ),
     Kind(
         name="node-loss",
@@ -111,9 +127,16 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="database-down",
-        words="the lineage database is unreadable for a while, then lost",
+        words="the lineage database is unreadable for a while, then lost, and made anew from disk",
         recovery=Recovery.UNDISTURBED,
         is_for_live=False,
+    ),
+    Kind(
+        name="prefect-down",
+        words="the Prefect server of the flow is killed, and started again while training goes on",
+        recovery=Recovery.UNDISTURBED,
+        is_for_live=False,
+        steps=3000,
     ),
     Kind(
         name="corrupt-checkpoint",
@@ -132,9 +155,6 @@ KINDS: Final = _kinds(
 )
 # Named by people, and not rehearsed yet: each says what is missing.
 REFUSED: Final = {
-    "spot-notice": "no notice of a cloud can be served to the run's agent",
-    "hang": "a hang would be waited for until the collective's own time limit",
-    "prefect-down": "the drill supervises without a Prefect server",
     "nan": "no policy acts on a loss that is not finite",
 }
 

@@ -12,11 +12,13 @@ from typing import Final
 
 from holdfast.contracts.durable import write_bytes
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.conduct import DrillResult, FaultResult
+from holdfast.flows.drills.ettr import Ettr
 from holdfast.flows.drills.kinds import KINDS, REFUSED
+from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
 
 P95: Final = 0.95
+LIBRARIES: Final = ("holdfast", "torch", "prefect", "submitit", "psutil")
 INVARIANTS: Final = (
     invariants.COMMITTED_STAYS,
     invariants.BELIEVED_IS_WHOLE,
@@ -31,27 +33,29 @@ INVARIANTS: Final = (
 )
 COLUMNS: Final = (
     "Seconds count from the fault. *Noticed* is the first line of a journal that says so, which "
-    "an agent writes once it has also ended what was left; *first step* is the end of the first "
-    "step that the new processes did. Both are medians, with the 95th percentile in brackets."
+    "of a dead rank an agent writes once it has also ended the others; *first step* is the end of "
+    "the first step that the new processes did. Both are medians, with the 95th percentile in "
+    "brackets; of steps lost in brackets stands the most."
 )
 
 
-def write_report(path: Path, result: DrillResult) -> None:
-    """Replace the page at `path` by one with the figures of `result`."""
-    write_bytes(path, render_report(result, machine()).encode())
+def write_report(path: Path, result: DrillResult, command: str) -> None:
+    """Replace the page at `path` by one with the figures of `result`, which `command` made."""
+    write_bytes(path, render_report(result, machine(), command).encode())
 
 
 def machine() -> str:
-    """This machine and the versions on it, in one line."""
+    """This machine, the versions on it and how busy it is, in one line."""
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "submitit", "psutil"))
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
         f"{os.cpu_count()} cores, {memory_gb:.0f} GB of memory, Linux {platform.release()}, "
-        f"Python {platform.python_version()}, {libraries}"
+        f"Python {platform.python_version()}, {libraries}; load average over the last fifteen "
+        f"minutes {os.getloadavg()[2]:.1f}"
     )
 
 
-def render_report(result: DrillResult, machine_words: str) -> str:
+def render_report(result: DrillResult, machine_words: str, command: str) -> str:
     """The page as Markdown: pure."""
     wrong = sum(1 for one in result.faults if not one.ok)
     count = len(result.faults)
@@ -65,7 +69,7 @@ def render_report(result: DrillResult, machine_words: str) -> str:
         "This page is written by:",
         "",
         "```",
-        f"holdfast drill --count {count} --seed {result.seed} --report docs/reliability.md",
+        command,
         "```",
         "",
         f"Machine: {machine_words}.",
@@ -81,10 +85,11 @@ def render_report(result: DrillResult, machine_words: str) -> str:
         "",
         COLUMNS,
         "",
-        "| kind | what happens | faults | whole | steps lost, most | noticed, s | first step, s |",
+        "| kind | what happens | faults | whole | steps lost | noticed, s | first step, s |",
         "|---|---|---|---|---|---|---|",
         *(_row(name, result.faults) for name in KINDS),
         "",
+        *(_ettr_lines(result.ettr) if result.ettr else []),
         *_refused_lines(result),
     ]
     return "\n".join(lines)
@@ -98,8 +103,45 @@ def _opening(result: DrillResult) -> str:
         f"every {INTERVAL_STEPS} steps, a snapshot in memory every {SNAPSHOT_STEPS}). After each "
         "fault every invariant was checked, and every step was compared with a run that nothing "
         f"interrupted: sample ids, loss and weights, bit for bit. {result.steps} different steps "
-        "were trained."
+        f"were trained; {result.uncompared} steps of a rank were done beyond what was there to "
+        "compare with."
     )
+
+
+def _ettr_lines(ettr: Ettr) -> list[str]:
+    """The share of time that was trained, and what it follows from."""
+    costs = ettr.calibration.costs
+    figures = (
+        ("a step", costs.step_s),
+        ("training held up by a save", costs.blocked_s),
+        ("from the last step to the end of an attempt", costs.flush_s),
+        ("from a launch to the load", costs.start_s),
+        ("the load", costs.load_s),
+        ("from the end of an attempt to the next one's launch", ettr.calibration.relaunch_s),
+        ("from a new run to its first launch", ettr.calibration.queued_s),
+        ("from the start of a flow to its supervision", ettr.calibration.flow_s),
+    )
+    words = (
+        f"Measured {ettr.paced:.3f}, predicted {ettr.predicted:.3f}: the ratio is "
+        f"**{ettr.paced / ettr.predicted:.3f}**. Every step that was not lost counts here as long "
+        "as it takes without faults, however slow it was; with slow steps counted in full, as "
+        f"`holdfast show` does, it is {ettr.measured:.3f}, and the ratio "
+        f"{ettr.measured / ettr.predicted:.3f}. "
+        "The prediction is [the formula's](goodput.md#the-prediction), from a "
+        "run without faults before the drill, the list of the drill's faults and the settings of "
+        "its runs; nothing in it was measured under a fault. A fault that interrupts no training "
+        "counts as none."
+    )
+    return [
+        "## Effective training time",
+        "",
+        words,
+        "",
+        "| without faults | seconds |",
+        "|---|---|",
+        *(f"| {words} | {seconds:.4f} |" for words, seconds in figures),
+        "",
+    ]
 
 
 def _row(name: str, faults: Sequence[FaultResult]) -> str:
@@ -110,7 +152,7 @@ def _row(name: str, faults: Sequence[FaultResult]) -> str:
         KINDS[name].words,
         str(len(mine)),
         str(sum(1 for one in mine if one.ok)),
-        str(max(lost)) if lost else "",
+        f"{statistics.median(lost):g} ({max(lost)})" if lost else "",
         spread([one.noticed_s for one in mine if one.noticed_s is not None]),
         spread([one.first_step_s for one in mine if one.first_step_s is not None]),
     )

@@ -23,6 +23,9 @@ from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import Cause
+from holdfast.flows import detached
+from holdfast.flows.drills.cloud import CLOUD, CloudService
+from holdfast.flows.drills.prefect_server import PrefectServer
 from holdfast.flows.drills.steps import Records, Reference, reference_of
 from holdfast.flows.drills.subject import Subject
 from holdfast.workers.executors import executor_for
@@ -38,8 +41,11 @@ PADDING_BYTES: Final = 3 << 20
 DISK_MB: Final = 96
 STEPS_UNBOUNDED: Final = 1_000_000
 UNLIMITED: Final = 1_000_000
+POLL_S: Final = 0.5
+# Steps take 40 ms here: what is silent for so long hangs, however busy the machine is.
+SILENCE_S: Final = {"train": 6.0}
 REFERENCE_S_MAX: Final = 600.0
-END_S: Final = 30.0
+END_S: Final = 60.0
 
 
 @dataclass
@@ -49,6 +55,8 @@ class Stand:
     folder: Path
     root: Path
     reference: Reference = field(default_factory=dict)
+    cloud: CloudService = field(default_factory=CloudService)
+    _prefect: PrefectServer | None = None
     _flow: subprocess.Popen[bytes] | None = None
     _runs: list[RunPaths] = field(default_factory=list)
 
@@ -114,8 +122,11 @@ class Stand:
                     "keep": {"last": KEEP_LAST},
                 },
                 "supervision": {
-                    "poll_s": 0.5,
+                    "poll_s": POLL_S,
+                    "notices": CLOUD,
+                    "notices_url": self.cloud.url,
                     "heartbeat_s": 0.25,
+                    "silence_s": SILENCE_S,
                     "backoff_s": 0.0,
                     "restarts_in_place": UNLIMITED,
                     "attempts_max": UNLIMITED,
@@ -128,13 +139,23 @@ class Stand:
         self.start_flow(paths)
         return Subject(paths, Records(records))
 
-    def start_flow(self, paths: RunPaths) -> None:
-        """Start the flow of a run whose flow is gone."""
-        command = [sys.executable, "-m", "holdfast.flows.drills.supervisor", str(paths.directory)]
+    @property
+    def prefect(self) -> PrefectServer:
+        """A Prefect server of the stand's own; whoever needs it starts it."""
+        if self._prefect is None:
+            self._prefect = PrefectServer(self.folder / "prefect")
+        return self._prefect
+
+    def start_flow(self, paths: RunPaths, *, with_prefect: bool = False) -> None:
+        """Start the flow of a run whose flow is gone: its supervision alone, or all of it."""
+        module = ["holdfast.flows.drills.supervisor"]
+        if with_prefect:
+            module = ["holdfast.flows.detached", detached.FLOW]
+        more = self.prefect.environment if with_prefect else {}
         with open(self.folder / f"flow-{paths.name}.log", "ab") as log:
             self._flow = subprocess.Popen(
-                command,
-                env=self.environment,
+                [sys.executable, "-m", *module, str(paths.directory)],
+                env={**self.environment, **more},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -142,10 +163,15 @@ class Stand:
             )
 
     def wait_for_flow(self) -> int:
-        """The status of the flow, once it has ended by itself; killed after `END_S` seconds."""
+        """The status of the flow, once it has ended by itself.
+
+        Killed after `END_S` seconds; then it raises `ServiceError`.
+        """
         assert self._flow is not None
         try:
             return self._flow.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise ServiceError(f"the flow had not ended within {END_S:.0f} s") from None
         finally:
             self._end_flow()
 
@@ -156,6 +182,9 @@ class Stand:
     def end(self) -> None:
         """End whatever still runs; nothing is left of it."""
         self._end_flow()
+        self.cloud.close()
+        if self._prefect is not None:
+            self._prefect.kill()
         for paths in self._runs:
             for attempt in paths.list_attempts():
                 request = read_document(Request, attempt.request)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.journal import Event
+
 LOSS_TOLERANCE: Final = 1e-4
 _RECORD: Final = re.compile(r"a([0-9]+)\.i([0-9]+)\.rank([0-9]+)\.jsonl")
 
@@ -25,6 +27,11 @@ class Place:
 
     def __str__(self) -> str:
         return f"a{self.attempt:04d}.i{self.incarnation:02d}"
+
+
+def place_of(event: Event) -> Place:
+    """The incarnation that a journal line is about; zeros for what it does not say."""
+    return Place(int(event.data.get("attempt", 0)), int(event.data.get("incarnation", 0)))
 
 
 @dataclass(frozen=True, kw_only=True)

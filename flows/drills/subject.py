@@ -18,7 +18,7 @@ from holdfast.contracts.attempt import Claim, Submission, read_document
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.flows.drills.steps import Place, Records, Step
+from holdfast.flows.drills.steps import Place, Records, Step, place_of
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
@@ -114,14 +114,14 @@ class Subject:
         told = (
             int(e.data["step"])
             for e in reversed(self.events)
-            if e.kind is EventKind.RESUMED and _place(e) == place
+            if e.kind is EventKind.RESUMED and place_of(e) == place
         )
         return next(told, 0)
 
     def started_place(self) -> Place | None:
         """The newest incarnation that was started."""
         started = self.events_of(EventKind.INCARNATION_STARTED)
-        return max((_place(e) for e in started), default=None)
+        return max((place_of(e) for e in started), default=None)
 
     # --- waiting --------------------------------------------------------------------------
 
@@ -165,25 +165,28 @@ class Subject:
             raise ServiceError(f"{self.paths.name}: the agent of its newest attempt is not here")
         return process
 
-    def ranks(self) -> list[psutil.Process]:
-        """The training processes, by the heartbeats; those below the agent alone are believed."""
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The training processes by rank, by the heartbeats; those below the agent are believed.
+
+        Raises `ServiceError` when there are none.
+        """
         below = {p.pid: p for p in self.agent().children(recursive=True)}
         beats = read_heartbeats(self.attempt)
-        found = [below[r.pid] for beat in beats for r in beat.ranks if r.pid in below]
+        found = {r.rank: below[r.pid] for beat in beats for r in beat.ranks if r.pid in below}
         if not found:
             raise ServiceError(f"{self.paths.name}: no heartbeat names a rank that lives here")
         return found
 
     def torchrun(self) -> psutil.Process:
         """The ranks' parent."""
-        parent = self.ranks()[0].parent()
+        parent = next(iter(self.ranks().values())).parent()
         if parent is None:
             raise ServiceError(f"{self.paths.name}: the ranks have no parent")
         return parent
 
     def flusher(self) -> psutil.Process:
         """The agent's child that is not above the ranks."""
-        above = {p.pid for p in self.ranks()[0].parents()}
+        above = {p.pid for p in next(iter(self.ranks().values())).parents()}
         found = [p for p in self.agent().children() if p.pid not in above]
         if not found:
             raise ServiceError(f"{self.paths.name}: its agent has no flusher now")
@@ -209,7 +212,3 @@ class Subject:
             return process if mine and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
-
-
-def _place(event: Event) -> Place:
-    return Place(int(event.data.get("attempt", 0)), int(event.data.get("incarnation", 0)))

@@ -13,16 +13,19 @@ import pytest
 from tests.runs import DIGEST, RunFolder, storied_run
 
 from holdfast.contracts.attempt import Submission, write_document
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import ServiceError, SpecError
+from holdfast.contracts.ettr import Costs
+from holdfast.contracts.goodput import Launch, Span, account
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.conduct import DrillResult, FaultResult
+from holdfast.flows.drills.ettr import Calibration, Trained, calibrate, compare
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
-from holdfast.flows.drills.kinds import KINDS, REFUSED, draw_faults, select_kinds
+from holdfast.flows.drills.kinds import KINDS, REFUSED, Recovery, draw_faults, select_kinds
 from holdfast.flows.drills.report import render_report, spread
+from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.steps import Place, Records, Step, difference, gaps
 
 NEWEST = "step-00000200.a0003.i01"
@@ -235,18 +238,64 @@ def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
             select_kinds([name], is_live=False, missing=())
 
 
+COSTS = Costs(step_s=0.05, blocked_s=0.0, flush_s=0.5, start_s=2.0, load_s=0.5)
+CALIBRATION = Calibration(costs=COSTS, queued_s=1.0, relaunch_s=1.5, flow_s=3.0)
+
+
+def trained(*faults: tuple[str, Recovery]) -> Trained:
+    """A run of 1000 steps, 50 s of training and as many of everything else."""
+    span = Span(
+        world_size=2,
+        submitted_at=0.0,
+        started_at=0.0,
+        ended_at=100.0,
+        launches=(Launch(started_at=0.0, trained_from=50.0, trained_until=100.0, last_step=1000),),
+    )
+    return Trained(goodput=account([span], created_at=0.0, until=100.0), steps=1000, faults=faults)
+
+
+@pytest.mark.parametrize(
+    ("faults", "wall_s"),
+    [
+        # 50 s of steps, 1 s of queue, 2.5 s of a start, 0.5 s of a last flush.
+        ((), 54.0),
+        ((("kill-flusher", Recovery.UNDISTURBED),), 54.0),
+        ((("sigterm", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 2.5),
+        ((("kill-flow", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 3.0 + 2.5),
+        ((("kill-rank", Recovery.IN_PLACE),), 54.0 + 0.5 + 5 / 2 * 0.05 + 1.0 + 2.5),
+        ((("hang", Recovery.IN_PLACE),), 54.0 + 6.0 + 5 / 2 * 0.05 + 1.0 + 2.5),
+        ((("node-loss", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 20 / 2 * 0.05 + 1.5 + 2.5),
+    ],
+)
+def test_what_a_drilled_run_should_train_follows_from_its_faults(
+    faults: tuple[tuple[str, Recovery], ...], wall_s: float
+) -> None:
+    found = compare(CALIBRATION, [trained(*faults)])
+    assert found.predicted == pytest.approx(50.0 / wall_s)
+    assert found.measured == pytest.approx(0.5)
+    assert found.paced == pytest.approx(0.5)
+
+
+def test_a_run_that_was_disturbed_calibrates_nothing(story: RunFolder) -> None:
+    with pytest.raises(ServiceError, match="expected two attempts"):
+        calibrate(load_history(story.paths))
+
+
 def test_the_report_tells_what_broke() -> None:
     fault = FaultResult(
         kind="kill-rank", ok=False, detail="", run="r", step=3, steps_lost=2, first_step_s=1.5
     )
     broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]
     result = DrillResult(seed=7, faults=[fault], broken=broken)
-    page = render_report(result, "a machine")
+    result.ettr = compare(CALIBRATION, [trained()])
+    page = render_report(result, "a machine", "holdfast drill --count 1")
     assert "0 of 1 faults left every invariant whole" in page
     assert f"| {invariants.NO_ORPHANS} | 1 |" in page
     assert "- no process outlives its attempt: process 7 (python)" in page
     row = next(line for line in page.splitlines() if line.startswith("| kill-rank |"))
-    assert row.endswith("| 1 | 0 | 2 |  | 1.50 (1.50) |")
+    assert row.endswith("| 1 | 0 | 2 (2) |  | 1.50 (1.50) |")
+    assert "Measured 0.500, predicted 0.926: the ratio is **0.540**" in page
+    assert "| from a launch to the load | 2.0000 |" in page
     assert all(name in page for name in REFUSED)
     assert spread([3.0, 1.0, 2.0]) == "2.00 (3.00)"
     assert DIGEST not in page

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import signal
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, seconds_text, warn
 
 if TYPE_CHECKING:
-    from holdfast.flows.drills.conduct import DrillResult
+    from holdfast.flows.drills.results import DrillResult
 
 
 def register(app: typer.Typer) -> None:
@@ -32,6 +34,12 @@ def drill(
     kinds: Annotated[
         str, typer.Option(help="Which, with commas between; all that can be rehearsed if left out.")
     ] = "",
+    within: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0, help="Begin no other fault after so many seconds.", metavar="SECONDS"
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Also write the report as a page.", metavar="FILE")
     ] = None,
@@ -44,32 +52,45 @@ def drill(
 ) -> None:
     """Rehearse faults on a run and check what must always hold; status 1 when it does not."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
-    result = _drill(run, wanted, count, seed, directory, root)
+    within_s = math.inf if within is None else within
+    if run is not None:
+        result = _drill_live(run, root, wanted, count, seed, within_s)
+    else:
+        calibrates = report is not None
+        result = _drill_throw_away(wanted, count, seed, directory, within_s, calibrates)
     if report is not None:
         from holdfast.flows.drills.report import write_report
 
-        write_report(report, result)
+        write_report(report, result, shlex.join(["holdfast", *sys.argv[1:]]))
     answer(result.as_json(), as_json, _render)
     if result.broken:
         raise typer.Exit(1)
 
 
-def _drill(
-    run: str | None,
+def _drill_live(
+    run: str, root: str | None, wanted: list[str], count: int, seed: int, within_s: float
+) -> DrillResult:
+    """A drill on a run that trains, told on standard error as it goes."""
+    from holdfast.flows.drills.conduct import drill_live
+    from holdfast.flows.drills.kinds import select_kinds
+
+    chosen = select_kinds(wanted, is_live=True, missing=())
+    return drill_live(locate_run(run, root), chosen, count, seed, tell=warn, within_s=within_s)
+
+
+def _drill_throw_away(
     wanted: list[str],
     count: int,
     seed: int,
     directory: Path | None,
-    root: str | None,
+    within_s: float,
+    calibrates: bool,
 ) -> DrillResult:
-    """The drill that was asked for, told on standard error as it goes."""
-    from holdfast.flows.drills.conduct import drill_live, drill_throw_away
+    """A drill on runs of its own, told on standard error as it goes."""
+    from holdfast.flows.drills.conduct import drill_throw_away
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.stand import find_missing
 
-    if run is not None:
-        chosen = select_kinds(wanted, is_live=True, missing=())
-        return drill_live(locate_run(run, root), chosen, count, seed, tell=warn)
     # Ended by a signal, it still has processes to end and a file system to give back.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     place = tempfile.TemporaryDirectory(
@@ -78,7 +99,15 @@ def _drill(
     with place as folder:
         missing = find_missing(Path(folder))
         chosen = select_kinds(wanted, is_live=False, missing=missing)
-        result = drill_throw_away(chosen, count, seed, folder=Path(folder), tell=warn)
+        result = drill_throw_away(
+            chosen,
+            count,
+            seed,
+            folder=Path(folder),
+            tell=warn,
+            within_s=within_s,
+            calibrates=calibrates,
+        )
     result.refused |= missing
     return result
 

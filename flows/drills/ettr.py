@@ -1,0 +1,166 @@
+"""The share of its time that a drilled run trained, held against what its costs let one expect.
+
+The costs come from a run without faults that an operator has relaunched once: nothing of the drill
+goes into the prediction but the list of its faults. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from holdfast.contracts.errors import ServiceError
+from holdfast.contracts.ettr import Costs, Fault, predict_ettr
+from holdfast.contracts.goodput import Goodput, Launch, account
+from holdfast.contracts.history import RunHistory
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.timeline import spans_of
+from holdfast.flows.drills.kinds import KINDS, Loss, Recovery
+from holdfast.flows.drills.stand import INTERVAL_STEPS, POLL_S, SILENCE_S, SNAPSHOT_STEPS
+from holdfast.workers.agent.lead import RESTART_PAUSE_S
+
+# What the settings of a stand say of how soon a fault is seen, none of it measured.
+DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}
+ANNOUNCED: Final = frozenset({"sigterm", "sigusr2", "spot-notice", "kill-flow"})
+INTERVALS: Final = {
+    Loss.NOTHING: 0,
+    Loss.SNAPSHOT: SNAPSHOT_STEPS,
+    Loss.CHECKPOINT: INTERVAL_STEPS,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Seconds of a run without faults: `costs`, the queue of its first attempt, from one
+    attempt's end to the next one's launch, from a flow's start to its supervision."""
+
+    costs: Costs
+    queued_s: float
+    relaunch_s: float
+    flow_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One drilled run: its account, its last step, and (kind, recovery) of each of its faults."""
+
+    goodput: Goodput
+    steps: int
+    faults: tuple[tuple[str, Recovery], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ettr:
+    """Shares of wall time. `measured` is as `holdfast show` counts; `paced` counts each step that
+    was not lost as long as it takes without faults, however slow it was."""
+
+    measured: float
+    paced: float
+    predicted: float
+    calibration: Calibration
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def goodput_of(history: RunHistory) -> Goodput:
+    """The account of an ended run from its journal. Raises `ServiceError` without an attempt."""
+    ended = [view.ended_at for view in history.attempts if view.ended_at]
+    if not ended:
+        raise ServiceError(f"{history.paths.name}: no attempt of it has ended")
+    spans = spans_of(history)
+    return account(spans, created_at=history.record.created_at, until=max(ended))
+
+
+def last_step_of(history: RunHistory) -> int:
+    """The last step that any rank finished; 0 when none did."""
+    return max((view.last_step or 0 for view in history.attempts), default=0)
+
+
+def calibrate(history: RunHistory) -> Calibration:
+    """The costs of an ended run without faults, of two attempts.
+
+    Raises `ServiceError` when something else happened to it.
+    """
+    kept, spans = goodput_of(history), spans_of(history)
+    launches = [one for span in spans for one in span.launches]
+    begun = [one.started_at for one in launches if one.started_at is not None]
+    taken = [e.time for e in history.events if e.kind is EventKind.SUPERVISED]
+    first_end, steps = spans[0].ended_at, last_step_of(history)
+    if len(spans) != 2 or len(begun) != 2 or first_end is None or not taken or not steps:
+        raise ServiceError(
+            f"{history.paths.name}: expected two attempts of one launch each, got "
+            f"{len(spans)} of {len(begun)}; the calibration was disturbed, try again"
+        )
+    costs = Costs(
+        step_s=kept.training_s / steps,
+        blocked_s=kept.blocked_s / max(1, steps // INTERVAL_STEPS),
+        flush_s=kept.flushing_s / 2,
+        start_s=sum(_start_s(one) for one in launches) / 2,
+        load_s=_load_s(launches[1]),
+    )
+    created_at = history.record.created_at
+    return Calibration(
+        costs=costs,
+        queued_s=begun[0] - created_at,
+        relaunch_s=begun[1] - first_end,
+        flow_s=taken[0] - created_at,
+    )
+
+
+def compare(calibration: Calibration, runs: Iterable[Trained]) -> Ettr:
+    """What the drilled `runs` reached beside what was to be expected of them."""
+    costs = calibration.costs
+    training_s = total_s = paced_s = predicted_s = 0.0
+    for run in runs:
+        faults = [found for one in run.faults for found in _fault(*one, calibration)]
+        share = predict_ettr(
+            costs,
+            faults,
+            steps=max(1, run.steps),
+            save_steps=INTERVAL_STEPS,
+            queued_s=calibration.queued_s,
+        )
+        paced_s += run.steps * costs.step_s
+        predicted_s += max(1, run.steps) * costs.step_s / share
+        training_s += run.goodput.training_s
+        total_s += run.goodput.total_s
+    return Ettr(
+        measured=training_s / total_s if total_s else 0.0,
+        paced=paced_s / total_s if total_s else 0.0,
+        predicted=paced_s / predicted_s if predicted_s else 0.0,
+        calibration=calibration,
+    )
+
+
+def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Fault]:
+    """What the formula takes of one fault: nothing where training was not interrupted."""
+    if recovery is Recovery.UNDISTURBED:
+        return []
+    wait_s = RESTART_PAUSE_S if recovery is Recovery.IN_PLACE else calibration.relaunch_s
+    if kind == "kill-flow":
+        # The attempt had ended when the flow was killed: another one must first begin.
+        wait_s += calibration.flow_s
+    return [
+        Fault(
+            is_announced=kind in ANNOUNCED,
+            interval_steps=INTERVALS[KINDS[kind].loss],
+            detection_s=DETECTION_S.get(kind, POLL_S),
+            wait_s=wait_s,
+        )
+    ]
+
+
+def _start_s(launch: Launch) -> float:
+    """From a launch of torchrun to where its ranks begin to load."""
+    if launch.started_at is None or launch.trained_from is None:
+        return 0.0
+    return launch.trained_from - launch.started_at - _load_s(launch)
+
+
+def _load_s(launch: Launch) -> float:
+    if launch.loads_from is None or launch.trained_from is None:
+        return 0.0
+    return launch.trained_from - launch.loads_from

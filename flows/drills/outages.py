@@ -1,0 +1,168 @@
+"""Faults of what a run stands on: its disk, its index, its Prefect server, its cloud, its files.
+
+Each acts on files and servers of the stand alone, and gives back what it took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from holdfast.contracts.errors import ServiceError
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import CheckpointName
+from holdfast.flows.drills.scene import Scene
+from holdfast.flows.drills.subject import Subject
+
+PREFECT_GAP_STEPS: Final = 50
+DATABASE_GAP_S: Final = 1.5
+DATABASE_BACK_S: Final = 30.0
+# What a full disk leaves for journals and logs: no checkpoint of a stand fits in it.
+LEFT_BYTES: Final = 1 << 20
+SAVE_FAILS_S: Final = 60.0
+
+
+def fill_disk(scene: Scene) -> str:
+    """Fill the root until a save has failed, then give the room back."""
+    root, subject = scene.need_stand().root, scene.subject
+    filler, since = root / ".filler", time.time()
+    try:
+        with open(filler, "ab") as stream, contextlib.suppress(OSError):
+            stream.write(bytes(max(0, _free_bytes(root) - LEFT_BYTES)))
+        failed = subject.wait_for(
+            "a save that fails",
+            lambda: subject.events_of(EventKind.SAVE_FAILED, since),
+            SAVE_FAILS_S,
+        )
+    finally:
+        filler.unlink(missing_ok=True)
+    return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
+
+
+def take_database(scene: Scene) -> str:
+    """Overwrite the index with what is no database, then remove it; its flow makes it anew.
+
+    Written over in place and not cut short: who has these files in memory may still read them.
+    """
+    home = scene.need_stand().home
+    index = home / "holdfast.db"
+    names = [path for path in (index, home / "holdfast.db-wal") if path.is_file()]
+    for path in names:
+        with open(path, "r+b") as stream:
+            stream.write(b"not a database " * (path.stat().st_size // 15))
+    time.sleep(DATABASE_GAP_S)
+    for path in home.glob("holdfast.db*"):
+        path.unlink(missing_ok=True)
+    scene.subject.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
+    return f"{len(names)} files of the index overwritten, and removed {DATABASE_GAP_S} s later"
+
+
+def corrupt_checkpoint(scene: Scene) -> str:
+    """Flip a byte of the newest checkpoint while nothing runs; put it back after the resume."""
+    subject = scene.subject
+    flow, attempt = subject.flow(), subject.attempt
+    if flow is None:
+        raise ServiceError(f"{subject.paths.name}: no flow that supervises it lives here")
+    with _suspended(flow):
+        subject.agent().send_signal(signal.SIGTERM)
+        subject.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
+        name, path = _newest_file(subject)
+        at = scene.chance.randrange(path.stat().st_size)
+        _flip(path, at)
+    try:
+        since = time.time()
+        resumed = subject.wait_for("a resume", lambda: subject.events_of(EventKind.RESUMED, since))
+    finally:
+        _flip(path, at)
+    if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
+        raise ServiceError(f"{name} was damaged and believed: {resumed[0].data}")
+    return f"byte {at} of {name}/{path.name} flipped; the resume passed it over"
+
+
+def announce_preemption(scene: Scene) -> str:
+    """A notice is served until the agent has heard it."""
+    cloud, subject, since = scene.need_stand().cloud, scene.subject, time.time()
+    cloud.preempt()
+    try:
+        heard = subject.wait_for(
+            "the agent's word of the notice", lambda: subject.events_of(EventKind.SIGNAL, since)
+        )
+    finally:
+        cloud.calm()
+    return f"heard as {heard[0].data.get('source')}: {heard[0].data.get('detail')}"
+
+
+def take_prefect(scene: Scene) -> str:
+    """The run gets a flow under a real server; the server is killed, and started again later.
+
+    Then it gets its former flow again, without a server around it.
+    """
+    stand, subject = scene.need_stand(), scene.subject
+    stand.prefect.start()
+    _change_flow(scene, with_prefect=True)
+    stand.prefect.kill()
+    _await_steps(subject, "training without a Prefect server")
+    stand.prefect.start()
+    _await_steps(subject, "training with a Prefect server")
+    survived = subject.flow() is not None
+    _change_flow(scene, with_prefect=False)
+    return f"SIGKILL to the Prefect server; its flow {'lived on' if survived else 'ended'}"
+
+
+def _await_steps(subject: Subject, what: str) -> None:
+    """Wait until some more steps were trained."""
+    step = subject.newest.step if subject.newest else 0
+    subject.wait_for(
+        what, lambda: subject.newest and subject.newest.step >= step + PREFECT_GAP_STEPS
+    )
+
+
+def _change_flow(scene: Scene, *, with_prefect: bool) -> None:
+    """Another flow instead of the one that supervises, if one does."""
+    stand, subject, since = scene.need_stand(), scene.subject, time.time()
+    stand.kill_flow()
+    stand.start_flow(subject.paths, with_prefect=with_prefect)
+    subject.wait_for("another flow", lambda: subject.events_of(EventKind.SUPERVISED, since))
+
+
+@contextlib.contextmanager
+def _suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+def _newest_file(subject: Subject) -> tuple[str, Path]:
+    """The newest committed checkpoint's name, and its largest file."""
+    for directory in reversed(subject.paths.list_checkpoints()):
+        manifest = read_manifest(directory)
+        if manifest is not None and CheckpointName.parse(directory.name):
+            largest = max(manifest.files, key=lambda entry: entry.bytes)
+            return directory.name, directory / largest.path
+    raise ServiceError(f"{subject.paths.name} has no committed checkpoint")
+
+
+def _flip(path: Path, at: int) -> None:
+    """Turn every bit of one byte; twice is none."""
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)
+        stream.seek(at)
+        stream.write(bytes([byte[0] ^ 0xFF]))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _free_bytes(place: Path) -> int:
+    facts = os.statvfs(place)
+    return facts.f_bavail * facts.f_frsize

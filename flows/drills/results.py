@@ -1,0 +1,59 @@
+"""What comes of a drill: each fault, what was broken, and how much of its time the run trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.flows.drills.ettr import Ettr
+from holdfast.flows.drills.invariants import Broken
+from holdfast.flows.drills.kinds import Recovery
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultResult:
+    """One fault. Seconds count from the fault; None where nothing was interrupted.
+
+    `noticed_s` is the first line of a journal that tells of it.
+    """
+
+    kind: str
+    ok: bool
+    detail: str
+    run: str
+    step: int
+    recovery: Recovery = Recovery.UNDISTURBED
+    steps_lost: int | None = None
+    noticed_s: float | None = None
+    first_step_s: float | None = None
+    took_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class DrillResult:
+    """All of a drill. `refused` are kinds that could not be rehearsed here.
+
+    `steps` different ones were trained; `uncompared` lie beyond the uninterrupted run's end.
+    """
+
+    seed: int
+    faults: list[FaultResult] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    steps: int = 0
+    uncompared: int = 0
+    wall_s: float = 0.0
+    ettr: Ettr | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "seed": self.seed,
+            "faults": [dict(vars(one)) for one in self.faults],
+            "broken": [one.as_json() for one in self.broken],
+            "refused": self.refused,
+            "steps": self.steps,
+            "uncompared": self.uncompared,
+            "wall_s": round(self.wall_s, 3),
+            "ettr": self.ettr.as_json() if self.ettr else None,
+        }
