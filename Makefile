@@ -7,8 +7,9 @@ PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
 SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
 ARGS ?=
-# Most tests wait for processes: two files at a time, each file in one process for its servers.
-TWO_AT_A_TIME := -n 2 --dist loadfile
+# Most tests wait for processes: two files at a time, each file in one process for its servers. Folders
+# in their order, quick tests last: else the longest files would begin when all others are through.
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
