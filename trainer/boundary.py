@@ -230,6 +230,11 @@ class Saver:
             for result in self.engine.wait(BEAT_S):
                 self._take(result)
 
+    def quiesce(self) -> None:
+        """Wait for what is in flight, and give up what is in memory alone."""
+        self.wait()
+        self.engine.discard_snapshots()
+
     def _await_slot(self, give_up: float) -> None:
         """Say that this rank lives while the storage is two saves behind, until `give_up`."""
         while self.is_busy and time.monotonic() < give_up:

@@ -192,7 +192,7 @@ class CheckpointEngine:
         name = self._name(step)
         table = self._fill(staged, flat, document, name, began)
         if self._identity.rank == 0:
-            table["manifest"] = self._manifest_facts(name, reason, parent, metrics)
+            table["manifest"] = self._manifest_facts(name, reason, parent, metrics, train_state)
         staged.slot.seal(table)
         self._in_flight[staged] = name
         self._link.notify("sealed", step=step)
@@ -229,7 +229,7 @@ class CheckpointEngine:
         name = self._name(step)
         table = self._fill(staged, flat, document, name, began)
         if self._identity.rank == 0:
-            table["manifest"] = self._manifest_facts(name, reason, parent, metrics)
+            table["manifest"] = self._manifest_facts(name, reason, parent, metrics, train_state)
         staged.slot.seal(table, is_snapshot=True)
         return True
 
@@ -454,6 +454,7 @@ class CheckpointEngine:
         reason: str,
         parent: str | None,
         metrics: Mapping[str, float] | None,
+        train_state: Mapping[str, Any],
     ) -> dict[str, Any]:
         who = self._identity
         return {
@@ -474,6 +475,7 @@ class CheckpointEngine:
                 "pipeline": who.stages,
                 "mesh": self._mesh,
             },
+            "skips": train_state.get("data", {}).get("skips", ()),
             "metrics": {key: float(value) for key, value in (metrics or {}).items()},
         }
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.trainer.link import Link
 
 FLUSH_S: Final = 1.0
 QUEUE_MAX: Final = 100_000
@@ -101,6 +102,27 @@ class Recorder:
         if not self._complained:
             print(f"holdfast: cannot write {problem}", file=sys.stderr, flush=True)
         self._complained = True
+
+
+def open_recorder(link: Link, rank: int) -> Recorder | None:
+    """Rank 0's recorder of this incarnation; the other ranks have none."""
+    if rank != 0:
+        return None
+    identity = link.identity
+    metrics = link.run.metrics_of(identity.attempt, identity.incarnation)
+    return Recorder(link.attempt.rank_journal, metrics)
+
+
+def improved(
+    best: dict[str, Any], of: tuple[str, str] | None, values: Mapping[str, float], step: int
+) -> dict[str, Any]:
+    """The best value so far of the metric that `of` names, as (name, "min" or "max")."""
+    if of is None or of[0] not in values:
+        return best
+    name, better = of
+    value, former = float(values[name]), best.get("value")
+    is_better = former is None or (value < former if better == "min" else value > former)
+    return {"metric": name, "value": value, "step": step} if is_better else best
 
 
 def _number(value: float) -> float | str:

@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -38,7 +38,8 @@ from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
 from holdfast.trainer.link import Link, meet_ranks, open_link
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
-from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.metrics import improved, open_recorder
+from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.pacing.pace import Pace
 from holdfast.trainer.settler import Settler
@@ -50,13 +51,13 @@ from holdfast.trainer.signals import (
 )
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
-from holdfast.trainer.state.train_state import Progress, Stateful, TrainState
+from holdfast.trainer.state.train_state import Progress, Stateful, TrainState, listed
 
+NOTICE: Final = "notice"
 BETTER: Final = ("min", "max")
 SLOW_PHASES: Final = {
     phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)
 }
-T = TypeVar("T")
 
 
 class Session:
@@ -130,15 +131,15 @@ class Session:
         self._appear()
         self._state = TrainState(
             model,
-            _listed(optimizer),
-            _listed(scheduler),
+            listed(optimizer),
+            listed(scheduler),
             extra,
             per_rank=per_rank,
             fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
             rank=identity.rank,
             world_size=identity.world_size,
         )
-        self._recorder = self._make_recorder()
+        self._recorder = open_recorder(self._link, self._ranks.rank)
         self._resume(chosen, rhythm, planner)
         atexit.register(self._at_exit)
         end_deaf_helpers_at_exit()
@@ -204,6 +205,7 @@ class Session:
         pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
         if saver.in_flight:
             saver.collect()
+        self._guard.look()
         if self._is_checkpoint_wanted or pace.cadence.is_due(step):
             self._meet(step)
             pace.meter.enter(time.monotonic())
@@ -280,15 +282,20 @@ class Session:
 
     def log(self, **values: float) -> None:
         """Note metrics of the step under way; rank 0's are written, beside training."""
-        if self._best_of is not None and self._best_of[0] in values:
-            name, better = self._best_of
-            value = float(values[name])
-            former = self.best.get("value")
-            is_better = former is None or (value < former if better == "min" else value > former)
-            if is_better:
-                self.best = {"metric": name, "value": value, "step": self._completed + 1}
+        step = self._completed + 1
+        self.best = improved(self.best, self._best_of, values, step)
+        if self._guard.metric in values:
+            self._guard.observe(step, values[self._guard.metric])
         if self._recorder is not None:
-            self._recorder.log(self._completed + 1, values)
+            self._recorder.log(step, values)
+
+    def observe(self, loss: float | Tensor) -> None:
+        """Have this rank's loss of the step under way watched, without waiting for the GPU.
+
+        `log` does it for a metric by the name of `loss`. What comes of one that is not finite, or
+        far above those before it, says the spec's `supervision.numerics`.
+        """
+        self._guard.observe(self._completed + 1, loss)
 
     # --- the end --------------------------------------------------------------------------
 
@@ -361,6 +368,9 @@ class Session:
             former=found.data,
             completed=lambda: self._completed,
         )
+        self._guard = LossGuard(
+            self._link, self._ranks, self._record, self._position, self._saver, self._state
+        )
         self._pace = Pace(
             interval,
             rhythm,
@@ -376,13 +386,6 @@ class Session:
         # What the program still does before its first step is its own loading.
         self._record.beat(Phase.LOAD)
 
-    def _make_recorder(self) -> Recorder | None:
-        if self._ranks.rank != 0:
-            return None
-        identity, run = self._link.identity, self._link.run
-        metrics = run.metrics_of(identity.attempt, identity.incarnation)
-        return Recorder(self._link.attempt.rank_journal, metrics)
-
     def _note(self, kind: Any, **data: Any) -> None:
         if self._recorder is not None:
             identity = self._link.identity
@@ -391,15 +394,6 @@ class Session:
                 "incarnation": identity.incarnation,
             }
             self._recorder.event(kind, **facts, **data)
-
-    def _progress(self) -> Progress:
-        return Progress(
-            step=self._completed,
-            seed=self.seed,
-            epoch=self.epoch,
-            data=self._position.describe(),
-            best=self.best,
-        )
 
     def _enter(self) -> bool:
         """The boundary before the first step of this incarnation; True to leave already."""
@@ -415,13 +409,20 @@ class Session:
             self.should_stop = True
             self._finish()
         elif word is Proposal.SAVE and not self._saver.has_staged(step):
-            self._meet(step, "notice")
+            self._meet(step, NOTICE)
             self._pace.meter.enter(time.monotonic())
             # The save's phase ends here: the boundary itself was crossed before it.
             self._record.beat(Phase.TRAIN)
 
     def _capture(self) -> Captured:
-        return self._state.capture(self._progress())
+        progress = Progress(
+            step=self._completed,
+            seed=self.seed,
+            epoch=self.epoch,
+            data=self._position.describe(),
+            best=self.best,
+        )
+        return self._state.capture(progress)
 
     def _meet(self, step: int, asked: str = "") -> None:
         """An agreed step: all ranks learn whether to save now, and when to meet again.
@@ -438,9 +439,13 @@ class Session:
             is_due = cadence.is_due(step)
             now = time.monotonic()
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
-        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look()]
+        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
         said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, fitness, copy_us, step_us = said
+        save, next_step, is_busy, fitness, bad_step, copy_us, step_us = said
+        if bad_step:
+            self._guard.settle()
+            # They were called together for the loss: a cloud's notice is followed by a stop.
+            save = save if asked != NOTICE else 0
         saved = bool(save) and not is_busy
         if saved:
             saver.make_fit(fitness)
@@ -456,6 +461,12 @@ class Session:
     def _finish(self) -> None:
         """The last save of this incarnation, committed; then say how it ended."""
         self._is_finished = True
+        self._guard.finish()
+        if (
+            not self._saver.has_staged(self._completed)
+            and self._ranks.largest([self._guard.asked])[0]
+        ):
+            self._guard.settle()
         self._saver.finish(step=self._completed)
         self._note(EventKind.NOTE, text=f"left after step {self._completed}", has_left=True)
         is_stopped = self.should_stop and (self._total is None or self._completed < self._total)
@@ -487,10 +498,3 @@ class Session:
     def _at_exit(self) -> None:
         """A program that ends without `close` still gets its journal lines and metrics."""
         self._release(wait=False)
-
-
-def _listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
-    """One, several or none as a tuple."""
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, Sequence) else (given,)

@@ -1,7 +1,7 @@
 """The settler where there is no agent: a thread of each node's local rank 0.
 
-Node 0's looks for signals that any rank caught and for the run's stop file, and brings all ranks
-to one step by the agreement; the others answer it over the channel.
+Node 0's looks for signals that any rank caught, for the run's stop file and for ranks whose loss
+is bad, and brings all ranks to one step by the agreement; the others answer it over the channel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from holdfast.contracts.agreement import ROUNDS_MAX, BoardPort, NodePort, settle
+from holdfast.contracts.board import NOWHERE, Proposal
 from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_for_board
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind
@@ -35,6 +36,9 @@ class Settler:
         self._note = note
         self._is_closing = threading.Event()
         self._host: ChannelHost | None = None
+        self._serial = 1
+        self._asked, self._answered = 0, 0
+        self._meets_after: int | None = None
         nodes = link.identity.nodes
         if link.identity.node == 0 and nodes > 1:
             self._host = ChannelHost(link.attempt.channel, nodes)
@@ -50,15 +54,20 @@ class Settler:
             self._host.close()
 
     def _lead(self) -> None:
-        looked_at = 0.0
+        looked_at, source = 0.0, ""
         while not self._is_closing.wait(POLL_S):
-            source = self._signal_name(self._link.board.signals)
+            source = source or self._signal_name(self._link.board.signals)
+            self._asked = max(self._asked, self._link.board.asked)
             if not source and time.monotonic() - looked_at > LOOK_S:
                 looked_at = time.monotonic()
                 source = self._look_further()
+            if self._is_meeting():
+                continue
             if source:
                 self._stop(source)
                 return
+            if self._asked > self._answered:
+                self._meet()
 
     def _look_further(self) -> str:
         if self._link.run.stop_file.exists():
@@ -68,16 +77,48 @@ class Settler:
         for peer in peers:
             # A lost node is torchrun's to notice; its silence is no wish to stop.
             with contextlib.suppress(ConnectionError):
-                caught = max(caught, int(peer.call("newest")["signal"]))
+                said = peer.call("newest")
+                caught = max(caught, int(said["signal"]))
+                self._asked = max(self._asked, int(said["asked"]))
         return self._signal_name(caught)
+
+    def _is_meeting(self) -> bool:
+        """True while a rank may not have seen yet that it should meet the others.
+
+        Nothing can be proposed then: see `contracts.agreement`.
+        """
+        if self._meets_after is not None and self._oldest() > self._meets_after:
+            self._meets_after = None
+        return self._meets_after is not None
+
+    def _oldest(self) -> int:
+        """The oldest step that a rank is in, `NOWHERE` where a node does not say."""
+        oldest = self._link.board.oldest_entered
+        for peer in self._host.peers.values() if self._host else ():
+            try:
+                oldest = min(oldest, int(peer.call("newest")["oldest"]))
+            except ConnectionError:
+                return NOWHERE
+        return oldest
+
+    def _meet(self) -> None:
+        """Bring all ranks together about a bad loss; tried again at the next look if need be."""
+        asked, first = self._asked, self._serial
+        self._serial += ROUNDS_MAX
+        try:
+            step, _ = settle(self._ports(), first_serial=first, word=Proposal.SAVE)
+        except (AgreementError, ConnectionError):
+            return
+        self._answered, self._meets_after = asked, step
 
     def _stop(self, source: str) -> None:
         self._note(EventKind.SIGNAL, source=source, name=source, detail="seen without an agent")
         self._link.board.announce_stop(None)
         began = time.monotonic()
         for number in range(TRIES_MAX):
+            first = self._serial + number * ROUNDS_MAX
             try:
-                step, rounds = settle(self._ports(), first_serial=1 + number * ROUNDS_MAX)
+                step, rounds = settle(self._ports(is_stop=True), first_serial=first)
             except (AgreementError, ConnectionError) as error:
                 self._note(EventKind.STOP_FAILED, reason=str(error), newest_step=self._newest())
                 if self._is_closing.wait(RETRY_S):
@@ -87,12 +128,13 @@ class Settler:
             self._note(EventKind.STOP_AGREED, step=step, rounds=rounds, waited_s=waited_s)
             return
 
-    def _ports(self) -> list[NodePort]:
+    def _ports(self, *, is_stop: bool = False) -> list[NodePort]:
         ports: list[NodePort] = [BoardPort(self._link.board)]
         if self._host is not None:
             self._host.wait_for_peers()
             for peer in self._host.peers.values():
-                peer.call("announce", deadline=None)
+                if is_stop:
+                    peer.call("announce", deadline=None)
                 ports.append(peer)
         return ports
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.history import AttemptView, RunHistory, goes_on_after_numerics
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
@@ -173,7 +173,15 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
         ),
         default=0,
     )
-    return sum(1 for a in attempts if a.number > since and a.state.is_terminal and a.cause is cause)
+    return sum(
+        1
+        for a in attempts
+        if a.number > since
+        and a.state.is_terminal
+        and a.cause is cause
+        # The ranks themselves count rollbacks, and say when there have been enough.
+        and not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
+    )
 
 
 def _attempts_without_progress(history: RunHistory) -> int:
@@ -269,13 +277,14 @@ def decide_in_place(
     gained_steps: bool = True,
     hangs: int = 0,
     hangs_max: int = BUDGETS[Cause.HANG],
+    rolled_back: bool = False,
 ) -> Decision:
     """Whether torchrun is started again on the nodes that the attempt still has.
 
     `ending` is how the incarnation ended. A killed process, a broken connection or a hang is worth
     another start; the program's own error, a lack of memory, a lost or a faulty node are not.
     Without new steps only one restart is granted, and no more than `hangs_max` for the `hangs` of
-    this attempt.
+    this attempt. A loss that is not to be trusted is worth one where ranks have `rolled_back`.
     """
     why = ending.evidence[0] if ending.evidence else "no evidence"
     if lost_nodes:
@@ -286,6 +295,8 @@ def decide_in_place(
         return Decision(action="stop", reason="the last restart in place gained no step")
     if ending.cause is Cause.HANG and hangs > hangs_max:
         return Decision(action="stop", reason=f"hung {hangs} times, {hangs_max} forgiven: {why}")
+    if ending.cause is Cause.NUMERICS and rolled_back:
+        return Decision(action="restart", reason=f"{ending.cause}: {why}")
     if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):
         return Decision(action="stop", reason=f"{ending.cause}: {why}")
     return Decision(action="restart", reason=f"{ending.cause}: {why}")

@@ -65,9 +65,11 @@ def test_show_tells_what_was_noticed_and_a_hang_once() -> None:
             event(4, EventKind.HANG_CONFIRMED, finding="rank 1 is missing", dumps=second),
             event(5, EventKind.NODE_SILENT, nodes=["node-0003"], count=1, silent=True),
             event(6, EventKind.NOTE, text="nothing"),
+            event(7, EventKind.NUMERICS, action="stop", reason="the loss of step 9 is nan"),
         ]
     )
-    assert [one["at"] for one in found] == [1, 2, 4, 5]
+    assert [one["at"] for one in found] == [1, 2, 4, 5, 7]
+    assert found[4]["text"] == "stop: the loss of step 9 is nan"
     assert found[1]["text"] == "rank 3 is slow: 0.9 s of its own in a step, its peers 0.4 s"
     assert (found[2]["text"], found[2]["dumps"]) == ("hung and ended: rank 1 is missing", second)
     assert found[3]["text"] == "no heartbeat any more: node-0003"

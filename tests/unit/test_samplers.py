@@ -199,3 +199,17 @@ def test_workers_of_a_loader_outlive_a_stop_signal_to_the_group(kind: str) -> No
     else:
         # What the loader says of it depends on what it was doing.
         assert process.returncode != 0
+
+
+def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_already() -> None:
+    run = Run()
+    loader = iter(run.position.sampler(SAMPLES, 4, 20))
+    drawn = [next(loader) for _ in range(5)]
+    run.step = 2
+    assert run.position.reached == 5
+    run.position.pass_over([SkipWindow(6, 3)])
+    drawn += [next(loader) for _ in range(5)]
+    order = run.position.order(SAMPLES, 4)
+    assert order.skips == (SkipWindow(6, 3),)
+    assert drawn == [order.step_ids(step).tolist() for step in range(1, 11)]
+    assert run.position.describe()["skips"] == [[6, 3]]

@@ -228,7 +228,10 @@ def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
         Event(writer="cli", incarnation=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
         for n, d in enumerate(rollbacks)
     ]
-    assert recorded_skips(events) == (SkipWindow(41, 10), SkipWindow(90, 1))
+    skip = {"action": "skip", "skip": [[60, 5]]}
+    later = events[0].model_copy(update={"kind": EventKind.NUMERICS, "data": skip})
+    windows = recorded_skips([*events, later])
+    assert windows == (SkipWindow(41, 10), SkipWindow(60, 5), SkipWindow(90, 1))
 
 
 def test_importing_the_trainer_does_not_import_torch() -> None:

@@ -225,6 +225,11 @@ PEER = RankFailure(
 TIMED_OUT = RankFailure(
     rank=0, exit_code=1, traceback="RuntimeError: Timed out waiting 9ms for recv operation"
 )
+BAD_LOSS = RankFailure(
+    rank=0,
+    exit_code=1,
+    traceback="holdfast.contracts.errors.NumericsError: the loss of step 3 is nan; back to …",
+)
 FAULTY = RankFailure(
     rank=0, exit_code=1, traceback="RuntimeError: CUDA error: uncorrectable ECC error encountered"
 )
@@ -247,6 +252,10 @@ FAULTY = RankFailure(
         ([KILLED], {"restarts": 1, "gained_steps": False}, "stop"),
         ([KILLED], {"restarts": 1}, "restart"),
         ([KILLED], {"restarts_max": 0}, "stop"),
+        ([BAD_LOSS], {}, "stop"),
+        ([BAD_LOSS], {"rolled_back": True}, "restart"),
+        ([BAD_LOSS], {"rolled_back": True, "restarts": 3}, "stop"),
+        ([ERROR], {"rolled_back": True}, "stop"),
     ],
 )
 def test_restarts_in_place(

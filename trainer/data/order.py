@@ -153,6 +153,11 @@ def parse_skips(value: Iterable[Any]) -> tuple[SkipWindow, ...]:
     return tuple(SkipWindow(*pair) for pair in sorted({(int(a), int(b)) for a, b in value}))
 
 
+def joined(skips: Iterable[SkipWindow], pairs: Iterable[Any]) -> tuple[SkipWindow, ...]:
+    """Windows and pairs [first_step, steps], each once."""
+    return parse_skips([*((w.first_step, w.steps) for w in skips), *pairs])
+
+
 def _round_keys(seed: int, epoch: int) -> list[int]:
     state = _mix_int((seed & _MASK) ^ _mix_int(epoch + _GOLDEN))
     return [_mix_int(state + number * _GOLDEN) for number in range(1, ROUNDS + 1)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from holdfast.contracts.errors import SpecError
-from holdfast.trainer.data.order import Batch, DataOrder, SkipWindow
+from holdfast.trainer.data.order import Batch, DataOrder, SkipWindow, joined
 from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
 
 
@@ -30,6 +32,22 @@ class Position:
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self._skips, self._former, self._completed = skips, dict(former), completed
         self._order: DataOrder | None = None
+        self._samplers: weakref.WeakSet[ElasticSampler | ElasticDistributedSampler] = (
+            weakref.WeakSet()
+        )
+
+    @property
+    def reached(self) -> int:
+        """The last step that ids were drawn for, which may be ahead of training."""
+        return max([self._completed(), *(sampler.reached for sampler in self._samplers)])
+
+    def pass_over(self, windows: Sequence[SkipWindow]) -> None:
+        """Pass over more data, from steps on that no rank has drawn ids for."""
+        self._skips = joined(self._skips, [(w.first_step, w.steps) for w in windows])
+        if self._order is not None:
+            self._order = replace(self._order, skips=self._skips)
+        for sampler in self._samplers:
+            sampler.order = replace(sampler.order, skips=self._skips)
 
     @property
     def next_step(self) -> int:
@@ -61,13 +79,15 @@ class Position:
 
     def sampler(self, samples: int, global_batch: int, total: int) -> ElasticSampler:
         """Batches from the step under way to step `total`."""
-        return ElasticSampler(
+        sampler = ElasticSampler(
             self.order(samples, global_batch),
             rank=self.rank,
             world_size=self.world_size,
             first_step=lambda: self.next_step,
             last_step=total,
         )
+        self._samplers.add(sampler)
+        return sampler
 
     def distributed_sampler(
         self, samples: int, global_batch: int, batch_size: int | None
@@ -85,6 +105,7 @@ class Position:
                 f"{self.world_size} ranks {sampler.local_batch} samples per step; expected that "
                 "or a size that divides it"
             )
+        self._samplers.add(sampler)
         return sampler
 
     def describe(self) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class ElasticSampler(Sampler[list[int]]):
         self.world_size = world_size
         self._first_step = first_step
         self.last_step = last_step
+        # The last step that ids were drawn for; a loader fetches ahead of training.
+        self.reached = 0
 
     @property
     def first_step(self) -> int:
@@ -50,6 +52,7 @@ class ElasticSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.first_step, self.last_step + 1):
+            self.reached = max(self.reached, step)
             yield self.order.rank_ids(step, self.rank, self.world_size).tolist()
 
     def __len__(self) -> int:
@@ -72,6 +75,7 @@ class ElasticDistributedSampler(Sampler[int]):
         self.rank = rank
         self.world_size = world_size
         self._first_step = first_step
+        self.reached = 0
 
     @property
     def epoch(self) -> int:
@@ -89,6 +93,7 @@ class ElasticDistributedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for step in self._steps():
+            self.reached = max(self.reached, step)
             yield from self.order.rank_ids(step, self.rank, self.world_size).tolist()
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from holdfast.contracts.leases import reading
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
 from holdfast.trainer.collective import Ranks
-from holdfast.trainer.data.order import SkipWindow, parse_skips
+from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.link import Link
 from holdfast.trainer.loading.train_state import read_train_state
@@ -170,11 +170,11 @@ def describe(
 
 
 def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
-    """The data that rollbacks passed over: `skip` of each, pairs [first_step, steps]."""
+    """The data that is passed over: `skip` of each line, pairs [first_step, steps]."""
     return parse_skips(
         pair
         for event in events
-        if event.kind is EventKind.ROLLED_BACK
+        if event.kind in {EventKind.ROLLED_BACK, EventKind.NUMERICS}
         for pair in event.data.get("skip") or ()
     )
 
@@ -245,6 +245,8 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
             passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
             continue
         name = checkpoint_id(choice.manifest.run, choice.manifest.name)
+        # A fork has the windows of the run that it was forked from in the checkpoint alone.
+        skips = joined(skips, document.get("data", {}).get("skips", ()))
         return _Choice(str(choice.directory), name, choice.skipped, skips, document)
     if read_before:
         raise DamagedCheckpointError(

@@ -7,9 +7,9 @@ through DCP under the keys `model.…`, `optimizer.…`, `rng.rank00000.…`, `s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ from holdfast.trainer.state.names import (
 )
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
 
-__all__ = ["Progress", "Restored", "State", "Stateful", "TrainState"]
+__all__ = ["Progress", "Restored", "State", "Stateful", "TrainState", "listed"]
 
 FORMAT: Final = 1
 OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -46,6 +46,7 @@ OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
 
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +194,12 @@ class TrainState:
         self._materialise_saved(metadata)
         return self._tensors()
 
+    def weights(self) -> Iterable[torch.Tensor]:
+        """Parameters and buffers of all models, as they are on this rank."""
+        for model in self._models:
+            yield from model.parameters()
+            yield from model.buffers()
+
     def put_back(self, state: State, exclude: Collection[str] = ()) -> list[str]:
         """Put model and optimizer state back as `tensors` gave it; returns what was put back."""
         parts = []
@@ -296,6 +303,13 @@ class TrainState:
                 each.put_back(loaded, names)
             return
         set_optimizer_state_dict(self._models[0], self._optimizers, loaded, options=OPTIONS)
+
+
+def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
+    """One, several or none as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def _rank_key(rank: int) -> str:

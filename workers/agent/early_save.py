@@ -1,4 +1,8 @@
-"""A save out of turn: agreed like a stop, after which training goes on."""
+"""A meeting out of turn: agreed like a stop, after which training goes on.
+
+Ranks save together there. One whose loss is bad asks for it too, and they then settle what is to
+come of that.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ class EarlySave:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._is_wanted = False
+        self._answered = 0
         self._step: int | None = None
 
     def ask(self) -> None:
@@ -24,7 +29,7 @@ class EarlySave:
 
     def forget(self) -> None:
         """A new incarnation begins: nothing is agreed, and its state is what was committed."""
-        self._is_wanted, self._step = False, None
+        self._is_wanted, self._answered, self._step = False, 0, None
 
     def is_under_way(self, reports: Collection[NodeReport]) -> bool:
         """True while a rank may not have seen yet that it should save.
@@ -38,7 +43,9 @@ class EarlySave:
     def pursue(self, nodes: Sequence[Node], reports: Collection[NodeReport], serial: int) -> int:
         """Agree on the step where a save is wanted; returns the first serial not used yet."""
         is_training = len(reports) == len(nodes) and all(r.entered > NOWHERE for r in reports)
-        if not self._is_wanted or not is_training or self.is_under_way(reports):
+        asked = max((report.asked for report in reports), default=0)
+        is_wanted = self._is_wanted or asked > self._answered
+        if not is_wanted or not is_training or self.is_under_way(reports):
             return serial
         self._is_wanted = False
         try:
@@ -49,5 +56,7 @@ class EarlySave:
             # The node is found lost at the next look, and training ends for that reason.
             return serial + ROUNDS_MAX
         else:
-            self._note(f"a save out of turn was agreed on after step {self._step}")
+            self._answered = max(asked, self._answered)
+            why = f"the loss of step {asked}" if asked else "a save out of turn"
+            self._note(f"a meeting was agreed on after step {self._step}: {why}")
         return serial + ROUNDS_MAX

@@ -15,7 +15,8 @@ from holdfast.contracts.attempt import IncarnationRecord, Outcome
 from holdfast.contracts.board import AT_START, NOWHERE
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.history import goes_on_after_numerics
+from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.early_save import EarlySave
@@ -434,7 +435,13 @@ class Lead:
             gained_steps=gained,
             hangs=sum(one.ending == "hung" for one in self.incarnations),
             hangs_max=supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
+            rolled_back=self._has_rolled_back(),
         )
+
+    def _has_rolled_back(self) -> bool:
+        """True when the ranks of the last incarnation left it to go on from before a bad loss."""
+        attempt, number = self.context.attempt, self.incarnations[-1].number
+        return goes_on_after_numerics(read_journal(attempt.rank_journal)[0], attempt.number, number)
 
     def _take_number(self) -> int:
         """The next free incarnation number, taken by exclusive creation of its folder."""

@@ -31,7 +31,7 @@ class NodeReport:
     """A node at one moment. Steps are `NOWHERE` before any rank has said one.
 
     `registered` ranks have spoken to the board, `alive` of them still run; each is in step
-    `entered` or a later one.
+    `entered` or a later one. A rank asks all others to meet about the loss of step `asked`.
     """
 
     exit_code: int | None
@@ -41,6 +41,7 @@ class NodeReport:
     completed: int
     resumed: int
     entered: int = NOWHERE
+    asked: int = 0
     signals: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
     ranks: tuple[RankLook, ...] = ()
@@ -225,6 +226,7 @@ class NodeRuntime(BoardPort):
             completed=max((r.completed for r in seen), default=NOWHERE),
             resumed=max((r.resumed_step for r in seen), default=NOWHERE),
             entered=self.board.oldest_entered,
+            asked=self.board.asked,
             signals=heard,
             notices=tuple(self._notices.take()),
             ranks=tuple(self._watch.looks()),

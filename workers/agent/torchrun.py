@@ -256,6 +256,7 @@ def build_environment(
         environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
         **request.tiers.to_environment(),
         environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint_snapshots),
+        environment.NUMERICS: request.supervision.numerics.model_dump_json(),
     }
     threads = str(request.resources.cpus_per_gpu or 1)
     kept = {

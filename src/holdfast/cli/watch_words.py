@@ -11,7 +11,7 @@ SHOWN_MAX: Final = 8
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The newest `SHOWN_MAX` hangs, slow ranks and silent nodes; of a silence its last word.
+    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes and bad losses; of a silence its last word.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
     """
@@ -46,4 +46,6 @@ def _words(event: Event) -> str:
     if event.kind is EventKind.NODE_SILENT:
         state = "no heartbeat any more" if facts["silent"] else "heartbeats again"
         return f"{state}: {', '.join(facts['nodes'])}"
+    if event.kind is EventKind.NUMERICS:
+        return f"{facts['action']}: {facts['reason']}"
     return ""

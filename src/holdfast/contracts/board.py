@@ -77,6 +77,7 @@ class _Record(IntEnum):
     STEP_TIME = 9  # float: seconds of the last step
     STACKS_SIGNAL = 10  # the signal that makes the rank write its stacks, 0 for none
     STACKS_FILE = 11  # the rank's own file descriptor that they are written to
+    ASKED = 12  # the step whose loss all ranks should talk about, 0 for none
 
 
 # floats, after the words above: seconds of the last `RECENT_STEPS` steps, by step number
@@ -214,6 +215,11 @@ class Board:
         return min(record.entering for record in self.records())
 
     @property
+    def asked(self) -> int:
+        """The newest step for which a rank asks all others to meet, or 0."""
+        return max(record.asked for record in self.records())
+
+    @property
     def signals(self) -> int:
         """The highest signal number that a rank caught, or 0."""
         return max(record.signal for record in self.records())
@@ -281,6 +287,14 @@ class RankRecord:
     def catch(self, signal_number: int) -> None:
         """All that a signal handler does: one store."""
         self._words[self._at + _Record.SIGNAL] = signal_number
+
+    def ask(self, step: int) -> None:
+        """Ask for a meeting of all ranks about step `step`; 0 when they have met."""
+        self._words[self._at + _Record.ASKED] = step
+
+    @property
+    def asked(self) -> int:
+        return self._words[self._at + _Record.ASKED]
 
     def is_past(self, serial: int, step: int) -> bool:
         """True when this rank is inside a step after `step` and does not wait on `serial`."""

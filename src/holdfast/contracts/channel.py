@@ -179,7 +179,12 @@ def answer_for_board(board: Board, question: dict[str, Any]) -> dict[str, Any] |
     """A member's answer to the questions of the stop agreement; None for any other question."""
     kind = question["kind"]
     if kind == "newest":
-        return {"step": board.newest_entered, "signal": board.signals}
+        return {
+            "step": board.newest_entered,
+            "oldest": board.oldest_entered,
+            "signal": board.signals,
+            "asked": board.asked,
+        }
     if kind == "propose":
         board.propose(question["serial"], question["step"])
         return {"accepted": board.accepts(question["serial"], question["step"])}

@@ -21,3 +21,5 @@ S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
 # Where clouds' interruption notices are served, for nodes whose cloud is not at its own address.
 NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
+# `supervision.numerics` of the spec, as JSON.
+NUMERICS: Final = "HOLDFAST_NUMERICS"

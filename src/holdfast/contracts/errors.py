@@ -15,6 +15,7 @@ HoldfastError
 ├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
 ├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
+├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
 ├── LineageError (RuntimeError)          the database cannot be used
 ├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
 └── AgreementError (RuntimeError)        ranks could not agree on a step in time
@@ -114,6 +115,10 @@ class SchedulerUnavailableError(SchedulerError):
 
 class NoticeError(HoldfastError, RuntimeError):
     """A cloud's metadata service answered what cannot be meant, or not in time."""
+
+
+class NumericsError(HoldfastError, ArithmeticError):
+    """The loss is not finite, or far above what it was, and training must not simply go on."""
 
 
 class LineageError(HoldfastError, RuntimeError):

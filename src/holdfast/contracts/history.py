@@ -142,6 +142,21 @@ def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
     )
 
 
+def goes_on_after_numerics(
+    events: Iterable[Event], attempt: int, incarnation: int | None = None
+) -> bool:
+    """True when the ranks' last word on a bad loss, in an attempt or in one incarnation of it, was
+    to train on from an earlier checkpoint."""
+    said = [
+        event.data
+        for event in events
+        if event.kind is EventKind.NUMERICS
+        and event.data.get("attempt") == attempt
+        and incarnation in {None, event.data.get("incarnation")}
+    ]
+    return bool(said) and said[-1].get("action") == "rollback"
+
+
 def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
     """Directory names that are pinned, by the last word on each."""
     pinned: dict[str, bool] = {}

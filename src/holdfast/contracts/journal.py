@@ -43,7 +43,9 @@ class EventKind(StrEnum):
     CHECKPOINT_DELETED = "checkpoint_deleted"  # checkpoint, reason, by
     FORKED = "forked"  # checkpoint, into_uid, into_run
     EXPORTED = "exported"  # checkpoint, format, path
-    ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip
+    # skip: data passed over from then on, pairs [first_step, steps].
+    ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip, step, reason
+    NUMERICS = "numerics"  # problem, step, loss, rank, window, median, limit, action, reason, skip
     CLAIMED = "claimed"  # job_id, host, pid
     INCARNATION_STARTED = "incarnation_started"  # incarnation, world_size
     INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, last_step, trained_until

@@ -149,6 +149,9 @@ class Manifest(BaseModel):
     committed_at: float
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
+    skips: tuple[tuple[int, int], ...] = Field(
+        default=(), description="data passed over: [first_step, steps]"
+    )
     metrics: dict[str, float] = Field(
         default_factory=dict, description="finite ones only: JSON has no others"
     )

@@ -224,6 +224,36 @@ SilentPhase = Literal[
 ]
 
 
+NumericsAction = Literal["stop", "skip", "rollback", "warn"]
+
+
+class Numerics(SpecPart):
+    """What is done about a loss that is not finite, or far above what it was."""
+
+    on_nan: NumericsAction = Field(
+        default="stop", description="after a loss that is NaN or infinite"
+    )
+    on_spike: NumericsAction = Field(default="warn", description="after a loss above the limit")
+    metric: str = Field(default="loss", description="the logged metric that is watched")
+    window: Annotated[int, Field(ge=8)] = Field(
+        default=100, description="losses that the limit is computed from"
+    )
+    spike_mads: Annotated[float, Field(gt=0)] = Field(
+        default=20.0,
+        description="the limit: so many median absolute deviations above the window's median",
+    )
+    margin_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10, description="steps that lie at least between a rollback's target and the loss"
+    )
+    skip_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10,
+        description="steps of data passed over: around the loss by a rollback, after it by a skip",
+    )
+    changes_max: Annotated[int, Field(ge=0)] = Field(
+        default=5, description="rollbacks and skips of a run, until an operator relaunches it"
+    )
+
+
 class Supervision(SpecPart):
     """How an attempt is watched, and how often each cause is forgiven."""
 
@@ -249,6 +279,7 @@ class Supervision(SpecPart):
         default_factory=dict,
         description="silence per phase before which nothing is ended; see `workers.agent.silence`",
     )
+    numerics: Numerics = Numerics()
     budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict, description="relaunches forgiven per cause; see `workers.policy`"
     )

@@ -1,0 +1,132 @@
+"""A poisoned sample under the real agent: back to before it, and on with other data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agent_ranks import committed
+from tests.process.local_runs import LocalRun
+
+from holdfast.contracts.history import excluded_checkpoints
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.trainer.data.order import DataOrder
+from holdfast.workers.policy import decide
+
+pytestmark = pytest.mark.timeout(240)
+
+PROGRAM = Path(__file__).with_name("poisoned_program.py")
+STEPS, BAD_STEP, INTERVAL = 60, 33, 10
+MARGIN, SKIPPED = 4, 6
+# Passed over from here on; of the checkpoints, that of step 20 is the newest before the margin.
+WINDOW = [BAD_STEP - SKIPPED // 2, SKIPPED]
+GOOD_STEP = 20
+
+
+def poisoned(root: Path, on_nan: str, **settings: Any) -> LocalRun:
+    """A run whose rank 1 meets a poisoned sample in step `BAD_STEP`."""
+    order = DataOrder(samples=4096, global_batch=8, seed=5)
+    ids = [int(order.rank_ids(BAD_STEP, 1, 2)[0])]
+    numerics = {"on_nan": on_nan, "margin_steps": MARGIN, "skip_steps": SKIPPED}
+    return LocalRun(
+        root,
+        program=PROGRAM,
+        checkpoint={"interval": INTERVAL},
+        supervision={"numerics": numerics},
+        **{"steps": STEPS, "sleep_s": 0.05, "poison": ids, **settings},
+    )
+
+
+def ids_of(run: LocalRun) -> dict[tuple[int, int], list[int]]:
+    """The sample ids of each (rank, step), as it was trained last."""
+    found = {}
+    for path in sorted(run.paths.directory.glob("ids-*.jsonl")):
+        rank = int(path.stem.rpartition("rank")[2])
+        for line in path.read_text().splitlines():
+            step = json.loads(line)
+            found[rank, step["step"]] = step["ids"]
+    return found
+
+
+def weights_of(run: LocalRun) -> list[str]:
+    return [(run.paths.directory / f"weights{rank}").read_text() for rank in range(2)]
+
+
+def test_a_rollback_ends_as_a_run_that_never_saw_the_data_it_passed_over(tmp_path: Path) -> None:
+    """Bit for bit, where both ran on two ranks; one of them saw the NaN first, and both left."""
+    run, spared = poisoned(tmp_path / "a", "rollback"), poisoned(tmp_path / "b", "rollback")
+    with JournalWriter(spared.paths.journal_of("cli")) as journal:
+        journal.append(EventKind.ROLLED_BACK, to=None, excluded=[], skip=[WINDOW])
+    attempt = run.submit()
+    spared.submit()
+    try:
+        view, other = run.wait_for_end(), spared.wait_for_end()
+    finally:
+        run.end_all()
+        spared.end_all()
+    assert (view.state, view.last_step) == (AttemptState.COMPLETED, STEPS)
+    assert (other.state, other.last_step) == (AttemptState.COMPLETED, STEPS)
+    assert weights_of(run) == weights_of(spared)
+    assert ids_of(run) == ids_of(spared)
+
+    lives = run.outcome(attempt).incarnations
+    assert [life.ending for life in lives] == ["crashed", "completed"]
+    assert lives[1].first_step == GOOD_STEP + 1
+    assert [
+        len(i) for i in (run.events(EventKind.NUMERICS), spared.events(EventKind.NUMERICS))
+    ] == [
+        1,
+        0,
+    ]
+    (told,) = run.events(EventKind.NUMERICS)
+    assert told.data["action"] == "rollback"
+    assert (told.data["step"], told.data["rank"], told.data["loss"]) == (BAD_STEP, 1, "nan")
+    assert len(told.data["window"]) > 0
+    (back,) = run.events(EventKind.ROLLED_BACK)
+    assert CheckpointName.parse(back.data["to"]) == CheckpointName(GOOD_STEP, 1, 1)
+    assert back.data["skip"] == [WINDOW]
+    # The abandoned branch stays on disk, marked; the new one has its steps again.
+    excluded = excluded_checkpoints(run.history().events)
+    assert excluded == {str(CheckpointName(30, 1, 1))}
+    kept = committed(run)
+    assert sorted(kept) == [10, 20, 30, 40, 50, 60]
+    assert kept[60].incarnation == 2
+
+
+@pytest.mark.storm
+def test_a_stop_leaves_nothing_that_a_relaunch_would_take_for_good(tmp_path: Path) -> None:
+    """A checkpoint right after the bad loss is marked, and the policy does not go on by itself."""
+    run = poisoned(tmp_path / "a", "stop")
+    run.submit()
+    try:
+        view = run.wait_for_end()
+    finally:
+        run.end_all()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.NUMERICS)
+    assert "the loss of step 33 is nan" in view.evidence[0]
+    history = run.history()
+    assert decide(history, None, now=view.ended_at or 0.0).action == "stop"
+    believed = set(map(str, (CheckpointName(s, 1, 1) for s in committed(run))))
+    steps = [CheckpointName.parse(n) for n in believed - excluded_checkpoints(history.events)]
+    assert max(name.step for name in steps if name) == 30
+
+
+@pytest.mark.storm
+def test_poison_at_the_same_place_stops_after_one_rollback(tmp_path: Path) -> None:
+    """Every sample is poisoned from some step on: other data does not help."""
+    order = DataOrder(samples=4096, global_batch=8, seed=5)
+    every = [int(i) for step in range(BAD_STEP, STEPS + 20) for i in order.step_ids(step)]
+    run = poisoned(tmp_path / "a", "rollback", poison=every)
+    run.submit()
+    try:
+        view = run.wait_for_end()
+    finally:
+        run.end_all()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.NUMERICS)
+    actions = [event.data["action"] for event in run.events(EventKind.NUMERICS)]
+    assert actions == ["rollback", "stop"]
+    assert decide(run.history(), None, now=view.ended_at or 0.0).action == "stop"

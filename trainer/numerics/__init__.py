@@ -1,0 +1,1 @@
+"""Losses that are not finite, or far above what they were: noticed, settled, gone back from."""
