@@ -80,7 +80,7 @@ class LossGuard:
             return
         landing = torch.empty((), dtype=torch.float64, pin_memory=True)
         landing.copy_(loss.reshape(()), non_blocking=True)
-        arrival = torch.cuda.Event()
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
         self._copies.append((step, landing, arrival))
         if len(self._copies) > COPIES_MAX:
@@ -88,7 +88,7 @@ class LossGuard:
 
     def look(self) -> None:
         """At a boundary: look at the copies that have come."""
-        while self._copies and self._copies[0][2].query():
+        while self._copies and self._copies[0][2].query():  # type: ignore[no-untyped-call]
             step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
 
@@ -137,7 +137,7 @@ class LossGuard:
         given = answer(anomaly, self._numerics, known)
         skip = [[window.first_step, window.steps] for window in given.skip]
         identity = self._link.identity
-        numbers = {"attempt": identity.attempt, "incarnation": identity.incarnation}
+        numbers: dict[str, Any] = {"attempt": identity.attempt, "incarnation": identity.incarnation}
         with JournalWriter(self._link.attempt.rank_journal) as journal:
             facts = {**asdict(anomaly), "loss": _sayable(anomaly.loss)}
             more: dict[str, Any] = {"rank": rank, "action": given.action, "reason": given.reason}
