@@ -22,6 +22,7 @@ from holdfast.contracts.attempt import (
     StopRequest,
     Submission,
     read_document,
+    read_outcome,
 )
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.goodput import account, prices_of
@@ -116,7 +117,7 @@ def observe(attempt: AttemptPaths) -> Observation:
         request=request,
         submission=submission,
         claim=read_document(Claim, attempt.claim),
-        outcome=read_document(Outcome, attempt.outcome),
+        outcome=read_outcome(attempt),
         stop=read_document(StopRequest, attempt.stop),
         status=status,
     )

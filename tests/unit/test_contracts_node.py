@@ -277,3 +277,22 @@ def test_a_lost_node_is_told_at_the_call(tmp_path: Path) -> None:
         assert host.peers[node].is_lost
     silent.close()
     host.close()
+
+
+def test_a_second_agent_for_a_node_is_not_let_in_while_the_first_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "channel.json"
+    host = ChannelHost(path, nodes=2)
+    first = ChannelMember(path, {"node": 1, "pid": 7})
+    host.wait_for_peers(JOIN_S)
+    with pytest.raises(AgreementError, match=r"joined already, as .*'pid': 7.*not let in"):
+        ChannelMember(path, {"node": 1, "pid": 8})
+    thread = threading.Thread(target=answer_with_echo, args=(first, 1))
+    thread.start()
+    assert host.peers[1].call("report")["echo"]["kind"] == "report"
+    thread.join(JOIN_S)
+    first.close()
+    # One that has hung up may come again, before anybody has asked it anything.
+    second = ChannelMember(path, {"node": 1, "pid": 9})
+    assert host.peers[1].hello["pid"] == 9
+    second.close()
+    host.close()

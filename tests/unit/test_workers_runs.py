@@ -31,6 +31,7 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import attempts, executors, operator, preflight, runs
+from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.executors import Executor, JobStatus, executor_for
 from holdfast.workers.reconcile import reconcile
 from holdfast.workers.request import build_request
@@ -285,6 +286,36 @@ def test_one_ending_is_written_however_many_look(tmp_path: Path, scheduler: Sche
     endings = [e for e in load_history(paths).events if e.kind is EventKind.ATTEMPT_ENDED]
     assert len(endings) == 1
     assert load_history(paths).state == "completed"
+
+
+def test_an_older_attempts_outcome_ends_no_other_and_is_set_aside(
+    tmp_path: Path, scheduler: Scheduler
+) -> None:
+    spec = spec_of()
+    paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
+    attempt = submit(paths, spec)
+    stale = Outcome(
+        attempt=attempt.number - 1,
+        state=AttemptState.COMPLETED,
+        job_id="99",
+        world_size=4,
+        last_step=1_000,
+        started_at=1,
+        ended_at=2,
+    )
+    write_document(attempt.outcome, stale)
+    view = reconcile(paths).attempts[0]
+    assert not view.state.is_terminal
+    assert (view.outcome, view.last_step) == (None, None)
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        set_aside_foreign(attempt, journal)
+        set_aside_foreign(attempt, journal)
+    assert not attempt.outcome.exists()
+    (note,) = (e for e in load_history(paths).events if e.kind is EventKind.NOTE)
+    assert "outcome.json was that of attempt 0, not of 1" in note.data["text"]
+    own = stale.model_copy(update={"attempt": attempt.number})
+    write_document(attempt.outcome, own)
+    assert reconcile(paths).attempts[0].state is AttemptState.COMPLETED
 
 
 def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: Scheduler) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from holdfast.contracts.attempt import create_document
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.journal import JournalWriter
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.nodes import follow
-from holdfast.workers.agent.outcome import build_outcome, failed_outcome
+from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
@@ -35,9 +34,7 @@ def run_agent(request_path: str) -> str:
         except Exception:
             # The edge of the process: whatever it was, the attempt must not be left without an
             # outcome, or people would have to guess.
-            create_document(
-                context.attempt.outcome, failed_outcome(context, traceback.format_exc())
-            )
+            leave_outcome(context, failed_outcome(context, traceback.format_exc()), journal)
             raise
 
 
@@ -52,7 +49,7 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         lead = Lead(context, signals, journal, runtime, host)
         lead.run()
         outcome = build_outcome(lead)
-        create_document(context.attempt.outcome, outcome)
+        leave_outcome(context, outcome, journal)
         # Last of all: a cloud that hears this takes the node.
         lead.acknowledge(outcome)
         lead.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Collection
 from typing import Any, Final
@@ -15,7 +16,7 @@ from holdfast.contracts.channel import (
     Peer,
     answer_for_board,
 )
-from holdfast.contracts.errors import SchedulerError
+from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
@@ -89,18 +90,27 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
     if not wait_for_claim(context):
         holder = read_document(Claim, context.attempt.claim)
         return f"node {context.node} leaves: the attempt is of job {holder and holder.job_id}"
+    hello = {
+        "node": context.node,
+        "host": context.host,
+        "job_id": context.job_id,
+        "pid": os.getpid(),
+    }
+    try:
+        # Before anything of the node is touched: another agent may be in charge of it.
+        member = ChannelMember(context.attempt.channel, hello)
+    except AgreementError as error:
+        with JournalWriter(context.attempt.node_journal(context.node)) as journal:
+            journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
+        return f"node {context.node} leaves: {error}"
     runtime = NodeRuntime(context)
     try:
-        hello = {"node": context.node, "host": context.host, "job_id": context.job_id}
-        member = ChannelMember(context.attempt.channel, hello)
-        try:
-            _obey(runtime, member, signals)
-        finally:
-            member.close()
+        _obey(runtime, member, signals)
     except ConnectionError as error:
         _leave_without_lead(context, runtime, error)
         return f"node {context.node} leaves: {error}"
     finally:
+        member.close()
         runtime.close()
     return f"node {context.node} was let go"
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 
-from holdfast.contracts.attempt import IncarnationRecord, Outcome
-from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.attempt import (
+    IncarnationRecord,
+    Outcome,
+    create_document,
+)
+from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.stops import StopWish
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure, hung_ending
@@ -25,6 +30,7 @@ def build_outcome(lead: Lead) -> Outcome:
     digests = [i.command_digest for i in incarnations if i.command_digest]
     wish = lead.wish
     return Outcome(
+        attempt=context.attempt.number,
         state=ending.state,
         cause=ending.cause,
         evidence=ending.evidence,
@@ -80,6 +86,7 @@ def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
     committed = newest_committed(context.run, context.attempt.number)
     last = next((ln for ln in reversed(traceback.splitlines()) if ln.strip()), "")
     return Outcome(
+        attempt=context.attempt.number,
         state=AttemptState.FAILED,
         cause=Cause.INFRASTRUCTURE,
         evidence=(f"the agent of node 0 failed: {last}",),
@@ -91,6 +98,12 @@ def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
         ended_at=time.time(),
         traceback=traceback,
     )
+
+
+def leave_outcome(context: AgentContext, outcome: Outcome, journal: JournalWriter) -> None:
+    """Write `outcome.json`, once; another attempt's that lies there is set aside first."""
+    set_aside_foreign(context.attempt, journal)
+    create_document(context.attempt.outcome, outcome)
 
 
 def _stopped(wish: StopWish, words: str = "") -> Ending:

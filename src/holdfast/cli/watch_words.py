@@ -11,7 +11,7 @@ SHOWN_MAX: Final = 8
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes, bad losses; of a silence its last word.
+    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes, bad losses; of silences the last.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
     """

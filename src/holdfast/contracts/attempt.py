@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from holdfast.contracts.durable import create_bytes, to_json, write_bytes
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Launch, Resources, Supervision
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -134,6 +135,9 @@ class IncarnationRecord(Document):
 class Outcome(Document):
     """`outcome.json`: how the attempt ended as node 0's agent saw it."""
 
+    attempt: int | None = Field(
+        default=None, description="whose outcome it is; earlier versions did not say"
+    )
     state: AttemptState
     cause: Cause | None = None
     evidence: tuple[str, ...] = ()
@@ -171,6 +175,20 @@ def read_document(kind: type[D], path: Path) -> D | None:
             f"{path}: not a {kind.__name__}: {error.errors()[0]['msg']}; "
             "restore the file or remove the attempt's folder after saving its checkpoints"
         ) from error
+
+
+def read_outcome(paths: AttemptPaths) -> Outcome | None:
+    """How the attempt ended; None while it has not, or where another attempt's outcome lies there.
+
+    Raises `HoldfastError` when it is damaged.
+    """
+    outcome = read_document(Outcome, paths.outcome)
+    return outcome if outcome is not None and is_of(outcome, paths.number) else None
+
+
+def is_of(outcome: Outcome, number: int) -> bool:
+    """True unless it says that it is another attempt's."""
+    return outcome.attempt in {None, number}
 
 
 def write_document(path: Path, document: Document) -> None:

@@ -51,6 +51,7 @@ class ChannelHost:
         self.port = int(self._listener.getsockname()[1])
         self.nodes = nodes
         self.peers: dict[int, Peer] = {}
+        self._joining = threading.Lock()
         document = {
             "addresses": _own_addresses(),
             "port": self.port,
@@ -102,15 +103,25 @@ class ChannelHost:
             connection = _wrap(caller)
             _prove(connection, self._token, is_host=True)
             hello = json.loads(_take(connection, HELLO_BYTES_MAX))
-            before = self.peers.get(int(hello["node"]))
-            self.peers[int(hello["node"])] = Peer(connection, hello)
-            if before:
-                before.close()
+            self._take_in(int(hello["node"]), Peer(connection, hello))
         except (OSError, EOFError, ValueError, LookupError, TypeError):
             # A stranger, or a node that died meanwhile: it is as if it had never called.
             (connection or caller).close()
         finally:
             self._handshakes.release()
+
+    def _take_in(self, node: int, caller: Peer) -> None:
+        """Let a node join. While the first that called for it is there, a second one is refused."""
+        with self._joining:
+            before = self.peers.get(node)
+            if before is not None and before.is_there():
+                caller.tell(refused=before.hello)
+                caller.close()
+                return
+            caller.tell(refused=None)
+            self.peers[node] = caller
+        if before is not None:
+            before.close()
 
 
 class Peer:
@@ -121,6 +132,23 @@ class Peer:
         self._lock = threading.Lock()
         self.hello = hello
         self.is_lost = False
+
+    def is_there(self) -> bool:
+        """False once the node has hung up. Between two questions it has nothing to say."""
+        if self.is_lost:
+            return False
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            return not self._connection.poll(0)
+        except (OSError, EOFError):
+            return False
+        finally:
+            self._lock.release()
+
+    def tell(self, **data: Any) -> None:
+        """Say something that is no question."""
+        self._connection.send_bytes(json.dumps(data).encode())
 
     def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
         """Ask the node and wait for its answer; raises `ConnectionError` when it is lost."""
@@ -154,8 +182,22 @@ class ChannelMember:
     def __init__(
         self, path: Path, hello: dict[str, Any], timeout_s: float = JOIN_TIMEOUT_S
     ) -> None:
+        """Raises `AgreementError` when node 0 is not there, or another one speaks for the node."""
         self._connection, self.host_address = _dial(path, timeout_s)
-        self._connection.send_bytes(json.dumps(hello).encode())
+        try:
+            self._connection.send_bytes(json.dumps(hello).encode())
+            first = json.loads(_take(self._connection, HELLO_BYTES_MAX))["refused"]
+        except (OSError, EOFError) as error:
+            self._connection.close()
+            raise AgreementError(
+                f"node 0 hung up on node {hello['node']} before it had joined: {error}"
+            ) from error
+        if first is not None:
+            self._connection.close()
+            raise AgreementError(
+                f"node {hello['node']} has joined already, as {first}; a second agent for it "
+                f"({hello}) is not let in"
+            )
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Node 0's next question, or None when none came; `ConnectionError` when it is gone."""

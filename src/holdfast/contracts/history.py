@@ -17,6 +17,7 @@ from holdfast.contracts.attempt import (
     RunRecord,
     Submission,
     read_document,
+    read_outcome,
 )
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind, read_journal
@@ -197,7 +198,7 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
     request = read_document(Request, paths.request)
     submission = read_document(Submission, paths.submission)
     claim = read_document(Claim, paths.claim)
-    outcome = read_document(Outcome, paths.outcome)
+    outcome = read_outcome(paths)
     facts = dict(ended.data) if ended else {}
     job_id = submission.job_id if submission else claim.job_id if claim else None
     resumed = [e for e in own if e.kind is EventKind.RESUMED]

@@ -156,6 +156,12 @@ class JournalWriter:
         self._incarnation = last.incarnation + 1 if last else 1
         self._sequence = 0
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
+        if torn:
+            warnings.warn(
+                f"{self.path}: its last line was cut short by a crash, and stays as it is; the "
+                "next one stands alone",
+                stacklevel=3,
+            )
         return "\n" if torn else ""
 
     def _last_event(self, size: int) -> Event | None:
