@@ -24,7 +24,7 @@ from holdfast.contracts.errors import (
     ServiceError,
 )
 from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
@@ -36,7 +36,7 @@ from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resum
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import GROWER, Sighting, is_due, look_for_room
+from holdfast.workers.growth import Sighting, is_due, look_for_room
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide
 from holdfast.workers.reconcile import reconcile

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.history import RunHistory
+from holdfast.contracts.journal import GROWER
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.sizes import allowed_sizes
 
-GROWER: Final = "elastic.grow"
 DOUBLINGS_MAX: Final = 5
 
 

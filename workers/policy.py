@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from holdfast.contracts.history import AttemptView, RunHistory, goes_on_after_numerics
+from holdfast.contracts.journal import GROWER
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
-from holdfast.workers.growth import GROWER
 from holdfast.workers.sizes import allowed_sizes, choose_gpus
 
 Action = Literal["relaunch", "restart", "wait", "stop"]

@@ -180,6 +180,9 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
             "kind": "forked_from",
         }
         assert graph["edges"].count(fork) == 1, "told by both runs, shown once"
+    nodes = queries.lineage_graph(database, "gpt")["nodes"]
+    marked = [node["step"] for node in nodes if node.get("rolled_back")]
+    assert marked == [150], "it stays in the lineage, marked"
     kinds = {edge["kind"] for edge in queries.lineage_graph(database, "gpt")["edges"]}
     assert kinds == {kind.value for kind in models.EdgeKind}
 

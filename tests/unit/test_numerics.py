@@ -14,8 +14,8 @@ from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.answer import Answer, Known, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit
 
-NAN = Anomaly(problem="nan", step=100, loss=math.nan)
-SPIKE = Anomaly(problem="spike", step=100, loss=9.0, median=1.0, limit=2.0)
+NAN = Anomaly(problem="nan", step=100, loss=math.nan, good_step=99)
+SPIKE = Anomaly(problem="spike", step=100, loss=9.0, good_step=99, median=1.0, limit=2.0)
 LATER = Numerics(on_nan="skip", on_spike="skip", skip_steps=6)
 BACK = Numerics(on_nan="rollback", on_spike="rollback", margin_steps=10, skip_steps=6)
 
@@ -27,6 +27,13 @@ def names(*steps: int) -> list[CheckpointName]:
 def falling(step: int) -> float:
     """A loss as it mostly is: falling, with noise of a tenth of it."""
     return (1.0 + 3.0 * math.exp(-step / 80)) * random.Random(step).gauss(1.0, 0.1)
+
+
+def test_what_was_resumed_from_is_not_proven_by_itself() -> None:
+    first = Detector(Numerics(), after=40).look(41, math.nan)
+    assert first is not None
+    given = answer(first, Numerics(on_nan="stop"), Known(checkpoints=names(30, 40)))
+    assert summary(given) == ("stop", 30, [40], [])
 
 
 def found(losses: list[float], **numerics: Any) -> list[tuple[str, int]]:
@@ -104,6 +111,20 @@ def test_outliers_do_not_move_the_limit() -> None:
             id="back by the margin, and the data around the loss is passed over",
         ),
         pytest.param(
+            Anomaly(problem="nan", step=100, loss=math.nan, good_step=80),
+            Numerics(on_nan="stop"),
+            Known(checkpoints=names(70, 79, 80, 90)),
+            ("stop", 79, [80, 90], []),
+            id="with a loss every few steps only what came before a good one is proven",
+        ),
+        pytest.param(
+            Anomaly(problem="nan", step=100, loss=math.nan, good_step=80),
+            BACK,
+            Known(checkpoints=names(70, 79, 80, 89)),
+            ("rollback", 79, [80, 89], [(97, 6)]),
+            id="so it is for a rollback",
+        ),
+        pytest.param(
             NAN,
             BACK,
             Known(checkpoints=names(80), unfinished=names(70, 95)),
@@ -111,7 +132,7 @@ def test_outliers_do_not_move_the_limit() -> None:
             id="what may yet be committed counts as newer, never as a target",
         ),
         pytest.param(
-            Anomaly(problem="nan", step=4, loss=math.nan),
+            Anomaly(problem="nan", step=4, loss=math.nan, good_step=3),
             BACK,
             Known(checkpoints=[]),
             ("rollback", None, [], [(1, 6)]),

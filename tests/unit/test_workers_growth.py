@@ -6,9 +6,10 @@ import pytest
 from tests.histories import NOW, attempt_of, history_of, spec_of
 
 from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.journal import GROWER
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.growth import GROWER, Sighting, is_due, look_for_room, patience
+from holdfast.workers.growth import Sighting, is_due, look_for_room, patience
 from holdfast.workers.policy import decide, fits_any
 
 AFTER_S = 100.0

@@ -1,22 +1,18 @@
 """What is to come of a bad loss: a pure function of the policy and of what disk knows.
 
 A loss is computed with the weights of the step before it. So a checkpoint of step c is proven
-once the loss of step c + 1 was good: of those before a bad loss at step s, the ones up to s - 2.
+once the loss of a step after c was good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.spec import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.detector import Anomaly
-
-# From the bad loss back to the newest checkpoint that a good loss has proven.
-PROVEN_STEPS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +68,7 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     futile = _why_futile(anomaly, numerics, known)
     if futile:
         return _stop(f"{anomaly}; no rollback: {futile}", anomaly, known)
-    to, excluded = _split(known, anomaly.step - 1 - numerics.margin_steps)
+    to, excluded = _split(known, _target(anomaly, numerics))
     began = to.step if to is not None else 0
     first = max(began + 1, anomaly.step - numerics.skip_steps // 2)
     window = SkipWindow(first, numerics.skip_steps)
@@ -107,7 +103,7 @@ def _too_many(changes: int, numerics: Numerics) -> str:
 
 
 def _stop(reason: str, anomaly: Anomaly, known: Known) -> Answer:
-    to, excluded = _split(known, anomaly.step - PROVEN_STEPS)
+    to, excluded = _split(known, anomaly.good_step - 1)
     return Answer(action="stop", reason=reason, to=to, excluded=excluded)
 
 
@@ -120,12 +116,17 @@ def _why_futile(anomaly: Anomaly, numerics: Numerics, known: Known) -> str:
     reached = max(before, default=0)
     if before and anomaly.step <= reached + numerics.margin_steps:
         return f"the last one was for step {reached}, and other data did not help"
-    limit = anomaly.step - 1 - numerics.margin_steps
+    limit = _target(anomaly, numerics)
     if known.has_deleted and not any(name.step <= limit for name in known.checkpoints):
         return (
             f"no checkpoint is left of step {limit} or before; keep more of them (checkpoint.keep)"
         )
     return ""
+
+
+def _target(anomaly: Anomaly, numerics: Numerics) -> int:
+    """The newest step that a rollback may go back to."""
+    return min(anomaly.step - 1 - numerics.margin_steps, anomaly.good_step - 1)
 
 
 def _split(known: Known, limit: int) -> tuple[CheckpointName | None, tuple[CheckpointName, ...]]:

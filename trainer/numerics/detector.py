@@ -27,11 +27,15 @@ TOLD_LOSSES: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """A bad loss. `window` are the losses before it, oldest first; `limit` is set for a spike."""
+    """A bad loss. `window` are the losses before it, oldest first; `limit` is set for a spike.
+
+    The last good loss was that of step `good_step`, or training began anew after it.
+    """
 
     problem: Literal["nan", "spike"]
     step: int
     loss: float
+    good_step: int
     window: tuple[float, ...] = ()
     median: float | None = None
     limit: float | None = None
@@ -43,10 +47,11 @@ class Anomaly:
 
 
 class Detector:
-    """Looks at one rank's losses in the order of steps."""
+    """Looks at one rank's losses in the order of steps, the first of them after step `after`."""
 
-    def __init__(self, numerics: Numerics) -> None:
+    def __init__(self, numerics: Numerics, *, after: int = 0) -> None:
         self._numerics = numerics
+        self._good_step = after
         self._window: deque[float] = deque(maxlen=numerics.window)
         self._needed = math.ceil(numerics.window * WINDOW_SHARE_MIN)
         self._median = 0.0
@@ -64,6 +69,8 @@ class Detector:
         found = None
         if loss > self._limit:
             found = self._tell("spike", step, loss)
+        else:
+            self._good_step = step
         self._window.append(loss)
         self._until_limit -= 1
         if self._until_limit <= 0 and len(self._window) >= self._needed:
@@ -80,6 +87,7 @@ class Detector:
             problem=problem,
             step=step,
             loss=loss,
+            good_step=self._good_step,
             window=tuple(self._window)[-TOLD_LOSSES:],
             median=self._median if is_spike else None,
             limit=self._limit if is_spike else None,

@@ -22,7 +22,7 @@ from holdfast.contracts import environment
 from holdfast.contracts.board import RankRecord
 from holdfast.contracts.errors import NumericsError, SpecError
 from holdfast.contracts.history import excluded_checkpoints, load_events
-from holdfast.contracts.journal import Event, EventKind, JournalWriter
+from holdfast.contracts.journal import GROWER, Event, EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.spec import Numerics
 from holdfast.trainer.boundary import Saver
@@ -55,7 +55,7 @@ class LossGuard:
         self._link, self._ranks, self._record = link, ranks, record
         self._position, self._saver, self._state = position, saver, state
         self._numerics = chosen_numerics()
-        self._detector = Detector(self._numerics)
+        self._detector = Detector(self._numerics, after=position.reached)
         self._copies: deque[_Copy] = deque()
         self._found: Anomaly | None = None
 
@@ -191,7 +191,9 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
         (
             int(event.data.get("after_attempt", 0))
             for event in events
-            if event.kind is EventKind.OPERATOR_REQUEST and event.data.get("action") in RESTARTED
+            if event.kind is EventKind.OPERATOR_REQUEST
+            and event.data.get("action") in RESTARTED
+            and event.data.get("by") != GROWER
         ),
         default=-1,
     )

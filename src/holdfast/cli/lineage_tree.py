@@ -73,6 +73,8 @@ def _checkpoint_line(
     line = Text(_short(node["id"]))
     if node.get("state", "committed") != "committed":
         line.append(f" · {node['state']}", style="red")
+    if node.get("rolled_back"):
+        line.append(" · rolled back", style="yellow")
     if node.get("pinned"):
         line.append(" · pinned", style="cyan")
     if parent is not None and parent != before:

@@ -25,6 +25,8 @@ from holdfast.contracts.durable import fsync_directory, make_directory
 TAIL_BYTES: Final = 64 * 1024
 # Far above what any writer says; a longer line is not ours and would only fill memory.
 LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+# Who asks when it is no person but the policy of growing.
+GROWER: Final = "elastic.grow"
 
 
 class EventKind(StrEnum):

@@ -152,6 +152,7 @@ class Node(TypedDict, total=False):
     cause: str | None
     world_size: int | None
     pinned: bool
+    rolled_back: bool
     path: str
 
 
@@ -358,5 +359,6 @@ def checkpoint_node(run: str, row: Row) -> Node:
         state=row["state"],
         world_size=row["world_size"],
         pinned=row["pinned"],
+        rolled_back=row["rolled_back"],
         path=row["path"],
     )
