@@ -120,7 +120,7 @@ class LossGuard:
 
     def _look(self, step: int, loss: float) -> None:
         found = self._detector.look(step, loss)
-        if found is not None and self._found is None:
+        if found is not None and (self._found is None or urgency(found) < urgency(self._found)):
             self._found = found
             self._record.ask(step)
 
@@ -143,7 +143,6 @@ class LossGuard:
             more: dict[str, Any] = {"rank": rank, "action": given.action, "reason": given.reason}
             if given.action == "skip":
                 more["skip"] = skip
-            journal.append(EventKind.NUMERICS, **numbers, **facts, **more)
             if given.excluded or given.action == "rollback":
                 journal.append(
                     EventKind.ROLLED_BACK,
@@ -154,6 +153,8 @@ class LossGuard:
                     step=anomaly.step,
                     reason=given.reason,
                 )
+            # Last, for the agent starts anew on its word.
+            journal.append(EventKind.NUMERICS, **numbers, **facts, **more)
         print(f"holdfast: {given.reason}", flush=True)
         return given
 
@@ -185,6 +186,11 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(t.isfinite().all()) for t in local if t.is_floating_point())
 
 
+def urgency(anomaly: Anomaly) -> tuple[bool, int]:
+    """Sorts what is not finite before spikes, and the earlier before the later."""
+    return anomaly.problem != "nan", anomaly.step
+
+
 def changes(events: tuple[Event, ...], action: str) -> list[int]:
     """The steps of the losses that were answered so since an operator set the run going."""
     since = max(
@@ -207,9 +213,9 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
 
 
 def _first(found: list[Anomaly | None]) -> tuple[Anomaly, int]:
-    """The earliest bad loss and the rank that had it; one that is not finite before a spike."""
+    """The loss that is settled first, and the rank that had it."""
     there = [(one, rank) for rank, one in enumerate(found) if one is not None]
-    return min(there, key=lambda pair: (pair[0].problem != "nan", pair[0].step, pair[1]))
+    return min(there, key=lambda pair: (urgency(pair[0]), pair[1]))
 
 
 def _sayable(loss: float) -> float | str:
