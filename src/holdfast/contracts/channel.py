@@ -118,8 +118,10 @@ class ChannelHost:
                 caller.tell(refused=before.hello)
                 caller.close()
                 return
-            caller.tell(refused=None)
-            self.peers[node] = caller
+            # The first question comes after the welcome, and the welcome after all can see it.
+            with caller.asking:
+                self.peers[node] = caller
+                caller.tell(refused=None)
         if before is not None:
             before.close()
 
@@ -129,7 +131,7 @@ class Peer:
 
     def __init__(self, connection: Connection, hello: dict[str, Any]) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        self.asking = threading.Lock()
         self.hello = hello
         self.is_lost = False
 
@@ -137,14 +139,14 @@ class Peer:
         """False once the node has hung up. Between two questions it has nothing to say."""
         if self.is_lost:
             return False
-        if not self._lock.acquire(blocking=False):
+        if not self.asking.acquire(blocking=False):
             return True
         try:
             return not self._connection.poll(0)
         except (OSError, EOFError):
             return False
         finally:
-            self._lock.release()
+            self.asking.release()
 
     def tell(self, **data: Any) -> None:
         """Say something that is no question."""
@@ -152,7 +154,7 @@ class Peer:
 
     def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
         """Ask the node and wait for its answer; raises `ConnectionError` when it is lost."""
-        with self._lock:
+        with self.asking:
             try:
                 self._connection.send_bytes(json.dumps({"kind": kind, **data}).encode())
                 if not self._connection.poll(timeout_s):
