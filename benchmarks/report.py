@@ -27,16 +27,17 @@ libc's, into a memory file that is there already; the mean of the faster), a sav
 each of its three modes with its own defaults, a raw cold read, and a load by both. Before each
 read the pages of every file are let go by `posix_fadvise(DONTNEED)`, and `mincore` says whether
 they went. Before each act that takes pages of memory as many are touched and let go, because a
-virtual machine's free pages may first have to come back from its host. The order rotates from pair
-to pair. Ratios are taken pair by pair; the table has their median, smallest and largest. The
-slowest rank counts.
+virtual machine's free pages may first have to come back from its host. The order changes from pair
+to pair, so that each act comes after each other one equally often: a write right after a long one
+meets a slower disk. Ratios are taken pair by pair; the table has their median, smallest, largest.
+The slowest rank counts.
 
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
   save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
-  whichever is worse; then SIGTERM
-  to every rank in the middle of a step, and the time until the final checkpoint is committed ÷
-  (the rest of that step + a copy + a raw write, measured in the same program).
+  whichever is worse; then SIGTERM to every rank in the middle of a step, and the time until the
+  final checkpoint is committed ÷ (the rest of that step + a copy + a raw write, measured in the
+  same program).
 - Before the first step `Session` starts its flusher and plans the saves: *making the session*.
   The memory of its slots, two images of the state, comes beside the first steps, which only
   sleep here, as the processors do while an accelerator works. A save that is wanted sooner waits

@@ -1,6 +1,6 @@
 """Limits, Holdfast and stock DCP in turn, on one state: the pairs that the ratios come from.
 
-Started by `conduct`. Each pair does everything once, in an order that rotates, so that a busy
+Started by `conduct`. Each pair does everything once, in an order of its own, so that a busy
 moment and what one act leaves behind for the next meet all of them alike.
 """
 
@@ -21,6 +21,7 @@ from holdfast.trainer.bench.files import (
     write_files,
 )
 from holdfast.trainer.bench.loads import load_cold, load_stock
+from holdfast.trainer.bench.order import balanced_order
 from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
 from holdfast.trainer.bench.saves import Saver
 from holdfast.trainer.bench.stock import MODES, StockSaver
@@ -59,8 +60,9 @@ class Pairs:
             if pair and not self._program.is_time_left():
                 break
             self._trained.update()
-            for act in (*rotated(saves, pair), *rotated(loads, pair)):
-                act()
+            for acts in (saves, loads):
+                for number in balanced_order(len(acts), pair):
+                    acts[number]()
         self._saver.keep_only(self._newest)
         self._saver.session.close()
         self._stock.close()
@@ -151,12 +153,6 @@ def cool(program: Program, directory: Path) -> None:
         left = drop_cache([path for path in directory.rglob("*") if path.is_file()])
         program.facts["cold_resident"] = max(left, program.facts["cold_resident"])
     program.meet()
-
-
-def rotated(acts: list[Act], by: int) -> list[Act]:
-    """The same acts, beginning with another one each time."""
-    start = by % len(acts)
-    return acts[start:] + acts[:start]
 
 
 def main() -> None:
