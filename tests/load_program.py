@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.checkpoint_program import make_identity
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError, KeyMismatchError
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.loading.reader import LoadReport, load_state
@@ -30,6 +31,8 @@ from holdfast.trainer.loading.reader import LoadReport, load_state
 SHAPES = {f"w{index}": (1001, 1036 + 4 * index) for index in range(8)} | {"bias": (1001,)}
 GROUP: dict[str, Any] = {"lr": 0.25, "betas": (0.9, 0.95), "foreach": None}
 SAME, RESHARDED = 1.02, 1.05
+# The ranks prepare, say what they want, exchange what is shared, and reach a verdict.
+MEETINGS_MAX = 4
 
 Lay = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,13 +70,34 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
+def count_meetings(patched: pytest.MonkeyPatch) -> list[str]:
+    """The names of the collectives that are called from now on."""
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        act = getattr(dist, name)
+
+        def count(*args: Any, **more: Any) -> Any:
+            called.append(name)
+            return act(*args, **more)
+
+        return count
+
+    for name in ("all_gather_object", "barrier"):
+        patched.setattr(dist, name, counted(name))
+    return called
+
+
 def load(
     checkpoint: Path, state: dict[str, Any], group: dist.ProcessGroup, ratio: float, **choice: Any
 ) -> LoadReport:
     """Load, and compare what all ranks read with what they wanted, both ways of counting."""
     dist.barrier()
     before = bytes_read()
-    report = load_state(checkpoint, state, group=group, **choice)
+    with pytest.MonkeyPatch.context() as patched:
+        meetings = count_meetings(patched)
+        report = load_state(checkpoint, state, group=group, **choice)
+    assert len(meetings) <= MEETINGS_MAX, meetings
     read = torch.tensor(float(bytes_read() - before), dtype=torch.float64)
     dist.all_reduce(read)
     assert report.bytes_read <= ratio * report.bytes_unique, report
@@ -165,6 +189,37 @@ def load_damaged(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -
     assert line.startswith("__1_0.distcp: bytes 4194304 to 8388607: checksum "), line
 
 
+def load_refused(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """What one rank alone cannot do is an error on both, and none waits for the other."""
+    for refused, words in (
+        (torch.empty(1001, device="meta"), "it is on the meta device"),
+        # Found when the first bytes are about to land, by a thread.
+        (torch.zeros(1).expand(1001), "refers to a single memory location"),
+    ):
+        state = make_state(lambda t: distribute_tensor(t, mesh, [Shard(0)]), filled=False)
+        if dist.get_rank() == 1:
+            state["model"]["bias"] = refused
+        with pytest.raises(CheckpointError, match=words):
+            load_state(checkpoint, state, group=group)
+
+
+def load_apart(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> None:
+    """Where one rank may not open the other's memory, each reads all that it wants."""
+    act = os.open
+
+    def refuse(path: Any, *args: Any, **more: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise PermissionError(13, "Permission denied", path)
+        return act(path, *args, **more)
+
+    state = make_state(lambda t: distribute_tensor(t, mesh, [Replicate()]), filled=False)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(os, "open", refuse)
+        load(checkpoint, state, group, 2 * SAME)
+    check(state)
+
+
 def main() -> None:
     act, rank, world_size, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
     flusher, checkpoint = sys.argv[5], Path(sys.argv[6])
@@ -185,6 +240,8 @@ def main() -> None:
         load_all(checkpoint, world_size, group)
     if act == "load" and world_size == 2:
         load_some(checkpoint, mesh, group)
+        load_apart(checkpoint, mesh, group)
+        load_refused(checkpoint, mesh, group)
         load_damaged(folder / "damaged" / checkpoint.name, mesh, group)
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ import mmap
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,27 +24,57 @@ SLOTS_MAX: Final = 8
 HALVES: Final = 2
 
 
-class Node:
-    """The ranks that read together, of which this is number `rank` of `size`."""
+@dataclass(frozen=True)
+class Address:
+    """Where a rank runs, and where the other ranks there find its window."""
 
-    def __init__(self, group: dist.ProcessGroup | None, *, made: bool = False) -> None:
+    home: tuple[str, str, str]
+    place: str
+
+
+class Window:
+    """This rank's memory file, which others may open at its `address` until it is left."""
+
+    def __enter__(self) -> Address:
+        self._handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
+        os.ftruncate(self._handle, HALVES * SLOTS_MAX * PIECE_BYTES)
+        return Address(_home(), f"/proc/{os.getpid()}/fd/{self._handle}")
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+
+class Node:
+    """The ranks that read together, of which this is number `rank` of `size`.
+
+    Half of a window has `slots` pieces. `is_sharing` is False where not all windows are there:
+    ranks in containers of their own cannot open each other's.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, places: Sequence[str], *, made: bool = False
+    ) -> None:
         self._group, self._made = group, made
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
+        self.size = len(places)
+        each = WINDOW_BYTES_MAX // (HALVES * PIECE_BYTES * self.size)
+        self.slots = max(1, min(SLOTS_MAX, each))
+        self._maps = _map_all(places, HALVES * self.slots * PIECE_BYTES)
+        self.is_sharing = len(self._maps) == self.size
 
     @classmethod
-    def join(cls, group: dist.ProcessGroup | None) -> Node:
-        """The ranks of `group` on this machine; all ranks of `group` call it together."""
-        if group is None:
-            return cls(None)
-        homes = gather(group, _home())
-        ranks = [rank for rank, home in enumerate(homes) if home == homes[dist.get_rank(group)]]
-        if len(ranks) == len(homes):
-            return cls(group)
-        if len(ranks) == 1:
-            return cls(None)
-        world = [dist.get_global_rank(group, rank) for rank in ranks]
-        return cls(dist.new_group(world, backend="gloo", use_local_synchronization=True), made=True)
+    def join(cls, group: dist.ProcessGroup | None, addresses: Sequence[Address]) -> Node:
+        """The ranks of `group` that run where this one does; all of `group` call it together."""
+        rank = dist.get_rank(group) if group is not None else 0
+        here = [r for r, one in enumerate(addresses) if one.home == addresses[rank].home]
+        places = [addresses[r].place for r in here]
+        if group is None or len(here) == len(addresses):
+            return cls(group, places)
+        if len(here) == 1:
+            return cls(None, places)
+        world = [dist.get_global_rank(group, r) for r in here]
+        made = dist.new_group(world, backend="gloo", use_local_synchronization=True)
+        return cls(made, places, made=True)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -54,35 +85,15 @@ class Node:
         if self._group is not None:
             dist.barrier(group=self._group)
 
+    def slot(self, rank: int, half: int, slot: int) -> memoryview:
+        """The memory of one piece in the window of `rank`."""
+        start = (half * self.slots + slot) * PIECE_BYTES
+        return memoryview(self._maps[rank])[start : start + PIECE_BYTES]
+
     def leave(self) -> None:
         """Let go of a group that was made for this node."""
         if self._made:
             dist.destroy_process_group(self._group)
-
-
-class Windows:
-    """The windows of all ranks of a node, mapped; `slots` pieces in each half."""
-
-    def __init__(self, node: Node) -> None:
-        """All ranks of the node construct it together; see `opened` for whether it worked."""
-        each = WINDOW_BYTES_MAX // (HALVES * PIECE_BYTES * node.size)
-        self.slots = max(1, min(SLOTS_MAX, each))
-        size = HALVES * self.slots * PIECE_BYTES
-        handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(handle, size)
-            places = node.gather(f"/proc/{os.getpid()}/fd/{handle}")
-            self._maps = _map_all(places, size)
-            # Nobody closes before everybody has opened.
-            self.opened = all(node.gather(self._maps is not None))
-        finally:
-            os.close(handle)
-
-    def slot(self, rank: int, half: int, slot: int) -> memoryview:
-        """The memory of one piece in the window of `rank`."""
-        assert self._maps is not None
-        start = (half * self.slots + slot) * PIECE_BYTES
-        return memoryview(self._maps[rank])[start : start + PIECE_BYTES]
 
 
 def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
@@ -94,15 +105,14 @@ def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     return gathered
 
 
-def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap] | None:
-    """The memory at `places`; None where another process's may not be opened."""
-    maps = []
+def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
+    """The memory at `places`, up to the first that may not be opened."""
+    maps: list[mmap.mmap] = []
     for place in places:
         try:
             handle = os.open(place, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            # Ranks in containers of their own: each then reads for itself.
-            return None
+            break
         try:
             maps.append(mmap.mmap(handle, size))
         finally:

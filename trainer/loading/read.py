@@ -24,7 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.manifest import FileEntry, Manifest
-from holdfast.trainer.loading.node import HALVES, Node, Windows
+from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
@@ -54,6 +54,7 @@ class Tally:
     bytes_read: int
     bytes_unique: int
     problems: list[str]
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -92,80 +93,87 @@ class Catalogue:
         """The unit that bears `number`."""
         return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
 
+    def span(self, path: str) -> slice:
+        """The numbers of a file's units."""
+        file = self.files[path]
+        return slice(file.first, file.first + file.count)
+
     def sizes(self) -> Counts:
         """Bytes of every unit, in order."""
         sizes = np.empty(self.count, dtype=np.int64)
         for file in self.files.values():
             starts = np.arange(file.count) * file.unit_bytes
-            here = slice(file.first, file.first + file.count)
-            sizes[here] = np.minimum(file.unit_bytes, file.size - starts)
+            sizes[self.span(file.path)] = np.minimum(file.unit_bytes, file.size - starts)
         return sizes
 
 
-def read_wants(directory: Path, catalogue: Catalogue, wants: Wants, node: Node) -> Tally:
-    """Bring all `wants` into their targets; all ranks of `node` call it together.
-
-    Whole blocks are read and compared with their digests, where there are any. Differences and
-    errors of storage are `problems` of the tally.
-    """
-    mine: dict[int, Placed] = {}
+def sort_by_unit(wants: Wants, catalogue: Catalogue) -> dict[int, Placed]:
+    """What is wanted of each unit, by its number."""
+    by_unit: dict[int, Placed] = {}
     for want in wants.items:
         for number, parts in cut(want.series, catalogue.files[want.path]):
-            mine.setdefault(number, []).extend((part, want.target) for part in parts)
+            by_unit.setdefault(number, []).extend((part, want.target) for part in parts)
+    return by_unit
+
+
+def read_wants(
+    directory: Path,
+    catalogue: Catalogue,
+    mine: Mapping[int, Placed],
+    distinct: Mapping[str, int],
+    node: Node,
+) -> Tally:
+    """Bring `mine` into its targets; all ranks of `node` call it together.
+
+    Whole blocks are read and compared with their digests, where there are any. Differences and
+    errors of storage are `problems` of the tally, any other is its `error`. `distinct` is that
+    of this rank's `Wants`.
+    """
     flags = np.zeros(catalogue.count, dtype=np.bool_)
     flags[list(mine)] = True
-    told = node.gather((np.packbits(flags), wants.distinct))
-    wanted = np.array([np.unpackbits(bits, count=catalogue.count) for bits, _ in told], np.bool_)
-    distinct: dict[str, int] = {}
-    for _, boxes in told:
-        distinct.update(boxes)
-    windows = Windows(node) if (wanted.sum(axis=0) > 1).any() else None
     reader = _Reader(directory, catalogue)
+    told = node.gather((np.packbits(flags), distinct, node.is_sharing))
+    bits = [np.unpackbits(each, count=catalogue.count) for each, _, _ in told]
+    wanted = np.array(bits, np.bool_)
+    owner = assign(wanted, catalogue.sizes())
+    is_sharing = all(each for _, _, each in told)
+    owner[(wanted.sum(axis=0) == 1) | (not is_sharing)] = NOBODY
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
-        if windows is not None and windows.opened:
-            owner = assign(wanted, catalogue.sizes())
-            owner[wanted.sum(axis=0) == 1] = NOBODY
-            rounds = schedule(catalogue, owner, node.size, windows.slots)
-            _read_together(reader, pool, windows, node, rounds, mine)
-            private = [number for number in mine if owner[number] == NOBODY]
-        else:
-            private = list(mine)
-        wanted_here = wanted.sum(axis=0) > 0
         for index, entry in enumerate(catalogue.whole):
-            file = catalogue.files[entry.path]
-            numbers = slice(file.first, file.first + file.count)
-            if index % node.size == node.rank and wanted_here[numbers].any():
+            is_wanted = wanted[:, catalogue.span(entry.path)].any()
+            if is_wanted and index % node.size == node.rank:
                 pool.submit(reader.check_whole, entry)
-        _finish([pool.submit(reader.read_private, n, mine[n]) for n in sorted(private)])
-    unique = sum(distinct.values()) if node.rank == 0 else 0
-    return Tally(reader.bytes_read, unique, sorted(reader.problems))
+        _read_all(reader, pool, node, owner, mine)
+    boxes = {name: size for _, each, _ in told for name, size in each.items()}
+    unique = sum(boxes.values()) if node.rank == 0 else 0
+    return Tally(reader.bytes_read, unique, sorted(reader.problems), reader.error)
 
 
-def _read_together(
-    reader: _Reader,
-    pool: ThreadPoolExecutor,
-    windows: Windows,
-    node: Node,
-    rounds: Sequence[Sequence[Turn]],
-    mine: Mapping[int, Placed],
+def _read_all(
+    reader: _Reader, pool: ThreadPoolExecutor, node: Node, owner: Counts, mine: Mapping[int, Placed]
 ) -> None:
-    """Read the shared units round by round: one half is filled while the other is copied from."""
+    """Read what this rank alone wants, and meanwhile the units that have an `owner`, in rounds.
+
+    One half of the windows is filled while the other is copied from.
+    """
+    rounds = schedule(reader.catalogue, owner, node.size, node.slots)
 
     def begin(turns: Sequence[Turn]) -> list[Future[None]]:
         own = [turn for turn in turns if turn.owner == node.rank]
         by_unit = [list(some) for _, some in groupby(own, key=lambda turn: turn.unit)]
-        return [pool.submit(reader.read_shared, some, windows) for some in by_unit]
+        return [pool.submit(reader.read_shared, some, node) for some in by_unit]
 
-    reading = begin(rounds[0])
+    reading = begin(rounds[0]) if rounds else []
+    alone = [number for number in sorted(mine) if owner[number] == NOBODY]
+    private = [pool.submit(reader.read_private, number, mine[number]) for number in alone]
     for number, turns in enumerate(rounds):
         _finish(reading)
         # All have filled this half, and all have copied what the other one held before.
         node.barrier()
         reading = begin(rounds[number + 1]) if number + 1 < len(rounds) else []
         for turn in turns:
-            parts = _clip_all(mine.get(turn.unit, []), turn.start, turn.size)
-            if parts:
-                copy_out(parts, windows.slot(turn.owner, turn.half, turn.slot), turn.start)
+            reader.take_shared(turn, mine.get(turn.unit, []), node)
+    _finish(private)
 
 
 def schedule(catalogue: Catalogue, owner: Counts, ranks: int, slots: int) -> list[list[Turn]]:
@@ -186,16 +194,17 @@ class _Reader:
     """Reads units of one checkpoint's files; its methods are called from several threads."""
 
     def __init__(self, directory: Path, catalogue: Catalogue) -> None:
-        self._directory, self._catalogue = directory, catalogue
+        self._directory, self.catalogue = directory, catalogue
         self._running: dict[int, RunningDigest] = {}
         self._own = threading.local()
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.problems: list[str] = []
+        self.error: Exception | None = None
 
     def read_private(self, number: int, parts: Placed) -> None:
         """Read a unit that this rank alone wants, into its targets."""
-        unit = self._catalogue.unit(number)
+        unit = self.catalogue.unit(number)
         if unit.digest is None:
             unit = _trim(unit, parts)
         running = new_checksum() if unit.digest is not None else None
@@ -213,19 +222,26 @@ class _Reader:
                     copy_out(here, views[0], start)
             self._compare(number, running)
 
-    def read_shared(self, turns: Sequence[Turn], windows: Windows) -> None:
+    def read_shared(self, turns: Sequence[Turn], node: Node) -> None:
         """Read pieces of one shared unit into this rank's window, those before them first."""
         number = turns[0].unit
-        unit = self._catalogue.unit(number)
+        unit = self.catalogue.unit(number)
         with self._noting(unit.path), self._open(unit.path) as handle:
             running = None
             if unit.digest is not None:
                 running = self._running.setdefault(number, new_checksum())
             for turn in turns:
-                slot = windows.slot(turn.owner, turn.half, turn.slot)[: turn.size]
+                slot = node.slot(turn.owner, turn.half, turn.slot)[: turn.size]
                 self._read(handle, [slot], turn.start, running)
             if turns[-1].start + turns[-1].size == unit.start + unit.size:
                 self._compare(number, running)
+
+    def take_shared(self, turn: Turn, parts: Placed, node: Node) -> None:
+        """Copy what this rank wants of a piece from the window that it was read into."""
+        with self._noting(self.catalogue.unit(turn.unit).path):
+            here = _clip_all(parts, turn.start, turn.size)
+            if here:
+                copy_out(here, node.slot(turn.owner, turn.half, turn.slot), turn.start)
 
     def check_whole(self, entry: FileEntry) -> None:
         """Compare a long file whose manifest has one checksum for all of it."""
@@ -252,10 +268,10 @@ class _Reader:
             self.bytes_read += sum(map(len, views))
 
     def _compare(self, number: int, running: RunningDigest | None) -> None:
-        unit = self._catalogue.unit(number)
+        unit = self.catalogue.unit(number)
         if running is None or (found := running.hexdigest()) == unit.digest:
             return
-        line = self._catalogue.entries[unit.path].describe(unit.start, found)
+        line = self.catalogue.entries[unit.path].describe(unit.start, found)
         with self._lock:
             self.problems.append(f"{unit.path}: {line}")
 
@@ -264,7 +280,7 @@ class _Reader:
         """The file's descriptor; raises `EOFError` when its size is not the manifest's."""
         handle = os.open(self._directory / path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            entry, size = self._catalogue.entries.get(path), os.fstat(handle).st_size
+            entry, size = self.catalogue.entries.get(path), os.fstat(handle).st_size
             if entry is not None and size != entry.bytes:
                 raise EOFError(f"{size} bytes, expected {entry.bytes}")
             yield handle
@@ -273,7 +289,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _noting(self, path: str) -> Iterator[None]:
-        """What storage refuses becomes a problem: the other ranks must not wait for this one."""
+        """What is raised is kept for the end: the other ranks must not wait for this one."""
         try:
             yield
         except (OSError, EOFError) as error:
@@ -282,6 +298,9 @@ class _Reader:
                 line = f"{path}: {reason}"
                 if line not in self.problems:
                     self.problems.append(line)
+        except Exception as error:
+            # A tensor may have no memory, or not take what is to be converted into it.
+            self.error = self.error or error
 
     def _scratch(self) -> memoryview:
         """This thread's own memory for one piece."""

@@ -7,9 +7,11 @@ is left waiting in a collective for one that raised alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -35,11 +37,17 @@ from holdfast.trainer.loading.compare_keys import (
     raise_mismatch,
     shorten,
 )
-from holdfast.trainer.loading.node import Node, gather
+from holdfast.trainer.loading.node import Address, Node, Window, gather
 from holdfast.trainer.loading.plain_load import load_plain
-from holdfast.trainer.loading.read import Catalogue, Tally, read_wants
+from holdfast.trainer.loading.read import Catalogue, Placed, read_wants, sort_by_unit
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
-from holdfast.trainer.loading.targets import Wants, collect, collect_wholes, place_whole
+from holdfast.trainer.loading.targets import (
+    Piece,
+    Wants,
+    collect,
+    collect_wholes,
+    place_whole,
+)
 from holdfast.trainer.planning.layout import flatten
 from holdfast.trainer.planning.metadata import (
     Opened,
@@ -50,6 +58,8 @@ from holdfast.trainer.planning.metadata import (
 )
 
 T = TypeVar("T")
+W = TypeVar("W")
+Told = tuple[str, str, dict[str, Any]]
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
     kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
 }
@@ -85,29 +95,32 @@ class LoadReport:
         return tuple(f"{title}: {shorten(keys)}" for title, keys in said if keys)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Word:
+    """What a rank says to all others before anything is read: of its keys, and where it runs."""
+
+    address: Address
+    common: str
+    alone: KeyComparison
+    keys_alone: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class _Prepared:
     """What a rank made ready alone; keys of `opened` are the wanted names already."""
 
     opened: Opened
-    pick: Selection
-    flat: dict[str, Any]
+    taken: tuple[str, ...]
     renamed: tuple[str, ...]
-    wants: Wants = field(default_factory=Wants)
-
-    def taken(self) -> list[str]:
-        """The keys that are both wanted and there."""
-        saved = self.opened.metadata.state_dict_metadata
-        return [key for key in self.flat if key in saved and self.pick.takes(key)]
-
-    def collect(self) -> Wants:
-        """Find the byte ranges of all that is taken; raises as `targets.collect` does."""
-        self.wants = collect({key: self.flat[key] for key in self.taken()}, self.opened.metadata)
-        return self.wants
+    common: KeyComparison
+    word: _Word
+    wants: Wants
+    catalogue: Catalogue
+    by_unit: dict[int, Placed]
 
     def only_taken(self) -> Opened:
         """The checkpoint as if it had nothing but what is taken."""
-        names = {key: key for key in self.taken()}
+        names = {key: key for key in self.taken}
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
@@ -144,18 +157,25 @@ def load_state(
     pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
     if planner is not None:
         return _load_planned(directory, state, group, planner)
-    ready = _agree(_attempt(lambda: _prepare(directory, state, pick)), group)
-    found = _compare_together(ready, pick, group)
-    raise_mismatch(str(directory), found, strict=pick.strict)
-    _agree(_attempt(ready.collect), group)
-    if needs_stock(ready.opened.metadata):
-        _raise_damage(directory, gather(group, check_share(ready.opened, group)))
-        load_as_stock(ready.only_taken(), state, group, None)
-        bytes_read = bytes_unique = 0
-    else:
-        bytes_read, bytes_unique = _load_ranges(ready, state, group)
+    with contextlib.ExitStack() as held:
+        with _uncollected():
+            ready, words = _agree(
+                lambda: _prepare(directory, state, pick, held.enter_context(Window())),
+                group,
+                lambda ready: ready.word,
+            )
+        found = _compare_together(ready, pick, words, group)
+        raise_mismatch(str(directory), found, strict=pick.strict)
+        if needs_stock(ready.opened.metadata):
+            _raise_damage(directory, gather(group, check_share(ready.opened, group)))
+            load_as_stock(ready.only_taken(), state, group, None)
+            bytes_read = bytes_unique = 0
+        else:
+            node = Node.join(group, [word.address for word in words])
+            held.callback(node.leave)
+            bytes_read, bytes_unique = _load_ranges(ready, state, node, group)
     return LoadReport(
-        restored=len(ready.taken()),
+        restored=len(ready.taken),
         missing=found.missing,
         extra=found.extra,
         excluded=found.excluded,
@@ -170,7 +190,7 @@ def _load_planned(
     directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, planner: LoadPlanner
 ) -> LoadReport:
     """Load as the caller's planner says, which alone knows what is wanted and what is missing."""
-    opened = _agree(_attempt(lambda: open_checkpoint(directory)), group)
+    opened, _ = _agree(lambda: open_checkpoint(directory), group, lambda _: None)
     _raise_damage(directory, gather(group, check_share(opened, group)))
     own = load_as_stock(opened, state, group, planner)
     read = frozenset().union(*gather(group, own))
@@ -178,33 +198,70 @@ def _load_planned(
     return LoadReport(restored=len(own), missing=(), extra=tuple(sorted(extra)))
 
 
-def _prepare(directory: Path, state: dict[str, Any], pick: Selection) -> _Prepared:
-    """What each rank reads and flattens alone."""
+def _prepare(
+    directory: Path, state: dict[str, Any], pick: Selection, address: Address
+) -> _Prepared:
+    """What each rank finds out alone: how keys compare, and which bytes it wants."""
     flat = flatten(state)
     opened = open_checkpoint(directory)
     names = pick.rename_all(opened.metadata.state_dict_metadata)
     renamed = {old: new for old, new in names.items() if old != new}
     if renamed:
         opened = replace(opened, metadata=pick_entries(opened.metadata, names))
-    lines = tuple(f"{old} to {new}" for old, new in sorted(renamed.items()))
-    return _Prepared(opened, pick, flat, lines)
+    saved = opened.metadata.state_dict_metadata
+    common = compare(_keys(flat, alone=False), _keys(saved, alone=False), pick)
+    flat_alone, saved_alone = _keys(flat, alone=True), _keys(saved, alone=True)
+    alone = replace(compare(flat_alone, saved_alone, pick), extra=(), excluded=())
+    taken = {key: value for key, value in flat.items() if key in saved and pick.takes(key)}
+    # Of another shape, nothing will be read, and what to read cannot be said.
+    is_fitting = not common.reshaped and not alone.reshaped
+    wants = collect(taken, opened.metadata) if is_fitting else Wants()
+    catalogue = Catalogue(extents_of(opened.metadata), opened.manifest)
+    return _Prepared(
+        opened=opened,
+        taken=tuple(taken),
+        renamed=tuple(f"{old} to {new}" for old, new in sorted(renamed.items())),
+        common=common,
+        word=_Word(
+            address=address,
+            common=digest_of(repr(common).encode()),
+            alone=alone,
+            keys_alone=tuple(key for key in flat_alone if pick.takes(key)),
+        ),
+        wants=wants,
+        catalogue=catalogue,
+        by_unit=sort_by_unit(wants, catalogue),
+    )
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without Python's search for cycles, of which what is made here has none.
+
+    So many new objects would set off a search through all that torch and the program hold, which
+    takes longer than to make them.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _compare_together(
-    ready: _Prepared, pick: Selection, group: dist.ProcessGroup | None
+    ready: _Prepared, pick: Selection, words: Sequence[_Word], group: dist.ProcessGroup | None
 ) -> KeyComparison:
     """One verdict for all ranks. Keys travel only when the ranks' key sets differ."""
-    saved = ready.opened.metadata.state_dict_metadata
-    own = compare(_keys(ready.flat, alone=False), _keys(saved, alone=False), pick)
-    flat_alone, saved_alone = _keys(ready.flat, alone=True), _keys(saved, alone=True)
-    alone = replace(compare(flat_alone, saved_alone, pick), extra=(), excluded=())
-    digest = digest_of(repr(own).encode())
-    told = gather(group, (digest, alone, [key for key in flat_alone if pick.takes(key)]))
-    if len({each for each, _, _ in told}) > 1:
-        own = join(gather(group, own))
-    alone = join(each for _, each, _ in told)
-    unwanted = {key for key in saved_alone if pick.takes(key)}.difference(*(k for _, _, k in told))
-    return combine(own, replace(alone, extra=tuple(sorted(unwanted))))
+    common = ready.common
+    if len({word.common for word in words}) > 1:
+        common = join(gather(group, common))
+    alone = join(word.alone for word in words)
+    saved_alone = _keys(ready.opened.metadata.state_dict_metadata, alone=True)
+    extra = {key for key in saved_alone if pick.takes(key)}
+    extra.difference_update(*(word.keys_alone for word in words))
+    return combine(common, replace(alone, extra=tuple(sorted(extra))))
 
 
 def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
@@ -213,52 +270,56 @@ def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
 
 
 def _load_ranges(
-    ready: _Prepared, state: dict[str, Any], group: dist.ProcessGroup | None
+    ready: _Prepared, state: dict[str, Any], node: Node, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
     """Bring every wanted byte to its place; (bytes read, bytes wanted) by all ranks together."""
-    node = Node.join(group)
-    try:
-        catalogue = Catalogue(extents_of(ready.opened.metadata), ready.opened.manifest)
-        wants = ready.wants
-        tally = _read_checked(ready.opened.directory, catalogue, wants, node, group)
+    read, unique, odd = _read_turn(ready, ready.wants, ready.by_unit, state, node, group)
+    if odd is not None:
         # Entries that are not what they seemed are taken whole, in a second turn of all ranks.
-        odd = [head.piece for head in wants.headers if not head.is_as_expected]
-        more = Tally(0, 0, [])
         again = collect_wholes(odd)
-        if any(gather(group, bool(odd))):
-            more = _read_checked(ready.opened.directory, catalogue, again, node, group)
-    finally:
-        node.leave()
-    _agree(_attempt(lambda: _finish(state, wants, again)), group)
-    totals = gather(group, (tally.bytes_read + more.bytes_read, tally.bytes_unique))
-    return sum(read for read, _ in totals), sum(unique for _, unique in totals)
+        by_unit = sort_by_unit(again, ready.catalogue)
+        read += _read_turn(ready, again, by_unit, state, node, group)[0]
+    return read, unique
 
 
-def _read_checked(
-    directory: Path,
-    catalogue: Catalogue,
+def _read_turn(
+    ready: _Prepared,
     wants: Wants,
+    by_unit: Mapping[int, Placed],
+    state: dict[str, Any],
     node: Node,
     group: dist.ProcessGroup | None,
-) -> Tally:
-    """Read, and raise `DamagedCheckpointError` on all ranks when any found a difference."""
-    tally = read_wants(directory, catalogue, wants, node)
-    _raise_damage(directory, gather(group, tally.problems))
-    return tally
+) -> tuple[int, int, list[Piece] | None]:
+    """(bytes read, bytes wanted) by all ranks, and this rank's pieces that are not as they seemed.
+
+    None where no rank has such. Raises on all ranks what any of them found: damage first, which
+    may well be what another one then stumbled on.
+    """
+    directory = ready.opened.directory
+    tally = read_wants(directory, ready.catalogue, by_unit, wants.distinct, node)
+    odd = [head.piece for head in wants.headers if not head.is_as_expected]
+    error = tally.error
+    if error is None and not tally.problems:
+        _, error = _attempt(lambda: _finish(state, wants))
+    counts = (tally.bytes_read, tally.bytes_unique, len(odd))
+    told = gather(group, (tally.problems, _portable(error), counts))
+    _raise_damage(directory, [problems for problems, _, _ in told])
+    _raise_first(error, [one for _, one, _ in told])
+    read, unique, odd_anywhere = (sum(each) for each in zip(*(c for _, _, c in told), strict=True))
+    return read, unique, odd if odd_anywhere else None
 
 
-def _finish(state: dict[str, Any], *rounds: Wants) -> None:
+def _finish(state: dict[str, Any], wants: Wants) -> None:
     """Put in place what was taken whole: unusual tensors, and numbers of parameter groups."""
     paths = flatten_state_dict(dict(state))[1]
     known: dict[bytes, Any] = {}
-    for wants in rounds:
-        for piece, content in wants.wholes:
-            place_whole(piece, content)
-        for key, content in wants.numbers.items():
-            encoded = content.memory.tobytes()
-            if encoded not in known:
-                known[encoded] = _open_number(key, encoded)
-            set_element(state, paths[key], copy.copy(known[encoded]))
+    for piece, content in wants.wholes:
+        place_whole(piece, content)
+    for key, content in wants.numbers.items():
+        encoded = content.memory.tobytes()
+        if encoded not in known:
+            known[encoded] = _open_number(key, encoded)
+        set_element(state, paths[key], copy.copy(known[encoded]))
 
 
 def _open_number(key: str, encoded: bytes) -> Any:
@@ -271,11 +332,6 @@ def _open_number(key: str, encoded: bytes) -> Any:
             "exclude, or load it with stock DCP if you trust who wrote it",
             damaged=[f"{key}: no plain value"],
         ) from error
-
-
-def _of_rank(rank: int, kind: str, words: str, details: dict[str, Any]) -> CheckpointError:
-    """The error of another rank, of its own kind where it is one of ours."""
-    return _KINDS.get(kind, CheckpointError)(f"rank {rank}: {words}", **details)
 
 
 def _raise_damage(directory: Path, told: list[list[str]]) -> None:
@@ -292,24 +348,39 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return act(), None
     except Exception as error:
-        # Whatever it is, the other ranks wait for a word; `_agree` raises it on all of them.
+        # Whatever it is, the other ranks wait for a word; then it is raised on all of them.
         return None, error
 
 
-def _agree(outcome: tuple[T | None, Exception | None], group: dist.ProcessGroup | None) -> T:
-    """The outcome when all ranks had one; else the first error is raised on every rank."""
-    value, error = outcome
-    told = gather(
-        group, None if error is None else (type(error).__name__, str(error), _details(error))
-    )
-    if error is not None:
-        if isinstance(error, HoldfastError):
-            raise error
-        raise CheckpointError(f"not loaded: {type(error).__name__}: {error}") from error
-    for rank, one in enumerate(told):
-        if one is not None:
-            raise _of_rank(rank, *one)
-    return cast(T, value)
+def _agree(
+    act: Callable[[], T], group: dist.ProcessGroup | None, tell: Callable[[T], W]
+) -> tuple[T, list[W]]:
+    """What `act` returned, and what every rank has to `tell` of that, in one meeting.
+
+    Where `act` raised on any rank, the first error is raised on every rank.
+    """
+    value, error = _attempt(act)
+    word = None if error is not None else tell(cast(T, value))
+    told = gather(group, (_portable(error), word))
+    _raise_first(error, [one for one, _ in told])
+    return cast(T, value), [cast(W, word) for _, word in told]
+
+
+def _raise_first(error: Exception | None, told: Sequence[Told | None]) -> None:
+    """Raise the first error that a rank has `told`, on each of them; `error` is one's own."""
+    rank, first = next(((r, one) for r, one in enumerate(told) if one is not None), (0, None))
+    if first is None:
+        return
+    kind, words, details = first
+    if isinstance(error, HoldfastError) and type(error).__name__ == kind:
+        raise error
+    made = _KINDS.get(kind, CheckpointError)
+    raise made(f"rank {rank}: not loaded: {kind}: {words}", **details) from error
+
+
+def _portable(error: Exception | None) -> Told | None:
+    """An error as the other ranks are told: its kind, its words, what it carries beside them."""
+    return None if error is None else (type(error).__name__, str(error), _details(error))
 
 
 def _details(error: Exception) -> dict[str, Any]:

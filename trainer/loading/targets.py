@@ -135,6 +135,7 @@ class Wants:
         self.items.append(Want(path, series, target))
 
 
+@torch.no_grad()
 def collect(flat: Mapping[str, Any], metadata: Metadata) -> Wants:
     """What this rank wants of a checkpoint that has every key of `flat`.
 
