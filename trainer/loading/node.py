@@ -7,10 +7,11 @@ so that one is filled while the other is copied from.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,16 +33,15 @@ class Address:
     place: str
 
 
-class Window:
-    """This rank's memory file, which others may open at its `address` until it is left."""
-
-    def __enter__(self) -> Address:
-        self._handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
-        os.ftruncate(self._handle, HALVES * SLOTS_MAX * PIECE_BYTES)
-        return Address(_home(), f"/proc/{os.getpid()}/fd/{self._handle}")
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._handle)
+@contextlib.contextmanager
+def own_window() -> Iterator[Address]:
+    """This rank's memory file, which others may open at its address until it is left."""
+    handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(handle, HALVES * SLOTS_MAX * PIECE_BYTES)
+        yield Address(_home(), f"/proc/{os.getpid()}/fd/{handle}")
+    finally:
+        os.close(handle)
 
 
 class Node:

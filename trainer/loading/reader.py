@@ -37,7 +37,7 @@ from holdfast.trainer.loading.compare_keys import (
     raise_mismatch,
     shorten,
 )
-from holdfast.trainer.loading.node import Address, Node, Window, gather
+from holdfast.trainer.loading.node import Address, Node, gather, own_window
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.read import Catalogue, Placed, read_wants, sort_by_unit
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
@@ -160,7 +160,7 @@ def load_state(
     with contextlib.ExitStack() as held:
         with _uncollected():
             ready, words = _agree(
-                lambda: _prepare(directory, state, pick, held.enter_context(Window())),
+                lambda: _prepare(directory, state, pick, held.enter_context(own_window())),
                 group,
                 lambda ready: ready.word,
             )
