@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.contracts import wire
-from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import Slot, SlotState
 
 WAIT_S = 20.0
@@ -178,6 +178,20 @@ class FakeRank:
         self.slots = [Slot(handle) for handle in answer[1]]
         for handle in answer[1]:
             os.close(handle)
+
+    def describe(self, *keys: str) -> None:
+        """Say what this rank writes, as one does that has planned."""
+        folder = RunPaths(self.run).attempt(1).incarnation(self.incarnation)
+        wire.send(
+            self.connection,
+            "writes",
+            folder=str(folder),
+            node=self.node,
+            local_ranks=self.local_ranks,
+            files=[file["path"] for file in self.table(1, 0)["files"]],
+            keys=keys[:1],
+            keys_total=len(keys),
+        )
 
     def snapshot(self, step: int, content: bytes, *, slot: int = 0) -> Slot:
         """Keep the step's bytes in a slot, as a snapshot."""

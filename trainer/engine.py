@@ -330,8 +330,9 @@ class CheckpointEngine:
         check_memory(tree, self._identity.node, layout.image_bytes)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in values.values())
-        rank = self._identity.rank
-        self._stage = all_or_none(tree, rank, lambda: Stage(self._link, layout, pin=pin))
+        who = self._identity
+        self._stage = all_or_none(tree, who.rank, lambda: Stage(self._link, layout, pin=pin))
+        self._link.describe(layout, self._run.attempt(who.attempt).incarnation(who.incarnation))
         self._layout = layout
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 

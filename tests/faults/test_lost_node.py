@@ -71,10 +71,22 @@ def test_a_step_of_which_the_lost_node_0_left_its_part_is_committed(two: list[No
     assert (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes() == content
 
 
-def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_its_ranks(
+def tell_shards(nodes: list[Node]) -> None:
+    """Every rank says what it writes, and every node leaves it where the others can read it."""
+    for node in nodes:
+        for rank in node.ranks:
+            rank.describe(f"rng.rank{rank.rank}", "model.weight", "model.bias")
+    folder = RunPaths(nodes[0].run).attempt(1).incarnation(1)
+    for number in range(len(nodes)):
+        path = folder / f"shards-node-{number:04d}.json"
+        wait_until(path.exists, f"the list of node {number}")
+
+
+def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_took(
     two: list[Node],
 ) -> None:
     assert has_committed(save(two, 1))
+    tell_shards(two)
     kill_at(two[0], DATA_OF_0, 2)
     slots = two[1].stage(2)
     answer = two[1].keeper.drain(lost=[0])
@@ -83,7 +95,18 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_its_ranks(
     error = answer["failed"][-1]["error"]
     assert "nodes [0] went down" in error
     assert "ranks 0 to 1 are missing, so nothing is committed" in error
+    shards = (
+        ".metadata, __0_0.distcp, train_state.json with rng.rank0 and 2 keys more; "
+        "pp1/__1_0.distcp with rng.rank1 and 2 keys more"
+    )
+    assert error.endswith(f"Lost: {shards}")
     assert all(slot.error == error for slot in slots)
+    # What was in memory alone is given up by the same words.
+    for rank in two[1].ranks:
+        rank.snapshot(3, b"content")
+        rank.close()
+    error = two[1].keeper.drain(lost=[0])["failed"][-1]["error"]
+    assert error.endswith(f"nodes [0] are lost, and with them {shards}")
     assert believed_step(two[1].run) == 1
 
 

@@ -122,7 +122,7 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node: int) -> None:
     # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
-    run = make(steps=4000, sleep_s=0.05)
+    run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
     lost = next(b.host for b in run.beats(attempt) if b.node == node)
@@ -131,6 +131,12 @@ def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node
         view = run.wait_for_end()
         assert ended(view) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
         assert view.facts["lost_hosts"] == [lost]
+        # The others had the newest step in memory, and say what of it they had not.
+        (problem,) = {str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)}
+        assert f"nodes [{node}] are lost, and with them " in problem
+        for rank in (2 * node, 2 * node + 1):
+            assert f"__{rank}_0.distcp with " in problem
+            assert f"rng.rank{rank:05d}." in problem
         decision = decide(run.history(), None, now=time.time())
         assert (decision.action, decision.exclude) == ("relaunch", (lost,))
     finally:

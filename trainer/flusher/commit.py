@@ -30,6 +30,7 @@ from holdfast.contracts.durable import (
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
+from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
 
 PEERS_WAIT_S: Final = 1800.0
 POLL_S: Final = 0.002
@@ -269,7 +270,13 @@ class _Wait:
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(gone)} went down before all of it was "
                 f"written; {self._name_missing_ranks()} are missing, so nothing is committed"
+                f"{self._name_lost_shards(gone)}"
             )
+
+    def _name_lost_shards(self, nodes: Sequence[int]) -> str:
+        folder = incarnation_folder(self._run, self._directory.name)
+        found = name_shards(folder, nodes)
+        return f". Lost: {found}" if found else ""
 
     def _name_missing_ranks(self) -> str:
         there = {rank for part in self._parts.values() for rank in part["ranks"]}

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
+from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
 
 LISTS_WAIT_S: Final = 60.0
 POLL_S: Final = 0.02
@@ -76,7 +77,7 @@ def agree(
     node, nodes = int(table["node"]), int(table["nodes"])
     if nodes == 1:
         return newest_common([steps])
-    folder = _folder(table)
+    folder = incarnation_folder(RunPaths(Path(table["run_directory"])), table["checkpoint"])
     make_directory(folder)
     _write_list(folder, node, steps)
     give_up = time.monotonic() + timeout_s
@@ -87,7 +88,8 @@ def agree(
             return newest_common([found for found in lists.values() if found is not None])
         reason = abandoned()
         if missing := sorted(set(silent) & set(lost())):
-            reason = f"nodes {missing} are lost, and with them what they held"
+            held = name_shards(folder, missing) or "what they held"
+            reason = f"nodes {missing} are lost, and with them {held}"
         if reason is None and time.monotonic() > give_up:
             reason = f"nodes {silent} did not say within {timeout_s:.0f} s what they hold"
         if reason is not None:
@@ -95,14 +97,6 @@ def agree(
             _write_list(folder, node, ())
             raise SaveError(f"the snapshots in memory are given up: {reason}")
         time.sleep(POLL_S)
-
-
-def _folder(table: dict[str, Any]) -> Path:
-    name = CheckpointName.parse(table["checkpoint"])
-    if name is None:
-        raise SaveError(f"a slot names the checkpoint {table['checkpoint']!r}, which is no name")
-    attempt = RunPaths(Path(table["run_directory"])).attempt(name.attempt)
-    return attempt.incarnation(name.incarnation)
 
 
 def _list_path(folder: Path, node: int) -> Path:

@@ -41,6 +41,7 @@ from holdfast.trainer.flusher.plan import (
 from holdfast.trainer.flusher.rank_link import RankLink, open_process
 from holdfast.trainer.flusher.room import Need, Room
 from holdfast.trainer.flusher.salvage import Salvage, agree, find_salvage
+from holdfast.trainer.flusher.shards import ShardList, ShardLists
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
 
@@ -89,7 +90,7 @@ class Flusher:
         self._newest_incarnation = 0
         self._busy: set[SlotKey] = set()
         self._committed_steps: dict[int, int] = {}
-        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | None]
+        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | ShardList | None]
         self._work = queue.SimpleQueue()
         self._finished: deque[Finished] = deque()
         self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
@@ -105,6 +106,7 @@ class Flusher:
             keeper.settimeout(KEEPER_SEND_TIMEOUT_S)
             self._watch(keeper, self._hear_keeper)
         self._allocator = Allocator()
+        self._shards = ShardLists()
         self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
 
     def run(self) -> None:
@@ -170,6 +172,8 @@ class Flusher:
             self._give_slots(link, int(message["bytes"]), int(message.get("used_bytes", 0)))
         elif kind == "skipped":
             self._skipped[link.incarnation, link.local_rank] = int(message["step"])
+        elif kind == "writes" and (shards := self._shards.hear(link.rank, message)):
+            self._work.put(shards)
 
     def _give_slots(self, link: RankLink, data_bytes: int, used_bytes: int) -> None:
         """New slots for a rank; those it had before are let go once they are written."""
@@ -403,6 +407,9 @@ class Flusher:
 
     def _write_steps(self) -> None:
         while (item := self._work.get()) is not None:
+            if isinstance(item, ShardList):
+                item.leave()
+                continue
             if isinstance(item, Salvage):
                 result = self._write_salvage(item)
             else:

@@ -94,6 +94,12 @@ class Layout:
         """Bytes of the image that are always filled: all but the room for the train state."""
         return self.image_bytes if self.train_state_at is None else self.train_state_at
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What this rank writes, by name, in the order of its file: its very own keys are last."""
+        places: list[TensorPlace | NumberPlace] = [*self.tensors, *self.numbers]
+        return tuple(place.key for place in sorted(places, key=lambda place: place.at))
+
 
 @dataclass(frozen=True)
 class Template:

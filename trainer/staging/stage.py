@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ from holdfast.contracts.slots import (
     choose_slot,
 )
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.planning.layout import Layout, encode_number, local_part
+from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
 from holdfast.trainer.staging.copying import Copier
 from holdfast.trainer.staging.late import LateWriter
 
@@ -39,6 +40,8 @@ RETRY_S: Final = 0.02
 # How long the flusher may take to put memory behind a slot before nobody waits for it any longer.
 ALLOCATION_TIMEOUT_S: Final = 300.0
 ALLOCATION_POLL_S: Final = 0.01
+KEYS_TOLD_MAX: Final = 3
+KEY_CHARACTERS_MAX: Final = 200
 
 _UNWRITTEN: Final = object()
 
@@ -90,6 +93,23 @@ class FlusherLink:
                 "agent and program must use one version of Holdfast"
             )
         return list(handles)
+
+    def describe(self, layout: Layout, folder: Path) -> None:
+        """Say what this rank writes; other nodes learn it in `folder` and can name what is lost."""
+        who = self._identity
+        if who.nodes == 1:
+            return
+        keys = layout.keys
+        told = keys if len(keys) <= KEYS_TOLD_MAX else (*keys[: KEYS_TOLD_MAX - 1], keys[-1])
+        self.notify(
+            "writes",
+            folder=str(folder.absolute()),
+            node=who.node,
+            local_ranks=who.local_ranks,
+            files=[place.path for place in files_of(layout, 0)],
+            keys=[key[:KEY_CHARACTERS_MAX] for key in told],
+            keys_total=len(keys),
+        )
 
     def notify(self, kind: str, **data: Any) -> None:
         """Tell without waiting; what a flusher misses it finds in shared memory itself."""
