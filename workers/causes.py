@@ -13,7 +13,13 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import Outcome, StopRequest
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.evidence import KILLED_WORKER, find_cause, last_words
+from holdfast.workers.evidence import (
+    KILLED_WORKER,
+    find_before_traceback,
+    find_cause,
+    is_of_command,
+    last_words,
+)
 from holdfast.workers.executors.base import GONE, REBOOTED, JobStatus
 
 _S = AttemptState
@@ -191,6 +197,8 @@ def classify_crash(
         return _of_killed(first, oom_kills), first
     who = f"rank {first.rank} ended with exit code {first.exit_code}"
     found = find_cause(first.text)
+    if found is None and is_of_command(first.text):
+        return _of_command(first, who), first
     if found is None:
         # Nobody but the program itself ends a process with a code.
         words = last_words(first.text) or "it left without an error message"
@@ -198,6 +206,15 @@ def classify_crash(
     if oom_kills and KILLED_WORKER.search(found.quote):
         return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first
     return _ending(found.rule.cause, [f"{who}: {found.quote}"]), first
+
+
+def _of_command(first: RankFailure, who: str) -> Ending:
+    """How a rank ended that gave up because a command that it ran had failed."""
+    words = f"{who}: {last_words(first.text)}"
+    found = find_before_traceback(first.stderr_tail)
+    if found is None:
+        return _ending(Cause.UNKNOWN, [words])
+    return _ending(found.rule.cause, [words, f"before that: {found.quote}"])
 
 
 def _of_killed(first: RankFailure, oom_kills: int) -> Ending:

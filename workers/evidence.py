@@ -59,6 +59,8 @@ ABRUPT_END: Final = (
     r"|(?i:\b(worker|sub-?process|process)\b.{0,60}\b(terminated|died|crashed|exited|ended) "
     r"(abruptly|unexpectedly))"
 )
+# A command that the program ran said itself why it failed, if anybody did.
+_OF_COMMAND: Final = re.compile(r"^(\w+\.)*(CalledProcessError|ProcessExecutionError)\b", re.M)
 RULES: Final[tuple[Rule, ...]] = (
     _rule(
         Cause.INFRASTRUCTURE,
@@ -86,6 +88,8 @@ RULES: Final[tuple[Rule, ...]] = (
         r"Disk quota exceeded|Errno 122\]|\bEDQUOT\b|Errno 27\] File too large",
         r"^(\w+\.)*\w*(Dis[ck]Full|StorageFull|OutOfSpace|NoSpaceLeft|InsufficientStorage)\w*\b",
         r"(?i:\b(dis[ck]|device|volume|file ?system|storage|quota) (is |was )?full\b)",
+        # A file takes less than it was given for want of room alone.
+        r"(?i:\b(short|partial|incomplete) write\b)|\b\d+ (\w+ )?requested and \d+ written\b",
     ),
     _rule(
         Cause.NUMERICS,
@@ -140,8 +144,8 @@ RULES: Final[tuple[Rule, ...]] = (
         r"sendBytes failed|failed to recv, got 0 bytes|AgreementError|wait timeout after",
         # Whoever it was that it talked to: libraries derive their own classes of these.
         r"^(\w+\.)*\w*Connection\w*(Error|Exception|Closed|Lost|Timeout)\w*\b",
-        r"^(\w+\.)*(\w*Disconnected\w*|BrokenPipeError|\w*ProtocolError|IncompleteRead)\b",
-        r"^(\w+\.)*\w*(Connect(or)?Error|HostUnreachable\w*|(Connect|Read)Timeout\w*)\b",
+        r"^(\w+\.)*(\w*Disconnected\w*|BrokenPipeError|\w*ProtocolError|IncompleteRead\w*)\b",
+        r"^(\w+\.)*\w*(Connect(or)?Error|HostUnreachable\w*|Timeout(Error|Exception)?)\b",
         complaint=True,
     ),
 )
@@ -158,6 +162,17 @@ def find_cause(text: str) -> Finding | None:
             if match := rule.pattern.search(message):
                 return Finding(rule=rule, quote=_line_at(message, match.start()))
     return None
+
+
+def is_of_command(text: str) -> bool:
+    """True when the root of a traceback is that a command of the program's has failed."""
+    return any(_OF_COMMAND.search(message) for message in messages(text)[:1])
+
+
+def find_before_traceback(text: str) -> Finding | None:
+    """What the words before the last traceback of a standard error give away."""
+    whole = last_traceback(text)
+    return find_cause(text.removesuffix(whole)) if whole else None
 
 
 def last_words(text: str) -> str:

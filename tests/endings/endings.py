@@ -121,6 +121,18 @@ CRASHES: Final = (
         quote="database or disk is full",
         full_bytes=MIB,
     ),
+    Crash(
+        name="array_on_full_disk",
+        cause=Cause.STORAGE_FULL,
+        quote="requested and",
+        full_bytes=MIB,
+    ),
+    Crash(
+        name="copy_to_full_disk",
+        cause=Cause.STORAGE_FULL,
+        quote="No space left on device",
+        full_bytes=MIB,
+    ),
     Crash(name="port_in_use", cause=Cause.INFRASTRUCTURE, quote="Address already in use"),
     Crash(name="connection_refused", cause=Cause.INFRASTRUCTURE, quote="Connection refused"),
     Crash(
@@ -129,6 +141,12 @@ CRASHES: Final = (
         quote="Remote end closed connection",
     ),
     Crash(name="pool_worker_killed", cause=Cause.UNKNOWN, quote="BrokenProcessPool"),
+    Crash(name="store_is_silent", cause=Cause.INFRASTRUCTURE, quote="timed out"),
+    Crash(
+        name="task_lost_its_server",
+        cause=Cause.INFRASTRUCTURE,
+        quote="IncompleteReadError",
+    ),
     Crash(name="name_not_resolved", cause=Cause.INFRASTRUCTURE, quote="socket.gaierror"),
     Crash(name="permission_denied", cause=Cause.USER_ERROR, quote="PermissionError: [Errno 13]"),
     Crash(name="disk_read_error", cause=Cause.INFRASTRUCTURE, quote="Input/output error"),

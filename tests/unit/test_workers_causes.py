@@ -250,11 +250,35 @@ def test_the_members_of_a_group_are_read_like_other_exceptions() -> None:
         ("app.NoConnectionBetweenLayers: 3", None),
         ("joblib.externals.loky.process_executor.TerminatedWorkerError: A", Cause.UNKNOWN),
         ("RuntimeError: worker process 7 died unexpectedly", Cause.UNKNOWN),
+        ("httpx.ReadTimeout", Cause.INFRASTRUCTURE),
+        ("subprocess.TimeoutExpired: Command 'x' timed out after 3 seconds", None),
+        ("h5py.Error: short write of chunk 7", Cause.STORAGE_FULL),
     ],
 )
 def test_classes_and_words_that_libraries_share(words: str, cause: Cause | None) -> None:
     found = find_cause(f"{TRACEBACK}:\n  File x\n{words}\n")
     assert (found.rule.cause if found else None) is cause
+
+
+FAILED_COMMAND = f"{TRACEBACK}:\n  File x\nsubprocess.CalledProcessError: Command 'x' returned 1\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("cp: error writing 'y': No space left on device\n", Cause.STORAGE_FULL),
+        ("rsync: connection reset\nrsync: Connection refused\n", Cause.INFRASTRUCTURE),
+        ("usage: x [-h]\n", Cause.UNKNOWN),
+        ("", Cause.UNKNOWN),
+    ],
+)
+def test_of_a_command_that_failed_its_own_words_decide(said: str, cause: Cause) -> None:
+    failure = RankFailure(
+        rank=0, exit_code=1, traceback=FAILED_COMMAND, stderr_tail=said + FAILED_COMMAND
+    )
+    ending, _ = classify_crash([failure])
+    assert ending.cause is cause
+    assert "CalledProcessError" in ending.evidence[0]
 
 
 def test_warnings_before_an_end_are_no_evidence() -> None:

@@ -7,6 +7,7 @@ in `tensor_ways.py`. `ENDING_FULL_DIRECTORY` names a small file system that the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import concurrent.futures
 import ctypes
 import mmap
@@ -15,6 +16,7 @@ import resource
 import signal
 import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import threading
@@ -156,6 +158,21 @@ def database_full() -> None:
 
 
 @way
+def copy_to_full_disk() -> None:
+    full = os.environ["ENDING_FULL_DIRECTORY"]
+    subprocess.run(["cp", "/dev/zero", os.path.join(full, "copy")], check=True)
+
+
+@way
+def array_on_full_disk() -> None:
+    import numpy as np
+
+    np.ones(8 * MIB, dtype=np.uint8).tofile(
+        os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "samples.bin")
+    )
+
+
+@way
 def port_in_use() -> None:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
@@ -186,6 +203,27 @@ def store_hangs_up() -> None:
 def pool_worker_killed() -> None:
     with concurrent.futures.ProcessPoolExecutor(1) as pool:
         pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL).result()
+
+
+@way
+def store_is_silent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        urllib.request.urlopen(f"http://127.0.0.1:{store.getsockname()[1]}/dataset", timeout=2)
+
+
+@way
+def task_lost_its_server() -> None:
+    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"samp")
+        writer.close()
+
+    async def fetch() -> None:
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        reader, _ = await asyncio.open_connection(*server.sockets[0].getsockname())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(reader.readexactly(4096))
+
+    asyncio.run(fetch())
 
 
 @way

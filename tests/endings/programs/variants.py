@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.server
 import os
 import resource
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -50,21 +48,6 @@ def disk_full_renamed() -> None:
         raise UploadError("could not keep the best model") from error
 
 
-@way
-def array_on_full_disk() -> None:
-    import numpy as np
-
-    np.ones(8 * MIB, dtype=np.uint8).tofile(
-        os.path.join(os.environ["ENDING_FULL_DIRECTORY"], "samples.bin")
-    )
-
-
-@way
-def copy_to_full_disk() -> None:
-    full = os.environ["ENDING_FULL_DIRECTORY"]
-    subprocess.run(["cp", "/dev/zero", os.path.join(full, "copy")], check=True)
-
-
 class Unwilling(http.server.BaseHTTPRequestHandler):
     """A store that has too much to do, or says nothing at all."""
 
@@ -83,27 +66,6 @@ def ask_store(path: str) -> None:
 @way
 def store_busy() -> None:
     ask_store("/busy")
-
-
-@way
-def store_is_silent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        urllib.request.urlopen(f"http://127.0.0.1:{store.getsockname()[1]}/dataset", timeout=2)
-
-
-@way
-def task_lost_its_server() -> None:
-    def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"samp")
-        writer.close()
-
-    async def fetch() -> None:
-        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-        reader, _ = await asyncio.open_connection(*server.sockets[0].getsockname())
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(reader.readexactly(4096))
-
-    asyncio.run(fetch())
 
 
 @way
