@@ -26,10 +26,15 @@ VARIANTS: Final = tuple(
     for name, cause, quote in (
         ("array_too_large", Cause.HOST_OOM, "Unable to allocate"),
         ("disk_full_renamed", Cause.STORAGE_FULL, "No space left on device"),
+        ("helper_out_of_memory", Cause.HOST_OOM, "MemoryError"),
+        ("distribution_of_nan", Cause.NUMERICS, "nan"),
+        ("unknown_option", Cause.USER_ERROR, "KeyError: 'ReadTimeout'"),
+        ("store_has_no_room", Cause.STORAGE_FULL, "507"),
         ("store_busy", Cause.INFRASTRUCTURE, "HTTP Error 503"),
         ("too_many_files", Cause.USER_ERROR, "Too many open files"),
         ("error_in_thread", Cause.INFRASTRUCTURE, "Input/output error"),
         ("peer_complains_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
-MISSED: Final[frozenset[str]] = frozenset()
+# All three are taken for the program's own error.
+MISSED: Final = frozenset({"helper_out_of_memory", "distribution_of_nan", "store_has_no_room"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import multiprocessing
 import os
 import resource
 import socket
@@ -49,23 +50,53 @@ def disk_full_renamed() -> None:
 
 
 class Unwilling(http.server.BaseHTTPRequestHandler):
-    """A store that has too much to do, or says nothing at all."""
+    """A store that answers by the status that its path names."""
 
     def do_GET(self) -> None:
-        if self.path == "/busy":
-            self.send_error(503)
-        self.close_connection = True
+        self.send_error(int(self.path.strip("/")))
 
 
-def ask_store(path: str) -> None:
+def ask_store(status: int) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Unwilling) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/{status}", timeout=5)
 
 
 @way
 def store_busy() -> None:
-    ask_store("/busy")
+    ask_store(503)
+
+
+@way
+def store_has_no_room() -> None:
+    ask_store(507)
+
+
+@way
+def helper_out_of_memory() -> None:
+    def tokenise() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (512 * MIB, 512 * MIB))
+        bytearray(2048 * MIB)
+
+    helper = multiprocessing.get_context("fork").Process(target=tokenise)
+    helper.start()
+    helper.join()
+    if helper.exitcode:
+        raise RuntimeError(f"the tokeniser ended with {helper.exitcode}")
+
+
+@way
+def distribution_of_nan() -> None:
+    import torch
+
+    loc = torch.tensor([0.5, float("nan")])
+    torch.distributions.Normal(loc, 1.0)
+
+
+@way
+def unknown_option() -> None:
+    known = {"ConnectTimeout": 5.0}
+    print(known["ReadTimeout"])
 
 
 @way
