@@ -131,12 +131,15 @@ def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node
         view = run.wait_for_end()
         assert ended(view) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
         assert view.facts["lost_hosts"] == [lost]
-        # The others had the newest step in memory, and say what of it they had not.
-        (problem,) = {str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)}
-        assert f"nodes [{node}] are lost, and with them " in problem
-        for rank in (2 * node, 2 * node + 1):
-            assert f"__{rank}_0.distcp with " in problem
-            assert f"rng.rank{rank:05d}." in problem
+        # The other node had the newest step in memory, and says what of it was lost. Without its
+        # leader it may be ended with the job's step before it comes to that.
+        problems = {str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)}
+        assert len(problems) == 1 or (node == 0 and not problems)
+        for problem in problems:
+            assert f"nodes [{node}] are lost, and with them " in problem
+            for rank in (2 * node, 2 * node + 1):
+                assert f"__{rank}_0.distcp with " in problem
+                assert f"rng.rank{rank:05d}." in problem
         decision = decide(run.history(), None, now=time.time())
         assert (decision.action, decision.exclude) == ("relaunch", (lost,))
     finally:
