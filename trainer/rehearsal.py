@@ -35,7 +35,8 @@ SCRATCH_BYTES: Final = 64 << 20
 def main() -> None:
     """Train for `steps` steps of at least `step_s` seconds, recorded in the folder `records`.
 
-    `padding_bytes` more are in every checkpoint. Raises `SpecError` without settings.
+    `padding_bytes` more are in every checkpoint. Whoever makes the file `poison` spoils one step.
+    Raises `SpecError` without settings.
     """
     settings = config()
     dist.init_process_group("gloo")
@@ -44,14 +45,14 @@ def main() -> None:
     padding = int(settings.get("padding_bytes", 0)) // BYTES_PER_FLOAT
     model.register_buffer("padding", torch.zeros(padding))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    directory = settings.get("directory")
+    directory, poison = settings.get("directory"), Path(settings["poison"])
     with (
         Session(model, optimizer, seed=7, directory=directory) as session,
         open_record(Path(settings["records"]), session.rank) as record,
     ):
         for step in session.steps(int(settings["steps"])):
             began = time.monotonic()
-            line = train_step(model, optimizer, session)
+            line = train_step(model, optimizer, session, poison)
             session.log(loss=line["loss"])
             record.write(json.dumps({"time": time.time(), "step": step, **line}) + "\n")
             record.flush()
@@ -60,12 +61,18 @@ def main() -> None:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, session: Session
+    model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, poison: Path
 ) -> dict[str, Any]:
-    """One optimizer step; its loss, and digests of this rank's sample ids and of the weights."""
+    """One optimizer step; its loss, and digests of this rank's sample ids and of the weights.
+
+    With a file at `poison` the inputs are no numbers for once, as after an error of a device.
+    """
     ids = session.batch(SAMPLES, GLOBAL_BATCH)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     inputs = features(torch.as_tensor(ids))
+    if session.rank == 0 and poison.exists():
+        poison.unlink()
+        inputs = inputs * float("nan")
     loss = F.mse_loss(model(inputs), inputs[:, :4].flip(1))
     del scratch
     optimizer.zero_grad()

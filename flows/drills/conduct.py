@@ -58,6 +58,7 @@ LOSS_STEPS: Final = {
 _NOTICED: Final = (
     EventKind.NOTICE,
     EventKind.SIGNAL,
+    EventKind.NUMERICS,
     EventKind.SAVE_FAILED,
     EventKind.HANG_SUSPECTED,
     EventKind.STRAGGLER,
@@ -91,7 +92,7 @@ class Rehearsal:
             mark = subject.wait_for("training", self._settled)
             time.sleep(self.scene.chance.uniform(0.0, MOMENT_S_MAX))
             subject.look()
-            self.scene.recovery = None
+            self.scene.recovery, self.scene.is_poisoned = None, False
             fault_at = time.time()
             detail = FAULTS[kind.name](self.scene)
             after = self._wait_for_recovery(kind, mark, fault_at)
@@ -221,6 +222,8 @@ class Rehearsal:
         if stand is None:
             return []
         new, self._compared = steps[self._compared :], len(steps)
+        if self.scene.is_poisoned:
+            new = [one for one in new if not math.isnan(one.loss)]
         self.result.uncompared += sum((one.rank, one.step) not in stand.reference for one in new)
         wrong = [words for one in new if (words := difference(one, stand.reference))]
         wrong += gaps(new)

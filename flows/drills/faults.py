@@ -41,6 +41,7 @@ LOOKS_EVERY: Final = 10
 # Above what a process has: room for small things, not for what a step asks for.
 MEMORY_LEFT_BYTES: Final = 8 << 20
 MEMORY_S_MAX: Final = 30.0
+POISON_S_MAX: Final = 30.0
 MEMORY_PAUSE_S: Final = 0.1
 
 
@@ -194,6 +195,17 @@ def _stragglers(scene: Scene, since: float) -> list[Event]:
     return [line for line in told if place_of(line) == place]
 
 
+def poison_step(scene: Scene) -> str:
+    """Spoil the inputs of one step: its loss, and the weights after it, are no numbers."""
+    records = scene.subject.records
+    if records is None:
+        raise ServiceError("only a throw-away run's program lets its steps be spoiled")
+    scene.is_poisoned = True
+    records.poison.touch()
+    scene.subject.wait_for("a spoiled step", lambda: not records.poison.exists(), POISON_S_MAX)
+    return "the inputs of one step were no numbers"
+
+
 def _continue(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.resume()
@@ -209,9 +221,12 @@ def refuse_memory(scene: Scene) -> str:
     limit, give_up = rank.memory_info().vms + MEMORY_LEFT_BYTES, time.monotonic() + MEMORY_S_MAX
     while time.monotonic() < give_up:
         try:
-            limit = min(limit, rank.memory_info().vms + MEMORY_LEFT_BYTES)
-            rank.rlimit(psutil.RLIMIT_AS, (limit, former[1]))
-            is_gone = rank.status() == psutil.STATUS_ZOMBIE
+            # A zombie has no memory any more.
+            vms_bytes = rank.memory_info().vms
+            is_gone = vms_bytes == 0
+            if not is_gone:
+                limit = min(limit, vms_bytes + MEMORY_LEFT_BYTES)
+                rank.rlimit(psutil.RLIMIT_AS, (limit, former[1]))
         except psutil.NoSuchProcess:
             is_gone = True
         if is_gone:
@@ -238,5 +253,6 @@ FAULTS: Final[Mapping[str, Callable[[Scene], str]]] = {
     "database-down": outages.take_database,
     "prefect-down": outages.take_prefect,
     "corrupt-checkpoint": outages.corrupt_checkpoint,
+    "nan": poison_step,
     "oom": refuse_memory,
 }

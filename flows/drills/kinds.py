@@ -146,6 +146,14 @@ KINDS: Final = _kinds(
         causes=frozenset({Cause.PREEMPTION}),
     ),
     Kind(
+        name="nan",
+        words="the inputs of one step are no numbers, and so are its loss and the weights",
+        recovery=Recovery.NEW_ATTEMPT,
+        loss=Loss.CHECKPOINT,
+        causes=frozenset({Cause.NUMERICS}),
+        is_for_live=False,
+    ),
+    Kind(
         name="oom",
         words="one training process is refused any more memory",
         recovery=Recovery.NEW_ATTEMPT,
@@ -153,21 +161,15 @@ KINDS: Final = _kinds(
         causes=frozenset({Cause.HOST_OOM}),
     ),
 )
-# Named by people, and not rehearsed yet: each says what is missing.
-REFUSED: Final = {
-    "nan": "no policy acts on a loss that is not finite",
-}
 
 
 def select_kinds(wanted: Sequence[str], *, is_live: bool, missing: Collection[str]) -> list[Kind]:
     """The kinds called `wanted`, or all that can be rehearsed here; `missing` cannot be.
 
-    Raises `SpecError` for a name that is not known, and for one that is refused, with the reason.
+    Raises `SpecError` for a name that is not known, and for one that cannot be rehearsed here.
     """
     able = [k for k in KINDS.values() if k.name not in missing and (k.is_for_live or not is_live)]
     for name in wanted:
-        if name in REFUSED:
-            raise SpecError(f"{name}: not rehearsed: {REFUSED[name]}; leave it out")
         if name not in KINDS:
             near = difflib.get_close_matches(name, KINDS, n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else f"expected {', '.join(KINDS)}"

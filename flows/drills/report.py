@@ -13,7 +13,7 @@ from typing import Final
 from holdfast.contracts.durable import write_bytes
 from holdfast.flows.drills import invariants
 from holdfast.flows.drills.ettr import Ettr
-from holdfast.flows.drills.kinds import KINDS, REFUSED
+from holdfast.flows.drills.kinds import KINDS
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
 
@@ -181,8 +181,7 @@ def _broken_lines(result: DrillResult) -> list[str]:
 
 def _refused_lines(result: DrillResult) -> list[str]:
     """Kinds that were not rehearsed, and why."""
-    refused = {**REFUSED, **result.refused}
-    if not refused:
+    if not result.refused:
         return []
-    lines = [f"- {name}: {why}" for name, why in refused.items()]
+    lines = [f"- {name}: {why}" for name, why in result.refused.items()]
     return ["Not rehearsed:", "", *lines, ""]

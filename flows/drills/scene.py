@@ -16,13 +16,15 @@ from holdfast.flows.start import start_here
 class Scene:
     """What a fault may reach: the run, the chance that moves it, and the stand if there is one.
 
-    `recovery` is set by a fault of which something else comes this time than its kind says.
+    `recovery` is set by a fault of which something else comes this time than its kind says,
+    `is_poisoned` by one after which steps have no loss until it is recovered from.
     """
 
     subject: Subject
     chance: random.Random
     stand: Stand | None = None
     recovery: Recovery | None = None
+    is_poisoned: bool = False
 
     def need_stand(self) -> Stand:
         """The stand. Raises `ServiceError` on a live run, whose servers are not the drill's."""

@@ -201,7 +201,13 @@ class Stand:
 
     @staticmethod
     def _settings(records: Path, **more: Any) -> dict[str, Any]:
-        return {"records": str(records), "padding_bytes": PADDING_BYTES, **more}
+        poison = str(Records(records).poison)
+        return {
+            "records": str(records),
+            "poison": poison,
+            "padding_bytes": PADDING_BYTES,
+            **more,
+        }
 
 
 @contextlib.contextmanager

@@ -54,6 +54,11 @@ class Records:
     folder: Path
     _offsets: dict[Path, int] = field(default_factory=dict)
 
+    @property
+    def poison(self) -> Path:
+        """Where a file spoils the next step; the program takes it away."""
+        return self.folder / "poison"
+
     def read_new(self) -> list[Step]:
         """Steps that were written since the last call, file by file."""
         found: list[Step] = []

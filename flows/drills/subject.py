@@ -6,6 +6,7 @@ journal, and from who is whose parent; nothing is looked up by a program's name.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -195,8 +196,14 @@ class Subject:
     def controller(self) -> psutil.Process | None:
         """The local job's session leader, above the agent."""
         submission = read_document(Submission, self.attempt.submission)
-        if submission is None or submission.pid is None:
+        if submission is None:
             return None
+        if submission.pid is None:
+            # A flow that took up another one's cut submission knows the claim alone.
+            try:
+                return psutil.Process(os.getsid(self.agent().pid))
+            except (ServiceError, OSError, psutil.NoSuchProcess):
+                return None
         started, boot = submission.process_started_at or 0.0, submission.boot_id or ""
         return find_process(ProcessName(submission.pid, started, boot))
 
