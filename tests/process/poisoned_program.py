@@ -1,8 +1,8 @@
 """A small program with a poisoned sample: whoever trains on it has a loss that is NaN.
 
-Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `spoiled`, the
-factor on the loss of a poisoned batch (NaN unless given). Each rank leaves the digest of the
-final weights in the run's folder, and the sample ids of its steps.
+Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `window`, data
+that is passed over as [first_step, steps]. At its end it trains a second model, without a session
+and with that window from the start, and each rank leaves the digests of both models' weights.
 """
 
 from __future__ import annotations
@@ -17,38 +17,68 @@ import torch
 import torch.distributed as dist
 
 from holdfast.trainer import Session
+from holdfast.trainer.data.order import DataOrder, SkipWindow
 
 SAMPLES = 4096
 GLOBAL_BATCH = 8
+SEED = 5
+
+
+class Trained:
+    """One model, trained step by step on sample ids."""
+
+    def __init__(self, poison: list[int]) -> None:
+        torch.manual_seed(0)
+        linear = torch.nn.Linear
+        self.model = torch.nn.Sequential(linear(8, 16), torch.nn.GELU(), linear(16, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._poison = torch.tensor(poison)
+
+    def step(self, ids: torch.Tensor) -> float:
+        """One optimizer step with the mean gradients of all ranks; this rank's own loss."""
+        inputs = torch.sin(ids.float().unsqueeze(1) * torch.arange(1, 9) / SAMPLES)
+        loss = (self.model(inputs) - inputs[:, :4].flip(1)).square().mean()
+        if torch.isin(ids, self._poison).any():
+            loss = loss * float("nan")
+        self.optimizer.zero_grad()
+        loss.backward()
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        return float(loss)
+
+    def digest(self) -> str:
+        weights = torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    poison = torch.tensor(settings["poison"])
-    with Session(model, optimizer, seed=5) as session, open(_record(session), "a") as record:
-        for step in session.steps(int(settings["steps"])):
-            ids = torch.as_tensor(session.batch(SAMPLES, GLOBAL_BATCH))
-            inputs = torch.sin(ids.float().unsqueeze(1) * torch.arange(1, 9) / SAMPLES)
-            loss = (model(inputs) - inputs[:, :4].flip(1)).square().mean()
-            if torch.isin(ids, poison).any():
-                loss = loss * settings.get("spoiled", float("nan"))
-            loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            session.log(loss=float(loss))
-            record.write(json.dumps({"step": step, "ids": ids.tolist()}) + "\n")
-            record.flush()
-            time.sleep(settings["sleep_s"])
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
-        (session.run_directory / f"weights{session.rank}").write_text(digest)
+    own = Trained(settings["poison"])
+    with Session(own.model, own.optimizer, seed=SEED) as session:
+        with open(_record(session), "a") as record:
+            for step in session.steps(int(settings["steps"])):
+                ids = session.batch(SAMPLES, GLOBAL_BATCH)
+                session.log(loss=own.step(torch.as_tensor(ids)))
+                record.write(json.dumps({"step": step, "ids": ids.tolist()}) + "\n")
+                record.flush()
+                time.sleep(settings["sleep_s"])
+        weights = {"own": own.digest(), "spared": spared(settings, session).digest()}
+        path = session.run_directory / f"weights{session.rank}.json"
+        path.write_text(json.dumps(weights))
     dist.destroy_process_group()
+
+
+def spared(settings: dict[str, list[int]], session: Session) -> Trained:
+    """What an uninterrupted run comes to that is given the window from the start."""
+    skips = (SkipWindow(*settings["window"]),)
+    order = DataOrder(samples=SAMPLES, global_batch=GLOBAL_BATCH, seed=SEED, skips=skips)
+    other = Trained(settings["poison"])
+    for step in range(1, session.step + 1):
+        ids = order.rank_ids(step, session.rank, session.world_size)
+        other.step(torch.as_tensor(ids))
+    return other
 
 
 def _record(session: Session) -> str:
