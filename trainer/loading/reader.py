@@ -158,12 +158,12 @@ def load_state(
     if planner is not None:
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
-        with _uncollected():
-            ready, words = _agree(
-                lambda: _prepare(directory, state, pick, held.enter_context(own_window())),
-                group,
-                lambda ready: ready.word,
-            )
+        held.enter_context(_uncollected())
+        ready, words = _agree(
+            lambda: _prepare(directory, state, pick, held.enter_context(own_window())),
+            group,
+            lambda ready: ready.word,
+        )
         found = _compare_together(ready, pick, words, group)
         raise_mismatch(str(directory), found, strict=pick.strict)
         if needs_stock(ready.opened.metadata):
