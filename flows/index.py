@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage.database import Database, open_database
@@ -13,18 +15,23 @@ class Index:
 
     def __init__(self) -> None:
         self._database: Database | None = None
+        self._file: tuple[int, int] | None = None
 
     def open(self) -> Database:
         """The database. Raises `LineageError` with what to do when it cannot be used."""
         if self._database is None:
             self._database = open_database()
+            self._file = _file_of(self._database)
         return self._database
 
     def update(self, paths: RunPaths) -> None:
         """Bring one run's rows in line with its folder. Raises `LineageError`.
 
-        A connection that failed is not used again: the file behind it may be another by then.
+        A connection that failed is not used again, nor one to a file that was removed or replaced:
+        what is written there nobody reads.
         """
+        if self._database is not None and _file_of(self._database) != self._file:
+            self.close()
         try:
             ingest_run(self.open(), paths)
         except LineageError:
@@ -42,3 +49,15 @@ class Index:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _file_of(database: Database) -> tuple[int, int] | None:
+    """Device and number of the file at the place of an SQLite database; None without one."""
+    place = database.engine.url.database
+    if database.is_postgresql or not place:
+        return None
+    try:
+        facts = os.stat(place)
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
