@@ -32,7 +32,12 @@ from holdfast.flows.index import Index
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.progress import describe_progress
 from holdfast.workers import deletion, operator
-from holdfast.workers.attempts import abandon_reservation, is_unsubmitted, resume_submission
+from holdfast.workers.attempts import (
+    abandon_reservation,
+    is_unsubmitted,
+    resume_submission,
+    submit_attempt,
+)
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
@@ -58,6 +63,21 @@ class Submit(Protocol):
     def __call__(
         self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
     ) -> AttemptPaths: ...
+
+
+def submit_next(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
+    """Submit the next attempt as disk says that the run stands, and journal it."""
+    history = load_history(paths)
+    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
+        return submit_attempt(
+            paths,
+            history.spec,
+            history.record,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            journal=journal,
+        )
 
 
 @dataclass

@@ -18,7 +18,6 @@ from prefect.states import Cancelled
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunConflictError, RunFailedError
 from holdfast.contracts.history import RunHistory, load_history
-from holdfast.contracts.journal import JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
@@ -26,8 +25,8 @@ from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.index import Index
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
-from holdfast.flows.supervise import JOURNAL, Log, Supervisor
-from holdfast.workers import attempts, preflight, runs
+from holdfast.flows.supervise import Log, Supervisor, submit_next
+from holdfast.workers import preflight, runs
 
 
 @task(name="submit attempt", task_run_name="attempt with {gpus} GPUs", retries=0)
@@ -35,17 +34,7 @@ def submit_attempt(
     paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
 ) -> AttemptPaths:
     """Submit one attempt. A task so that the page shows it; Prefect never tries it again."""
-    history = load_history(paths)
-    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
-        return attempts.submit_attempt(
-            paths,
-            history.spec,
-            history.record,
-            gpus=gpus,
-            reason=reason,
-            exclude=exclude,
-            journal=journal,
-        )
+    return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude)
 
 
 @flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)

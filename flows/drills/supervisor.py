@@ -8,34 +8,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.index import Index
-from holdfast.flows.supervise import JOURNAL, Supervisor
-from holdfast.workers import attempts
+from holdfast.flows.supervise import Supervisor, submit_next
 
 ENDS_WELL: Final = frozenset({RunState.COMPLETED, RunState.CANCELLED})
-
-
-def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
-    """The next attempt, submitted."""
-    history = load_history(paths)
-    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
-        return attempts.submit_attempt(
-            paths,
-            history.spec,
-            history.record,
-            gpus=gpus,
-            reason=reason,
-            exclude=exclude,
-            journal=journal,
-        )
 
 
 def main(directory: Path) -> int:
@@ -46,7 +27,7 @@ def main(directory: Path) -> int:
             paths=RunPaths(directory),
             index=index,
             log=logging.getLogger("holdfast"),
-            submit=submit,
+            submit=submit_next,
             flow_run="drill",
         )
         return 0 if supervisor.run().state in ENDS_WELL else 1
