@@ -12,6 +12,7 @@ from tests.storage import small_storage
 
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState
+from holdfast.workers import deletion
 from holdfast.workers.checkpoints import committed_checkpoints
 
 MB = 1 << 20
@@ -57,7 +58,11 @@ def test_a_full_disk_is_freed_then_told_and_training_goes_on(tmp_path: Path) -> 
 
 
 def _refusals_once_filled(filler: Path, run: LocalRun) -> list[str]:
-    """Leave `LEFT_BYTES` for journals and logs and none for a checkpoint; what was refused."""
+    """Leave `LEFT_BYTES` for journals and logs and none for a checkpoint; what was refused.
+
+    What a save might free is deleted first: else each would go on in the room of the last but one.
+    """
+    deletion.apply(run.paths, by="tests", writer="cli")
     with open(filler, "ab") as stream, contextlib.suppress(OSError):
         stream.write(bytes(max(0, _free_bytes(filler) - LEFT_BYTES)))
     # A save that was under way at the same time has taken some of it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sqlite3
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,24 +179,43 @@ def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
     story: RunFolder,
 ) -> None:
     subject, attempt = Subject(story.paths), story.paths.list_attempts()[-1]
-    me = name_process(os.getpid())
-    assert me is not None
-    claim = Claim(
-        job_id="9",
-        pid=me.pid,
-        process_started_at=me.started_at,
-        boot_id=me.boot_id,
-        host="here",
-        claimed_at=0.0,
-    )
-    write_document(attempt.claim, claim)
-    # What an executor finds by the claim names no process.
-    write_document(attempt.submission, Submission(job_id="9", executor="local", submitted_at=0.0))
-    leader = subject.controller()
-    assert leader is not None
-    assert leader.pid == os.getsid(0)
-    write_document(attempt.claim, claim.model_copy(update={"process_started_at": 1.0}))
-    assert subject.controller() is None
+    # A session of its own: what leads this process's may live where /proc does not show it.
+    with _process_under_a_leader() as (leader, pid):
+        agent = name_process(pid)
+        assert agent is not None
+        claim = Claim(
+            job_id="9",
+            pid=agent.pid,
+            process_started_at=agent.started_at,
+            boot_id=agent.boot_id,
+            host="here",
+            claimed_at=0.0,
+        )
+        write_document(attempt.claim, claim)
+        # What an executor finds by the claim names no process.
+        submission = Submission(job_id="9", executor="local", submitted_at=0.0)
+        write_document(attempt.submission, submission)
+        found = subject.controller()
+        assert found is not None
+        assert found.pid == leader
+        write_document(attempt.claim, claim.model_copy(update={"process_started_at": 1.0}))
+        assert subject.controller() is None
+
+
+@contextlib.contextmanager
+def _process_under_a_leader() -> Iterator[tuple[int, int]]:
+    """The ids of a session's leader and of a child of it, for as long as the block lasts."""
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 300 & echo $!; wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as leader:
+        assert leader.stdout is not None
+        try:
+            yield leader.pid, int(leader.stdout.readline())
+        finally:
+            os.killpg(leader.pid, signal.SIGKILL)
 
 
 STEP = Step(place=Place(1, 1), rank=0, step=5, time=0.0, loss=0.5, ids="a" * 32, weights="b" * 32)
