@@ -4,69 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import psutil
 
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.drills import census, invariants
-from holdfast.flows.drills.ettr import (
-    Calibration,
-    Trained,
-    calibrate,
-    compare,
-    goodput_of,
-    last_step_of,
-)
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.scene import Scene
-from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, Stand, throw_away
+from holdfast.flows.drills.stand import INTERVAL_STEPS, SNAPSHOT_STEPS, Stand
 from holdfast.flows.drills.steps import difference, gaps
 from holdfast.flows.drills.subject import Mark, Subject
 from holdfast.lineage.database import database_url
 from holdfast.workers import operator
 
-# A run's journals grow with it, and every look reads them: a new run after so many faults.
-FAULTS_PER_RUN: Final = 40
 MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5
-# The uninterrupted run is as long as the faults may make the drilled one, up to here; then a new
-# run begins.
-REFERENCE_STEPS: Final = 500
-REFERENCE_STEPS_MAX: Final = 9000
+# Of a live run: so many faults that broke something, and no other one is begun.
 FAILURES_MAX: Final = 5
-CALIBRATION_STEPS: Final = 150
 LOSS_STEPS: Final = {
     Loss.NOTHING: 0,
     Loss.SNAPSHOT: SNAPSHOT_STEPS,
     Loss.CHECKPOINT: 2 * INTERVAL_STEPS,
 }
-# What a journal says first when something was hurt.
-_NOTICED: Final = (
-    EventKind.NOTICE,
-    EventKind.SIGNAL,
-    EventKind.NUMERICS,
-    EventKind.SAVE_FAILED,
-    EventKind.HANG_SUSPECTED,
-    EventKind.STRAGGLER,
-    EventKind.INCARNATION_ENDED,
-    EventKind.NODE_LOST,
-    EventKind.ATTEMPT_ENDED,
-)
-
 
 Tell = Callable[[str], None]
 
@@ -82,19 +52,19 @@ class Rehearsal:
         self._whole: set[str] = set()
         self._compared = 0
 
-    def rehearse(self, kind: Kind) -> None:
+    def rehearse(self, kind: Kind) -> FaultResult:
         """One fault, its recovery, and the invariants; what is wrong goes to the result."""
         began = time.monotonic()
-        subject = self._subject
+        subject, scene = self._subject, self.scene
         broken: list[Broken] = []
         detail, fault_at, mark, after = kind.words, time.time(), None, None
         try:
             mark = subject.wait_for("training", self._settled)
-            time.sleep(self.scene.chance.uniform(0.0, MOMENT_S_MAX))
+            time.sleep(scene.chance.uniform(0.0, MOMENT_S_MAX))
             subject.look()
-            self.scene.recovery, self.scene.is_poisoned = None, False
-            fault_at = time.time()
-            detail = FAULTS[kind.name](self.scene)
+            scene.recovery, scene.is_poisoned = None, False
+            scene.acted_at = fault_at = time.time()
+            detail = FAULTS[kind.name](scene)
             after = self._wait_for_recovery(kind, mark, fault_at)
             broken += self._judge_recovery(kind, mark, after, fault_at)
         except (HoldfastError, OSError, psutil.Error) as error:
@@ -103,7 +73,7 @@ class Rehearsal:
         new = [one for one in broken if one not in self._seen]
         self._seen |= set(new)
         self.result.broken += new
-        self._note(kind, detail, mark, after, fault_at, new, time.monotonic() - began)
+        return self._note(kind, detail, mark, after, new, time.monotonic() - began)
 
     def _settled(self) -> Mark | None:
         return self._subject.settled(commits=self.scene.stand is not None)
@@ -164,19 +134,17 @@ class Rehearsal:
         detail: str,
         mark: Mark | None,
         after: Mark | None,
-        fault_at: float,
         broken: Sequence[Broken],
         took_s: float,
-    ) -> None:
+    ) -> FaultResult:
         lost = first = None
-        came = Recovery.UNDISTURBED
+        came, acted_at = Recovery.UNDISTURBED, self.scene.acted_at
         if mark is not None and after is not None and after.place != mark.place:
             came = _recovery_between(mark, after)
             lost = self._steps_lost(mark, after)
             began = self._subject.first_of(after.place)
-            first = round(began.time - fault_at, 3) if began else None
-        told = [e.time for k in _NOTICED for e in self._subject.events_of(k, fault_at)]
-        noticed = round(min(told) - fault_at, 3) if told else None
+            first = round(began.time - acted_at, 3) if began else None
+        lines = [e for k in kind.told_by for e in self._subject.events_of(k, acted_at)]
         words = "; ".join([detail, *(f"BROKEN {b.invariant}: {b.detail}" for b in broken)])
         one = FaultResult(
             kind=kind.name,
@@ -186,13 +154,15 @@ class Rehearsal:
             step=mark.step if mark else -1,
             recovery=came,
             steps_lost=lost,
-            noticed_s=noticed,
+            noticed_s=_earliest_s(map(_noticed_at, lines), acted_at),
+            told_s=_earliest_s((line.time for line in lines), acted_at),
             first_step_s=first,
             took_s=round(took_s, 3),
         )
         self.result.faults.append(one)
         number = len(self.result.faults)
         self.tell(f"{number}: {'ok' if one.ok else 'BROKEN'} {kind.name} ({took_s:.1f} s): {words}")
+        return one
 
     # --- invariants -----------------------------------------------------------------------
 
@@ -261,95 +231,6 @@ class Rehearsal:
         self.result.steps += len({s.step for s in self._subject.steps})
 
 
-def drill_throw_away(
-    kinds: Sequence[Kind],
-    count: int,
-    seed: int,
-    *,
-    folder: Path,
-    tell: Tell,
-    within_s: float = math.inf,
-    calibrates: bool = False,
-) -> DrillResult:
-    """`count` faults against throw-away runs in `folder`, which is empty.
-
-    After `within_s` seconds no other fault is begun. With `calibrates` the share of time trained
-    is held against the predicted one, from a run without faults that comes first.
-    """
-    began = time.monotonic()
-    result = DrillResult(seed=seed)
-    faults, chance = draw_faults(kinds, count, seed), random.Random(seed)
-    needs_disk = any(kind.name == "disk-full" for kind in faults)
-    steps = min(REFERENCE_STEPS_MAX, REFERENCE_STEPS + sum(kind.steps for kind in faults))
-    with throw_away(folder, with_small_disk=needs_disk) as stand:
-        tell(f"the uninterrupted run: {steps} steps")
-        stand.make_reference(steps)
-        url = os.environ.get("HOLDFAST_DATABASE_URL") or f"sqlite:///{stand.home}/holdfast.db"
-        costs = _calibrate(stand, tell) if calibrates else None
-        trained: list[Trained] = []
-        left = deque(faults)
-        while left and not _is_over(result, began + within_s):
-            scene = Scene(stand.begin_run(), chance, stand)
-            rehearsal = Rehearsal(scene, result, url, tell)
-            told = len(result.faults)
-            for _ in range(FAULTS_PER_RUN):
-                rehearsal.rehearse(left.popleft())
-                at = scene.subject.newest.step if scene.subject.newest else 0
-                is_full = not left or at + left[0].steps > steps
-                if is_full or _is_over(result, began + within_s):
-                    break
-            rehearsal.finish(stand)
-            trained.append(_account(scene.subject.paths, result.faults[told:]))
-        if left:
-            tell(f"{len(left)} faults were not begun: time was up, or too much went wrong")
-        result.ettr = compare(costs, trained) if costs else None
-    result.wall_s = time.monotonic() - began
-    return result
-
-
-def _is_over(result: DrillResult, ends_at: float) -> bool:
-    """True when no other fault is to be begun: time is up, or too much went wrong."""
-    wrong = sum(1 for one in result.faults if not one.ok)
-    return wrong > FAILURES_MAX or time.monotonic() >= ends_at
-
-
-def _calibrate(stand: Stand, tell: Tell) -> Calibration | None:
-    """A run without faults, relaunched once by an operator, and ended by one; None if disturbed."""
-    tell(f"a run without faults: twice {CALIBRATION_STEPS} steps and a relaunch")
-    subject = stand.begin_run()
-    try:
-        _train(subject, CALIBRATION_STEPS)
-        operator.request(subject.paths, "relaunch", by="drill", gpus=RANKS, writer="drill")
-        _train(subject, CALIBRATION_STEPS, attempt=2)
-        operator.request(subject.paths, "stop", by="drill", writer="drill")
-        stand.wait_for_flow()
-        return calibrate(load_history(subject.paths))
-    except HoldfastError as error:
-        tell(f"no share of trained time is predicted: {error}")
-        return None
-
-
-def _train(subject: Subject, steps: int, attempt: int = 1) -> None:
-    """Wait until an attempt has done so many steps."""
-
-    def has_trained() -> bool:
-        newest = subject.newest
-        if newest is None or newest.place.attempt != attempt:
-            return False
-        return newest.step >= subject.resumed_step(newest.place) + steps
-
-    subject.wait_for(f"{steps} steps", has_trained)
-
-
-def _account(paths: RunPaths, faults: Sequence[FaultResult]) -> Trained:
-    history = load_history(paths)
-    return Trained(
-        goodput=goodput_of(history),
-        steps=last_step_of(history),
-        faults=tuple((one.kind, one.recovery) for one in faults),
-    )
-
-
 def drill_live(
     paths: RunPaths,
     kinds: Sequence[Kind],
@@ -364,14 +245,31 @@ def drill_live(
     if load_history(paths).state is not RunState.RUNNING:
         raise ServiceError(f"run {paths.name} does not train now; drill one that does")
     result = DrillResult(seed=seed)
-    scene = Scene(Subject(paths), random.Random(seed))
+    scene = Scene(Subject(paths), chance_of(seed, 0))
     rehearsal = Rehearsal(scene, result, database_url(), tell)
-    for kind in draw_faults(kinds, count, seed):
-        if _is_over(result, began + within_s):
+    for number, kind in enumerate(draw_faults(kinds, count, seed)):
+        wrong = sum(1 for one in result.faults if not one.ok)
+        if wrong > FAILURES_MAX or time.monotonic() >= began + within_s:
             break
+        scene.chance = chance_of(seed, number)
         rehearsal.rehearse(kind)
     result.wall_s = time.monotonic() - began
     return result
+
+
+def chance_of(seed: int, number: int) -> random.Random:
+    """What moves the fault of this number, whichever run it comes to."""
+    return random.Random(f"{seed} {number}")
+
+
+def _noticed_at(line: Event) -> float:
+    """When an agent knew what a line tells: it writes of an end once it has ended the others."""
+    return float(line.data.get("trained_until") or line.time)
+
+
+def _earliest_s(times: Iterable[float], since: float) -> float | None:
+    first = min(times, default=None)
+    return None if first is None else round(first - since, 3)
 
 
 def _recovery_between(mark: Mark, after: Mark) -> Recovery:

@@ -6,8 +6,9 @@ goes into the prediction but the list of its faults. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
 from typing import Any, Final
 
 from holdfast.contracts.errors import ServiceError
@@ -107,6 +108,21 @@ def calibrate(history: RunHistory) -> Calibration:
         queued_s=begun[0] - created_at,
         relaunch_s=begun[1] - first_end,
         flow_s=taken[0] - created_at,
+    )
+
+
+def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
+    """The mean of each figure, of one calibration or more."""
+
+    def mean(figures: Iterable[Any], name: str) -> float:
+        return fmean(getattr(one, name) for one in figures)
+
+    costs = [one.costs for one in calibrations]
+    return Calibration(
+        costs=Costs(**{f.name: mean(costs, f.name) for f in fields(Costs)}),
+        queued_s=mean(calibrations, "queued_s"),
+        relaunch_s=mean(calibrations, "relaunch_s"),
+        flow_s=mean(calibrations, "flow_s"),
     )
 
 

@@ -147,6 +147,7 @@ def hang_rank(scene: Scene) -> str:
 def _stop_in_training(scene: Scene, rank: psutil.Process) -> None:
     """Stop a rank while all of them train: a save may be silent for far longer than a step."""
     for _ in range(HANG_TRIES_MAX):
+        scene.acted_at = time.time()
         rank.suspend()
         time.sleep(HANG_LOOK_S)
         beats = read_heartbeats(scene.subject.attempt)

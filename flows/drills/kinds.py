@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from holdfast.contracts.errors import SpecError
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
 
@@ -31,7 +32,8 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of fault. `causes` are those that may end an attempt by it.
+    """One kind of fault. `causes` are those that may end an attempt by it, `told_by` are the
+    journal lines that may be the first to tell of it; none where no journal does.
 
     `is_for_live` tells whether it can be rehearsed on a run that people care about: nothing of
     it outlives the drill, and it reaches no other run. `steps` of a throw-away run pass at most
@@ -43,6 +45,7 @@ class Kind:
     recovery: Recovery
     loss: Loss = Loss.NOTHING
     causes: frozenset[Cause] = frozenset()
+    told_by: frozenset[EventKind] = frozenset()
     is_for_live: bool = True
     steps: int = 300
 
@@ -57,18 +60,21 @@ KINDS: Final = _kinds(
         words="the agent gets SIGTERM, as at a preemption",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
+        told_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="sigusr2",
         words="the agent gets SIGUSR2, as Slurm warns",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
+        told_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="spot-notice",
         words="a cloud announces that the machine is taken",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
+        told_by=frozenset({EventKind.NOTICE, EventKind.SIGNAL}),
         is_for_live=False,
     ),
     Kind(
@@ -76,12 +82,14 @@ KINDS: Final = _kinds(
         words="one training process gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
+        told_by=frozenset({EventKind.INCARNATION_ENDED}),
     ),
     Kind(
         name="kill-torchrun",
         words="torchrun gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
+        told_by=frozenset({EventKind.INCARNATION_ENDED}),
     ),
     Kind(
         name="kill-agent",
@@ -89,6 +97,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
+        told_by=frozenset({EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}),
     ),
     Kind(
         name="kill-flow",
@@ -105,11 +114,13 @@ KINDS: Final = _kinds(
         words="one training process is stopped, and its peers wait for it",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
+        told_by=frozenset({EventKind.HANG_SUSPECTED}),
     ),
     Kind(
         name="straggler",
         words="one training process is held up for most of the time until it is named",
         recovery=Recovery.UNDISTURBED,
+        told_by=frozenset({EventKind.STRAGGLER}),
         steps=1000,
     ),
     Kind(
@@ -118,11 +129,13 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
+        told_by=frozenset({EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}),
     ),
     Kind(
         name="disk-full",
         words="the file system of the runs is filled, and freed after a save failed",
         recovery=Recovery.UNDISTURBED,
+        told_by=frozenset({EventKind.SAVE_FAILED}),
         is_for_live=False,
     ),
     Kind(
@@ -144,6 +157,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.PREEMPTION}),
+        told_by=frozenset({EventKind.RESUMED}),
     ),
     Kind(
         name="nan",
@@ -151,6 +165,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.NUMERICS}),
+        told_by=frozenset({EventKind.NUMERICS}),
         is_for_live=False,
     ),
     Kind(
@@ -159,6 +174,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.SNAPSHOT,
         causes=frozenset({Cause.HOST_OOM}),
+        told_by=frozenset({EventKind.INCARNATION_ENDED}),
     ),
 )
 

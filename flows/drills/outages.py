@@ -59,7 +59,8 @@ def take_database(scene: Scene) -> str:
         with open(path, "r+b") as stream:
             stream.write(b"not a database " * (path.stat().st_size // 15))
     time.sleep(DATABASE_GAP_S)
-    for path in home.glob("holdfast.db*"):
+    # The index itself goes last: while it is there, nobody makes a new one with files of its own.
+    for path in sorted(home.glob("holdfast.db*"), reverse=True):
         path.unlink(missing_ok=True)
     scene.subject.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
     return f"{len(names)} files of the index overwritten, and removed {DATABASE_GAP_S} s later"
@@ -78,7 +79,7 @@ def corrupt_checkpoint(scene: Scene) -> str:
         at = scene.chance.randrange(path.stat().st_size)
         _flip(path, at)
     try:
-        since = time.time()
+        since = scene.acted_at = time.time()
         resumed = subject.wait_for("a resume", lambda: subject.events_of(EventKind.RESUMED, since))
     finally:
         _flip(path, at)

@@ -31,11 +31,22 @@ INVARIANTS: Final = (
     invariants.ONE_COMMAND,
     invariants.RECOVERS,
 )
+HEADINGS: Final = (
+    "kind",
+    "what happens",
+    "faults",
+    "whole",
+    "steps lost",
+    "noticed, s",
+    "told, s",
+    "first step, s",
+)
 COLUMNS: Final = (
-    "Seconds count from the fault. *Noticed* is the first line of a journal that says so, which "
-    "of a dead rank an agent writes once it has also ended the others; *first step* is the end of "
-    "the first step that the new processes did. Both are medians, with the 95th percentile in "
-    "brackets; of steps lost in brackets stands the most."
+    "Seconds count from the fault. *Noticed* is when an agent or the flow knew of it; *told* is "
+    "the first line of a journal that says so, from when on `holdfast show` does, which of a dead "
+    "rank an agent writes once it has also ended the others; *first step* is the end of the first "
+    "step that the new processes did. All are medians, with the 95th percentile in brackets; of "
+    "steps lost in brackets stands the most."
 )
 
 
@@ -85,8 +96,8 @@ def render_report(result: DrillResult, machine_words: str, command: str) -> str:
         "",
         COLUMNS,
         "",
-        "| kind | what happens | faults | whole | steps lost | noticed, s | first step, s |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(HEADINGS)} |",
+        f"|{'---|' * len(HEADINGS)}",
         *(_row(name, result.faults) for name in KINDS),
         "",
         *(_ettr_lines(result.ettr) if result.ettr else []),
@@ -98,14 +109,20 @@ def render_report(result: DrillResult, machine_words: str, command: str) -> str:
 def _opening(result: DrillResult) -> str:
     """What was drilled, in words."""
     return (
-        f"{len(result.faults)} faults in {result.wall_s / 60:.1f} minutes, one after another, on "
-        f"small training runs of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint "
+        f"{len(result.faults)} faults in {result.wall_s / 60:.1f} minutes, {_runs_words(result)} "
+        f"of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint "
         f"every {INTERVAL_STEPS} steps, a snapshot in memory every {SNAPSHOT_STEPS}). After each "
         "fault every invariant was checked, and every step was compared with a run that nothing "
         f"interrupted: sample ids, loss and weights, bit for bit. {result.steps} different steps "
         f"were trained; {result.uncompared} steps of a rank were done beyond what was there to "
         "compare with."
     )
+
+
+def _runs_words(result: DrillResult) -> str:
+    if result.at_once == 1:
+        return "one after another, on small training runs"
+    return f"one after another on each of {result.at_once} small training runs at a time,"
 
 
 def _ettr_lines(ettr: Ettr) -> list[str]:
@@ -154,6 +171,7 @@ def _row(name: str, faults: Sequence[FaultResult]) -> str:
         str(sum(1 for one in mine if one.ok)),
         f"{statistics.median(lost):g} ({max(lost)})" if lost else "",
         spread([one.noticed_s for one in mine if one.noticed_s is not None]),
+        spread([one.told_s for one in mine if one.told_s is not None]),
         spread([one.first_step_s for one in mine if one.first_step_s is not None]),
     )
     return f"| {' | '.join(cells)} |"

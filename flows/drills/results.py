@@ -14,7 +14,8 @@ from holdfast.flows.drills.kinds import Recovery
 class FaultResult:
     """One fault. Seconds count from the fault; None where nothing was interrupted.
 
-    `noticed_s` is the first line of a journal that tells of it.
+    `noticed_s` is when somebody knew of it, `told_s` the journal line that says so, from which
+    `holdfast show` has it; None for kinds that no journal tells of.
     """
 
     kind: str
@@ -25,18 +26,21 @@ class FaultResult:
     recovery: Recovery = Recovery.UNDISTURBED
     steps_lost: int | None = None
     noticed_s: float | None = None
+    told_s: float | None = None
     first_step_s: float | None = None
     took_s: float = 0.0
 
 
 @dataclass(kw_only=True)
 class DrillResult:
-    """All of a drill. `refused` are kinds that could not be rehearsed here.
+    """All of a drill. `refused` are kinds that could not be rehearsed here, `at_once` runs were
+    drilled at a time.
 
     `steps` different ones were trained; `uncompared` lie beyond the uninterrupted run's end.
     """
 
     seed: int
+    at_once: int = 1
     faults: list[FaultResult] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -49,6 +53,7 @@ class DrillResult:
         """For `--json`."""
         return {
             "seed": self.seed,
+            "at_once": self.at_once,
             "faults": [dict(vars(one)) for one in self.faults],
             "broken": [one.as_json() for one in self.broken],
             "refused": self.refused,

@@ -17,7 +17,8 @@ class Scene:
     """What a fault may reach: the run, the chance that moves it, and the stand if there is one.
 
     `recovery` is set by a fault of which something else comes this time than its kind says,
-    `is_poisoned` by one after which steps have no loss until it is recovered from.
+    `is_poisoned` by one after which steps have no loss until it is recovered from, `acted_at`
+    (Unix seconds) by one that has to wait for its moment.
     """
 
     subject: Subject
@@ -25,6 +26,7 @@ class Scene:
     stand: Stand | None = None
     recovery: Recovery | None = None
     is_poisoned: bool = False
+    acted_at: float = 0.0
 
     def need_stand(self) -> Stand:
         """The stand. Raises `ServiceError` on a live run, whose servers are not the drill's."""

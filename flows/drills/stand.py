@@ -185,6 +185,10 @@ class Stand:
         self.cloud.close()
         if self._prefect is not None:
             self._prefect.kill()
+        self.end_attempts()
+
+    def end_attempts(self) -> None:
+        """Take back every job of the stand's runs; those that have ended stay as they are."""
         for paths in self._runs:
             for attempt in paths.list_attempts():
                 request = read_document(Request, attempt.request)

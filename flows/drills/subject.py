@@ -30,6 +30,10 @@ STEPS_SETTLED: Final = 3
 T = TypeVar("T")
 
 
+class Cut(Exception):
+    """The drill is to end now, in the middle of whatever it does."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Mark:
     """Where a run stood at one moment: its newest step, and where that was done. Unix seconds."""
@@ -42,10 +46,12 @@ class Mark:
 @dataclass
 class Subject:
     """One run under drill. `records` is None for a program that leaves none: heartbeats then
-    tell the steps, as coarsely as they come."""
+    tell the steps, as coarsely as they come. `is_cut` tells that nothing more is to be waited for.
+    """
 
     paths: RunPaths
     records: Records | None = None
+    is_cut: Callable[[], bool] = lambda: False
     events: list[Event] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     _offsets: dict[Path, int] = field(default_factory=dict)
@@ -53,7 +59,9 @@ class Subject:
     _firsts: dict[Place, Mark] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read on in the journals and the records."""
+        """Read on in the journals and the records. Raises `Cut` when the drill is to end."""
+        if self.is_cut():
+            raise Cut
         new: list[Event] = []
         for path in self.paths.list_journals():
             found, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +24,15 @@ from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.ettr import Calibration, Trained, calibrate, compare
+from holdfast.flows.drills.campaign import Campaign, Plan
+from holdfast.flows.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
 from holdfast.flows.drills.report import render_report, spread
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.steps import Place, Records, Step, difference, gaps
-from holdfast.flows.drills.subject import Subject
+from holdfast.flows.drills.subject import Cut, Subject
 from holdfast.workers.processes import name_process
 
 NEWEST = "step-00000200.a0003.i01"
@@ -321,6 +322,54 @@ def test_what_a_drilled_run_should_train_follows_from_its_faults(
     assert found.paced == pytest.approx(0.5)
 
 
+def test_calibrations_of_several_runs_are_one() -> None:
+    slow = replace(CALIBRATION, flow_s=5.0, costs=replace(COSTS, start_s=4.0))
+    found = mean_of([CALIBRATION, slow])
+    assert (found.flow_s, found.costs.start_s) == (4.0, 3.0)
+    assert (found.queued_s, found.costs.step_s) == (1.0, 0.05)
+
+
+def campaign(count: int, *, within_s: float = 60.0, names: Sequence[str] = ()) -> Campaign:
+    """Two runs at a time; nothing of it is started."""
+    kinds = [kind for kind in KINDS.values() if not names or kind.name in names]
+    plan = Plan(kinds=kinds, count=count, seed=3, within_s=within_s, at_once=2)
+    return Campaign(plan, DrillResult(seed=3), lambda _: None)
+
+
+def test_runs_take_each_fault_once_and_in_order() -> None:
+    one = campaign(20)
+    taken = [one.take(0) for _ in range(20)]
+    assert [found and found[0] for found in taken] == list(range(20))
+    assert one.take(0) is None
+
+
+def test_a_fault_that_a_run_has_no_steps_left_for_waits_for_another_run() -> None:
+    one = campaign(4, names=["prefect-down"])
+    room = one.steps_max - KINDS["prefect-down"].steps
+    assert room > 0
+    assert one.take(room + 1) is None
+    taken = one.take(0)
+    assert taken is not None
+    assert taken[0] == 0
+
+
+def test_no_fault_is_begun_once_time_is_up_or_too_much_broke_or_the_drill_is_cut() -> None:
+    assert campaign(5, within_s=0.0).take(0) is None
+    cut = campaign(5)
+    cut.is_cut.set()
+    assert cut.take(0) is None
+    bad = FaultResult(kind="nan", ok=False, detail="", run="r", step=1)
+    wrong = campaign(5)
+    wrong.result.faults += [bad] * (wrong.plan.failures_max + 1)
+    assert wrong.take(0) is None
+
+
+def test_a_drill_that_is_cut_waits_for_nothing(story: RunFolder) -> None:
+    subject = Subject(story.paths, is_cut=lambda: True)
+    with pytest.raises(Cut):
+        subject.wait_for("what never comes", lambda: None, 60.0)
+
+
 def test_a_run_that_was_disturbed_calibrates_nothing(story: RunFolder) -> None:
     with pytest.raises(ServiceError, match="expected two attempts"):
         calibrate(load_history(story.paths))
@@ -328,7 +377,15 @@ def test_a_run_that_was_disturbed_calibrates_nothing(story: RunFolder) -> None:
 
 def test_the_report_tells_what_broke() -> None:
     fault = FaultResult(
-        kind="kill-rank", ok=False, detail="", run="r", step=3, steps_lost=2, first_step_s=1.5
+        kind="kill-rank",
+        ok=False,
+        detail="",
+        run="r",
+        step=3,
+        steps_lost=2,
+        noticed_s=0.5,
+        told_s=2.5,
+        first_step_s=1.5,
     )
     broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]
     result = DrillResult(seed=7, faults=[fault], broken=broken)
@@ -338,7 +395,7 @@ def test_the_report_tells_what_broke() -> None:
     assert f"| {invariants.NO_ORPHANS} | 1 |" in page
     assert "- no process outlives its attempt: process 7 (python)" in page
     row = next(line for line in page.splitlines() if line.startswith("| kill-rank |"))
-    assert row.endswith("| 1 | 0 | 2 (2) |  | 1.50 (1.50) |")
+    assert row.endswith("| 1 | 0 | 2 (2) | 0.50 (0.50) | 2.50 (2.50) | 1.50 (1.50) |")
     assert "Measured 0.500, predicted 0.926: the ratio is **0.540**" in page
     assert "| from a launch to the load | 2.0000 |" in page
     assert spread([3.0, 1.0, 2.0]) == "2.00 (3.00)"

@@ -40,6 +40,9 @@ def drill(
             min=1.0, help="Begin no other fault after so many seconds.", metavar="SECONDS"
         ),
     ] = None,
+    at_once: Annotated[
+        int, typer.Option(min=1, max=64, help="Throw-away runs that are drilled at a time.")
+    ] = 1,
     report: Annotated[
         Path | None, typer.Option(help="Also write the report as a page.", metavar="FILE")
     ] = None,
@@ -55,13 +58,10 @@ def drill(
     within_s = math.inf if within is None else within
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)
+        _write(report, result)
     else:
-        calibrates = report is not None
-        result = _drill_throw_away(wanted, count, seed, directory, within_s, calibrates)
-    if report is not None:
-        from holdfast.flows.drills.report import write_report
-
-        write_report(report, result, shlex.join(["holdfast", *sys.argv[1:]]))
+        settings = {"count": count, "seed": seed, "within_s": within_s, "at_once": at_once}
+        result = _drill_throw_away(wanted, settings, directory, report)
     answer(result.as_json(), as_json, _render)
     if result.broken:
         raise typer.Exit(1)
@@ -79,16 +79,13 @@ def _drill_live(
 
 
 def _drill_throw_away(
-    wanted: list[str],
-    count: int,
-    seed: int,
-    directory: Path | None,
-    within_s: float,
-    calibrates: bool,
+    wanted: list[str], settings: dict[str, Any], directory: Path | None, report: Path | None
 ) -> DrillResult:
-    """A drill on runs of its own, told on standard error as it goes."""
-    from holdfast.flows.drills.conduct import drill_throw_away
+    """A drill on runs of its own, told on standard error as it goes; cut short, it has a report
+    too."""
+    from holdfast.flows.drills.campaign import Plan, drill_throw_away
     from holdfast.flows.drills.kinds import select_kinds
+    from holdfast.flows.drills.results import DrillResult
     from holdfast.flows.drills.stand import find_missing
 
     # Ended by a signal, it still has processes to end and a file system to give back.
@@ -96,20 +93,25 @@ def _drill_throw_away(
     place = tempfile.TemporaryDirectory(
         prefix="holdfast-drill-", dir=directory, ignore_cleanup_errors=True
     )
-    with place as folder:
-        missing = find_missing(Path(folder))
+    with place as name:
+        folder = Path(name)
+        missing = find_missing(folder)
         chosen = select_kinds(wanted, is_live=False, missing=missing)
-        result = drill_throw_away(
-            chosen,
-            count,
-            seed,
-            folder=Path(folder),
-            tell=warn,
-            within_s=within_s,
-            calibrates=calibrates,
-        )
-    result.refused |= missing
+        plan = Plan(kinds=chosen, calibrates=report is not None, **settings)
+        result = DrillResult(seed=plan.seed, at_once=plan.at_once, refused=missing)
+        try:
+            drill_throw_away(plan, result, folder, warn)
+        finally:
+            _write(report, result)
     return result
+
+
+def _write(report: Path | None, result: DrillResult) -> None:
+    """The page, if one is wanted and there is anything to put on it."""
+    if report is not None and result.faults:
+        from holdfast.flows.drills.report import write_report
+
+        write_report(report, result, shlex.join(["holdfast", *sys.argv[1:]]))
 
 
 def _render(data: dict[str, Any]) -> None:

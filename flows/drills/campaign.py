@@ -1,0 +1,228 @@
+"""A drill on throw-away runs: several at once, each with a place and a flow of its own.
+
+The runs take their faults from one list. While one waits, for a start or for a proof that a rank
+hangs, the others train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.drills.conduct import Rehearsal, Tell, chance_of
+from holdfast.flows.drills.ettr import (
+    Calibration,
+    Trained,
+    calibrate,
+    compare,
+    goodput_of,
+    last_step_of,
+    mean_of,
+)
+from holdfast.flows.drills.kinds import Kind, draw_faults
+from holdfast.flows.drills.results import DrillResult, FaultResult
+from holdfast.flows.drills.scene import Scene
+from holdfast.flows.drills.stand import RANKS, Stand, throw_away
+from holdfast.flows.drills.subject import Cut, Subject
+from holdfast.workers import operator
+
+# A run's journals grow with it, and every look reads them: a new run after so many faults.
+FAULTS_PER_RUN: Final = 40
+# The uninterrupted run is as long as the faults may make the drilled one, up to here; then a new
+# run begins.
+REFERENCE_STEPS: Final = 500
+REFERENCE_STEPS_MAX: Final = 9000
+# So many faults that broke something, or one in so many, and no other one is begun.
+FAILURES_MAX: Final = 5
+FAILURES_SHARE: Final = 0.1
+CALIBRATION_STEPS: Final = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`count` faults of `kinds` in an order that follows from `seed`, on `at_once` runs.
+
+    After `within_s` seconds no other fault is begun. With `calibrates` the share of time trained
+    is held against the predicted one, from runs without faults that come first.
+    """
+
+    kinds: Sequence[Kind]
+    count: int
+    seed: int
+    within_s: float = math.inf
+    at_once: int = 1
+    calibrates: bool = False
+
+    @property
+    def failures_max(self) -> int:
+        """Faults that may break something before the drill gives up."""
+        return max(FAILURES_MAX, int(self.count * FAILURES_SHARE))
+
+
+def drill_throw_away(plan: Plan, result: DrillResult, folder: Path, tell: Tell) -> None:
+    """The faults of `plan` against throw-away runs in `folder`, which is empty.
+
+    What came of them is in `result`, whatever ends the drill: interrupted, faults under way are
+    dropped and the runs ended.
+    """
+    campaign = Campaign(plan, result, tell)
+    try:
+        campaign.conduct(folder)
+    finally:
+        campaign.close()
+
+
+class Campaign:
+    """What the runs of one drill share: the faults that are left, and what came of the others.
+
+    `steps_max` is the length of the uninterrupted run.
+    """
+
+    def __init__(self, plan: Plan, result: DrillResult, tell: Tell) -> None:
+        self.plan, self.result, self.tell = plan, result, tell
+        self.trained: list[Trained] = []
+        self.calibrations: list[Calibration] = []
+        self.is_cut = threading.Event()
+        faults = draw_faults(plan.kinds, plan.count, plan.seed)
+        self.steps_max = steps_for(faults, plan.at_once)
+        self._left = deque(enumerate(faults))
+        self._began = time.monotonic()
+
+    def conduct(self, folder: Path) -> None:
+        """The uninterrupted run first, then the drilled ones, each in a thread."""
+        needs_disk = any(kind.name == "disk-full" for kind in self.plan.kinds)
+        with contextlib.ExitStack() as opened:
+            stands = []
+            for number in range(self.plan.at_once):
+                place = folder / f"place-{number + 1}"
+                place.mkdir()
+                stands.append(opened.enter_context(throw_away(place, with_small_disk=needs_disk)))
+            self.tell(f"the uninterrupted run: {self.steps_max} steps")
+            stands[0].make_reference(self.steps_max)
+            pool = opened.enter_context(ThreadPoolExecutor(len(stands)))
+            # Set before the pool waits for its threads, and before the stands are ended.
+            opened.callback(self.is_cut.set)
+            lanes: list[Future[None]] = []
+            for stand in stands:
+                stand.reference = stands[0].reference
+                lanes.append(pool.submit(Lane(self, stand).work))
+            for lane in as_completed(lanes):
+                lane.result()
+
+    def close(self) -> None:
+        """Sum up what was done."""
+        if self._left:
+            self.tell(f"{len(self._left)} faults were not begun: time was up, or too much broke")
+        if self.calibrations and self.trained:
+            self.result.ettr = compare(mean_of(self.calibrations), self.trained)
+        self.result.wall_s = time.monotonic() - self._began
+
+    def take(self, at: int) -> tuple[int, Kind] | None:
+        """The next fault and its number, if there is one for a run that is at step `at`."""
+        wrong = sum(1 for one in self.result.faults if not one.ok)
+        is_late = time.monotonic() >= self._began + self.plan.within_s
+        if self.is_cut.is_set() or is_late or wrong > self.plan.failures_max:
+            return None
+        with contextlib.suppress(IndexError):
+            number, kind = self._left.popleft()
+            if at + kind.steps <= self.steps_max:
+                return number, kind
+            self._left.appendleft((number, kind))
+        return None
+
+
+def steps_for(faults: Sequence[Kind], at_once: int) -> int:
+    """Steps that a run may do while its share of the faults is rehearsed; room for each of them."""
+    steps = [kind.steps for kind in faults]
+    share = max(max(steps), sum(steps) // at_once)
+    return min(REFERENCE_STEPS_MAX, REFERENCE_STEPS + share)
+
+
+class Lane:
+    """One stand, and the runs that are drilled on it one after another."""
+
+    def __init__(self, campaign: Campaign, stand: Stand) -> None:
+        self._campaign, self._stand = campaign, stand
+        own = f"sqlite:///{stand.home}/holdfast.db"
+        self._url = os.environ.get("HOLDFAST_DATABASE_URL") or own
+
+    def work(self) -> None:
+        """Rehearse faults until none is left for it."""
+        with contextlib.suppress(Cut):
+            if self._campaign.plan.calibrates:
+                self._calibrate()
+            while (fault := self._campaign.take(0)) is not None:
+                self._drill_run(fault)
+
+    def _begin_run(self) -> Subject:
+        subject = self._stand.begin_run()
+        subject.is_cut = self._campaign.is_cut.is_set
+        return subject
+
+    def _drill_run(self, fault: tuple[int, Kind]) -> None:
+        """One run and its faults, until it is full or one of them broke something."""
+        campaign, stand = self._campaign, self._stand
+        scene = Scene(self._begin_run(), random.Random(campaign.plan.seed), stand)
+        rehearsal = Rehearsal(scene, campaign.result, self._url, campaign.tell)
+        done: list[FaultResult] = []
+        following: tuple[int, Kind] | None = fault
+        while following is not None:
+            number, kind = following
+            scene.chance = chance_of(campaign.plan.seed, number)
+            done.append(rehearsal.rehearse(kind))
+            at = scene.subject.newest.step if scene.subject.newest else 0
+            is_full = len(done) == FAULTS_PER_RUN or not done[-1].ok
+            following = None if is_full else campaign.take(at)
+        rehearsal.finish(stand)
+        stand.end_attempts()
+        with contextlib.suppress(HoldfastError):
+            campaign.trained.append(_account(scene.subject.paths, done))
+
+    def _calibrate(self) -> None:
+        """A run without faults, relaunched once by an operator, and ended by one."""
+        campaign = self._campaign
+        campaign.tell(f"a run without faults: twice {CALIBRATION_STEPS} steps and a relaunch")
+        subject = self._begin_run()
+        try:
+            _train(subject, CALIBRATION_STEPS)
+            operator.request(subject.paths, "relaunch", by="drill", gpus=RANKS, writer="drill")
+            _train(subject, CALIBRATION_STEPS, attempt=2)
+            operator.request(subject.paths, "stop", by="drill", writer="drill")
+            self._stand.wait_for_flow()
+            campaign.calibrations.append(calibrate(load_history(subject.paths)))
+        except HoldfastError as error:
+            campaign.tell(f"no share of trained time is predicted from it: {error}")
+
+
+def _train(subject: Subject, steps: int, attempt: int = 1) -> None:
+    """Wait until an attempt has done so many steps."""
+
+    def has_trained() -> bool:
+        newest = subject.newest
+        if newest is None or newest.place.attempt != attempt:
+            return False
+        return newest.step >= subject.resumed_step(newest.place) + steps
+
+    subject.wait_for(f"{steps} steps", has_trained)
+
+
+def _account(paths: RunPaths, faults: Sequence[FaultResult]) -> Trained:
+    history = load_history(paths)
+    return Trained(
+        goodput=goodput_of(history),
+        steps=last_step_of(history),
+        faults=tuple((one.kind, one.recovery) for one in faults),
+    )
