@@ -215,17 +215,20 @@ def _continue(process: psutil.Process) -> None:
 def refuse_memory(scene: Scene) -> str:
     """Lower one rank's limit of address space to what it has, and a little more, until it fails.
 
-    Lowered again and again: what it had at one moment may have been what a step asks for.
+    Lowered again and again: what it had at one moment may have been what a step asks for. The
+    fault is when it was last seen alive.
     """
     rank = scene.chance.choice(list(scene.subject.ranks().values()))
     former = rank.rlimit(psutil.RLIMIT_AS)
     limit, give_up = rank.memory_info().vms + MEMORY_LEFT_BYTES, time.monotonic() + MEMORY_S_MAX
     while time.monotonic() < give_up:
         try:
+            looked_at = time.time()
             # A zombie has no memory any more.
             vms_bytes = rank.memory_info().vms
             is_gone = vms_bytes == 0
             if not is_gone:
+                scene.acted_at = looked_at
                 limit = min(limit, vms_bytes + MEMORY_LEFT_BYTES)
                 rank.rlimit(psutil.RLIMIT_AS, (limit, former[1]))
         except psutil.NoSuchProcess:
