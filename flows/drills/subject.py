@@ -20,6 +20,7 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.flows.drills.steps import Place, Records, Step, place_of
+from holdfast.workers.agent.flusher_keeper import MODULE
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
@@ -194,9 +195,8 @@ class Subject:
         return parent
 
     def flusher(self) -> psutil.Process:
-        """The agent's child that is not above the ranks."""
-        above = {p.pid for p in next(iter(self.ranks().values())).parents()}
-        found = [p for p in self.agent().children() if p.pid not in above]
+        """The agent's child that writes the checkpoints."""
+        found = [p for p in self.agent().children() if MODULE in p.cmdline()]
         if not found:
             raise ServiceError(f"{self.paths.name}: its agent has no flusher now")
         return found[0]

@@ -28,6 +28,7 @@ from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
+from holdfast.trainer.standby import changed_variables
 from holdfast.trainer.state.train_state import Restored, TrainState
 
 CHOICES_MAX: Final = 100
@@ -281,4 +282,5 @@ def _journal(
         restored=list(first.parts),
         notes=list(notes),
         load_s=load_s,
+        changed_variables=changed_variables(),
     )

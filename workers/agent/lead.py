@@ -25,6 +25,7 @@ from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
+from holdfast.workers.agent.spares import SparePlan
 from holdfast.workers.agent.stops import StopWatch, StopWish
 from holdfast.workers.causes import hung_ending
 from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
@@ -65,6 +66,11 @@ class Ended:
         """The step after which this incarnation began, or `NOWHERE`."""
         return max((r.resumed for r in self.reports), default=NOWHERE)
 
+    @property
+    def gained(self) -> bool:
+        """True when a step was finished that this incarnation did not begin with."""
+        return self.completed > self.resumed
+
 
 class Lead:
     """One attempt, led. Everything it does is journaled in node 0's journal."""
@@ -91,6 +97,7 @@ class Lead:
         self._heard: list[str] = []
         self._noticed: list[tuple[str, Notice]] = []
         self._early = EarlySave(self._note)
+        self._spares = SparePlan(context, self._address, self._note)
         self._remote_at = 0.0
         self._serial = 1
         self._tries = 0
@@ -115,7 +122,7 @@ class Lead:
             self._note(f"{decision.action} in place: {decision.reason}")
             if decision.action != "restart":
                 break
-            self._look_for_stops(self._signals.wait(RESTART_PAUSE_S))
+            self._look_for_stops(self._signals.wait(0.0 if ended.gained else RESTART_PAUSE_S))
             if self.wish is not None:
                 break
         self._await_mirror()
@@ -142,7 +149,8 @@ class Lead:
         started_at = time.time()
         self._settled, self._tries, self._serial = False, 0, 1
         self._early.forget()
-        port, address = _free_port(), self._address()
+        port = self._spares.take_port(number, self.nodes, self._reports.values())
+        address = self._address()
         self._hangs.begin(number)
         self._journal.append(
             EventKind.INCARNATION_STARTED,
@@ -162,7 +170,7 @@ class Lead:
             incarnation=number,
             ending=ended.ending,
             exit_code=ended.exit_code,
-            last_step=ended.completed if ended.completed > ended.resumed else None,
+            last_step=ended.completed if ended.gained else None,
             trained_until=trained_until,
         )
         self.incarnations.append(
@@ -172,7 +180,7 @@ class Lead:
                 ended_at=time.time(),
                 exit_code=ended.exit_code,
                 first_step=ended.resumed + 1 if ended.resumed > NOWHERE else None,
-                last_step=ended.completed if ended.completed > ended.resumed else None,
+                last_step=ended.completed if ended.gained else None,
                 ending=ended.ending,
             )
         )
@@ -197,6 +205,9 @@ class Lead:
             if self.wish is None:
                 reports = self._reports.values()
                 self._serial = self._early.pursue(self.nodes, reports, self._serial)
+                with contextlib.suppress(ConnectionError):
+                    # A node that is gone is found lost at the next look.
+                    self._spares.look(self.nodes, reports, len(self.incarnations))
                 continue
             self._settle()
             if self._all_have_left():
@@ -425,14 +436,13 @@ class Lead:
     # --- helpers ----------------------------------------------------------------------------
 
     def _decide(self, ended: Ended, restarts: int) -> Decision:
-        gained = ended.completed > ended.resumed
         supervision = self.context.request.supervision
         return decide_in_place(
             hung_ending(ended.hang) if ended.hang else ended.wreck.classify(self.lost)[0],
             restarts=restarts,
             restarts_max=supervision.restarts_in_place,
             lost_nodes=self.lost,
-            gained_steps=gained,
+            gained_steps=ended.gained,
             hangs=sum(one.ending == "hung" for one in self.incarnations),
             hangs_max=supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
             rolled_back=self._has_rolled_back(),
@@ -481,10 +491,3 @@ class Lead:
 
     def _note(self, text: str) -> None:
         self._journal.append(EventKind.NOTE, attempt=self.context.attempt.number, text=text)
-
-
-def _free_port() -> int:
-    """A port that was free a moment ago; were it taken since, the incarnation is started again."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -43,6 +43,9 @@ class RemoteNode:
     def start(self, incarnation: int, address: str, port: int) -> None:
         self._peer.call("start", incarnation=incarnation, address=address, port=port)
 
+    def prepare(self, incarnation: int, address: str, port: int) -> None:
+        self._peer.call("prepare", incarnation=incarnation, address=address, port=port)
+
     def report(self) -> NodeReport:
         return NodeReport.from_json(self._peer.call("report"))
 
@@ -135,8 +138,9 @@ def _obey(runtime: NodeRuntime, member: ChannelMember, signals: SignalBox) -> No
 def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]) -> dict[str, Any]:
     """What this node answers, after doing what was asked."""
     kind = question["kind"]
-    if kind == "start":
-        runtime.start(question["incarnation"], question["address"], question["port"])
+    if kind in {"start", "prepare"}:
+        act = runtime.start if kind == "start" else runtime.prepare
+        act(question["incarnation"], question["address"], question["port"])
         return {}
     if kind == "report":
         return {**runtime.report().to_json(), "host_address": member.host_address}

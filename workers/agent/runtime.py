@@ -21,6 +21,7 @@ from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.rank_watch import RankWatch
 from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.spare import Spare, has_room
 from holdfast.workers.agent.stacks import StackSample, StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
 from holdfast.workers.causes import Ending, RankFailure, classify_crash
@@ -32,6 +33,7 @@ class NodeReport:
 
     `registered` ranks have spoken to the board, `alive` of them still run; each is in step
     `entered` or a later one. A rank asks all others to meet about the loss of step `asked`.
+    `spare` is the incarnation for which a spare waits, 0 without one.
     """
 
     exit_code: int | None
@@ -46,6 +48,7 @@ class NodeReport:
     notices: tuple[Notice, ...] = ()
     ranks: tuple[RankLook, ...] = ()
     sample: StackSample | None = None
+    spare: int = 0
     problem: str = ""
     host_address: str = ""
 
@@ -128,6 +131,10 @@ class Node(NodePort, Protocol):
         """Start torchrun for a new incarnation."""
         ...
 
+    def prepare(self, incarnation: int, address: str, port: int) -> None:
+        """Start a spare for an incarnation to come, where there is memory for it."""
+        ...
+
     def report(self) -> NodeReport:
         """How the node is."""
         ...
@@ -183,6 +190,8 @@ class NodeRuntime(BoardPort):
             self._note,
         )
         self._torchrun: Torchrun | None = None
+        self._spare: Spare | None = None
+        self._released: Spare | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = 0
         self._is_stopping = False
@@ -205,13 +214,52 @@ class NodeRuntime(BoardPort):
         self._is_stopping = False
         self._heartbeat.incarnation = incarnation
         self._oom_kills_before = oom_kills()
-        self._torchrun = Torchrun(
-            self.context,
-            incarnation,
-            address=address,
-            port=port,
-            handles=Handles(self._board_handle, self.keeper.socket_name),
+        self._torchrun = self._release_spare(incarnation, port) or Torchrun(
+            self.context, incarnation, address=address, port=port, handles=self._handles()
         )
+
+    def prepare(self, incarnation: int, address: str, port: int) -> None:
+        self._discard_spare()
+        if has_room(self.context.request.gpus_per_node):
+            self._spare = Spare(self.context, incarnation, address, port, self._handles())
+        else:
+            self._note("no spare: the node has too little memory for one")
+
+    def _handles(self) -> Handles:
+        return Handles(self._board_handle, self.keeper.socket_name)
+
+    def _release_spare(self, incarnation: int, port: int) -> Torchrun | None:
+        """The torchrun of a spare for this incarnation and port; any other is ended."""
+        spare = self._spare
+        if (
+            spare is None
+            or not spare.is_alive
+            or (spare.incarnation, spare.port)
+            != (
+                incarnation,
+                port,
+            )
+        ):
+            self._discard_spare()
+            return None
+        self._spare, self._released = None, spare
+        return spare.release()
+
+    def _discard_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.discard()
+        self._spare = None
+
+    def _tend_spare(self) -> int:
+        """The incarnation for which a spare waits, 0 when there is none or it has died."""
+        if self._spare is None:
+            return 0
+        if self._spare.is_alive:
+            return self._spare.incarnation
+        self._discard_spare()
+        # It dies first for want of memory, and that says nothing of the ranks.
+        self._oom_kills_before = oom_kills()
+        return 0
 
     def report(self) -> NodeReport:
         self.keeper.tend()
@@ -231,6 +279,7 @@ class NodeRuntime(BoardPort):
             notices=tuple(self._notices.take()),
             ranks=tuple(self._watch.looks()),
             sample=self._stacks.sample,
+            spare=self._tend_spare(),
             problem=self.keeper.problem,
         )
 
@@ -261,8 +310,11 @@ class NodeRuntime(BoardPort):
         if self._torchrun is not None:
             self._torchrun.kill()
             # Where the guard itself was killed, what it guarded is this process's to end.
-            flusher = self.keeper.pid
-            kill_all_below(os.getpid(), frozenset({flusher} if flusher else ()))
+            spared = {self.keeper.pid, self._spare.pid if self._spare else None}
+            kill_all_below(os.getpid(), frozenset(pid for pid in spared if pid))
+        if self._released is not None:
+            self._released.close()
+            self._released = None
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         told = self.keeper.told
@@ -309,6 +361,7 @@ class NodeRuntime(BoardPort):
     def close(self) -> None:
         """End all that this agent started; the flusher finishes what is sealed first."""
         self._notices.close()
+        self._discard_spare()
         self.kill()
         self.keeper.close()
         self._heartbeat.close()

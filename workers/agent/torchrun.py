@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -27,6 +28,7 @@ from holdfast.workers.evidence import last_traceback
 from holdfast.workers.processes import descendants, end_processes
 
 KILL_WAIT_S: Final = 30.0
+STANDBY: Final = "holdfast.trainer.standby"
 MONITOR_INTERVAL_S: Final = 0.1
 TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
@@ -35,6 +37,8 @@ TRACEBACK_CHARACTERS_MAX: Final = 20_000
 # What torchrun says, once a rank has failed, of each other rank that it is about to end. The ranks
 # ignore what it sends, and it would wait half a minute before it kills them.
 _ENDING = re.compile(r"Sending process (\d+) closing signal")
+# What a process that fails by itself says before it is gone.
+_WORDS = re.compile(r"Traceback|[Ee]rror|[Ee]xception|terminate called|[Aa]bort|watchdog")
 # A rank that fails because of another one's failure says so within this time.
 PEER_WORDS_S: Final = 2.0
 # The report that torchrun prints of its workers that failed; the same in 1.9 to 2.13.
@@ -49,13 +53,22 @@ class Torchrun:
     """torchrun on this node, under a guard that lets nothing outlive it."""
 
     def __init__(
-        self, context: AgentContext, incarnation: int, *, address: str, port: int, handles: Handles
+        self,
+        context: AgentContext,
+        incarnation: int,
+        *,
+        address: str,
+        port: int,
+        handles: Handles,
+        gate: str = "",
     ) -> None:
+        """With a `gate` the ranks load their libraries and wait there for a byte each."""
         self._context = context
         self._incarnation = incarnation
         self._logs = log_directory(context, incarnation)
         self._linked: set[int] = set()
         self._failed_at: float | None = None
+        self._is_silent_death = False
         make_directory(self._logs)
         command = build_command(
             context.request,
@@ -64,10 +77,13 @@ class Torchrun:
             address=address,
             port=port,
             logs=self._logs,
+            is_ahead=bool(gate),
         )
         inherited = {**os.environ, **context.request.environment}
         recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
         variables = build_environment(context, incarnation, handles, {**recorder, **os.environ})
+        if gate:
+            variables[environment.GATE] = gate
         with open(self._logs / "torchrun.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
@@ -78,6 +94,15 @@ class Torchrun:
                 env=variables,
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        """The guard's process number: torchrun and its ranks are below it."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def poll(self, *, peer_words_s: float = PEER_WORDS_S) -> int | None:
         """torchrun's exit code, None while it runs; also puts its logs where `paths` says.
@@ -95,13 +120,28 @@ class Torchrun:
         ending = self._peers_ended()
         if not ending:
             return
-        self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at < after_s:
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+            self._is_silent_death = self._has_died_silently()
+        is_certain = self._is_silent_death and math.isfinite(after_s)
+        if not is_certain and time.monotonic() - self._failed_at < after_s:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in descendants(psutil.Process(self._process.pid)):
                 if process.pid in ending:
                     process.kill()
+
+    def _has_died_silently(self) -> bool:
+        """True when a rank is gone and left no word of why: it was killed, and no peer of it has
+        more to say than that."""
+        dead = set(range(self._context.request.gpus_per_node)) - set(self.rank_pids())
+        folders = [self._rank_folder(local) for local in dead]
+        return any(
+            not (folder / "error.json").exists()
+            and not _WORDS.search(read_tail(folder / "stderr.log", LOG_TAIL_BYTES))
+            for folder in folders
+            if folder is not None
+        )
 
     def _peers_ended(self) -> set[int]:
         """Numbers of the ranks that torchrun ends because another one has failed."""
@@ -212,13 +252,22 @@ def log_directory(context: AgentContext, incarnation: int) -> Path:
 
 
 def build_command(
-    request: Request, *, node: int, incarnation: int, address: str, port: int, logs: Path
+    request: Request,
+    *,
+    node: int,
+    incarnation: int,
+    address: str,
+    port: int,
+    logs: Path,
+    is_ahead: bool = False,
 ) -> list[str]:
     """torchrun's command line for one node: pure.
 
     Rendezvous is static: node 0's agent picked the port anew, so that nothing of an earlier
-    incarnation can answer there.
+    incarnation can answer there. Ranks that are started ahead wait before they are the program.
     """
+    module = ["-m", STANDBY] if is_ahead else []
+    program = [*module, *request.command]
     return [
         sys.executable,
         "-m",
@@ -235,7 +284,7 @@ def build_command(
         "--signals-to-handle=SIGQUIT",
         f"--log-dir={logs}",
         "--redirects=3",
-        *(["--module", *request.command[1:]] if request.command[0] == "-m" else request.command),
+        *(["--module", *program[1:]] if program[0] == "-m" else program),
     ]
 
 

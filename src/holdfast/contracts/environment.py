@@ -23,3 +23,5 @@ NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
 # `supervision.numerics` of the spec, as JSON.
 NUMERICS: Final = "HOLDFAST_NUMERICS"
+# Where a rank that was started ahead waits for the word to begin.
+GATE: Final = "HOLDFAST_GATE"

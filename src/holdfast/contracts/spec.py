@@ -274,6 +274,10 @@ class Supervision(SpecPart):
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         default=3, description="restarts of torchrun inside one attempt"
     )
+    spare_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
+        default=10.0,
+        description="seconds of training after which a second torchrun loads and then waits",
+    )
     hangs: bool = Field(default=True, description="whether silent ranks are looked into and ended")
     silence_s: dict[SilentPhase, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,

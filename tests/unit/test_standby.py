@@ -1,0 +1,110 @@
+"""A rank that was started ahead is the program that Python itself would have run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts import environment
+from holdfast.trainer.program import program_argv
+from holdfast.trainer.standby import changed_variables, take_the_place_of
+
+# The libraries are left out: what is tested is the same with any.
+STANDBY = """
+import sys
+from holdfast.trainer import standby
+standby.PRELOADED = ("decimal",)
+standby.main(sys.argv[1:])
+"""
+# Everything by which a program could tell how it was started. It ends by an error of its own.
+PROGRAM = """
+import json, os, sys
+def view():
+    return None
+main = sys.modules["__main__"]
+facts = dict(
+    argv=sys.argv, orig_argv=sys.orig_argv, path=sys.path, name=__name__, file=__file__,
+    spec=getattr(__spec__, "name", None), package=__package__, loader=type(__loader__).__name__,
+    code=view.__code__.co_filename, names=sorted(vars(main)), is_main=main.view is view,
+    builtins=type(__builtins__).__name__, cwd=os.getcwd(), environ=dict(os.environ),
+    future=view.__code__.co_flags, flags=list(sys.flags),
+)
+print(json.dumps(facts))
+raise LookupError("the program's own")
+"""
+
+
+def run(folder: Path, words: tuple[str, ...], gate: bytes | None) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a program, started ahead with a `gate`."""
+    inherited = dict(os.environ)
+    command = [sys.executable, "-u", *(("-c", STANDBY) if gate is not None else ()), *words]
+    read, write = os.pipe()
+    if gate is not None:
+        inherited[environment.GATE] = f"/proc/{os.getpid()}/fd/{read}"
+        os.write(write, gate)
+        if not gate:
+            os.close(write)
+    done = subprocess.run(
+        command, cwd=folder, env=inherited, capture_output=True, text=True, timeout=120
+    )
+    os.close(read)
+    if gate != b"":
+        os.close(write)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("words", [("sub/kelp.py", "--steps", "3"), ("-m", "sub.kelp", "-x")])
+def test_a_program_cannot_tell_that_it_was_started_ahead(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "kelp.py").write_text(PROGRAM)
+    plain, ahead = run(tmp_path, words, None), run(tmp_path, words, b"\0")
+    assert plain[0] == 1
+    assert json.loads(ahead[1]) == json.loads(plain[1])
+    assert ahead[0] == plain[0]
+    own = f'  File "{tmp_path}/sub/kelp.py"'
+    assert ahead[2][ahead[2].index(own) :] == plain[2][plain[2].index(own) :]
+    assert "LookupError: the program's own" in ahead[2]
+
+
+def test_a_rank_that_nobody_wants_leaves_without_having_been_the_program(tmp_path: Path) -> None:
+    (tmp_path / "kelp.py").write_text("print('trained')")
+    code, said, _ = run(tmp_path, ("kelp.py",), b"")
+    assert (code, said) == (75, "")
+
+
+def test_the_command_line_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = ["python", "-u", "-m", "holdfast.trainer.standby", "train.py", "--lr", "1"]
+    monkeypatch.setattr(sys, "orig_argv", [*started])
+    monkeypatch.setattr(sys, "argv", [*started[3:]])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    take_the_place_of(started[4:])
+    assert program_argv() == ["train.py", "--lr", "1"]
+    assert sys.argv == ["train.py", "--lr", "1"]
+    assert sys.path[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "1", "HOME": "/root"}, []),
+        ({"OMP_NUM_THREADS": "4", "HOME": "/root"}, ["OMP_NUM_THREADS"]),
+        ({"HOME": "/root"}, ["OMP_NUM_THREADS"]),
+        (
+            {"OMP_NUM_THREADS": "1", "HOME": "/", "CUDA_VISIBLE_DEVICES": "0", "WANDB_MODE": "off"},
+            ["CUDA_VISIBLE_DEVICES"],
+        ),
+        ({"OMP_NUM_THREADS": "1", "HOME": "/root", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}, []),
+    ],
+)
+def test_what_a_program_sets_before_its_libraries_is_seen(
+    now: dict[str, str], expected: list[str]
+) -> None:
+    assert changed_variables(now, {"OMP_NUM_THREADS": "1", "HOME": "/root"}) == expected
