@@ -1,7 +1,7 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster demo test test-all bench check lock clean slurm-up slurm-down
+.PHONY: help setup setup-cluster page demo test test-all bench check lock clean slurm-up slurm-down
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -19,6 +19,9 @@ setup:  ## .venv with everything in requirements.lock
 
 setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root or sudo)
 	@infra/setup/setup.sh --cluster
+
+page:  ## The web page, from web/ into the package (needs Node 18 or newer)
+	@infra/setup/setup.sh --page
 
 demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: about 3 minutes
 	$(PYTHON) examples/demo.py $(ARGS)
@@ -50,5 +53,5 @@ slurm-down:  ## Stop it and remove its files
 
 clean:  ## Remove .venv, caches and built files; runs and databases stay
 	rm -rf .venv .setup build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache \
-		.import_linter_cache .hypothesis
+		.import_linter_cache .hypothesis web/node_modules src/holdfast/api/static
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes this checkout ready: `.venv` with everything in requirements.lock, and with `--cluster`
-# also the system packages that the tests of Slurm, PostgreSQL and injected faults use. Every
-# make target calls it; when nothing has changed it returns at once.
+# also the system packages that the tests of Slurm, PostgreSQL, the page and injected faults use.
+# Where there is Node it builds the web page. Every make target calls it; when nothing has changed
+# it returns at once.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -9,11 +10,14 @@ readonly PYTHON_MIN=3.11
 readonly LOCK_WAIT_S=1800
 readonly APT_WAIT_S=300
 readonly PIP_RETRIES=3
+readonly NODE_MIN=18
+readonly PAGE_LIMIT_S=600
+readonly PAGE=src/holdfast/api/static
 # Command → package that brings it, on Debian and Ubuntu.
 readonly CLUSTER_PACKAGES=(
     slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd
     munged:munge mariadbd:mariadb-server initdb:postgresql
-    gcc:gcc strace:strace
+    gcc:gcc strace:strace node:nodejs npm:npm chromium:chromium
 )
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -88,11 +92,12 @@ add_cluster_packages() {
         sudo=(sudo -n)
     fi
     if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
-        say "not installed: ${missing[*]}. The tests in tests/slurm and those on PostgreSQL" \
-            "need them and will fail; make demo does not. Install them as root, then try again"
+        say "not installed: ${missing[*]}. The tests in tests/slurm, on PostgreSQL" \
+            "and the page need them and will fail; make demo does not. Install them as root," \
+            "then try again"
         return 0
     fi
-    say "installing ${missing[*]} (for the tests on Slurm and PostgreSQL)"
+    say "installing ${missing[*]} (for the tests on Slurm, PostgreSQL and the page)"
     local quiet=(-qq -o "DPkg::Lock::Timeout=$APT_WAIT_S" -o "Dpkg::Use-Pty=0")
     "${sudo[@]}" apt-get update "${quiet[@]}" ||
         say "apt-get update failed; trying with what is known"
@@ -100,6 +105,39 @@ add_cluster_packages() {
         --no-install-recommends "${quiet[@]}" "${missing[@]}" >.setup/apt.log 2>&1 ||
         say "apt-get could not install ${missing[*]} (see .setup/apt.log):" \
             "the tests that need them will fail"
+}
+
+page_stamp() {
+    find web -type d \( -name node_modules -o -name dist \) -prune -o -type f -print0 |
+        LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -c1-32
+}
+
+has_node() {
+    local version
+    version="$(node --version 2>/dev/null)" || return 1
+    version="${version#v}"
+    [[ "${version%%.*}" -ge $NODE_MIN ]] && command -v npm >/dev/null
+}
+
+# The page is built into the package. Without it all else works, and the server's address says so.
+build_page() {
+    local stamp
+    stamp="$(page_stamp)"
+    if [[ -f $PAGE/index.html && "$(cat .setup/page 2>/dev/null)" == "$stamp" ]]; then
+        return 0
+    fi
+    if ! has_node; then
+        say "no Node $NODE_MIN or newer with npm: the web page is not built, all else works"
+        return 0
+    fi
+    say "building the web page (a minute the first time)"
+    if (cd web && timeout "$PAGE_LIMIT_S" npm ci --ignore-scripts --no-audit --no-fund &&
+        timeout "$PAGE_LIMIT_S" npm run --silent build) >.setup/page.log 2>&1; then
+        printf '%s\n' "$stamp" >.setup/page
+    else
+        say "the web page could not be built (see .setup/page.log); all else works"
+        [[ "${1:-}" != --strict ]]
+    fi
 }
 
 main() {
@@ -111,6 +149,13 @@ main() {
     make_environment
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages
+    fi
+    if [[ "${1:-}" == --page ]]; then
+        has_node || die "make page needs Node $NODE_MIN or newer with npm" \
+            "(Debian: apt-get install nodejs npm)"
+        build_page --strict
+    else
+        build_page
     fi
 }
 

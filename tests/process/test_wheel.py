@@ -132,6 +132,14 @@ def test_the_wheel_carries_every_source_and_what_goes_with_it(wheel: Path) -> No
         for path in (CHECKOUT / "alembic").rglob(pattern)
     }
     expected |= {"holdfast/py.typed", "holdfast/flows/templates/prefect.yaml"}
+    # The page is built by the set-up, so that users need no Node.
+    page = CHECKOUT / "src" / "holdfast" / "api" / "static"
+    assert (page / "index.html").is_file(), f"{page}: no page; `make page` builds it"
+    expected |= {
+        f"holdfast/api/static/{path.relative_to(page)}"
+        for path in page.rglob("*")
+        if path.is_file()
+    }
     assert expected <= names, sorted(expected - names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"holdfast"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -1,0 +1,112 @@
+// Requests to the server: JSON in and out, its errors as they are told, and whether it answers.
+
+const BASE = "/api/v1";
+const LIMIT_MS = 20_000;
+const HEADER = "X-Holdfast-CSRF";
+let changeWord: string | null = null;
+
+/** The session's word against forged changes; `/session` tells it. */
+export function setChangeWord(word: string | null) {
+  changeWord = word;
+}
+
+/** A refusal: what the server said and what it advises. */
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    readonly title: string,
+    message: string,
+    readonly advice: string | null = null,
+  ) {
+    super(message);
+  }
+}
+
+/** No answer at all, as opposed to a refusal. */
+export class AwayError extends Error {}
+
+const TITLES: Record<number, string> = {
+  401: "You are not logged in.",
+  403: "Your role does not allow this.",
+  404: "There is no such thing.",
+  409: "Somebody else was first.",
+  422: "The request was not understood.",
+  429: "Too many tries.",
+};
+
+type Listener = (reached: boolean) => void;
+const listeners = new Set<Listener>();
+
+/** Calls `listener` after every request with whether the server answered; returns the undoing. */
+export function onReach(listener: Listener): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** Tells all who listen whether the server answered. */
+export function tellReach(reached: boolean) {
+  for (const listener of listeners) listener(reached);
+}
+
+interface Refusal {
+  detail?: unknown;
+  message?: unknown;
+  error?: unknown;
+  advice?: unknown;
+}
+
+function explain(body: Refusal): string {
+  const told = body.message ?? body.detail ?? body.error;
+  if (typeof told === "string") return told;
+  if (Array.isArray(told)) {
+    return told.map((one: { msg?: string; loc?: unknown[] }) =>
+      `${(one.loc ?? []).join(".")}: ${one.msg ?? "not as expected"}`).join("; ");
+  }
+  return told ? JSON.stringify(told) : "";
+}
+
+async function refusal(response: Response): Promise<ApiError> {
+  const body = (await response.json().catch(() => ({}))) as Refusal;
+  const title = TITLES[response.status] ?? `The server answered ${response.status}.`;
+  const advice = typeof body.advice === "string" ? body.advice : null;
+  return new ApiError(response.status, title, explain(body) || response.statusText, advice);
+}
+
+async function send(path: string, init: RequestInit): Promise<Response> {
+  let response: Response;
+  try {
+    const signal = AbortSignal.timeout(LIMIT_MS);
+    response = await fetch(BASE + path, { credentials: "same-origin", signal, ...init });
+  } catch (error) {
+    tellReach(false);
+    throw new AwayError(`No answer from the server (${(error as Error).message}).`);
+  }
+  // A proxy before a server that is gone answers in its stead.
+  tellReach(![502, 503, 504].includes(response.status));
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+export async function get<T>(path: string): Promise<T> {
+  const response = await send(path, { headers: { Accept: "application/json" } });
+  return (await response.json()) as T;
+}
+
+/** `path` with the parameters that have a value. */
+export function withQuery(path: string, query: Record<string, string | number | null | undefined>) {
+  const pairs = Object.entries(query).filter(([, value]) => value != null && value !== "");
+  const text = new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString();
+  return text ? `${path}?${text}` : path;
+}
+
+export async function remove(path: string): Promise<void> {
+  await send(path, { method: "DELETE", headers: changeHeaders() });
+}
+
+const changeHeaders = (): Record<string, string> => (changeWord ? { [HEADER]: changeWord } : {});
+
+export async function post<T>(path: string, body: unknown = {}): Promise<T> {
+  const headers = { "Content-Type": "application/json", ...changeHeaders() };
+  const response = await send(path, { method: "POST", headers, body: JSON.stringify(body) });
+  return response.status === 204 ? (undefined as T) : ((await response.json()) as T);
+}

@@ -1,0 +1,153 @@
+// Long stretches of a lineage folded into one node each, so that ten thousand checkpoints are a
+// picture of a few dozen. A fold hides only what is alike and eventless: every pin, fork, export,
+// resume, rollback and end stays in sight. Pure.
+import type { Graph, GraphEdge, GraphNode } from "./api/types";
+
+export interface Fold extends GraphNode {
+  kind: "fold";
+  members: string[];
+  first_step: number;
+  last_step: number;
+}
+
+export type Shown = GraphNode | Fold;
+export const isFold = (node: Shown): node is Fold => node.kind === "fold";
+
+/** An opened fold shows at most about this many nodes, the rest in folds of their own. */
+export const SHOWN_MAX = 24;
+const FOLD_MIN = 4;
+const ID = /^(.*):step-\d+\.a(\d+)\.i\d+$/;
+
+/** Edges in the order of time, `from` before `to`, and those between attempts and their first. */
+export function inTime({ nodes, edges }: Graph): GraphEdge[] {
+  const found = edges.map((edge) =>
+    edge.kind === "exported_to" || edge.kind === "rolled_back"
+      ? edge
+      : { from: edge.to, to: edge.from, kind: edge.kind },
+  );
+  const attempts = new Map(
+    nodes.filter((one) => one.kind === "attempt").map((one) => [`${one.run}/${one.number}`, one]),
+  );
+  const firsts = new Map<string, GraphNode>();
+  for (const node of nodes) {
+    const match = node.kind === "checkpoint" ? ID.exec(node.id) : null;
+    if (!match) continue;
+    const key = `${match[1]}/${Number(match[2])}`;
+    const before = firsts.get(key);
+    if (!before || (node.step ?? 0) < (before.step ?? 0)) firsts.set(key, node);
+  }
+  const reached = new Set(found.map((edge) => edge.to));
+  for (const [key, attempt] of attempts) {
+    const first = firsts.get(key);
+    if (first) found.push({ from: attempt.id, to: first.id, kind: "made" });
+    const run = nodes.find((one) => one.kind === "run" && one.run === attempt.run);
+    if (run && !reached.has(attempt.id)) found.push({ from: run.id, to: attempt.id, kind: "made" });
+  }
+  return found;
+}
+
+interface Chain {
+  before: string | null;
+  members: GraphNode[];
+}
+
+const look = (node: GraphNode): string => `${node.state}|${node.rolled_back}|${node.run}`;
+
+/** Maximal stretches of checkpoints that hang on nothing but their neighbours. */
+export function chains(nodes: GraphNode[], edges: GraphEdge[]): Chain[] {
+  const next = new Map<string, string[]>();
+  const previous = new Map<string, string[]>();
+  const busy = new Set<string>();
+  const put = (map: Map<string, string[]>, key: string, value: string) =>
+    map.set(key, [...(map.get(key) ?? []), value]);
+  for (const edge of edges) {
+    if (edge.kind !== "parent") {
+      busy.add(edge.from).add(edge.to);
+      continue;
+    }
+    put(next, edge.from, edge.to);
+    put(previous, edge.to, edge.from);
+  }
+  const byId = new Map(nodes.map((node) => [node.id, node]));
+  const isDull = (node: GraphNode): boolean =>
+    node.kind === "checkpoint" && !node.pinned && !busy.has(node.id) &&
+    next.get(node.id)?.length === 1 && previous.get(node.id)?.length === 1;
+  const found: Chain[] = [];
+  const taken = new Set<string>();
+  for (const node of nodes) {
+    if (taken.has(node.id) || !isDull(node)) continue;
+    let start = node;
+    for (;;) {
+      const before = byId.get(previous.get(start.id)?.[0] ?? "");
+      if (!before || !isDull(before) || look(before) !== look(node) || before === node) break;
+      start = before;
+    }
+    const members: GraphNode[] = [];
+    let at: GraphNode | undefined = start;
+    while (at && isDull(at) && look(at) === look(node) && !taken.has(at.id)) {
+      taken.add(at.id);
+      members.push(at);
+      at = byId.get(next.get(at.id)?.[0] ?? "");
+    }
+    found.push({ before: previous.get(start.id)?.[0] ?? null, members });
+  }
+  return found;
+}
+
+function foldOf(members: GraphNode[]): Fold {
+  const [first, last] = [members[0], members.at(-1)];
+  return {
+    id: `fold:${first?.id}…${last?.id}`,
+    kind: "fold",
+    run: first?.run,
+    state: first?.state,
+    rolled_back: first?.rolled_back,
+    members: members.map((one) => one.id),
+    first_step: first?.step ?? 0,
+    last_step: last?.step ?? 0,
+  };
+}
+
+/** A stretch as it is shown: one fold, or, where it is open, its nodes or smaller folds. */
+function unfold(members: GraphNode[], open: ReadonlySet<string>): Shown[] {
+  if (members.length < FOLD_MIN) return members;
+  const fold = foldOf(members);
+  if (!open.has(fold.id)) return [fold];
+  if (members.length <= SHOWN_MAX) return members;
+  const size = Math.max(FOLD_MIN, Math.ceil(members.length / SHOWN_MAX));
+  const parts: Shown[] = [];
+  for (let from = 0; from < members.length; from += size) {
+    parts.push(...unfold(members.slice(from, from + size), open));
+  }
+  return parts;
+}
+
+export interface Folded {
+  nodes: Shown[];
+  edges: GraphEdge[];
+}
+
+/** The graph with its eventless stretches folded, but for those in `open`. */
+export function fold(graph: Graph, open: ReadonlySet<string>): Folded {
+  const edges = inTime(graph);
+  const place = new Map<string, string>();
+  const folds: Fold[] = [];
+  for (const { members } of chains(graph.nodes, edges)) {
+    for (const shown of unfold(members, open)) {
+      if (!isFold(shown)) continue;
+      folds.push(shown);
+      for (const member of shown.members) place.set(member, shown.id);
+    }
+  }
+  const nodes: Shown[] = [...graph.nodes.filter((node) => !place.has(node.id)), ...folds];
+  const seen = new Set<string>();
+  const kept: GraphEdge[] = [];
+  for (const edge of edges) {
+    const [from, to] = [place.get(edge.from) ?? edge.from, place.get(edge.to) ?? edge.to];
+    const key = `${from}|${to}|${edge.kind}`;
+    if (from === to || seen.has(key)) continue;
+    seen.add(key);
+    kept.push({ from, to, kind: edge.kind });
+  }
+  return { nodes, edges: kept };
+}

@@ -1,0 +1,101 @@
+// Numbers, sizes and times as people read them. Pure: `now` is given, never asked for.
+
+const NONE = "–";
+const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+const SPANS: [number, string][] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+
+/** Digits in groups of three, set apart by a thin space. */
+export function count(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return NONE;
+  return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, "\u202f");
+}
+
+/** Four figures, for losses and rates. */
+export function figure(value: number | null | undefined): string {
+  if (value == null) return NONE;
+  if (!Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)) + "";
+}
+
+export function bytes(value: number | null | undefined): string {
+  if (value == null) return NONE;
+  let rest = value;
+  let unit = 0;
+  while (rest >= 1024 && unit < BYTES.length - 1) {
+    rest /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 ? rest : rest.toFixed(rest < 10 ? 2 : 1)} ${BYTES[unit]}`;
+}
+
+/** The two largest units of a duration in seconds: "2 h 5 min". */
+export function span(seconds: number | null | undefined): string {
+  if (seconds == null || !Number.isFinite(seconds)) return NONE;
+  if (seconds < 0) return `−${span(-seconds)}`;
+  if (seconds < 1) return seconds === 0 ? "0 s" : `${Math.max(1, Math.round(seconds * 1000))} ms`;
+  if (seconds < 10) return `${Number(seconds.toFixed(1))} s`;
+  let rest = Math.round(seconds);
+  const words: string[] = [];
+  for (const [size, unit] of SPANS) {
+    const whole = Math.floor(rest / size);
+    rest -= whole * size;
+    if (whole > 0 || words.length > 0) words.push(`${whole} ${unit}`);
+    if (words.length === 2) break;
+  }
+  return words.filter((word) => !word.startsWith("0 ")).join(" ");
+}
+
+/** "3 min ago", "in 2 h": the largest unit alone. */
+export function relative(then: number, now: number): string {
+  const seconds = (now - then) / 1000;
+  const size = Math.abs(seconds);
+  if (size < 5) return "just now";
+  const [unit, word] = SPANS.find(([unit]) => size >= unit) ?? [1, "s"];
+  const text = `${Math.floor(size / unit)} ${word}`;
+  return seconds >= 0 ? `${text} ago` : `in ${text}`;
+}
+
+/** Date, time to the second and the offset, in the reader's own zone. */
+export function exact(then: number): string {
+  const date = new Date(then);
+  const two = (value: number) => String(value).padStart(2, "0");
+  const offset = -date.getTimezoneOffset();
+  const zone = `${offset < 0 ? "−" : "+"}${two(Math.floor(Math.abs(offset) / 60))}:${two(
+    Math.abs(offset) % 60,
+  )}`;
+  return (
+    `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ` +
+    `${two(date.getHours())}:${two(date.getMinutes())}:${two(date.getSeconds())} UTC${zone}`
+  );
+}
+
+export function percent(ratio: number | null | undefined): string {
+  if (ratio == null || !Number.isFinite(ratio)) return NONE;
+  return `${(ratio * 100).toFixed(ratio >= 0.9995 || ratio === 0 ? 0 : 1)} %`;
+}
+
+export function money(value: number | null | undefined, currency: string | null | undefined) {
+  if (value == null) return NONE;
+  return `${value.toFixed(2)} ${currency ?? "USD"}`;
+}
+
+/** `step-00001000.a0001.i01` in words. */
+export function checkpointWords(id: string): string {
+  const found = /step-0*(\d+)\.a0*(\d+)\.i0*(\d+)$/.exec(id);
+  if (!found) return id;
+  return `step ${count(Number(found[1]))} · attempt ${found[2]}.${found[3]}`;
+}
+
+/** The run's folder in a checkpoint's id, which is `<run>:<directory>`. */
+export function runOf(id: string): string {
+  const at = id.lastIndexOf(":");
+  return at < 0 ? id : id.slice(0, at);
+}
+
+/** Milliseconds of an ISO time; NaN never comes out. */
+export function when(iso: string | null | undefined): number | null {
+  const value = iso ? Date.parse(iso) : Number.NaN;
+  return Number.isNaN(value) ? null : value;
+}

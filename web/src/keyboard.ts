@@ -1,0 +1,62 @@
+// Keys: `/` searches, `g` and a letter goes to a page, j and k walk a list, Enter opens, ? helps.
+import { useEffect } from "react";
+
+export const GO: Record<string, [string, string]> = {
+  r: ["/", "Runs"],
+  n: ["/nodes", "Nodes"],
+  s: ["/storage", "Storage"],
+  c: ["/goodput", "Goodput and cost"],
+};
+const CHORD_MS = 1200;
+
+const isTyping = (target: EventTarget | null): boolean =>
+  target instanceof HTMLElement &&
+  (target.isContentEditable || ["INPUT", "TEXTAREA", "SELECT"].includes(target.tagName));
+
+const hasModifier = (event: KeyboardEvent) => event.ctrlKey || event.metaKey || event.altKey;
+
+/** The keys that hold on every page. */
+export function useKeys(go: (path: string) => void, help: () => void) {
+  useEffect(() => {
+    let armed = 0;
+    const press = (event: KeyboardEvent) => {
+      if (hasModifier(event) || isTyping(event.target)) return;
+      const target = GO[event.key];
+      if (Date.now() - armed < CHORD_MS && target) {
+        armed = 0;
+        event.preventDefault();
+        go(target[0]);
+      } else if (event.key === "g") armed = Date.now();
+      else if (event.key === "?") help();
+      else if (event.key === "/") focusSearch(event, go);
+    };
+    window.addEventListener("keydown", press);
+    return () => window.removeEventListener("keydown", press);
+  }, [go, help]);
+}
+
+function focusSearch(event: KeyboardEvent, go: (path: string) => void) {
+  event.preventDefault();
+  const box = document.querySelector<HTMLInputElement>("input[type=search]");
+  if (box) box.focus();
+  else go("/?focus=search");
+}
+
+/** j, k and Enter over `count` rows of which `at` is selected. */
+export function useListKeys(
+  count: number,
+  at: number,
+  select: (index: number) => void,
+  open: (index: number) => void,
+) {
+  useEffect(() => {
+    const press = (event: KeyboardEvent) => {
+      if (hasModifier(event) || isTyping(event.target) || count === 0) return;
+      if (event.key === "j") select(Math.min(count - 1, at + 1));
+      else if (event.key === "k") select(Math.max(0, at - 1));
+      else if (event.key === "Enter" && at >= 0 && event.target === document.body) open(at);
+    };
+    window.addEventListener("keydown", press);
+    return () => window.removeEventListener("keydown", press);
+  }, [count, at, select, open]);
+}

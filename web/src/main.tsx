@@ -1,0 +1,41 @@
+// The page's beginning: data, routes, clock.
+import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { RouterProvider } from "@tanstack/react-router";
+import { StrictMode } from "react";
+import { createRoot } from "react-dom/client";
+import { ApiError } from "./api/client";
+import { ClockProvider } from "./parts/basics";
+import { router } from "./router";
+import "./styles/base.css";
+import "./styles/shell.css";
+import "./styles/parts.css";
+
+const STALE_MS = 2_000;
+const TRIES = 2;
+
+const client = new QueryClient({
+  defaultOptions: {
+    queries: {
+      staleTime: STALE_MS,
+      // A refusal stays one; a server that is away is asked again.
+      retry: (tries, error) => !(error instanceof ApiError) && tries < TRIES,
+      refetchOnWindowFocus: true,
+      // A server on loopback answers though the machine is off the net.
+      networkMode: "always",
+    },
+    mutations: { networkMode: "always" },
+  },
+});
+
+const place = document.getElementById("page");
+if (place) {
+  createRoot(place).render(
+    <StrictMode>
+      <QueryClientProvider client={client}>
+        <ClockProvider>
+          <RouterProvider router={router} />
+        </ClockProvider>
+      </QueryClientProvider>
+    </StrictMode>,
+  );
+}

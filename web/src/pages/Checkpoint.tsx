@@ -1,0 +1,169 @@
+// One checkpoint: what it is made of, where it came from, how to go on from it.
+import { Link, useParams } from "@tanstack/react-router";
+import { useMayAct } from "../api/session";
+import { useAncestry, useCheckpoint } from "../api/queries";
+import type { CheckpointDetail } from "../api/types";
+import { bytes, checkpointWords, count, figure, runOf, span } from "../format";
+import { ActionButton, type Action } from "../parts/Confirm";
+import { Copy, Empty, Facts, Loaded, State, Time, useTitle } from "../parts/basics";
+import { plain } from "../states";
+
+const FILES_SHOWN = 200;
+
+function actionsOf(one: CheckpointDetail): Action[] {
+  const base = `/checkpoints/${encodeURIComponent(one.id)}`;
+  const there = one.state !== "deleted";
+  return [
+    one.pinned
+      ? { word: "Unpin", title: "Unpin this checkpoint", path: `${base}/unpin`,
+          explanation: <p>The keep rules alone decide from then on whether it stays.</p> }
+      : { word: "Pin", title: "Pin this checkpoint", path: `${base}/pin`,
+          disabled: there ? null : "It is gone.",
+          field: { name: "note", label: "Why, for the records", type: "text", initial: "" },
+          explanation: <p>No rule deletes it while it is pinned.</p> },
+    { word: "Fork", title: "Begin a new run from here", path: `${base}/fork`,
+      disabled: there ? null : "It is gone.",
+      field: { name: "name", label: "Name of the new run", type: "text", required: true,
+        initial: `${runOf(one.id)}-fork` },
+      explanation: <p>The new run has the same spec and starts from this state.</p> },
+  ];
+}
+
+function Ancestry({ id }: { id: string }) {
+  const query = useAncestry(id);
+  return (
+    <Loaded query={query}>
+      {(chain) => (
+        <ol>
+          {chain.map((one) => (
+            <li key={one.id}>
+              {one.id === id ? <strong>{checkpointWords(one.id)}</strong> : (
+                <Link to="/checkpoints/$id" params={{ id: one.id }}>
+                  {checkpointWords(one.id)}
+                </Link>
+              )}{" "}
+              <span className="muted">
+                {one.run} · {one.world_size ?? "?"} GPUs · {plain(one.state)}
+              </span>
+              {one.id === id ? null : (
+                <>
+                  {" · "}
+                  <Link to="/compare" search={{ a: one.id, b: id }}>compare</Link>
+                </>
+              )}
+            </li>
+          ))}
+        </ol>
+      )}
+    </Loaded>
+  );
+}
+
+function Files({ one }: { one: CheckpointDetail }) {
+  const files = one.manifest_files ?? [];
+  if (files.length === 0) {
+    return <Empty title="No files to show"><p>The manifest is not there to be read.</p></Empty>;
+  }
+  return (
+    <div className="table-wrap" tabIndex={0} role="region" aria-label="Files">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">File</th>
+            <th scope="col" className="number">Size</th>
+            <th scope="col" className="wide-only">Checksum</th>
+          </tr>
+        </thead>
+        <tbody>
+          {files.slice(0, FILES_SHOWN).map((file) => (
+            <tr key={file.path}>
+              <td className="mono">{file.path}</td>
+              <td className="number">{bytes(file.bytes)}</td>
+              <td className="mono wide-only">{file.checksum}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      {files.length > FILES_SHOWN ? (
+        <p className="muted">and {count(files.length - FILES_SHOWN)} more</p>
+      ) : null}
+    </div>
+  );
+}
+
+function Body({ one }: { one: CheckpointDetail }) {
+  const commands = Object.entries(one.commands ?? {});
+  const metrics = Object.entries(one.metrics);
+  return (
+    <>
+      <Facts
+        facts={[
+          ["Why it is kept or gone", one.reason],
+          ["Saved for", one.saved_for ? plain(one.saved_for) : null],
+          ["Attempt", `${one.attempt}, launch ${one.incarnation}`],
+          ["GPUs", count(one.world_size)],
+          ["Size", bytes(one.bytes)],
+          ["Files", count(one.files)],
+          ["Held training up", span(one.blocked_s)],
+          ["Flush", span(one.flush_s)],
+          ["Staged", one.staged_at ? <Time at={one.staged_at} /> : null],
+          ["Durable", one.committed_at ? <Time at={one.committed_at} /> : null],
+          ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
+          ["Mirror", one.mirror],
+          ...metrics.map(([name, value]): [string, string] => [name, figure(value)]),
+          ["Checksum", one.checksum ? <code>{one.checksum}</code> : null],
+        ]}
+      />
+      {commands.length > 0 ? (
+        <section className="section">
+          <h2>Go on from here</h2>
+          {commands.map(([name, command]) => (
+            <div key={name} className="section">
+              <h3>{plain(name)}</h3>
+              <Copy text={command} label={plain(name)} />
+            </div>
+          ))}
+        </section>
+      ) : null}
+      <section className="section"><h2>Ancestry</h2><Ancestry id={one.id} /></section>
+      <section className="section"><h2>Files</h2><Files one={one} /></section>
+    </>
+  );
+}
+
+export function CheckpointPage() {
+  const { id } = useParams({ from: "/checkpoints/$id" });
+  useTitle(checkpointWords(id));
+  const mayAct = useMayAct();
+  const query = useCheckpoint(id);
+  const run = runOf(id);
+  return (
+    <>
+      <p className="crumbs">
+        <Link to="/">Runs</Link> / <Link to="/runs/$run" params={{ run }}>{run}</Link> /{" "}
+        <Link to="/runs/$run/checkpoints" params={{ run }}>checkpoints</Link>
+      </p>
+      <Loaded query={query}>
+        {(one) => (
+          <>
+            <div className="head">
+              <h1>{checkpointWords(one.id)}</h1>
+              <State state={one.state} />
+              {one.pinned ? <span>pinned</span> : null}
+              {one.rolled_back ? <span className="muted">rolled back</span> : null}
+              <div className="actions">
+                {mayAct ? actionsOf(one).map((action) => (
+                  <ActionButton key={action.word} action={action} />
+                )) : null}
+                <Link to="/runs/$run/lineage" params={{ run }} search={{ at: id }}>
+                  In the graph
+                </Link>
+              </div>
+            </div>
+            <Body one={one} />
+          </>
+        )}
+      </Loaded>
+    </>
+  );
+}

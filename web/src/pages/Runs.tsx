@@ -1,0 +1,163 @@
+// All runs: which are alive, how far they are, and what the night did to them.
+import { useNavigate, useSearch, Link } from "@tanstack/react-router";
+import type { ColumnDef } from "@tanstack/react-table";
+import { useCallback, useEffect, useMemo, useRef, useState } from "react";
+import { useRuns } from "../api/queries";
+import type { RunRow } from "../api/types";
+import { count, figure, money, percent, when } from "../format";
+import { GoodputBar, Progress, Spark } from "../parts/bars";
+import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
+import { Table } from "../parts/Table";
+import { plain } from "../states";
+
+const STATES = ["running", "queued", "waiting", "paused", "completed", "failed", "cancelled"];
+const TYPING_MS = 250;
+
+function Name({ run }: { run: RunRow }) {
+  const why = run.reason ?? (run.cause ? plain(run.cause) : "");
+  return (
+    <>
+      <Link to="/runs/$run" params={{ run: run.run }}><strong>{run.run}</strong></Link>
+      <div className="second clip" title={why}>
+        {why || `by ${run.created_by}`}
+      </div>
+      <div className="second narrow-only">
+        {run.world_size ? `${run.world_size} GPUs · ` : ""}
+        {run.attempts} attempt{run.attempts === 1 ? "" : "s"}
+        {run.goodput ? ` · goodput ${percent(run.goodput.ettr)}` : ""}
+      </div>
+    </>
+  );
+}
+
+const COLUMNS: ColumnDef<RunRow, unknown>[] = [
+  { id: "state", header: "State", accessorKey: "state",
+    cell: ({ row: { original } }) => <State state={original.state} /> },
+  { id: "run", header: "Run", accessorKey: "run",
+    cell: ({ row: { original } }) => <Name run={original} /> },
+  { id: "step", header: "Progress", accessorKey: "step",
+    cell: ({ row: { original: run } }) => (
+      <Progress step={run.step} total={run.steps_total} eta={run.eta_s} />
+    ) },
+  { id: "goodput", header: "Goodput", meta: { wide: true },
+    accessorFn: (run) => run.goodput?.ettr ?? -1,
+    cell: ({ row: { original: run } }) => run.goodput ? (
+      <>
+        <GoodputBar parts={run.goodput} />
+        <div className="second">{percent(run.goodput.ettr)} productive</div>
+      </>
+    ) : <span className="muted">–</span> },
+  { id: "loss", header: "Loss", meta: { wide: true }, enableSorting: false,
+    cell: ({ row: { original: run } }) => (
+      <Spark values={run.loss ?? []} label={`loss, now ${figure(run.loss?.at(-1))}`} />
+    ) },
+  { id: "gpus", header: "GPUs", meta: { wide: true, number: true },
+    accessorFn: (run) => run.world_size ?? 0,
+    cell: ({ row: { original: run } }) => count(run.world_size) },
+  { id: "attempts", header: "Attempts", accessorKey: "attempts",
+    meta: { wide: true, number: true } },
+  { id: "checkpoint", header: "Last checkpoint", meta: { number: true, wide: true },
+    accessorFn: (run) => when(run.last_checkpoint_at) ?? 0,
+    cell: ({ row: { original: run } }) => <Time at={run.last_checkpoint_at} /> },
+  { id: "cost", header: "Cost", meta: { wide: true, number: true },
+    accessorFn: (run) => run.goodput?.cost ?? -1,
+    cell: ({ row: { original: run } }) => money(run.goodput?.cost, run.goodput?.currency) },
+  { id: "created", header: "Began", meta: { number: true },
+    accessorFn: (run) => when(run.created_at) ?? 0,
+    cell: ({ row: { original: run } }) => <Time at={run.created_at} /> },
+];
+
+function Search() {
+  const { search = "", state = "", focus } = useSearch({ from: "/" });
+  const navigate = useNavigate({ from: "/" });
+  const [text, setText] = useState(search);
+  const box = useRef<HTMLInputElement>(null);
+  useEffect(() => {
+    if (focus === "search") box.current?.focus();
+  }, [focus]);
+  useEffect(() => {
+    if (text === search) return undefined;
+    const timer = setTimeout(
+      () => void navigate({ search: (old) => ({ ...old, search: text || undefined }),
+        replace: true }),
+      TYPING_MS,
+    );
+    return () => clearTimeout(timer);
+  }, [text, search, navigate]);
+  return (
+    <div className="toolbar" role="search">
+      <input
+        ref={box}
+        type="search"
+        aria-label="Search runs by name"
+        placeholder="Search by name ( / )"
+        value={text}
+        onChange={(event) => setText(event.target.value)}
+        onKeyDown={(event) => event.key === "Escape" && event.currentTarget.blur()}
+      />
+      <label>
+        State
+        <select
+          value={state}
+          onChange={(event) =>
+            void navigate({
+              search: (old) => ({ ...old, state: event.target.value || undefined }),
+            })
+          }
+        >
+          <option value="">all</option>
+          {STATES.map((one) => <option key={one}>{one}</option>)}
+        </select>
+      </label>
+    </div>
+  );
+}
+
+function NoRuns({ filtered }: { filtered: boolean }) {
+  if (filtered) {
+    return (
+      <Empty title="No run matches">
+        <p><Link to="/">Show all runs</Link></p>
+      </Empty>
+    );
+  }
+  return (
+    <Empty title="No runs yet">
+      <p>A run appears here the moment it is submitted. To begin one:</p>
+      <Copy text="holdfast submit spec.toml" label="command that submits a run" />
+      <p className="muted">
+        A root that was filled elsewhere is read by <code>holdfast reindex ROOT</code>.
+      </p>
+    </Empty>
+  );
+}
+
+export function Runs() {
+  useTitle("Runs");
+  const { search, state } = useSearch({ from: "/" });
+  const navigate = useNavigate();
+  const query = useRuns({ search, state });
+  const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
+  const open = useCallback(
+    (run: RunRow) => void navigate({ to: "/runs/$run", params: { run: run.run } }),
+    [navigate],
+  );
+  return (
+    <>
+      <div className="head"><h1>Runs</h1></div>
+      <Search />
+      <Loaded query={{ data: rows, error: query.error }}>
+        {(runs) => runs.length === 0 ? <NoRuns filtered={Boolean(search || state)} /> : (
+          <>
+            <Table label="Runs" rows={runs} columns={COLUMNS} keyOf={(run) => run.uid}
+              open={open} />
+            {query.hasNextPage ? (
+              <p><button type="button" disabled={query.isFetchingNextPage}
+                onClick={() => void query.fetchNextPage()}>Show more</button></p>
+            ) : null}
+          </>
+        )}
+      </Loaded>
+    </>
+  );
+}

@@ -1,0 +1,138 @@
+// What is kept on storage and why, and what the next prune would give back.
+import { Link } from "@tanstack/react-router";
+import { useQuery } from "@tanstack/react-query";
+import { useState } from "react";
+import { get } from "../api/client";
+import { useStorage } from "../api/queries";
+import { useMayAct } from "../api/session";
+import type { Prune, StorageRow, Verdict } from "../api/types";
+import { bytes, checkpointWords, count } from "../format";
+import { ActionButton } from "../parts/Confirm";
+import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
+
+function Verdicts({ title, verdicts }: { title: string; verdicts: Verdict[] }) {
+  if (verdicts.length === 0) return null;
+  return (
+    <>
+      <h3>{title}</h3>
+      <ul>
+        {verdicts.map((one) => (
+          <li key={one.checkpoint}>
+            {checkpointWords(one.checkpoint)} · {bytes(one.bytes)} ·{" "}
+            <span className="muted">{one.reason}</span>
+          </li>
+        ))}
+      </ul>
+    </>
+  );
+}
+
+/** Asks what a prune would do, on disk and now, which the index alone cannot promise. */
+function Plan({ run }: { run: string }) {
+  const query = useQuery({
+    queryKey: ["run", run, "storage"],
+    queryFn: () => get<Prune>(`/runs/${encodeURIComponent(run)}/storage`),
+  });
+  const mayAct = useMayAct();
+  return (
+    <Loaded query={query}>
+      {(plan) => (
+        <div className="panel">
+          <Verdicts title={`Would be deleted: ${bytes(plan.bytes_deleted)}`}
+            verdicts={plan.deleted} />
+          <Verdicts title={`Kept: ${bytes(plan.bytes_kept)}`} verdicts={plan.kept} />
+          {plan.deleted.length > 0 && mayAct ? (
+            <ActionButton
+              action={{
+                word: "Prune",
+                title: `Prune ${run}`,
+                path: `/runs/${encodeURIComponent(run)}/prune`,
+                body: { dry_run: false },
+                explanation: (
+                  <p>{count(plan.deleted.length)} checkpoints are deleted for good, with the
+                    reasons above; {bytes(plan.bytes_deleted)} come free.</p>
+                ),
+              }}
+            />
+          ) : null}
+        </div>
+      )}
+    </Loaded>
+  );
+}
+
+function Line({ row }: { row: StorageRow }) {
+  const [open, setOpen] = useState(false);
+  return (
+    <>
+      <tr>
+        <td>
+          <Link to="/runs/$run/checkpoints" params={{ run: row.run }}>{row.run}</Link>
+          <div className="second wide-only clip" title={row.root}>{row.root}</div>
+        </td>
+        <td className="wide-only"><State state={row.state} /></td>
+        <td className="number">{count(row.kept)}</td>
+        <td className="number">{bytes(row.kept_bytes)}</td>
+        <td className="number wide-only">{count(row.damaged)}</td>
+        <td className="number wide-only">{count(row.deleted)}</td>
+        <td className="number">
+          {row.would_prune.length > 0
+            ? `${count(row.would_prune.length)} · ${bytes(row.would_prune_bytes)}` : "nothing"}
+        </td>
+        <td>
+          <button type="button" aria-expanded={open} onClick={() => setOpen(!open)}
+            aria-label={`Why, for ${row.run}`}>
+            {open ? "Less" : "Why"}
+          </button>
+        </td>
+      </tr>
+      {open ? <tr><td colSpan={8}><Plan run={row.run} /></td></tr> : null}
+    </>
+  );
+}
+
+export function Storage() {
+  useTitle("Storage");
+  const query = useStorage();
+  return (
+    <>
+      <div className="head"><h1>Storage</h1></div>
+      <Loaded query={query}>
+        {({ items }) => items.length === 0 ? (
+          <Empty title="Nothing is stored yet">
+            <p>Checkpoints of all runs are counted here, with the reason for which each is kept.</p>
+          </Empty>
+        ) : (
+          <>
+            <Facts
+              facts={[
+                ["Kept", bytes(items.reduce((all, row) => all + row.kept_bytes, 0))],
+                ["Checkpoints kept", count(items.reduce((all, row) => all + row.kept, 0))],
+                ["Would be pruned",
+                  bytes(items.reduce((all, row) => all + row.would_prune_bytes, 0))],
+                ["Deleted so far", count(items.reduce((all, row) => all + row.deleted, 0))],
+              ]}
+            />
+            <div className="table-wrap" tabIndex={0} role="region" aria-label="Storage by run">
+              <table>
+                <thead>
+                  <tr>
+                    <th scope="col">Run</th>
+                    <th scope="col" className="wide-only">State</th>
+                    <th scope="col" className="number">Kept</th>
+                    <th scope="col" className="number">Size</th>
+                    <th scope="col" className="number wide-only">Damaged</th>
+                    <th scope="col" className="number wide-only">Deleted</th>
+                    <th scope="col" className="number">Would be pruned</th>
+                    <th scope="col"><span className="visually-hidden">Reasons</span></th>
+                  </tr>
+                </thead>
+                <tbody>{items.map((row) => <Line key={row.uid} row={row} />)}</tbody>
+              </table>
+            </div>
+          </>
+        )}
+      </Loaded>
+    </>
+  );
+}

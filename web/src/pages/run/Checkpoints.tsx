@@ -1,0 +1,70 @@
+// The checkpoints of a run: which are there, why each is kept or gone, what saving cost.
+import { Link, useNavigate, useParams } from "@tanstack/react-router";
+import type { ColumnDef } from "@tanstack/react-table";
+import { useCallback } from "react";
+import { useAllCheckpoints } from "../../api/queries";
+import type { Checkpoint } from "../../api/types";
+import { bytes, count, span, when } from "../../format";
+import { Empty, Loaded, State, Time } from "../../parts/basics";
+import { Table } from "../../parts/Table";
+import { plain } from "../../states";
+
+const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
+  { id: "step", header: "Step", accessorKey: "step", meta: { number: true },
+    cell: ({ row: { original: one } }) => (
+      <Link to="/checkpoints/$id" params={{ id: one.id }}>{count(one.step)}</Link>
+    ) },
+  { id: "state", header: "State", accessorKey: "state",
+    cell: ({ row: { original: one } }) => (
+      <>
+        <State state={one.state} />
+        {one.pinned ? <span className="second"> · pinned</span> : null}
+        {one.rolled_back ? <div className="second">rolled back</div> : null}
+      </>
+    ) },
+  { id: "reason", header: "Why it is kept or gone", accessorKey: "reason",
+    cell: ({ row: { original: one } }) => (
+      <>
+        {one.reason}
+        <div className="second narrow-only">{bytes(one.bytes)}</div>
+      </>
+    ) },
+  { id: "saved_for", header: "Saved for", accessorKey: "saved_for", meta: { wide: true },
+    cell: ({ row: { original: one } }) => plain(one.saved_for ?? "") },
+  { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
+    accessorFn: (one) => one.attempt * 1000 + one.incarnation,
+    cell: ({ row: { original: one } }) => `${one.attempt}.${one.incarnation}` },
+  { id: "world", header: "GPUs", accessorKey: "world_size", meta: { number: true, wide: true } },
+  { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
+    cell: ({ row: { original: one } }) => bytes(one.bytes) },
+  { id: "blocked", header: "Held up", accessorKey: "blocked_s",
+    meta: { number: true, wide: true },
+    cell: ({ row: { original: one } }) => span(one.blocked_s) },
+  { id: "flush", header: "Flush", accessorKey: "flush_s", meta: { number: true, wide: true },
+    cell: ({ row: { original: one } }) => span(one.flush_s) },
+  { id: "committed", header: "Committed", meta: { number: true },
+    accessorFn: (one) => when(one.committed_at) ?? 0,
+    cell: ({ row: { original: one } }) => <Time at={one.committed_at} /> },
+];
+
+export function Checkpoints() {
+  const { run } = useParams({ from: "/runs/$run" });
+  const query = useAllCheckpoints(run);
+  const navigate = useNavigate();
+  const open = useCallback(
+    (one: Checkpoint) => void navigate({ to: "/checkpoints/$id", params: { id: one.id } }),
+    [navigate],
+  );
+  return (
+    <Loaded query={query}>
+      {(all) => all.length === 0 ? (
+        <Empty title="No checkpoint yet">
+          <p>The first one appears here when its manifest is durable, and not before.</p>
+        </Empty>
+      ) : (
+        <Table label="Checkpoints" rows={all.toReversed()} columns={COLUMNS}
+          keyOf={(one) => one.id} open={open} />
+      )}
+    </Loaded>
+  );
+}

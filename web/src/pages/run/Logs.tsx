@@ -1,0 +1,150 @@
+// What a rank wrote, followed while it writes.
+import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
+import { useEffect, useRef, useState } from "react";
+import { askLog, useLogFiles, useRun } from "../../api/queries";
+import type { LogFile } from "../../api/types";
+import { bytes } from "../../format";
+import { Empty, Loaded, Problem } from "../../parts/basics";
+
+const FOLLOW_MS = 1_000;
+const KEPT_CHARACTERS = 1_000_000;
+const TAIL_BYTES = 128 * 1024;
+const AT_END_PX = 40;
+
+const keyOf = (one: LogFile) => `${one.rank}.${one.incarnation}.${one.stream}`;
+const wordsOf = (one: LogFile) =>
+  `rank ${one.rank} · launch ${one.incarnation} · ${one.stream} · ${bytes(one.bytes)}`;
+
+/** The tail of one file, and what is added to it for as long as it is looked at. */
+function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
+  const [text, setText] = useState("");
+  const [ended, setEnded] = useState(false);
+  const [error, setError] = useState<unknown>(null);
+  const key = `${file.attempt}/${keyOf(file)}`;
+  useEffect(() => {
+    let current = true;
+    let timer: number | undefined;
+    let offset: number | undefined;
+    const { attempt, rank, incarnation, stream } = file;
+    setText("");
+    const ask = async () => {
+      try {
+        const limit = offset === undefined ? TAIL_BYTES : undefined;
+        const part = await askLog(run, rank, { attempt, incarnation, stream, offset, limit });
+        if (!current) return;
+        offset = part.next_offset;
+        if (part.text) setText((old) => (old + part.text).slice(-KEPT_CHARACTERS));
+        setEnded(part.ended);
+        setError(null);
+        if (part.ended && part.next_offset >= part.bytes) return;
+      } catch (reason) {
+        if (current) setError(reason);
+      }
+      if (current) timer = window.setTimeout(() => void ask(), FOLLOW_MS);
+    };
+    void ask();
+    return () => {
+      current = false;
+      clearTimeout(timer);
+    };
+    // The key says all of the file that matters; its size changes as it grows.
+  }, [run, key]);
+  return [text, ended, error];
+}
+
+function Log({ run, file }: { run: string; file: LogFile }) {
+  const [text, ended, error] = useFollowed(run, file);
+  const place = useRef<HTMLPreElement>(null);
+  const follows = useRef(true);
+  useEffect(() => {
+    const element = place.current;
+    if (element && follows.current) element.scrollTop = element.scrollHeight;
+  }, [text]);
+  return (
+    <>
+      {error ? <Problem error={error} /> : null}
+      <pre
+        className="log"
+        ref={place}
+        tabIndex={0}
+        aria-label={wordsOf(file)}
+        onScroll={({ currentTarget: at }) => {
+          follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < AT_END_PX;
+        }}
+      >
+        {text || "Nothing was written here."}
+      </pre>
+      <p className="muted" role="status">
+        {ended ? "The attempt has ended; this is all."
+          : "Following; scroll up to stay where you are."}
+      </p>
+    </>
+  );
+}
+
+function Files({ run, files, chosen }: { run: string; files: LogFile[]; chosen?: string }) {
+  const navigate = useNavigate({ from: "/runs/$run/logs" });
+  // The newest launch's first rank says most; people choose the others.
+  const newest = Math.max(...files.map((one) => one.incarnation));
+  const usual = files.find((one) => one.incarnation === newest && one.bytes > 0) ?? files[0];
+  const file = files.find((one) => keyOf(one) === chosen) ?? usual;
+  if (!file) {
+    return (
+      <Empty title="No rank of this attempt has written anything">
+        <p>What the agent and torchrun wrote lies in the attempt's folder.</p>
+      </Empty>
+    );
+  }
+  return (
+    <>
+      <div className="toolbar">
+        <label>
+          Output of
+          <select
+            value={keyOf(file)}
+            onChange={(event) =>
+              void navigate({ search: (old) => ({ ...old, file: event.target.value }) })
+            }
+          >
+            {files.map((one) => (
+              <option key={keyOf(one)} value={keyOf(one)}>{wordsOf(one)}</option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <Log key={`${file.attempt}/${keyOf(file)}`} run={run} file={file} />
+    </>
+  );
+}
+
+export function Logs() {
+  const { run: name } = useParams({ from: "/runs/$run" });
+  const { file, attempt } = useSearch({ from: "/runs/$run/logs" });
+  const navigate = useNavigate({ from: "/runs/$run/logs" });
+  const attempts = useRun(name).data?.attempts ?? [];
+  const query = useLogFiles(name, attempt);
+  if (attempts.length === 0) {
+    return <Empty title="No attempt yet"><p>There is no output before the first one.</p></Empty>;
+  }
+  return (
+    <>
+      <div className="toolbar">
+        <label>
+          Attempt
+          <select
+            value={attempt ?? ""}
+            onChange={(event) =>
+              void navigate({ search: { attempt: event.target.value || undefined } })
+            }
+          >
+            <option value="">newest</option>
+            {attempts.map((one) => <option key={one.number}>{one.number}</option>)}
+          </select>
+        </label>
+      </div>
+      <Loaded query={query}>
+        {(files) => <Files run={name} files={files} chosen={file} />}
+      </Loaded>
+    </>
+  );
+}

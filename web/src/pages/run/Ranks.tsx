@@ -1,0 +1,84 @@
+// Where every rank is: its step, its phase, and how long ago it and its node were last heard of.
+import { useParams } from "@tanstack/react-router";
+import { useHeartbeats, useRun } from "../../api/queries";
+import type { NodeBeat, RankRow } from "../../api/types";
+import { bytes, count, span } from "../../format";
+import { Empty, Loaded, State, Time } from "../../parts/basics";
+import { isLive, plain } from "../../states";
+
+const SILENT_S = 30;
+
+function Rank({ rank }: { rank: RankRow }) {
+  return (
+    <tr>
+      <td className="number">{rank.rank}</td>
+      <td className="number">{rank.step < 0 ? "–" : count(rank.step)}</td>
+      <td>{plain(rank.phase)}</td>
+      <td className="number">{rank.age_s === null ? "–" : `${span(rank.age_s)} ago`}</td>
+      <td className="number wide-only">{span(rank.step_p50_s || rank.step_time_s)}</td>
+      <td className="number wide-only">{span(rank.step_p99_s || null)}</td>
+      <td className="number wide-only">{span(rank.own_s || null)}</td>
+      <td className="number wide-only">{bytes(rank.rss_bytes)}</td>
+      <td className="number wide-only">
+        {rank.cpu_percent === null ? "–" : `${Math.round(rank.cpu_percent)} %`}
+      </td>
+    </tr>
+  );
+}
+
+function Node({ node, live }: { node: NodeBeat; live: boolean }) {
+  const silent = live && node.age_s > SILENT_S;
+  return (
+    <section className="section">
+      <div className="section-head">
+        <h2>{node.host}</h2>
+        <State state={!live ? "completed" : silent ? "silent" : "alive"}>
+          {!live ? "ended" : silent ? "silent" : "alive"}
+        </State>
+        <span className="muted">
+          node {node.node} · heartbeat <Time at={node.time} />
+          {node.memory_percent === null ? "" : ` · memory ${Math.round(node.memory_percent)} %`}
+        </span>
+      </div>
+      <div className="table-wrap" tabIndex={0} role="region" aria-label={`Ranks on ${node.host}`}>
+        <table>
+          <thead>
+            <tr>
+              <th scope="col" className="number">Rank</th>
+              <th scope="col" className="number">Step</th>
+              <th scope="col">Phase</th>
+              <th scope="col" className="number">Seen</th>
+              <th scope="col" className="number wide-only">Step, median</th>
+              <th scope="col" className="number wide-only">99 %</th>
+              <th scope="col" className="number wide-only">Own part</th>
+              <th scope="col" className="number wide-only">Memory</th>
+              <th scope="col" className="number wide-only">CPU</th>
+            </tr>
+          </thead>
+          <tbody>{node.ranks.map((rank) => <Rank key={rank.rank} rank={rank} />)}</tbody>
+        </table>
+      </div>
+    </section>
+  );
+}
+
+export function Ranks() {
+  const { run: name } = useParams({ from: "/runs/$run" });
+  const live = isLive(useRun(name).data?.state ?? "");
+  const query = useHeartbeats(name, live);
+  return (
+    <Loaded query={query}>
+      {({ nodes, attempt, clock_problems: clocks }) => nodes.length === 0 ? (
+        <Empty title="No node has been heard of yet">
+          <p>Each node's agent writes a heartbeat every few seconds once it has begun.</p>
+        </Empty>
+      ) : (
+        <>
+          <p className="muted">Attempt {attempt}, as its agents last saw it.</p>
+          {clocks.map((one) => <p key={one} className="problem">{one}</p>)}
+          {nodes.map((node) => <Node key={node.node} node={node} live={live} />)}
+        </>
+      )}
+    </Loaded>
+  );
+}

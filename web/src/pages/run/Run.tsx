@@ -1,0 +1,138 @@
+// One run: what it is, how it stands, what may be done to it; below, one of its views.
+import { Link, Outlet, useParams, useRouterState } from "@tanstack/react-router";
+import { useMayAct } from "../../api/session";
+import { useRun } from "../../api/queries";
+import type { Run } from "../../api/types";
+import { count, money, percent, span } from "../../format";
+import { ActionButton, type Action } from "../../parts/Confirm";
+import { Facts, Loaded, State, Time, useTitle } from "../../parts/basics";
+import { isLive } from "../../states";
+
+const TABS = [
+  ["", "Overview"],
+  ["/checkpoints", "Checkpoints"],
+  ["/lineage", "Lineage"],
+  ["/ranks", "Ranks & nodes"],
+  ["/logs", "Logs"],
+  ["/events", "Events"],
+] as const;
+
+function actionsOf(run: Run): Action[] {
+  const base = `/runs/${encodeURIComponent(run.run)}`;
+  const live = isLive(run.state);
+  const size = run.world_size ?? run.attempts.at(-1)?.world_size;
+  const relaunch: Action = {
+    word: "Relaunch",
+    title: `Relaunch ${run.run}`,
+    path: `${base}/relaunch`,
+    field: { name: "gpus", label: "GPUs of the next attempt", type: "number", required: true,
+      initial: size ? String(size) : "" },
+    explanation: (
+      <p>
+        {live ? "The present attempt saves a last checkpoint and ends; " : ""}
+        the same command goes on from the newest checkpoint, at this size.
+      </p>
+    ),
+  };
+  const stop: Action = {
+    word: "Stop",
+    title: `Stop ${run.run}`,
+    path: `${base}/stop`,
+    disabled: live ? null : "The run is not live.",
+    explanation: <p>It saves a last checkpoint and ends. Relaunch continues it.</p>,
+  };
+  const paused = run.state === "paused";
+  const pause: Action = paused
+    ? { word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
+        explanation: <p>It goes on from its newest checkpoint as soon as it has its GPUs.</p> }
+    : { word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
+        disabled: live ? null : "The run is not live.",
+        explanation: <p>It saves a last checkpoint and gives its GPUs back until it is
+          resumed.</p> };
+  const cancel: Action = {
+    word: "Cancel",
+    title: `Cancel ${run.run}`,
+    path: `${base}/cancel`,
+    disabled: live ? null : "The run is not live.",
+    explanation: <p>It ends for good, without waiting for a last checkpoint. What it has
+      committed is kept.</p>,
+  };
+  return [relaunch, pause, stop, cancel];
+}
+
+function Head({ run }: { run: Run }) {
+  const mayAct = useMayAct();
+  const { goodput } = run;
+  const last = run.attempts.at(-1);
+  return (
+    <>
+      <div className="head">
+        <h1>{run.run}</h1>
+        <State state={run.state} />
+        {run.reason ? <span className="muted">{run.reason}</span> : null}
+        <div className="actions">
+          {mayAct ? actionsOf(run).map((one) => <ActionButton key={one.word} action={one} />)
+            : <span className="muted">You may look; an operator may act.</span>}
+        </div>
+      </div>
+      <Facts
+        facts={[
+          ["Step", run.steps_total ? `${count(run.step)} of ${count(run.steps_total)}`
+            : count(run.step)],
+          ["Time left", run.eta_s ? span(run.eta_s) : null],
+          ["GPUs", count(run.world_size ?? last?.world_size)],
+          ["Attempts", count(run.attempts.length)],
+          ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
+          ["Steps trained twice", count(goodput.steps_lost)],
+          ["Last checkpoint", run.last_checkpoint_at ? <Time at={run.last_checkpoint_at} /> : null],
+          ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
+          ["Began", <Time at={run.created_at} />],
+          ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
+          ["By", run.created_by],
+          ["Forked from", run.forked_from ? (
+            <Link to="/checkpoints/$id" params={{ id: run.forked_from }}>{run.forked_from}</Link>
+          ) : null],
+        ]}
+      />
+    </>
+  );
+}
+
+function Tabs({ run }: { run: string }) {
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  const base = `/runs/${encodeURIComponent(run)}`;
+  return (
+    <nav className="tabs" aria-label="Views of this run">
+      {TABS.map(([end, name]) => (
+        <Link
+          key={name}
+          to={`/runs/$run${end}`}
+          params={{ run }}
+          aria-current={path.replace(/\/$/, "") === base + end ? "page" : undefined}
+        >
+          {name}
+        </Link>
+      ))}
+    </nav>
+  );
+}
+
+export function RunPage() {
+  const { run: name } = useParams({ from: "/runs/$run" });
+  useTitle(name);
+  const query = useRun(name);
+  return (
+    <>
+      <p className="crumbs"><Link to="/">Runs</Link> / {name}</p>
+      <Loaded query={query}>
+        {(run) => (
+          <>
+            <Head run={run} />
+            <Tabs run={name} />
+            <Outlet />
+          </>
+        )}
+      </Loaded>
+    </>
+  );
+}

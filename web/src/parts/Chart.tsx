@@ -1,0 +1,125 @@
+// A curve on uPlot, in the theme's colours, with marks where something happened to the run.
+import { useEffect, useRef } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { figure } from "../format";
+
+export interface Mark {
+  x: number;
+  word: string;
+  tone: "warn" | "bad" | "note" | "idle" | "live" | "good";
+}
+
+interface Props {
+  x: number[];
+  y: (number | null)[];
+  label: string;
+  xLabel: string;
+  marks: Mark[];
+}
+
+const HEIGHT = 220;
+const MARK_GAP_PX = 14;
+
+const colour = (name: string): string =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** Vertical lines with their words; words that would overlap are left out, lines never. */
+function drawMarks(marks: Mark[]) {
+  return (plot: uPlot) => {
+    const { ctx, bbox } = plot;
+    const ratio = window.devicePixelRatio || 1;
+    let free = Number.NEGATIVE_INFINITY;
+    ctx.save();
+    ctx.font = `${11 * ratio}px system-ui, sans-serif`;
+    for (const mark of marks) {
+      const x = Math.round(plot.valToPos(mark.x, "x", true));
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ctx.fillStyle = colour(mark.tone);
+      ctx.setLineDash([4 * ratio, 3 * ratio]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const width = ctx.measureText(mark.word).width;
+      // A word at the right edge stands on the left of its line.
+      const left = x + width + 8 * ratio > bbox.left + bbox.width ? x - width - 4 * ratio
+        : x + 4 * ratio;
+      if (left < free) continue;
+      ctx.fillStyle = colour("ink");
+      ctx.fillText(mark.word, left, bbox.top + 11 * ratio);
+      free = left + width + MARK_GAP_PX * ratio;
+    }
+    ctx.restore();
+  };
+}
+
+const axis = (label: string): uPlot.Axis => ({
+  label,
+  stroke: () => colour("muted"),
+  grid: { stroke: () => colour("line"), width: 1 },
+  ticks: { stroke: () => colour("line"), width: 1 },
+  font: "12px system-ui, sans-serif",
+  labelFont: "12px system-ui, sans-serif",
+  labelSize: 18,
+  size: label ? 42 : 30,
+});
+
+function options({ label, xLabel, marks }: Props, width: number): uPlot.Options {
+  return {
+    width,
+    height: HEIGHT,
+    padding: [16, 12, 0, 4],
+    scales: { x: { time: false } },
+    cursor: { points: { size: 7 } },
+    axes: [
+      axis(xLabel),
+      { ...axis(""), size: 62, values: (_, ticks) => ticks.map((tick) => figure(tick)) },
+    ],
+    series: [
+      { label: xLabel, value: (_, value) => (value == null ? "–" : String(Math.round(value))) },
+      {
+        label,
+        stroke: () => colour("training"),
+        width: 1.6,
+        spanGaps: false,
+        points: { show: false },
+        value: (_, value) => figure(value),
+      },
+    ],
+    hooks: { draw: [drawMarks(marks)] },
+  };
+}
+
+export function Chart(props: Props) {
+  const place = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const { x, y, label, marks } = props;
+  const marksKey = JSON.stringify(marks);
+  useEffect(() => {
+    const element = place.current;
+    if (!element) return undefined;
+    const made = new uPlot(options(props, element.clientWidth), [x, y], element);
+    plot.current = made;
+    const redraw = () => made.redraw(false, true);
+    const observer = new ResizeObserver(() =>
+      made.setSize({ width: element.clientWidth, height: HEIGHT }),
+    );
+    observer.observe(element);
+    const dark = matchMedia("(prefers-color-scheme: dark)");
+    dark.addEventListener("change", redraw);
+    window.addEventListener("holdfast:theme", redraw);
+    return () => {
+      observer.disconnect();
+      dark.removeEventListener("change", redraw);
+      window.removeEventListener("holdfast:theme", redraw);
+      made.destroy();
+      plot.current = null;
+    };
+    // New numbers go into the plot that is there; only its marks and words make a new one.
+  }, [label, marksKey]);
+  useEffect(() => plot.current?.setData([x, y]), [x, y]);
+  const last = y.findLast((value) => value !== null);
+  const summary = `${label}: ${y.length} points, now ${figure(last)}`;
+  return <div className="chart" ref={place} role="img" aria-label={summary} />;
+}

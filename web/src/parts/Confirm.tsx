@@ -1,0 +1,101 @@
+// A question before something happens to a run: what will happen, a field where one is needed.
+import {
+  Dialog, DialogDescription, DialogDismiss, DialogHeading, useDialogStore,
+} from "@ariakit/react";
+import { useMutation, useQueryClient } from "@tanstack/react-query";
+import { useState, type ReactNode } from "react";
+import { post } from "../api/client";
+import { Problem } from "./basics";
+
+interface Field {
+  name: string;
+  label: string;
+  type: "number" | "text";
+  initial: string;
+  required?: boolean;
+}
+
+export interface Action {
+  word: string;
+  title: string;
+  path: string;
+  body?: Record<string, unknown>;
+  field?: Field;
+  explanation: ReactNode;
+  disabled?: string | null;
+}
+
+const valueOf = (field: Field, text: string): unknown =>
+  text === "" ? null : field.type === "number" ? Number(text) : text;
+
+/** A button that asks first, then does; what the server answers is told in place. */
+export function ActionButton({ action }: { action: Action }) {
+  const dialog = useDialogStore();
+  const client = useQueryClient();
+  const [text, setText] = useState(action.field?.initial ?? "");
+  const mutation = useMutation({
+    mutationFn: () => {
+      const own = action.field ? { [action.field.name]: valueOf(action.field, text) } : {};
+      return post<{ message?: string } | undefined>(action.path, { ...action.body, ...own });
+    },
+    onSuccess: () => client.invalidateQueries(),
+  });
+  const show = () => {
+    mutation.reset();
+    setText(action.field?.initial ?? "");
+    dialog.show();
+  };
+  const field = action.field;
+  return (
+    <>
+      <button
+        type="button"
+        onClick={show}
+        disabled={Boolean(action.disabled)}
+        title={action.disabled ?? undefined}
+      >
+        {action.word}
+      </button>
+      <Dialog store={dialog} className="dialog" backdrop={<div className="backdrop" />}
+        unmountOnHide>
+        <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
+        <DialogDescription render={<div />}>{action.explanation}</DialogDescription>
+        {mutation.isError ? <Problem error={mutation.error} /> : null}
+        {mutation.isSuccess ? (
+          <div className="choices">
+            <p role="status">{mutation.data?.message ?? "Done."}</p>
+            <DialogDismiss>Close</DialogDismiss>
+          </div>
+        ) : (
+          <form
+            onSubmit={(event) => {
+              event.preventDefault();
+              mutation.mutate();
+            }}
+          >
+            {field ? (
+              <p>
+                <label>
+                  {field.label}{" "}
+                  <input
+                    type={field.type}
+                    min={field.type === "number" ? 1 : undefined}
+                    required={field.required}
+                    value={text}
+                    onChange={(event) => setText(event.target.value)}
+                  />
+                </label>
+              </p>
+            ) : null}
+            <div className="choices">
+              <DialogDismiss>Not now</DialogDismiss>
+              <button type="submit" className="primary" disabled={mutation.isPending}>
+                {mutation.isPending ? "Asking…" : action.word}
+              </button>
+            </div>
+          </form>
+        )}
+      </Dialog>
+    </>
+  );
+}

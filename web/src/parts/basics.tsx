@@ -1,0 +1,142 @@
+// Small things that every page shows: states, times, numbers, empty places, problems.
+import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
+import { ApiError } from "../api/client";
+import { exact, relative, when } from "../format";
+import { lookOf, plain, type Shape } from "../states";
+
+const SHAPES: Record<Shape, ReactNode> = {
+  dot: <circle cx="6" cy="6" r="4.5" fill="currentColor" />,
+  ring: <circle cx="6" cy="6" r="4" fill="none" stroke="currentColor" strokeWidth="1.8" />,
+  check: <path d="M1.5 6.5l3 3 6-7" fill="none" stroke="currentColor" strokeWidth="2.2" />,
+  cross: <path d="M2 2l8 8M10 2l-8 8" fill="none" stroke="currentColor" strokeWidth="2.2" />,
+  bars: <path d="M3.5 1.5v9M8.5 1.5v9" fill="none" stroke="currentColor" strokeWidth="2.4" />,
+  down: <path d="M1 2.5h10L6 11z" fill="currentColor" />,
+  diamond: <path d="M6 .5L11.5 6 6 11.5.5 6z" fill="currentColor" />,
+  slash: (
+    <g fill="none" stroke="currentColor" strokeWidth="1.6">
+      <circle cx="6" cy="6" r="4.4" />
+      <path d="M3 9l6-6" />
+    </g>
+  ),
+};
+
+/** A state: its shape in its tone, and the word, never the colour alone. */
+export function State({ state, children }: { state: string; children?: ReactNode }) {
+  const [tone, shape] = lookOf(state);
+  const pulse = state === "running" ? " pulse" : "";
+  return (
+    <span className="state">
+      <svg width="12" height="12" viewBox="0 0 12 12" aria-hidden
+        className={`tone-${tone}${pulse}`}>
+        {SHAPES[shape]}
+      </svg>
+      <span>{children ?? plain(state)}</span>
+    </span>
+  );
+}
+
+const Clock = createContext(Date.now());
+const TICK_MS = 1000;
+
+/** One clock for the page, so that all relative times agree. */
+export function ClockProvider({ children }: { children: ReactNode }) {
+  const [now, setNow] = useState(Date.now);
+  useEffect(() => {
+    const timer = setInterval(() => setNow(Date.now()), TICK_MS);
+    return () => clearInterval(timer);
+  }, []);
+  return <Clock.Provider value={now}>{children}</Clock.Provider>;
+}
+
+export const useNow = (): number => useContext(Clock);
+
+/** A time as its distance from now; the exact one on hover and for assistive technology. */
+export function Time({ at }: { at: string | null | undefined }) {
+  const now = useNow();
+  const then = when(at);
+  if (then === null) return <span className="muted">–</span>;
+  return (
+    <time dateTime={at ?? undefined} title={exact(then)} className="nowrap">
+      {relative(then, now)}
+    </time>
+  );
+}
+
+/** A definition list of facts; one without a value is left out. */
+export function Facts({ facts }: { facts: [string, ReactNode][] }) {
+  const told = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return (
+    <dl className="facts">
+      {told.map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+/** What a place says that has nothing to show: why, and what to do. */
+export function Empty({ title, children }: { title: string; children?: ReactNode }) {
+  return (
+    <div className="empty">
+      <h2>{title}</h2>
+      {children}
+    </div>
+  );
+}
+
+/** What went wrong with a request, in the server's own words. */
+export function Problem({ error }: { error: unknown }) {
+  const text = error instanceof Error ? error.message : String(error);
+  const advice = error instanceof ApiError ? error.advice : null;
+  return (
+    <div className="problem" role="alert">
+      <strong>{error instanceof ApiError ? error.title : "This could not be shown."}</strong>
+      <p>{text}</p>
+      {advice ? <p className="muted">{advice}</p> : null}
+    </div>
+  );
+}
+
+interface Asked<T> {
+  data: T | undefined;
+  error: unknown;
+}
+
+/** The data of a query once there is some, the problem when there is none. */
+export function Loaded<T>({ query, children }: {
+  query: Asked<T>;
+  children: (data: T) => ReactNode;
+}) {
+  // Old data beats an error: the banner says that the server is away and how old it is.
+  if (query.data !== undefined) return <>{children(query.data)}</>;
+  if (query.error) return <Problem error={query.error} />;
+  return <p className="loading" role="status">Loading…</p>;
+}
+
+/** A command line to take along. */
+export function Copy({ text, label }: { text: string; label: string }) {
+  const [copied, setCopied] = useState(false);
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setCopied(true);
+    setTimeout(() => setCopied(false), 2000);
+  };
+  return (
+    <div className="copy">
+      <code tabIndex={0} aria-label={label}>{text}</code>
+      <button type="button" onClick={() => void copy()} aria-label={`Copy: ${label}`}>
+        {copied ? "Copied" : "Copy"}
+      </button>
+    </div>
+  );
+}
+
+/** The page's title in the window, for as long as the page is shown. */
+export function useTitle(title: string) {
+  useEffect(() => {
+    document.title = `${title} · Holdfast`;
+  }, [title]);
+}

@@ -1,0 +1,149 @@
+// What stands around every page: where to go, how news come, the theme, and who is logged in.
+import { Dialog, DialogDismiss, DialogHeading, useDialogStore } from "@ariakit/react";
+import { useQueryClient } from "@tanstack/react-query";
+import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-router";
+import { useCallback, useEffect, useRef } from "react";
+import { useConnection, useLive, type Connection } from "./api/live";
+import { isStranger, useLogOut, useSession } from "./api/session";
+import { Login } from "./pages/Login";
+import { State, useNow } from "./parts/basics";
+import { exact, relative } from "./format";
+import { GO, useKeys } from "./keyboard";
+import { useTheme, type Theme } from "./theme";
+
+const PAGES = [
+  ["/", "Runs"],
+  ["/goodput", "Goodput & cost"],
+  ["/nodes", "Nodes"],
+  ["/storage", "Storage"],
+  ["/compare", "Compare"],
+] as const;
+
+const WORDS: Record<Connection, [string, string]> = {
+  connecting: ["starting", "connecting"],
+  live: ["alive", "live"],
+  polling: ["waiting", "polling"],
+  away: ["silent", "server away"],
+};
+
+/** When the newest data on this page came, whatever query brought it. */
+function useDataAge(): number {
+  const client = useQueryClient();
+  return Math.max(0, ...client.getQueryCache().getAll().map((one) => one.state.dataUpdatedAt));
+}
+
+function Banner() {
+  const { connection, since } = useConnection();
+  const now = useNow();
+  const updated = useDataAge();
+  if (connection !== "away") return null;
+  return (
+    <div className="banner" role="alert">
+      <strong>The server has not answered since {exact(since)}.</strong>{" "}
+      {updated > 0
+        ? `What you see is from ${relative(updated, now)}; runs go on without this page.`
+        : "Runs go on without this page."}{" "}
+      It is asked again every few seconds.
+    </div>
+  );
+}
+
+function ThemeChoice() {
+  const [theme, setTheme] = useTheme();
+  return (
+    <select
+      aria-label="Theme"
+      value={theme}
+      onChange={(event) => setTheme(event.target.value as Theme)}
+    >
+      <option value="system">System</option>
+      <option value="light">Light</option>
+      <option value="dark">Dark</option>
+    </select>
+  );
+}
+
+function Bar({ help }: { help: () => void }) {
+  const { connection } = useConnection();
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  const session = useSession();
+  const logOut = useLogOut();
+  const [state, word] = WORDS[connection];
+  return (
+    <header className="bar">
+      <Link to="/" className="mark">
+        <img src="/icon.svg" width="22" height="22" alt="" />
+        Holdfast
+      </Link>
+      <nav aria-label="Pages">
+        {PAGES.map(([to, name]) => (
+          <Link key={to} to={to} aria-current={path === to ? "page" : undefined}>
+            {name}
+          </Link>
+        ))}
+      </nav>
+      <div className="end">
+        <span className="connection"><State state={state}>{word}</State></span>
+        <ThemeChoice />
+        <button type="button" onClick={help} aria-label="Keys">?</button>
+        {session.data?.login_required && session.data.name ? (
+          <button type="button" onClick={logOut}>Log out {session.data.name}</button>
+        ) : null}
+      </div>
+    </header>
+  );
+}
+
+const KEYS: [string, string][] = [
+  ["/", "search"],
+  ["j  k", "next and previous line"],
+  ["Enter", "open the line"],
+  ...Object.entries(GO).map(([key, [, name]]): [string, string] => [`g ${key}`, name]),
+  ["?", "this help"],
+];
+
+function Help({ store }: { store: ReturnType<typeof useDialogStore> }) {
+  return (
+    <Dialog store={store} className="dialog" backdrop={<div className="backdrop" />} unmountOnHide>
+      <DialogHeading render={<h2 />}>Keys</DialogHeading>
+      <table>
+        <tbody>
+          {KEYS.map(([keys, word]) => (
+            <tr key={keys}>
+              <td>{keys.split(" ").filter(Boolean).map((key) => <kbd key={key}>{key}</kbd>)}</td>
+              <td>{word}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <div className="choices"><DialogDismiss>Close</DialogDismiss></div>
+    </Dialog>
+  );
+}
+
+export function Shell() {
+  useLive();
+  const help = useDialogStore();
+  const navigate = useNavigate();
+  const go = useCallback((path: string) => void navigate({ to: path }), [navigate]);
+  useKeys(go, help.show);
+  const session = useSession();
+  const main = useRef<HTMLElement>(null);
+  const path = useRouterState({ select: (state) => state.location.pathname });
+  const first = useRef(true);
+  useEffect(() => {
+    // Whoever cannot see the page is taken to its new content, but not when it is first opened.
+    if (!first.current) main.current?.focus({ preventScroll: true });
+    first.current = false;
+  }, [path]);
+  return (
+    <>
+      <Bar help={help.show} />
+      <Banner />
+      <main ref={main} tabIndex={-1}>
+        {isStranger(session.data) ? <Login /> : <Outlet />}
+      </main>
+      <Help store={help} />
+    </>
+  );
+}

@@ -1,0 +1,65 @@
+// What a word of state looks like: a tone and a shape, so that no one needs to see the colour.
+
+export type Tone = "live" | "good" | "warn" | "bad" | "idle" | "note";
+export type Shape = "dot" | "ring" | "check" | "cross" | "bars" | "down" | "diamond" | "slash";
+
+const LOOKS: Record<string, [Tone, Shape]> = {
+  running: ["live", "dot"],
+  training: ["live", "dot"],
+  starting: ["live", "ring"],
+  stopping: ["warn", "down"],
+  created: ["idle", "ring"],
+  submitted: ["idle", "ring"],
+  pending: ["idle", "ring"],
+  queued: ["idle", "ring"],
+  waiting: ["idle", "ring"],
+  paused: ["note", "bars"],
+  completed: ["good", "check"],
+  preempted: ["warn", "down"],
+  timed_out: ["warn", "down"],
+  failed: ["bad", "cross"],
+  hung: ["bad", "diamond"],
+  node_failed: ["bad", "cross"],
+  lost: ["bad", "cross"],
+  cancelled: ["idle", "slash"],
+  staged: ["live", "ring"],
+  committed: ["live", "dot"],
+  durable: ["live", "dot"],
+  verified: ["good", "check"],
+  mirrored: ["good", "check"],
+  damaged: ["bad", "cross"],
+  deleted: ["idle", "slash"],
+  silent: ["bad", "diamond"],
+  alive: ["live", "dot"],
+  healthy: ["good", "check"],
+  kept: ["good", "check"],
+  "would be deleted": ["warn", "down"],
+};
+
+export function lookOf(state: string): [Tone, Shape] {
+  return LOOKS[state] ?? ["idle", "ring"];
+}
+
+export const PARTS = [
+  "training", "lost", "blocked", "flushing", "loading", "starting", "queued", "hung", "stopped",
+] as const;
+export type Part = (typeof PARTS)[number];
+
+export const PART_WORDS: Record<Part, string> = {
+  training: "training that counted",
+  lost: "trained again after a loss",
+  blocked: "held up by saves",
+  flushing: "last flush",
+  loading: "loading state",
+  starting: "starting programs",
+  queued: "queued",
+  hung: "hung",
+  stopped: "between attempts",
+};
+
+const LIVE = new Set(["queued", "running", "waiting", "paused"]);
+
+/** Whether a run in this state may still go on by itself or by `resume`. */
+export const isLive = (state: string): boolean => LIVE.has(state);
+/** A word of the machine's as people write it. */
+export const plain = (word: string): string => word.replaceAll("_", " ");

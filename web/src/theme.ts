@@ -1,0 +1,38 @@
+// Light, dark, or as the system has it. `public/theme.js` applies the choice before first paint.
+import { useState } from "react";
+
+export type Theme = "system" | "light" | "dark";
+const KEY = "holdfast.theme";
+
+function chosen(): Theme {
+  try {
+    const value = localStorage.getItem(KEY);
+    return value === "light" || value === "dark" ? value : "system";
+  } catch {
+    return "system";
+  }
+}
+
+function apply(theme: Theme) {
+  if (theme === "system") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  try {
+    if (theme === "system") localStorage.removeItem(KEY);
+    else localStorage.setItem(KEY, theme);
+  } catch {
+    // Storage is closed to this page: the choice holds until it is left.
+  }
+  // Curves are drawn on a canvas, which takes no colours from the style sheet by itself.
+  window.dispatchEvent(new Event("holdfast:theme"));
+}
+
+export function useTheme(): [Theme, (theme: Theme) => void] {
+  const [theme, setTheme] = useState<Theme>(chosen);
+  return [
+    theme,
+    (next) => {
+      setTheme(next);
+      apply(next);
+    },
+  ];
+}
