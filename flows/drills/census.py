@@ -56,8 +56,8 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
 def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | None) -> list[str]:
     """Marked processes that are still there after `ORPHAN_S` and belong to nobody.
 
-    Those belong: `owners` and what is below them, unless it is of another incarnation than
-    `current`.
+    Those belong: `owners` and what is below them, unless it is of an older incarnation than
+    `current`; of a newer one is what was started ahead.
     """
     roots = list(owners)
     give_up = time.monotonic() + ORPHAN_S
@@ -86,8 +86,12 @@ def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None
         one.words
         for one in marked_processes(paths)
         if one.process.is_running()
-        and (one.process.pid not in owned or (one.place is not None and one.place != current))
+        and (one.process.pid not in owned or _is_older(one.place, current))
     ]
+
+
+def _is_older(place: Place | None, current: Place | None) -> bool:
+    return place is not None and current is not None and place < current
 
 
 def _is_inside(word: str, folder: str) -> bool:
