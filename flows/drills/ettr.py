@@ -6,7 +6,7 @@ goes into the prediction but the list of its faults. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any, Final
@@ -53,17 +53,43 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Ettr:
-    """Shares of wall time. `measured` is as `holdfast show` counts; `paced` counts each step that
-    was not lost as long as it takes without faults, however slow it was."""
+    """Seconds of drilled runs: in training, in training as long as their steps take without
+    faults, in all, and in all as it was to be expected."""
 
-    measured: float
-    paced: float
-    predicted: float
+    training_s: float
+    paced_s: float
+    total_s: float
+    expected_s: float
     calibration: Calibration
+
+    @property
+    def measured(self) -> float:
+        """The share of wall time that `holdfast show` counts as trained."""
+        return self.training_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def paced(self) -> float:
+        """The share with each step that was not lost counted as long as it takes without faults,
+        however slow it was."""
+        return self.paced_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def predicted(self) -> float:
+        """The share that was to be expected."""
+        return self.paced_s / self.expected_s if self.expected_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
-        return asdict(self)
+        shares = {"measured": self.measured, "paced": self.paced, "predicted": self.predicted}
+        return {**shares, **asdict(self)}
+
+    @staticmethod
+    def from_json(told: Mapping[str, Any]) -> Ettr:
+        """What `as_json` told. Raises `KeyError` for anything else."""
+        calibration = dict(told["calibration"])
+        costs = Costs(**calibration.pop("costs"))
+        seconds = {name: told[name] for name in ("training_s", "paced_s", "total_s", "expected_s")}
+        return Ettr(calibration=Calibration(costs=costs, **calibration), **seconds)
 
 
 def goodput_of(history: RunHistory) -> Goodput:
@@ -129,7 +155,7 @@ def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
 def compare(calibration: Calibration, runs: Iterable[Trained]) -> Ettr:
     """What the drilled `runs` reached beside what was to be expected of them."""
     costs = calibration.costs
-    training_s = total_s = paced_s = predicted_s = 0.0
+    training_s = total_s = paced_s = expected_s = 0.0
     for run in runs:
         faults = [found for one in run.faults for found in _fault(*one, calibration)]
         share = predict_ettr(
@@ -140,14 +166,28 @@ def compare(calibration: Calibration, runs: Iterable[Trained]) -> Ettr:
             queued_s=calibration.queued_s,
         )
         paced_s += run.steps * costs.step_s
-        predicted_s += max(1, run.steps) * costs.step_s / share
+        expected_s += max(1, run.steps) * costs.step_s / share
         training_s += run.goodput.training_s
         total_s += run.goodput.total_s
     return Ettr(
-        measured=training_s / total_s if total_s else 0.0,
-        paced=paced_s / total_s if total_s else 0.0,
-        predicted=paced_s / predicted_s if predicted_s else 0.0,
+        training_s=training_s,
+        paced_s=paced_s,
+        total_s=total_s,
+        expected_s=expected_s,
         calibration=calibration,
+    )
+
+
+def sum_of(parts: Sequence[Ettr]) -> Ettr | None:
+    """Several drills' as one; None of none."""
+    if not parts:
+        return None
+    return Ettr(
+        training_s=sum(one.training_s for one in parts),
+        paced_s=sum(one.paced_s for one in parts),
+        total_s=sum(one.total_s for one in parts),
+        expected_s=sum(one.expected_s for one in parts),
+        calibration=mean_of([one.calibration for one in parts]),
     )
 
 

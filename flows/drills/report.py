@@ -12,7 +12,8 @@ from typing import Final
 
 from holdfast.contracts.durable import write_bytes
 from holdfast.flows.drills import invariants
-from holdfast.flows.drills.ettr import Ettr
+from holdfast.flows.drills.ettr import Ettr, sum_of
+from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
@@ -30,6 +31,10 @@ INVARIANTS: Final = (
     invariants.INDEX_IS_DISK,
     invariants.ONE_COMMAND,
     invariants.RECOVERS,
+)
+COMPARED: Final = (
+    "After each fault every invariant was checked, and every step was compared with a run that "
+    "nothing interrupted: sample ids, loss and weights, bit for bit."
 )
 HEADINGS: Final = (
     "kind",
@@ -50,9 +55,9 @@ COLUMNS: Final = (
 )
 
 
-def write_report(path: Path, result: DrillResult, command: str) -> None:
-    """Replace the page at `path` by one with the figures of `result`, which `command` made."""
-    write_bytes(path, render_report(result, machine(), command).encode())
+def write_report(path: Path, results: Sequence[DrillResult]) -> None:
+    """Replace the page at `path` by one with the figures of these drills together."""
+    write_bytes(path, render_report(results, machine()).encode())
 
 
 def machine() -> str:
@@ -66,21 +71,25 @@ def machine() -> str:
     )
 
 
-def render_report(result: DrillResult, machine_words: str, command: str) -> str:
+def render_report(results: Sequence[DrillResult], machine_words: str) -> str:
     """The page as Markdown: pure."""
-    wrong = sum(1 for one in result.faults if not one.ok)
-    count = len(result.faults)
+    faults = [one for result in results for one in result.faults]
+    broken = [one for result in results for one in result.broken]
+    ettr = sum_of([result.ettr for result in results if result.ettr])
+    wrong = sum(1 for one in faults if not one.ok)
+    count = len(faults)
     lines = [
         "# Reliability: what a drill measured",
         "",
-        _opening(result),
+        *(f"{_opening(result)}\n" for result in results),
+        COMPARED,
         "",
         f"**{count - wrong} of {count} faults left every invariant whole.**",
         "",
         "This page is written by:",
         "",
         "```",
-        command,
+        *(result.command for result in results),
         "```",
         "",
         f"Machine: {machine_words}.",
@@ -89,19 +98,19 @@ def render_report(result: DrillResult, machine_words: str, command: str) -> str:
         "",
         "| invariant | times broken |",
         "|---|---|",
-        *(f"| {name} | {_times_broken(result, name)} |" for name in INVARIANTS),
+        *(f"| {name} | {_times_broken(broken, name)} |" for name in INVARIANTS),
         "",
-        *_broken_lines(result),
+        *_broken_lines(broken),
         "## Faults",
         "",
         COLUMNS,
         "",
         f"| {' | '.join(HEADINGS)} |",
         f"|{'---|' * len(HEADINGS)}",
-        *(_row(name, result.faults) for name in KINDS),
+        *(_row(name, faults) for name in KINDS),
         "",
-        *(_ettr_lines(result.ettr) if result.ettr else []),
-        *_refused_lines(result),
+        *(_ettr_lines(ettr) if ettr else []),
+        *(line for result in results for line in _refused_lines(result)),
     ]
     return "\n".join(lines)
 
@@ -110,12 +119,10 @@ def _opening(result: DrillResult) -> str:
     """What was drilled, in words."""
     return (
         f"{len(result.faults)} faults in {result.wall_s / 60:.1f} minutes, {_runs_words(result)} "
-        f"of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint "
-        f"every {INTERVAL_STEPS} steps, a snapshot in memory every {SNAPSHOT_STEPS}). After each "
-        "fault every invariant was checked, and every step was compared with a run that nothing "
-        f"interrupted: sample ids, loss and weights, bit for bit. {result.steps} different steps "
-        f"were trained; {result.uncompared} steps of a rank were done beyond what was there to "
-        "compare with."
+        f"of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint every {INTERVAL_STEPS} "
+        f"steps, a snapshot in memory every {SNAPSHOT_STEPS}): {result.steps} different steps were "
+        f"trained; {result.uncompared} steps of a rank were done beyond what was there to compare "
+        "with."
     )
 
 
@@ -186,14 +193,14 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(ordered):.2f} ({high:.2f})"
 
 
-def _times_broken(result: DrillResult, name: str) -> int:
-    return sum(1 for one in result.broken if one.invariant == name)
+def _times_broken(broken: Sequence[Broken], name: str) -> int:
+    return sum(1 for one in broken if one.invariant == name)
 
 
-def _broken_lines(result: DrillResult) -> list[str]:
-    if not result.broken:
+def _broken_lines(broken: Sequence[Broken]) -> list[str]:
+    if not broken:
         return []
-    lines = [f"- {one.invariant}: {one.detail}" for one in result.broken]
+    lines = [f"- {one.invariant}: {one.detail}" for one in broken]
     return ["What was seen:", "", *lines, ""]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.contracts.errors import SpecError
 from holdfast.flows.drills.ettr import Ettr
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Recovery
@@ -33,14 +35,15 @@ class FaultResult:
 
 @dataclass(kw_only=True)
 class DrillResult:
-    """All of a drill. `refused` are kinds that could not be rehearsed here, `at_once` runs were
-    drilled at a time.
+    """All of a drill, that `command` began. `refused` are kinds that could not be rehearsed here,
+    `at_once` runs were drilled at a time.
 
     `steps` different ones were trained; `uncompared` lie beyond the uninterrupted run's end.
     """
 
     seed: int
     at_once: int = 1
+    command: str = ""
     faults: list[FaultResult] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -54,6 +57,7 @@ class DrillResult:
         return {
             "seed": self.seed,
             "at_once": self.at_once,
+            "command": self.command,
             "faults": [dict(vars(one)) for one in self.faults],
             "broken": [one.as_json() for one in self.broken],
             "refused": self.refused,
@@ -62,3 +66,25 @@ class DrillResult:
             "wall_s": round(self.wall_s, 3),
             "ettr": self.ettr.as_json() if self.ettr else None,
         }
+
+    @staticmethod
+    def from_json(told: Mapping[str, Any]) -> DrillResult:
+        """What `as_json` told. Raises `SpecError` for anything else."""
+        fields = dict(told)
+        try:
+            faults = [
+                FaultResult(**{**one, "recovery": Recovery(one["recovery"])})
+                for one in fields.pop("faults")
+            ]
+            broken = [Broken(**one) for one in fields.pop("broken")]
+            ettr = fields.pop("ettr")
+            return DrillResult(
+                faults=faults,
+                broken=broken,
+                ettr=Ettr.from_json(ettr) if ettr else None,
+                **fields,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecError(
+                f"not the answer of a drill ({error!r}); give what `holdfast drill --json` wrote"
+            ) from error

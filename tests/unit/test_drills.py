@@ -390,7 +390,8 @@ def test_the_report_tells_what_broke() -> None:
     broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]
     result = DrillResult(seed=7, faults=[fault], broken=broken)
     result.ettr = compare(CALIBRATION, [trained()])
-    page = render_report(result, "a machine", "holdfast drill --count 1")
+    result.command = "holdfast drill --count 1"
+    page = render_report([result], "a machine")
     assert "0 of 1 faults left every invariant whole" in page
     assert f"| {invariants.NO_ORPHANS} | 1 |" in page
     assert "- no process outlives its attempt: process 7 (python)" in page
@@ -400,3 +401,19 @@ def test_the_report_tells_what_broke() -> None:
     assert "| from a launch to the load | 2.0000 |" in page
     assert spread([3.0, 1.0, 2.0]) == "2.00 (3.00)"
     assert DIGEST not in page
+
+
+def test_the_report_tells_of_several_drills_as_of_one() -> None:
+    fault = FaultResult(
+        kind="hang", ok=True, detail="", run="r", step=3, recovery=Recovery.IN_PLACE
+    )
+    result = DrillResult(seed=7, faults=[fault], at_once=3, command="holdfast drill")
+    result.ettr = compare(CALIBRATION, [trained()])
+    again = DrillResult.from_json(json.loads(json.dumps(result.as_json())))
+    assert again == result
+    page = render_report([again, result], "a machine")
+    assert "2 of 2 faults left every invariant whole" in page
+    assert "each of 3 small training runs at a time" in page
+    assert "Measured 0.500, predicted 0.926" in page
+    with pytest.raises(SpecError, match="not the answer of a drill"):
+        DrillResult.from_json({"faults": [{"kind": "hang"}]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import signal
@@ -14,9 +15,35 @@ import typer
 
 from holdfast.cli.index import locate_run
 from holdfast.cli.output import AsJson, RootOption, answer, print_table, seconds_text, warn
+from holdfast.contracts.errors import SpecError
 
 if TYPE_CHECKING:
     from holdfast.flows.drills.results import DrillResult
+
+
+class _Page:
+    """The page at `path`, if one is wanted, and the earlier drills that it tells of."""
+
+    def __init__(self, path: Path | None, after: list[Path]) -> None:
+        self.path, self._former = path, [_read(one) for one in after]
+
+    def write(self, result: DrillResult) -> None:
+        """Replace the page, if there is anything to put on it."""
+        result.command = shlex.join(["holdfast", *sys.argv[1:]])
+        if self.path is not None and result.faults:
+            from holdfast.flows.drills.report import write_report
+
+            write_report(self.path, [*self._former, result])
+
+
+def _read(path: Path) -> DrillResult:
+    """An earlier drill's JSON answer. Raises `SpecError` when it is none."""
+    from holdfast.flows.drills.results import DrillResult
+
+    try:
+        return DrillResult.from_json(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: {error}; give what `holdfast drill --json` wrote") from error
 
 
 def register(app: typer.Typer) -> None:
@@ -46,6 +73,10 @@ def drill(
     report: Annotated[
         Path | None, typer.Option(help="Also write the report as a page.", metavar="FILE")
     ] = None,
+    after: Annotated[
+        list[Path] | None,
+        typer.Option(help="Earlier drills' JSON; the page tells of them too.", metavar="FILE"),
+    ] = None,
     directory: Annotated[
         Path | None,
         typer.Option(help="Where the throw-away run lies; a temporary one.", metavar="DIR"),
@@ -56,12 +87,13 @@ def drill(
     """Rehearse faults on a run and check what must always hold; status 1 when it does not."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
+    page = _Page(report, after or [])
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)
-        _write(report, result)
+        page.write(result)
     else:
         settings = {"count": count, "seed": seed, "within_s": within_s, "at_once": at_once}
-        result = _drill_throw_away(wanted, settings, directory, report)
+        result = _drill_throw_away(wanted, settings, directory, page)
     answer(result.as_json(), as_json, _render)
     if result.broken:
         raise typer.Exit(1)
@@ -79,7 +111,7 @@ def _drill_live(
 
 
 def _drill_throw_away(
-    wanted: list[str], settings: dict[str, Any], directory: Path | None, report: Path | None
+    wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Page
 ) -> DrillResult:
     """A drill on runs of its own, told on standard error as it goes; cut short, it has a report
     too."""
@@ -97,21 +129,13 @@ def _drill_throw_away(
         folder = Path(name)
         missing = find_missing(folder)
         chosen = select_kinds(wanted, is_live=False, missing=missing)
-        plan = Plan(kinds=chosen, calibrates=report is not None, **settings)
+        plan = Plan(kinds=chosen, calibrates=page.path is not None, **settings)
         result = DrillResult(seed=plan.seed, at_once=plan.at_once, refused=missing)
         try:
             drill_throw_away(plan, result, folder, warn)
         finally:
-            _write(report, result)
+            page.write(result)
     return result
-
-
-def _write(report: Path | None, result: DrillResult) -> None:
-    """The page, if one is wanted and there is anything to put on it."""
-    if report is not None and result.faults:
-        from holdfast.flows.drills.report import write_report
-
-        write_report(report, result, shlex.join(["holdfast", *sys.argv[1:]]))
 
 
 def _render(data: dict[str, Any]) -> None:
