@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,6 +124,17 @@ class RunFolder:
                 command_digest=DIGEST,
                 world_size=2,
             )
+
+    def log(self, number: int, incarnation: int, steps: range, at: float) -> None:
+        """What the program logged: a loss that falls, a step each second."""
+        path = self.paths.metrics_of(number, incarnation)
+        make_directory(path.parent)
+        lines = [
+            {"step": step, "time": at + index, "loss": 4.0 / (1 + step)}
+            for index, step in enumerate(steps)
+        ]
+        with open(path, "a") as stream:
+            stream.writelines(json.dumps(line) + "\n" for line in lines)
 
     def commit(
         self,
@@ -265,12 +277,15 @@ def _first_attempt(run: RunFolder) -> Iterator[RunFolder]:
     run.launch(1, 1, 0, None)
     yield run
     first = run.commit(50, 1, 1, at=T0 + 60)
+    run.log(1, 1, range(1, 51), T0 + 11)
     yield run
     second = run.commit(100, 1, 1, parent=f"gpt:{first}", at=T0 + 110)
+    run.log(1, 1, range(51, 114), T0 + 61)
     run.launch(1, 2, 100, f"gpt:{second}")
     yield run
     # One directory without a manifest: a save that was cut off.
     make_directory(run.paths.checkpoint(CheckpointName(110, 1, 2)))
+    run.log(1, 2, range(101, 121), T0 + 120)
     run.commit(120, 1, 2, parent=f"gpt:{second}", at=T0 + 140, metrics={"loss": 2.5})
     run.finish(
         1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from holdfast.lineage.database import (
     open_database,
     upgrade,
 )
-from holdfast.lineage.models import Base, CheckpointState, EdgeKind
+from holdfast.lineage.models import STORED_EDGES, Base, CheckpointState
 
 PEOPLE_AT_ONCE = 6
 
@@ -55,12 +56,13 @@ def test_migrations_give_the_models_and_go_back(url: str) -> None:
     assert upgrade(url) == head_revision(), "twice is no harm"
 
 
-WORDS: list[tuple[str, str, type[StrEnum]]] = [
+WORDS: list[tuple[str, str, Iterable[StrEnum]]] = [
     ("runs", "state", RunState),
     ("attempts", "state", AttemptState),
     ("attempts", "cause", Cause),
     ("checkpoints", "state", CheckpointState),
-    ("checkpoint_edges", "kind", EdgeKind),
+    ("attempt_nodes", "fault", Cause),
+    ("checkpoint_edges", "kind", STORED_EDGES),
 ]
 
 
@@ -80,10 +82,10 @@ def test_the_database_knows_every_word_and_no_other(url: str) -> None:
 def test_an_unknown_state_is_refused_by_the_database(url: str) -> None:
     upgrade(url)
     with open_database(url) as database:
-        row = "'u', 'r', 'r', '/', '/r', 'asleep', '{}', 'd', 1.0, '', ''"
+        row = "'u', 'r', 'r', '/', '/r', 'asleep', '{}', 'd', 1.0, '', 1.0, '{}', ''"
         columns = (
             "uid, run, name, root, directory, state, spec, spec_digest, created_at, "
-            "created_by, fingerprint"
+            "created_by, updated_at, goodput, fingerprint"
         )
         with pytest.raises(LineageError, match="ck_runs_state"), database.writing() as connection:
             connection.execute(text(f"INSERT INTO runs ({columns}) VALUES ({row})"))

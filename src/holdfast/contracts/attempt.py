@@ -43,6 +43,22 @@ class RunRecord(Document):
     forked_uid: str | None = Field(default=None, description="uid of the run it was forked from")
 
 
+class Provenance(Document):
+    """What an attempt was submitted with, so that two can be compared; digests are SHA-256."""
+
+    code_commit: str | None = Field(default=None, description="git's commit of the code's folder")
+    code_digest: str | None = Field(
+        default=None, description="of what differs from the commit; None when nothing does"
+    )
+    config_digest: str | None = None
+    data_digest: str | None = Field(
+        default=None, description="of `data` in the config and its files"
+    )
+    environment_digest: str | None = Field(
+        default=None, description="of the environment, the interpreter, set-up and container"
+    )
+
+
 class Request(Document):
     """`request.json`: one submission as plain data; `holdfast submit --dry-run` prints it."""
 
@@ -71,6 +87,7 @@ class Request(Document):
     scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
     created_at: float
     reason: str = Field(description="why this attempt exists: first, or the decision's words")
+    provenance: Provenance = Provenance()
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,7 @@ HoldfastError
 ├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
 ├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
 ├── LineageError (RuntimeError)          the database cannot be used
+├── QueryError (ValueError)              a page, a sort or a filter that nothing can answer
 ├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
 └── AgreementError (RuntimeError)        ranks could not agree on a step in time
 
@@ -123,6 +124,10 @@ class NumericsError(HoldfastError, ArithmeticError):
 
 class LineageError(HoldfastError, RuntimeError):
     """The lineage database cannot be used as it is."""
+
+
+class QueryError(HoldfastError, ValueError):
+    """A question to the index that cannot be meant: a broken cursor, a page without an end."""
 
 
 class ServiceError(HoldfastError, RuntimeError):

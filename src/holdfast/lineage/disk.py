@@ -7,6 +7,7 @@ taken first, so that whatever changed after it is seen the next time.
 from __future__ import annotations
 
 import math
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,23 +25,33 @@ from holdfast.lineage.models import INTEGER_MAX
 
 Row = dict[str, Any]
 
+_METRICS: Final = re.compile(r"a([0-9]{4,9})\.i([0-9]{2,9})")
+
 # Counted up when rows are built in another way, so that every run is read again.
-INGEST_VERSION: Final = 1
+INGEST_VERSION: Final = 2
 # What a manifest alone says of a checkpoint; the rest of its row comes from name and journals.
 FACTS: Final = (
     *("reason", "world_size", "parent", "bytes", "files", "checksum", "command_digest"),
     *("blocked_s", "flush_s", "staged_at", "committed_at", "metrics", "detail"),
+    *("versions", "topology"),
 )
+
+# (path, bytes, checksum) of each file, in the manifest's order.
+FileFacts = tuple[tuple[str, int, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that has a manifest, or had one: `facts` are the columns of `FACTS`."""
+    """A checkpoint that has a manifest, or had one: `facts` are the columns of `FACTS`.
+
+    `files` is None where the manifest has not changed since it was read before.
+    """
 
     name: CheckpointName
     facts: Row
     stamp: str
     is_deleted: bool
+    files: FileFacts | None = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +109,20 @@ def read_lines(paths: RunPaths) -> list[JournalLines]:
     return lines
 
 
+def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
+    """The files of logged metrics by (attempt, incarnation)."""
+    found = {}
+    for path in paths.metrics.glob("*.jsonl"):
+        match = _METRICS.fullmatch(path.stem)
+        if match and path.is_file():
+            found[int(match[1]), int(match[2])] = path
+    return found
+
+
 def empty_facts(detail: str | None) -> Row:
     """The facts of a checkpoint whose manifest says nothing that can be believed."""
-    return {**dict.fromkeys(FACTS), "metrics": {}, "detail": detail}
+    documents: Row = {"metrics": {}, "versions": {}, "topology": {}}
+    return {**dict.fromkeys(FACTS), **documents, "detail": detail}
 
 
 def _found(
@@ -112,26 +134,39 @@ def _found(
         facts = {column: row[column] for column in FACTS}
         # With a checksum the manifest was believed, and the detail came from a journal.
         facts["detail"] = None if row["checksum"] else row["detail"]
-    else:
-        facts = _facts_of_tombstone(path) if is_deleted else _facts_of(path.parent)
-    return FoundCheckpoint(name=name, facts=facts, stamp=stamp, is_deleted=is_deleted)
+        return FoundCheckpoint(
+            name=name, facts=facts, stamp=stamp, is_deleted=is_deleted, files=None
+        )
+    said = _read_tombstone(path) if is_deleted else _read(path.parent)
+    if isinstance(said, str):
+        return FoundCheckpoint(
+            name=name, facts=empty_facts(said), stamp=stamp, is_deleted=is_deleted
+        )
+    return FoundCheckpoint(
+        name=name,
+        facts=_facts(said),
+        stamp=stamp,
+        is_deleted=is_deleted,
+        files=tuple((one.path, one.bytes, one.checksum) for one in said.files),
+    )
 
 
-def _facts_of(directory: Path) -> Row:
+def _read(directory: Path) -> Manifest | str:
+    """The manifest in a directory, or why it cannot be believed."""
     try:
         manifest = read_manifest(directory)
     except DamagedCheckpointError as error:
-        return empty_facts("; ".join(error.damaged) or str(error))
+        return "; ".join(error.damaged) or str(error)
     except OSError as error:
-        return empty_facts(f"{MANIFEST}: cannot be read: {error.strerror}")
-    return _facts(manifest) if manifest else empty_facts(f"{MANIFEST}: gone while it was read")
+        return f"{MANIFEST}: cannot be read: {error.strerror}"
+    return manifest or f"{MANIFEST}: gone while it was read"
 
 
-def _facts_of_tombstone(path: Path) -> Row:
+def _read_tombstone(path: Path) -> Manifest | str:
     try:
-        return _facts(Manifest.model_validate_json(path.read_bytes()))
+        return Manifest.model_validate_json(path.read_bytes())
     except (ValidationError, OSError):
-        return empty_facts("its manifest could not be read")
+        return "its manifest could not be read"
 
 
 def _facts(manifest: Manifest) -> Row:
@@ -148,6 +183,8 @@ def _facts(manifest: Manifest) -> Row:
         "staged_at": _finite(manifest.staged_at) or None,
         "committed_at": _finite(manifest.committed_at),
         "metrics": dict(manifest.metrics),
+        "versions": dict(manifest.versions),
+        "topology": manifest.topology,
         "detail": None,
     }
 

@@ -6,36 +6,39 @@ taken before its folder is read, so the last to write is also the last to have l
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any, Final
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.lineage import models
 from holdfast.lineage.database import Database
 from holdfast.lineage.disk import (
+    FoundCheckpoint,
     JournalLines,
     Row,
     read_checkpoints,
     read_lines,
     take_fingerprint,
 )
+from holdfast.lineage.metric_ingest import has_news, write_metrics
 from holdfast.lineage.rows import attempt_of, build_rows, clean
-
-ROWS_PER_STATEMENT_MAX: Final = 1000
-
-RUNS: Final[Any] = models.Run.__table__
-ATTEMPTS: Final[Any] = models.Attempt.__table__
-INCARNATIONS: Final[Any] = models.Incarnation.__table__
-CHECKPOINTS: Final[Any] = models.Checkpoint.__table__
-EDGES: Final[Any] = models.CheckpointEdge.__table__
-JOURNALS: Final[Any] = models.Journal.__table__
-EVENTS: Final[Any] = models.Event.__table__
+from holdfast.lineage.tables import (
+    ATTEMPTS,
+    CHECKPOINTS,
+    EDGES,
+    EVENTS,
+    FILES,
+    INCARNATIONS,
+    JOURNALS,
+    NODES,
+    ROWS_PER_STATEMENT_MAX,
+    RUNS,
+    upsert,
+)
 
 
 def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> None:
@@ -50,17 +53,26 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
         )
-    if not fresh and _is_current(database, paths, record.uid):
+    is_current = not fresh and _is_current(database, paths, record.uid)
+    if is_current and not has_news(database, paths, record.uid):
         return
     with database.writing() as connection:
         _lock(connection, record.uid)
+        if is_current:
+            write_metrics(connection, paths, record.uid)
+            return
         if fresh:
             connection.execute(delete(RUNS).where(RUNS.c.uid == record.uid))
         # Another run once had this folder; on disk it is no more.
         connection.execute(
-            delete(RUNS).where(RUNS.c.directory == str(paths.directory), RUNS.c.uid != record.uid)
+            delete(RUNS).where(
+                RUNS.c.run == paths.name,
+                RUNS.c.directory == str(paths.directory),
+                RUNS.c.uid != record.uid,
+            )
         )
         _write_run(connection, paths, record.uid)
+        write_metrics(connection, paths, record.uid)
 
 
 def forget_run(database: Database, uid: str) -> None:
@@ -91,12 +103,40 @@ def _write_run(connection: Connection, paths: RunPaths, uid: str) -> None:
     found = read_checkpoints(paths, {row["name"]: row for row in checkpoints})
     lines = read_lines(paths)
     rows = build_rows(load_history(paths), found, lines, fingerprint)
-    _upsert(connection, RUNS, [clean(rows.run)])
+    upsert(connection, RUNS, [clean(rows.run)])
     _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, uid))
     _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, uid))
+    _sync(connection, NODES, rows.nodes, _stored(connection, NODES, uid))
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
+    _write_files(connection, uid, found, bool(checkpoints))
     _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, uid))
     _write_lines(connection, uid, lines)
+
+
+def _write_files(
+    connection: Connection, uid: str, found: Sequence[FoundCheckpoint], is_known: bool
+) -> None:
+    """Write the file tables of manifests that were read; the others' are there already."""
+    read = [one for one in found if one.files is not None]
+    if is_known and read:
+        matches = [FILES.c.run_uid == bindparam("uid"), FILES.c.checkpoint == bindparam("of")]
+        connection.execute(
+            delete(FILES).where(*matches), [{"uid": uid, "of": str(one.name)} for one in read]
+        )
+    rows = (
+        {
+            "run_uid": uid,
+            "checkpoint": str(one.name),
+            "number": number,
+            "path": clean(path),
+            "bytes": size,
+            "checksum": clean(checksum),
+        }
+        for one in read
+        for number, (path, size, checksum) in enumerate(one.files or ())
+    )
+    while batch := list(itertools.islice(rows, ROWS_PER_STATEMENT_MAX)):
+        connection.execute(FILES.insert(), batch)
 
 
 def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]) -> None:
@@ -113,7 +153,7 @@ def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]
     _sync(connection, JOURNALS, wanted, stored)
     for part in lines:
         begin = 0 if part.journal in shrunk else counts.get(part.journal, 0)
-        _upsert(
+        upsert(
             connection,
             EVENTS,
             [
@@ -153,15 +193,4 @@ def _sync(
             delete(table).where(and_(*matches)),
             [{f"key_{key}": value for key, value in one.items()} for one in gone],
         )
-    _upsert(connection, table, [row for key, row in rows.items() if there.get(key) != row])
-
-
-def _upsert(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
-    """Insert rows, or replace those with the same key."""
-    keys = [column.name for column in table.primary_key]
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table)
-    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
-    statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
-    for start in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
-        connection.execute(statement, list(rows[start : start + ROWS_PER_STATEMENT_MAX]))
+    upsert(connection, table, [row for key, row in rows.items() if there.get(key) != row])

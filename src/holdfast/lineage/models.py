@@ -6,6 +6,7 @@ name, because two roots may each hold a run of the same name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Final
 
@@ -65,24 +66,38 @@ class Base(DeclarativeBase):
         float: Double(),
         dict[str, Any]: JSON().with_variant(JSONB(), "postgresql"),
         list[str]: JSON().with_variant(JSONB(), "postgresql"),
+        list[float]: JSON().with_variant(JSONB(), "postgresql"),
     }
 
 
+STORED_EDGES: Final = tuple(kind for kind in EdgeKind if kind is not EdgeKind.PARENT)
+
+
+def _listing(words: Iterable[str]) -> str:
+    return ", ".join(f"'{word}'" for word in words)
+
+
 def _one_of(column: str, words: type[StrEnum]) -> CheckConstraint:
-    listing = ", ".join(f"'{word}'" for word in words)
-    return CheckConstraint(f"{column} IN ({listing})", name=column)
+    return CheckConstraint(f"{column} IN ({_listing(words)})", name=column)
 
 
 class Run(Base):
-    """One run: `spec.json`, and what its attempts and journals add up to."""
+    """One run: `spec.json`, and what its attempts and journals add up to.
+
+    `goodput` is the account of its time until its end, or until `updated_at`, the newest time
+    that its folder tells of, while it lives.
+    """
 
     __tablename__ = "runs"
     __table_args__ = (
         _one_of("state", RunState),
-        Index(None, "created_at"),
+        Index(None, "created_at", "uid"),
+        Index(None, "updated_at", "uid"),
+        Index(None, "name", "uid"),
         Index(None, "run", "created_at"),
-        Index(None, "name", "created_at"),
-        Index(None, "state"),
+        Index(None, "state", "created_at", "uid"),
+        # A path may be too long for PostgreSQL's ordered index.
+        Index(None, "root", postgresql_using="hash"),
     )
 
     uid: Mapped[str] = mapped_column(primary_key=True)
@@ -103,11 +118,14 @@ class Run(Base):
     forked_path: Mapped[str | None]
     step: Mapped[int | None]
     flow_run: Mapped[str | None]
+    updated_at: Mapped[float]
+    committed_at: Mapped[float | None]
+    goodput: Mapped[dict[str, Any]]
     fingerprint: Mapped[str]
 
 
 class Attempt(Base):
-    """One scheduler job of a run."""
+    """One scheduler job of a run; the digests are those of its request."""
 
     __tablename__ = "attempts"
     __table_args__ = (
@@ -144,6 +162,31 @@ class Attempt(Base):
     ended_at: Mapped[float | None]
     traceback: Mapped[str | None]
     failed_rank: Mapped[int | None]
+    code_commit: Mapped[str | None]
+    code_digest: Mapped[str | None]
+    config_digest: Mapped[str | None]
+    data_digest: Mapped[str | None]
+    environment_digest: Mapped[str | None]
+
+
+class AttemptNode(Base):
+    """A node that an attempt ran on; `fault` is the attempt's cause where this node is to blame."""
+
+    __tablename__ = "attempt_nodes"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_uid", "attempt"], ["attempts.run_uid", "attempts.number"], ondelete="CASCADE"
+        ),
+        _one_of("fault", Cause),
+        Index(None, "host", "fault", "started_at"),
+    )
+
+    run_uid: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    host: Mapped[str] = mapped_column(primary_key=True)
+    fault: Mapped[str | None]
+    started_at: Mapped[float | None]
+    ended_at: Mapped[float | None]
 
 
 class Incarnation(Base):
@@ -172,15 +215,31 @@ class Incarnation(Base):
     exit_code: Mapped[int | None]
 
 
+# Steps never go back from parent to child, and within a run equal steps do not either: so no
+# circle can be made of them. One of equal steps through several runs is for a trigger to refuse.
+PARENT_IS_EARLIER: Final = (
+    "parent_uid IS NULL OR (parent_name IS NOT NULL AND parent_step IS NOT NULL "
+    "AND (parent_step < step OR (parent_step = step AND (parent_uid <> run_uid "
+    "OR length(parent_name) < length(name) "
+    "OR (length(parent_name) = length(name) AND parent_name < name)))))"
+)
+
+
 class Checkpoint(Base):
-    """One checkpoint that was committed at some time; a directory without manifest is no row."""
+    """One checkpoint that was committed at some time; a directory without manifest is no row.
+
+    `parent` is what the manifest says; `parent_uid`, `parent_name` and `parent_step` are null
+    where that cannot be an ancestor.
+    """
 
     __tablename__ = "checkpoints"
     __table_args__ = (
         _one_of("state", CheckpointState),
         CheckConstraint("step >= 0", name="step"),
         CheckConstraint("bytes >= 0", name="bytes"),
-        Index(None, "run_uid", "step"),
+        CheckConstraint(PARENT_IS_EARLIER, name="parent"),
+        Index(None, "run_uid", "step", "attempt", "incarnation", unique=True),
+        Index(None, "run_uid", "state", "step", "attempt", "incarnation"),
         Index(None, "parent_uid", "parent_name"),
     )
 
@@ -199,6 +258,7 @@ class Checkpoint(Base):
     parent: Mapped[str | None]
     parent_uid: Mapped[str | None]
     parent_name: Mapped[str | None]
+    parent_step: Mapped[int | None]
     bytes: Mapped[int | None]
     files: Mapped[int | None]
     checksum: Mapped[str | None]
@@ -208,7 +268,12 @@ class Checkpoint(Base):
     staged_at: Mapped[float | None]
     committed_at: Mapped[float | None]
     metrics: Mapped[dict[str, Any]]
+    versions: Mapped[dict[str, Any]]
+    topology: Mapped[dict[str, Any]]
     pinned: Mapped[bool]
+    pinned_by: Mapped[str | None]
+    pinned_at: Mapped[float | None]
+    pin_note: Mapped[str | None]
     rolled_back: Mapped[bool]
     deleted_reason: Mapped[str | None]
     deleted_by: Mapped[str | None]
@@ -216,8 +281,28 @@ class Checkpoint(Base):
     stamp: Mapped[str]
 
 
+class CheckpointFile(Base):
+    """One file of a checkpoint as its manifest lists it; `number` is its place there."""
+
+    __tablename__ = "checkpoint_files"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_uid", "checkpoint"],
+            ["checkpoints.run_uid", "checkpoints.name"],
+            ondelete="CASCADE",
+        ),
+    )
+
+    run_uid: Mapped[str] = mapped_column(primary_key=True)
+    checkpoint: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    path: Mapped[str]
+    bytes: Mapped[int]
+    checksum: Mapped[str]
+
+
 class CheckpointEdge(Base):
-    """`source kind target`, told by the folder of `run_uid`.
+    """`source kind target`, told by the folder of `run_uid`; parents stand with the checkpoints.
 
     `source` and `target` are a checkpoint's directory name, `attempt-NNNN`, the empty text for
     the run itself, or the path of an export (its `target_uid` is then null). The id is a digest
@@ -226,7 +311,7 @@ class CheckpointEdge(Base):
 
     __tablename__ = "checkpoint_edges"
     __table_args__ = (
-        _one_of("kind", EdgeKind),
+        CheckConstraint(f"kind IN ({_listing(STORED_EDGES)})", name="kind"),
         Index(None, "run_uid"),
         Index(None, "source_uid"),
         Index(None, "target_uid"),
@@ -263,8 +348,8 @@ class Event(Base):
         ForeignKeyConstraint(
             ["run_uid", "journal"], ["journals.run_uid", "journals.journal"], ondelete="CASCADE"
         ),
-        Index(None, "run_uid", "time"),
-        Index(None, "time"),
+        Index(None, "run_uid", "time", "journal", "incarnation", "sequence"),
+        Index(None, "run_uid", "kind", "time"),
     )
 
     run_uid: Mapped[str] = mapped_column(primary_key=True)
@@ -277,4 +362,50 @@ class Event(Base):
     data: Mapped[dict[str, Any]]
 
 
-TABLES: Final = (Run, Attempt, Incarnation, Checkpoint, CheckpointEdge, Journal, Event)
+class MetricFile(Base):
+    """How far a file of logged metrics was read: `offset` bytes, in buckets of `stride` steps.
+
+    `spark` is the loss in a few values, oldest first: a line to look at in the list of runs.
+    """
+
+    __tablename__ = "metric_files"
+
+    run_uid: Mapped[str] = mapped_column(
+        ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
+    )
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    offset: Mapped[int]
+    stride: Mapped[int]
+    spark: Mapped[list[float]]
+
+
+class Metric(Base):
+    """What was logged in the steps from `bucket` on: of each metric its last, least and greatest.
+
+    `step` and `time` are those of the last line in the bucket; `data` has by metric's name the
+    step of its last value, that value, the least and the greatest.
+    """
+
+    __tablename__ = "metrics"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["run_uid", "attempt", "incarnation"],
+            ["metric_files.run_uid", "metric_files.attempt", "metric_files.incarnation"],
+            ondelete="CASCADE",
+        ),
+    )
+
+    run_uid: Mapped[str] = mapped_column(primary_key=True)
+    attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    step: Mapped[int]
+    time: Mapped[float]
+    data: Mapped[dict[str, Any]]
+
+
+TABLES: Final = (
+    *(Run, Attempt, Incarnation, AttemptNode, Checkpoint, CheckpointFile, CheckpointEdge),
+    *(Journal, Event, MetricFile, Metric),
+)

@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Select, and_, func, or_, select
+from sqlalchemy import Connection, and_, func, or_, select
 
-from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.goodput import Span, account, prices_of
-from holdfast.contracts.paths import CheckpointName, RunPaths
-from holdfast.contracts.spec import Keep
-from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.contracts.paths import CheckpointName
+from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
 from holdfast.lineage import views
 from holdfast.lineage.database import Database
-from holdfast.lineage.ingest import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
+from holdfast.lineage.find import (
+    Row,
+    RunRef,
+    checkpoint_row,
+    find_checkpoint,
+    find_run,
+    plain_root,
+    rows_of,
+    rows_of_run,
+    run_row,
+)
 from holdfast.lineage.models import EdgeKind
-from holdfast.lineage.reasons import explain
+from holdfast.lineage.retained import reasons_of
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
 
-NAMES_SUGGESTED_MAX: Final = 3
-NAMES_SEARCHED_MAX: Final = 1000
 EVENTS_MAX: Final = 1000
 
-Row = dict[str, Any]
-
-
-class RunRef(BaseModel):
-    """Which run is meant."""
-
-    model_config = ConfigDict(frozen=True)
-
-    uid: str
-    run: str
-    name: str
-    root: str
-    directory: str
-    state: RunState
-
-    @property
-    def paths(self) -> RunPaths:
-        """The run's folder."""
-        return RunPaths(Path(self.directory))
-
-
-def find_run(database: Database, name: str, root: Path | None = None) -> RunRef:
-    """The run that `name` means: its uid, its folder's path or name, or the newest of the name.
-
-    Names can repeat from root to root: one under `root` is preferred, then the newest. Raises
-    `NotFoundError`, which names what is near.
-    """
-    with database.reading() as connection:
-        return _ref(_find(connection, name, root))
-
-
-def find_checkpoint(
-    database: Database, identity: str, root: Path | None = None
-) -> tuple[RunRef, str]:
-    """(run, directory's name) of a checkpoint given as `run:directory` or as a path.
-
-    Raises `NotFoundError` when the index has no such checkpoint.
-    """
-    with database.reading() as connection:
-        run, row = _find_checkpoint(connection, identity, root)
-        return _ref(run), row["name"]
+__all__ = (
+    "RunRef",
+    "ancestry",
+    "find_checkpoint",
+    "find_run",
+    "lineage_graph",
+    "list_checkpoints",
+    "list_events",
+    "list_runs",
+    "show_run",
+)
 
 
 def list_runs(
@@ -77,9 +52,9 @@ def list_runs(
     """All runs, newest first; of one root, or so many at most, when those are given."""
     query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.uid).limit(limit)
     if root is not None:
-        query = query.where(RUNS.c.root == _plain(root))
+        query = query.where(RUNS.c.root == plain_root(root))
     with database.reading() as connection:
-        runs = _rows(connection, query)
+        runs = rows_of(connection, query)
         chosen = query.with_only_columns(RUNS.c.uid)
         counts = (
             select(
@@ -95,7 +70,7 @@ def list_runs(
             counts,
             and_(ATTEMPTS.c.run_uid == counts.c.run_uid, ATTEMPTS.c.number == counts.c.newest),
         )
-        last = {row["run_uid"]: row for row in _rows(connection, newest)}
+        last = {row["run_uid"]: row for row in rows_of(connection, newest)}
     summaries = []
     for run in runs:
         attempt = last.get(run["uid"])
@@ -108,8 +83,8 @@ def show_run(
 ) -> views.RunView:
     """All about one run; `now` (Unix seconds) ends the account of one that is still live."""
     with database.reading() as connection:
-        row = _find(connection, run, root)
-        attempts = _rows(connection, _of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        row = run_row(connection, run, root)
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         launches = _launches(connection, row)
         spans = _spans(connection, row, attempts, launches)
     is_live = RunState(row["state"]).is_live
@@ -132,11 +107,9 @@ def list_checkpoints(
 ) -> list[views.CheckpointView]:
     """All checkpoints that were ever committed in a run, oldest first, the deleted ones too."""
     with database.reading() as connection:
-        row = _find(connection, run, root)
+        row = run_row(connection, run, root)
         checkpoints = _checkpoints(connection, row)
-        uses = _uses(connection, row)
-    keep = Keep.model_validate((row["spec"].get("checkpoint") or {}).get("keep") or {})
-    reasons = explain(checkpoints, uses, keep)
+        reasons = reasons_of(connection, row, checkpoints)
     return [
         views.checkpoint_view(row["run"], checkpoint, reason)
         for checkpoint, reason in zip(checkpoints, reasons, strict=True)
@@ -150,16 +123,21 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
     the checkpoint it was forked from with that one's ancestors, its forks, its exports.
     """
     with database.reading() as connection:
-        row = _find(connection, run, root)
+        row = run_row(connection, run, root)
         checkpoints = _checkpoints(connection, row)
-        attempts = _rows(connection, _of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         edges = _edges_about(connection, row)
+        children = _children(connection, row)
         parents = {
             (edge["target_uid"], edge["target"])
             for edge in edges
             if edge["target_uid"] not in {None, row["uid"]}
+        } | {
+            (one["parent_uid"], one["parent_name"])
+            for one in checkpoints
+            if one["parent_uid"] not in {None, row["uid"]}
         }
-        foreign = [one for key in sorted(parents) for one in _ancestors(connection, *key)]
+        foreign = [one for key in sorted(parents) for one in ancestors(connection, *key)]
     nodes = [
         views.run_node(row),
         *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
@@ -167,9 +145,10 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
         *(views.checkpoint_node(one["run"], one) for one in foreign),
     ]
     shown = [_edge(edge) for edge in edges]
+    family = [*({**one, "run": row["run"]} for one in checkpoints), *children, *foreign]
     shown += [
         {"from": f"{one['run']}:{one['name']}", "to": one["parent"], "kind": EdgeKind.PARENT.value}
-        for one in foreign
+        for one in family
         if one["parent"]
     ]
     by_id = {node["id"]: node for node in reversed(nodes)}
@@ -189,8 +168,8 @@ def ancestry(
     Raises `NotFoundError` when the index has no such checkpoint.
     """
     with database.reading() as connection:
-        _, row = _find_checkpoint(connection, checkpoint_id, root)
-        chain = _ancestors(connection, row["run_uid"], row["name"])
+        _, row = checkpoint_row(connection, checkpoint_id, root)
+        chain = ancestors(connection, row["run_uid"], row["name"])
     return [
         views.checkpoint_view(one["run"], one, one["deleted_reason"] or one["state"])
         for one in chain
@@ -202,82 +181,25 @@ def list_events(
 ) -> list[views.EventView]:
     """The newest `limit` journal lines of a run, oldest first."""
     with database.reading() as connection:
-        row = _find(connection, run, root)
+        row = run_row(connection, run, root)
         order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.incarnation, EVENTS.c.sequence)
         query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
         query = query.order_by(*(column.desc() for column in order)).limit(limit)
-        found = _rows(connection, query)
+        found = rows_of(connection, query)
     return [views.event_view(row["run"], event) for event in reversed(found)]
-
-
-def _plain(root: Path) -> str:
-    return str(root.expanduser().resolve())
-
-
-def _rows(connection: Connection, query: Select[Any]) -> list[Row]:
-    return [dict(row) for row in connection.execute(query).mappings()]
-
-
-def _ref(run: Row) -> RunRef:
-    return RunRef.model_validate({field: run[field] for field in RunRef.model_fields})
-
-
-def _of_run(table: Any, run: Row, *order: Any) -> Select[Any]:
-    return select(table).where(table.c.run_uid == run["uid"]).order_by(*order)
-
-
-def _find(connection: Connection, name: str, root: Path | None) -> Row:
-    """The run that `name` means, folders' names before spec names, newer before older."""
-    matches = [RUNS.c.uid == name, RUNS.c.run == name, RUNS.c.name == name]
-    if "/" in name:
-        matches = [RUNS.c.directory == _plain(Path(name))]
-    newest = RUNS.c.created_at.desc(), RUNS.c.uid
-    found = _rows(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
-    wanted = _plain(root) if root else None
-    # Sorting is stable: within each group the newest stays first.
-    found.sort(key=lambda run: (run["root"] != wanted, name not in {run["uid"], run["run"]}))
-    if found:
-        return found[0]
-    names = connection.scalars(select(RUNS.c.run).order_by(*newest).limit(NAMES_SEARCHED_MAX))
-    near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists those there are"
-    raise NotFoundError(f"{name}: no such run; {hint}")
-
-
-def _find_checkpoint(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row]:
-    run_name, _, name = identity.rpartition(":")
-    if "/" in identity and not CheckpointName.parse(name):
-        directory = Path(identity).expanduser().resolve()
-        run_name, name = str(directory.parent.parent), directory.name
-    if not run_name or not CheckpointName.parse(name):
-        raise NotFoundError(
-            f"{identity}: not a checkpoint's id; expected <run>:step-NNNNNNNN.aNNNN.iNN, as "
-            "`holdfast checkpoints RUN` lists them, or a checkpoint's directory"
-        )
-    run = _find(connection, run_name, root)
-    query = select(CHECKPOINTS).where(
-        CHECKPOINTS.c.run_uid == run["uid"], CHECKPOINTS.c.name == name
-    )
-    found = _rows(connection, query)
-    if not found:
-        raise NotFoundError(
-            f"{identity}: run {run['run']} has no such committed checkpoint; "
-            f"`holdfast checkpoints {run['run']}` lists those there are"
-        )
-    return run, found[0]
 
 
 def _checkpoints(connection: Connection, run: Row) -> list[Row]:
     columns = CHECKPOINTS.c
-    query = _of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.incarnation)
-    return _rows(connection, query)
+    query = rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.incarnation)
+    return rows_of(connection, query)
 
 
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
     """The incarnations of a run by attempt, each attempt's in order."""
     launches: defaultdict[int, list[Row]] = defaultdict(list)
-    query = _of_run(INCARNATIONS, run, INCARNATIONS.c.attempt, INCARNATIONS.c.number)
-    for row in _rows(connection, query):
+    query = rows_of_run(INCARNATIONS, run, INCARNATIONS.c.attempt, INCARNATIONS.c.number)
+    for row in rows_of(connection, query):
         launches[row["attempt"]].append(row)
     return launches
 
@@ -287,11 +209,13 @@ def _spans(
 ) -> list[Span]:
     """The attempts as the account of the run's time needs them."""
     columns = EVENTS.c
-    query = _of_run(EVENTS, run, columns.time, columns.journal, columns.incarnation)
+    query = rows_of_run(EVENTS, run, columns.time, columns.journal, columns.incarnation)
     query = query.order_by(columns.sequence).where(
         columns.kind.in_(KINDS), columns.attempt.is_not(None)
     )
-    marks = [Mark(e["attempt"], e["kind"], e["time"], e["data"]) for e in _rows(connection, query)]
+    marks = [
+        Mark(e["attempt"], e["kind"], e["time"], e["data"]) for e in rows_of(connection, query)
+    ]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
     told = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
@@ -311,7 +235,19 @@ def _edges_about(connection: Connection, run: Row) -> list[Row]:
     uid = run["uid"]
     about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
     order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
-    return _rows(connection, select(EDGES).where(about).order_by(*order))
+    return rows_of(connection, select(EDGES).where(about).order_by(*order))
+
+
+def _children(connection: Connection, run: Row) -> list[Row]:
+    """The checkpoints of other runs whose parent is one of this run."""
+    columns = CHECKPOINTS.c
+    query = (
+        select(columns.name, columns.parent, RUNS.c.run)
+        .join(RUNS, RUNS.c.uid == columns.run_uid)
+        .where(columns.parent_uid == run["uid"], columns.run_uid != run["uid"])
+        .order_by(RUNS.c.run, columns.name)
+    )
+    return rows_of(connection, query)
 
 
 def _edge(row: Row) -> views.Edge:
@@ -332,36 +268,7 @@ def _other_node(identity: str, *, is_export: bool) -> views.Node:
     return views.Node(id=identity, kind="run", run=identity)
 
 
-def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
-    """By directory's name, what else needs a checkpoint of this run."""
-    live = [str(state) for state in RunState if state.is_live]
-    source = RUNS.alias("source")
-    query = (
-        select(EDGES, source.c.state)
-        .outerjoin(source, source.c.uid == EDGES.c.source_uid)
-        .where(or_(EDGES.c.target_uid == run["uid"], EDGES.c.run_uid == run["uid"]))
-        .order_by(EDGES.c.id)
-    )
-    uses: dict[str, dict[str, None]] = defaultdict(dict)
-    ended = [str(state) for state in AttemptState if state.is_terminal]
-    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
-        ATTEMPTS.c.run_uid == run["uid"],
-        ATTEMPTS.c.state.not_in(ended),
-        ATTEMPTS.c.resumed_from.is_not(None),
-    )
-    for number, identity in connection.execute(resumed):
-        uses[identity.rpartition(":")[2]][f"in use: attempt {number} resumed from it"] = None
-    for edge in _rows(connection, query):
-        # A fork whose folder this index has not seen may be live for all it knows.
-        is_live = edge["state"] in (None, *live)
-        if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
-            uses[edge["source"]][f"exported to {edge['target']}"] = None
-        elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
-            uses[edge["target"]][f"in use as the parent of run {edge['source_run']}"] = None
-    return {name: list(said) for name, said in uses.items()}
-
-
-def _ancestors(connection: Connection, uid: str, name: str) -> list[Row]:
+def ancestors(connection: Connection, uid: str, name: str) -> list[Row]:
     """A checkpoint and its ancestors, each with its run's folder name, from young to old."""
     start = select(CHECKPOINTS.c.run_uid, CHECKPOINTS.c.name).where(
         CHECKPOINTS.c.run_uid == uid, CHECKPOINTS.c.name == name
@@ -383,7 +290,7 @@ def _ancestors(connection: Connection, uid: str, name: str) -> list[Row]:
         )
         .join(RUNS, RUNS.c.uid == CHECKPOINTS.c.run_uid)
     )
-    found = {(row["run_uid"], row["name"]): row for row in _rows(connection, query)}
+    found = {(row["run_uid"], row["name"]): row for row in rows_of(connection, query)}
     line: list[Row] = []
     key = (uid, name)
     while key in found:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.spec import Keep
 from holdfast.lineage.models import CheckpointState
 
 Row = Mapping[str, Any]
+
+NOTHING_KEEPS: Final = "no rule keeps it; the next prune deletes it"
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,18 @@ def explain(
     uses: Mapping[str, Sequence[str]],
     keep: Keep,
     *,
+    branch: Sequence[Row] | None = None,
     now: float | None = None,
 ) -> list[str]:
     """A reason for each checkpoint of one run, which are given oldest first.
 
-    `uses` says by directory's name what else still needs it, such as `parent of run b`. `now` is
-    Unix seconds, the clock's unless given.
+    `branch` has what may be resumed from, oldest first, when `checkpoints` are not the whole run;
+    the newest is enough where no rule limits what is kept. `uses` says by directory's name what
+    else still needs it, such as `parent of run b`. `now` is Unix seconds, the clock's unless given.
     """
     on_branch = [
         _Candidate(row["name"], row["step"], row["committed_at"] or 0.0, row["metrics"] or {})
-        for row in checkpoints
+        for row in (checkpoints if branch is None else branch)
         if row["state"] == CheckpointState.COMMITTED and not row["rolled_back"]
     ]
     ruled = kept_by_rules(on_branch, keep, now=time.time() if now is None else now)
@@ -71,4 +75,4 @@ def _explain(
     rules = ruled.get(row["name"], () if keep.is_limited else ("all",))
     if rules:
         said.append(f"kept by rule: {', '.join(rules)}")
-    return ", ".join(said) or "no rule keeps it; the next prune deletes it"
+    return ", ".join(said) or NOTHING_KEEPS

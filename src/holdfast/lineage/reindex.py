@@ -12,7 +12,8 @@ from sqlalchemy import select
 from holdfast.contracts.errors import HoldfastError, LineageError, NotFoundError
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.lineage.database import Database
-from holdfast.lineage.ingest import RUNS, forget_run, ingest_run
+from holdfast.lineage.ingest import forget_run, ingest_run
+from holdfast.lineage.tables import RUNS
 
 # What foreign or damaged bytes in a run's folder can raise while they are read.
 UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)

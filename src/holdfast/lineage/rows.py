@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.attempt import Provenance, RunRecord
 from holdfast.contracts.digests import document_digest
+from holdfast.contracts.goodput import account, prices_of
 from holdfast.contracts.history import (
     AttemptView,
     RunHistory,
@@ -19,9 +20,13 @@ from holdfast.contracts.history import (
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, checkpoint_id
 from holdfast.contracts.states import RunState
+from holdfast.contracts.timeline import spans_of
 from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row, empty_facts
 from holdfast.lineage.models import INTEGER_MAX, CheckpointState, EdgeKind
+from holdfast.lineage.node_rows import node_rows
 
+# The end of the year 9999: later times have no date.
+TIME_MAX: Final = 253_402_300_799.0
 _NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.i\d{2,}")
 
 
@@ -31,6 +36,7 @@ class RunRows:
 
     run: Row
     attempts: list[Row]
+    nodes: list[Row]
     incarnations: list[Row]
     checkpoints: list[Row]
     edges: list[Row]
@@ -62,9 +68,10 @@ def build_rows(
     return RunRows(
         run=_run_row(history, attempts, checkpoints, fingerprint),
         attempts=attempts,
+        nodes=node_rows(history),
         incarnations=incarnations,
         checkpoints=checkpoints,
-        edges=_edge_rows(history, attempts, incarnations, checkpoints, origins),
+        edges=_edge_rows(history, attempts, incarnations, origins),
     )
 
 
@@ -135,6 +142,23 @@ class Origins:
             return self._record.uid, self._record.run, name
         return (self._record.forked_uid if is_origin else None), run, name
 
+    def parent(self, child: CheckpointName, identity: object) -> tuple[str, CheckpointName] | None:
+        """(uid, name) of the parent that a manifest names, if it can be an ancestor of `child`.
+
+        Training never goes back from parent to child, and within a run equal steps are by a later
+        attempt or incarnation: whatever else a manifest says would make circles.
+        """
+        uid, _, name = self.find(self.name(identity))
+        parent = CheckpointName.parse(name or "")
+        if uid is None or parent is None or parent.step > child.step:
+            return None
+        is_own = uid == self._record.uid
+        if parent.step == child.step and is_own:
+            older, newer = str(parent), str(child)
+            if (len(older), older) >= (len(newer), newer):
+                return None
+        return uid, parent
+
 
 def _run_row(
     history: RunHistory, attempts: Sequence[Row], checkpoints: Sequence[Row], fingerprint: str
@@ -144,6 +168,14 @@ def _run_row(
     ended = _last(history.events, EventKind.RUN_ENDED)
     digests = [a["command_digest"] for a in attempts if a["command_digest"]]
     ended_at = attempts[-1]["ended_at"] if attempts else None
+    ended_at = None if state.is_live else ended_at or (ended.time if ended else None)
+    updated_at = newest_time(history, attempts, checkpoints)
+    goodput = account(
+        spans_of(history),
+        created_at=record.created_at,
+        until=ended_at or updated_at,
+        prices=prices_of(record.spec),
+    )
     return {
         "uid": record.uid,
         "run": history.paths.name,
@@ -157,12 +189,17 @@ def _run_row(
         "command_digest": digests[-1] if digests else None,
         "created_at": record.created_at,
         "created_by": record.created_by,
-        "ended_at": None if state.is_live else ended_at or (ended.time if ended else None),
+        "ended_at": ended_at,
         "forked_from": record.forked_from,
         "forked_uid": record.forked_uid,
         "forked_path": record.forked_path,
         "step": _step(state, attempts, checkpoints),
         "flow_run": str(supervised.data.get("flow_run") or "") or None if supervised else None,
+        "updated_at": updated_at,
+        "committed_at": max(
+            (c["committed_at"] for c in on_branch(checkpoints) if c["committed_at"]), default=None
+        ),
+        "goodput": asdict(goodput),
         "fingerprint": fingerprint,
     }
 
@@ -182,13 +219,25 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
 
 def _step(state: RunState, attempts: Sequence[Row], checkpoints: Sequence[Row]) -> int | None:
     """The newest step committed on the run's branch; of a completed run its last step."""
-    committed = [
-        c["step"]
-        for c in checkpoints
-        if c["state"] == CheckpointState.COMMITTED and not c["rolled_back"]
-    ]
+    committed = [c["step"] for c in on_branch(checkpoints)]
     finished = attempts[-1]["last_step"] if state is RunState.COMPLETED and attempts else None
     return max([*committed, *([finished] if finished is not None else [])], default=None)
+
+
+def on_branch(checkpoints: Iterable[Row]) -> list[Row]:
+    """The checkpoints that may be resumed from."""
+    return [
+        c for c in checkpoints if c["state"] == CheckpointState.COMMITTED and not c["rolled_back"]
+    ]
+
+
+def newest_time(history: RunHistory, attempts: Iterable[Row], checkpoints: Iterable[Row]) -> float:
+    """Unix seconds of the newest thing that the folder tells of; nonsense is passed over."""
+    told = [event.time for event in history.events]
+    told += [row[key] for row in attempts for key in ("submitted_at", "started_at", "ended_at")]
+    told += [row[key] for row in checkpoints for key in ("committed_at", "deleted_at")]
+    plausible = (time for time in told if time is not None and 0 <= time <= TIME_MAX)
+    return max(plausible, default=history.record.created_at)
 
 
 def _attempt_row(
@@ -232,6 +281,7 @@ def _attempt_row(
         "ended_at": view.ended_at,
         "traceback": view.traceback,
         "failed_rank": outcome.failed_rank if outcome else None,
+        **(request.provenance if request else Provenance()).model_dump(),
     }
 
 
@@ -296,6 +346,11 @@ def _checkpoint_rows(
 ) -> list[Row]:
     events = [one.event for one in told]
     pinned = {_bare(name) for name in pinned_checkpoints(events)}
+    pins = {
+        _bare(event.data.get("checkpoint")): event
+        for event in events
+        if event.kind is EventKind.PINNED and _bare(event.data.get("checkpoint")) in pinned
+    }
     excluded = {_bare(name) for name in excluded_checkpoints(events)}
     deletions = {
         _bare(event.data.get("checkpoint")): event
@@ -310,7 +365,8 @@ def _checkpoint_rows(
         if detail is None and not one.is_deleted and name not in excluded:
             detail = complaints.get(name)
         state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
-        uid, _, parent_name = origins.find(origins.name(one.facts["parent"]))
+        parent = origins.parent(one.name, one.facts["parent"])
+        pin = pins.get(name)
         told_of = deletion if one.is_deleted else None
         rows.append(
             {
@@ -324,9 +380,13 @@ def _checkpoint_rows(
                 "detail": detail,
                 "path": str(history.paths.checkpoint(one.name)),
                 "parent": origins.name(one.facts["parent"]),
-                "parent_uid": uid,
-                "parent_name": parent_name,
-                "pinned": name in pinned,
+                "parent_uid": parent[0] if parent else None,
+                "parent_name": str(parent[1]) if parent else None,
+                "parent_step": parent[1].step if parent else None,
+                "pinned": pin is not None,
+                "pinned_by": str(pin.data.get("by") or "") or None if pin else None,
+                "pinned_at": pin.time if pin else None,
+                "pin_note": str(pin.data.get("note") or "") or None if pin else None,
                 "rolled_back": name in excluded,
                 "deleted_reason": told_of.data.get("reason") if told_of else None,
                 "deleted_by": told_of.data.get("by") if told_of else None,
@@ -367,12 +427,10 @@ def _edge_rows(
     history: RunHistory,
     attempts: Sequence[Row],
     incarnations: Sequence[Row],
-    checkpoints: Sequence[Row],
     origins: Origins,
 ) -> list[Row]:
     record, run = history.record, history.paths.name
     own: list[tuple[EdgeKind, str, str | None]] = [
-        *((EdgeKind.PARENT, c["name"], c["parent"]) for c in checkpoints),
         *((EdgeKind.RESUMED_FROM, attempt_node(a["number"]), a["resumed_from"]) for a in attempts),
         *(
             (EdgeKind.RESUMED_FROM, attempt_node(i["attempt"]), i["resumed_from"])

@@ -7,10 +7,10 @@ edge leads from the child to the parent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from typing_extensions import TypedDict
 
@@ -19,6 +19,8 @@ from holdfast.contracts.paths import checkpoint_id
 from holdfast.lineage.rows import attempt_node
 
 Row = Mapping[str, Any]
+
+STEPS_TOTAL_NAMES: Final = ("steps", "max_steps", "total_steps", "train_steps")
 
 
 class RunSummary(TypedDict):
@@ -41,6 +43,34 @@ class RunSummary(TypedDict):
     created_by: str
     created_at: str
     ended_at: str | None
+
+
+class RunRow(RunSummary):
+    """One line of the page of runs: a summary, and when anything of the run last changed."""
+
+    updated_at: str
+    committed_at: str | None
+    steps_total: int | None
+    goodput: dict[str, Any]  # contracts.goodput.Goodput until `updated_at`
+    spark: list[float]
+
+
+class StorageRow(TypedDict):
+    """What a run's checkpoints take, and what the next prune would delete of them."""
+
+    run: str
+    uid: str
+    name: str
+    state: str
+    root: str
+    kept: int
+    kept_bytes: int
+    damaged: int
+    damaged_bytes: int
+    deleted: int
+    deleted_bytes: int
+    would_prune: list[str]
+    would_prune_bytes: int
 
 
 class AttemptView(TypedDict):
@@ -71,6 +101,11 @@ class AttemptView(TypedDict):
     signal_to_commit_s: float | None
     failed_rank: int | None
     traceback: str | None
+    code_commit: str | None
+    code_digest: str | None
+    config_digest: str | None
+    data_digest: str | None
+    environment_digest: str | None
 
 
 class IncarnationView(TypedDict):
@@ -138,6 +173,87 @@ class CheckpointView(TypedDict):
     pinned: bool
     rolled_back: bool
     metrics: dict[str, Any]
+    versions: dict[str, Any]
+    topology: dict[str, Any]
+    pinned_by: str | None
+    pinned_at: str | None
+    pin_note: str | None
+    deleted_by: str | None
+
+
+class NodeRow(TypedDict):
+    """A machine: the attempts that it took part in, and those that ended by its fault."""
+
+    host: str
+    attempts: int
+    failures: int
+    faults: dict[str, int]
+    last_started_at: str | None
+    last_failed_at: str | None
+
+
+class NodeFault(TypedDict):
+    """One end of an attempt that a machine is blamed for."""
+
+    run: str
+    attempt: int
+    cause: str
+    started_at: str | None
+    ended_at: str | None
+
+
+class Spread(TypedDict):
+    """A metric over some steps; None where no value was finite."""
+
+    last: float | None
+    low: float | None
+    high: float | None
+
+
+class Point(TypedDict):
+    """A stretch of steps on a curve, named by its last; `time_s` is Unix seconds."""
+
+    step: int
+    time: str
+    time_s: float
+    steps_per_s: float | None
+    values: dict[str, Spread]
+
+
+class Series(TypedDict):
+    """What one incarnation logged, oldest first."""
+
+    attempt: int
+    incarnation: int
+    points: list[Point]
+
+
+class Fact(TypedDict):
+    """The same thing of two checkpoints; `is_same` is None when one of them does not say."""
+
+    name: str
+    one: Any
+    other: Any
+    is_same: bool | None
+
+
+class Comparison(TypedDict):
+    """Two checkpoints side by side; `config` has where their runs' specs differ."""
+
+    one: str
+    other: str
+    common_ancestor: str | None
+    facts: list[Fact]
+    config: list[Fact]
+    metrics: list[Fact]
+
+
+class FileView(TypedDict):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    checksum: str
 
 
 class Node(TypedDict, total=False):
@@ -214,6 +330,52 @@ def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:
     )
 
 
+def run_row(run: Row, last: Row | None, attempts: int, spark: list[float]) -> RunRow:
+    """A line of the page of runs; see `run_summary`. `spark` are the newest losses."""
+    return RunRow(
+        **run_summary(run, last, attempts),
+        updated_at=iso_time(run["updated_at"]),
+        committed_at=iso(run["committed_at"]),
+        steps_total=_steps_total(run["spec"]),
+        goodput=run["goodput"],
+        spark=spark,
+    )
+
+
+def _steps_total(spec: Mapping[str, Any]) -> int | None:
+    """How many steps the run is to train, where its config says it by a usual name."""
+    config = spec.get("config") or {}
+    for name in STEPS_TOTAL_NAMES:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def storage_row(
+    run: Row, totals: Mapping[str, tuple[int, int]], prunable: Sequence[Row]
+) -> StorageRow:
+    """A run's storage from (count, bytes) by state, and the checkpoints that a prune deletes."""
+    kept, kept_bytes = totals.get("committed", (0, 0))
+    damaged, damaged_bytes = totals.get("damaged", (0, 0))
+    deleted, deleted_bytes = totals.get("deleted", (0, 0))
+    return StorageRow(
+        run=run["run"],
+        uid=run["uid"],
+        name=run["name"],
+        state=run["state"],
+        root=run["root"],
+        kept=kept,
+        kept_bytes=kept_bytes,
+        damaged=damaged,
+        damaged_bytes=damaged_bytes,
+        deleted=deleted,
+        deleted_bytes=deleted_bytes,
+        would_prune=[checkpoint_id(run["run"], one["name"]) for one in prunable],
+        would_prune_bytes=sum(one["bytes"] or 0 for one in prunable),
+    )
+
+
 def run_view(run: Row, attempts: list[AttemptView], goodput: Goodput) -> RunView:
     """All that is known of one run."""
     return RunView(
@@ -268,6 +430,11 @@ def attempt_view(row: Row, incarnations: list[IncarnationView]) -> AttemptView:
         signal_to_commit_s=None if asked is None or committed is None else committed - asked,
         failed_rank=row["failed_rank"],
         traceback=row["traceback"],
+        code_commit=row["code_commit"],
+        code_digest=row["code_digest"],
+        config_digest=row["config_digest"],
+        data_digest=row["data_digest"],
+        environment_digest=row["environment_digest"],
     )
 
 
@@ -314,6 +481,12 @@ def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
         pinned=row["pinned"],
         rolled_back=row["rolled_back"],
         metrics=row["metrics"],
+        versions=row["versions"],
+        topology=row["topology"],
+        pinned_by=row["pinned_by"],
+        pinned_at=iso(row["pinned_at"]),
+        pin_note=row["pin_note"],
+        deleted_by=row["deleted_by"],
     )
 
 

@@ -1,0 +1,125 @@
+"""Two checkpoints side by side: what they were made with, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy import Connection, select
+
+from holdfast.lineage import views
+from holdfast.lineage.database import Database
+from holdfast.lineage.find import Row, checkpoint_row, rows_of
+from holdfast.lineage.queries import ancestors
+from holdfast.lineage.tables import ATTEMPTS, FILES
+
+FILES_MAX: Final = 1000
+_DIGESTS: Final = (
+    *("code_commit", "code_digest", "config_digest", "data_digest", "environment_digest"),
+    "command_digest",
+)
+_FACTS: Final = ("step", "world_size", "bytes", "files", "checksum", "reason")
+
+
+def compare(
+    database: Database, one: str, other: str, *, root: Path | None = None
+) -> views.Comparison:
+    """What is the same in two checkpoints and what is not, fact by fact, digests first.
+
+    `common_ancestor` is the youngest checkpoint that both grew from, one of the two itself if the
+    other grew from it. Raises `NotFoundError` for a checkpoint that the index does not have.
+    """
+    with database.reading() as connection:
+        sides = [_side(connection, identity, root) for identity in (one, other)]
+        lines = [
+            {(a["run_uid"], a["name"]): a for a in ancestors(connection, c["run_uid"], c["name"])}
+            for _, c, _ in sides
+        ]
+    shared = next((row for key, row in lines[0].items() if key in lines[1]), None)
+    left, right = (_facts(*side) for side in sides)
+    return views.Comparison(
+        one=f"{sides[0][0]['run']}:{sides[0][1]['name']}",
+        other=f"{sides[1][0]['run']}:{sides[1][1]['name']}",
+        common_ancestor=f"{shared['run']}:{shared['name']}" if shared else None,
+        facts=[
+            views.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
+            for name, value in left.items()
+        ],
+        config=_differences(*(side[0]["spec"] for side in sides)),
+        metrics=_numbers(*(side[1]["metrics"] for side in sides)),
+    )
+
+
+def list_files(
+    database: Database, checkpoint: str, *, root: Path | None = None, limit: int = FILES_MAX
+) -> list[views.FileView]:
+    """The files of a checkpoint as its manifest lists them, so many at most.
+
+    Raises `NotFoundError` for a checkpoint that the index does not have.
+    """
+    with database.reading() as connection:
+        _, row = checkpoint_row(connection, checkpoint, root)
+        columns = FILES.c
+        query = (
+            select(columns.path, columns.bytes, columns.checksum)
+            .where(columns.run_uid == row["run_uid"], columns.checkpoint == row["name"])
+            .order_by(columns.number)
+            .limit(limit)
+        )
+        return [
+            views.FileView(path=one["path"], bytes=one["bytes"], checksum=one["checksum"])
+            for one in rows_of(connection, query)
+        ]
+
+
+def _side(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row, Row]:
+    """(run, checkpoint, attempt that wrote it); the last is empty when it is not known."""
+    run, row = checkpoint_row(connection, identity, root)
+    query = select(ATTEMPTS).where(
+        ATTEMPTS.c.run_uid == run["uid"], ATTEMPTS.c.number == row["attempt"]
+    )
+    found = rows_of(connection, query)
+    return run, row, found[0] if found else {}
+
+
+def _facts(run: Row, checkpoint: Row, attempt: Mapping[str, Any]) -> dict[str, Any]:
+    digests = {name: attempt.get(name) for name in _DIGESTS}
+    digests["command_digest"] = checkpoint["command_digest"] or digests["command_digest"]
+    versions = {f"version of {k}": v for k, v in sorted(checkpoint["versions"].items())}
+    return {
+        **digests,
+        "spec_digest": run["spec_digest"],
+        **{name: checkpoint[name] for name in _FACTS},
+        "topology": checkpoint["topology"],
+        "versions": versions,
+        "committed_at": views.iso(checkpoint["committed_at"]),
+    }
+
+
+def _same(one: Any, other: Any) -> bool | None:
+    """None where a side does not say: two unknowns are not the same."""
+    return None if one is None or other is None else bool(one == other)
+
+
+def _differences(one: Any, other: Any, at: str = "") -> list[views.Fact]:
+    """Where two specs differ, by the dotted path of what does."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [
+            fact
+            for key in sorted({*one, *other})
+            for fact in _differences(one.get(key), other.get(key), f"{at}.{key}".lstrip("."))
+        ]
+    return [] if one == other else [views.Fact(name=at, one=one, other=other, is_same=False)]
+
+
+def _numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[views.Fact]:
+    return [
+        views.Fact(
+            name=name,
+            one=one.get(name),
+            other=other.get(name),
+            is_same=_same(one.get(name), other.get(name)),
+        )
+        for name in sorted({*one, *other})
+    ]

@@ -1,0 +1,101 @@
+"""Pages of a list: so many rows, and a cursor that leads to the next ones.
+
+A page begins after the sort key of the last row seen (keyset), never at a count of rows: rows
+that come meanwhile neither repeat nor hide others, and the thousandth page costs what the first
+does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from sqlalchemy import Connection, Select, tuple_
+
+from holdfast.contracts.errors import QueryError
+from holdfast.lineage.find import Row, rows_of
+
+PAGE_DEFAULT: Final = 50
+PAGE_MAX: Final = 500
+CURSOR_CHARACTERS_MAX: Final = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """Some rows, and the cursor of those after them; None when there are no more."""
+
+    items: list[T]
+    next: str | None
+
+    def map(self, change: Callable[[T], Any]) -> Page[Any]:
+        """The same page of other values."""
+        return Page([change(item) for item in self.items], self.next)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A sort: its name, which cursors carry, and columns that together name a row."""
+
+    name: str
+    columns: tuple[Any, ...]
+    descending: bool = False
+
+
+def fetch_page(
+    connection: Connection, query: Select[Any], order: Order, after: str | None, limit: int
+) -> Page[Row]:
+    """The `limit` rows of `query` that come next by `order`.
+
+    The query must select the columns of the order. Raises `QueryError` for a limit that is not
+    within 1 and `PAGE_MAX`, and for a cursor that no page of this order gave.
+    """
+    if not 1 <= limit <= PAGE_MAX:
+        raise QueryError(f"limit {limit}: expected 1 to {PAGE_MAX}; ask for several pages")
+    if after is not None:
+        key, seen = tuple_(*order.columns), tuple_(*read_cursor(order, after))
+        query = query.where(key < seen if order.descending else key > seen)
+    wanted = (c.desc() if order.descending else c.asc() for c in order.columns)
+    found = rows_of(connection, query.order_by(*wanted).limit(limit + 1))
+    items = found[:limit]
+    return Page(items, write_cursor(order, items[-1]) if len(found) > limit else None)
+
+
+def write_cursor(order: Order, row: Row) -> str:
+    """The cursor of the page that begins after `row`; opaque to those who get it."""
+    said = json.dumps([order.name, *(row[column.name] for column in order.columns)])
+    return base64.urlsafe_b64encode(said.encode()).decode().rstrip("=")
+
+
+def read_cursor(order: Order, cursor: str) -> list[str | int | float]:
+    """The sort key in a cursor. Raises `QueryError` when it is not one of this order."""
+    try:
+        if len(cursor) > CURSOR_CHARACTERS_MAX:
+            raise ValueError("too long")
+        padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
+        said = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+        name: str | None = said[0]
+        values: list[Any] = said[1:]
+        kinds = [column.type.python_type for column in order.columns]
+        fits = len(values) == len(kinds) and all(map(_is_of, values, kinds))
+    except (ValueError, TypeError, LookupError, RecursionError, binascii.Error):
+        name, values, fits = None, [], False
+    if name != order.name or not fits:
+        raise QueryError(
+            f"{cursor[:80]!r}: not a cursor of this list sorted by {order.name}; give the `next` "
+            "of the page before unchanged, or none to begin"
+        )
+    return values
+
+
+def _is_of(value: object, kind: type) -> bool:
+    if isinstance(value, str):
+        return kind is str and "\0" not in value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return kind is float or (kind is int and isinstance(value, int) and abs(value) < 2**63)

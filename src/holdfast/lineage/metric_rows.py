@@ -1,0 +1,146 @@
+"""Logged metrics, down-sampled: a file of lines becomes a few hundred buckets of steps.
+
+Buckets are `stride` steps wide, a power of two, the least that leaves `BUCKETS_MAX` of them. Each
+keeps of every metric the last value and the extremes, so a spike shows however long the run is.
+What comes out is the same whether a file is read at once or as it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.lineage.models import INTEGER_MAX
+
+BUCKETS_MAX: Final = 512
+NAMES_MAX: Final = 64
+NAME_CHARACTERS_MAX: Final = 200
+LINE_BYTES_MAX: Final = 1024 * 1024
+LOSS: Final = "loss"
+SPARK_POINTS: Final = 32
+
+# (step, last, least, greatest); None where no value was finite.
+Spread = tuple[int, float | None, float | None, float | None]
+
+
+@dataclass
+class Bucket:
+    """Some steps in a row: the step and time of the last line, and of each metric its spread."""
+
+    step: int
+    time: float
+    data: dict[str, Spread] = field(default_factory=dict)
+
+    def add(self, other: Bucket) -> None:
+        """Take in what was logged later, or of other steps of this bucket."""
+        if other.step >= self.step:
+            self.step, self.time = other.step, other.time
+        for name, spread in other.data.items():
+            if name in self.data:
+                self.data[name] = _join(self.data[name], spread)
+            elif len(self.data) < NAMES_MAX:
+                self.data[name] = spread
+
+
+@dataclass
+class MetricSeries:
+    """The buckets of one file by their first step, and how far the file was read."""
+
+    offset: int = 0
+    stride: int = 1
+    buckets: dict[int, Bucket] = field(default_factory=dict)
+    touched: set[int] = field(default_factory=set)
+
+    def read(self, path: Path) -> None:
+        """Take in the whole lines that follow; those that are no metrics are passed over."""
+        with open(path, "rb") as stream:
+            stream.seek(self.offset)
+            while line := stream.readline(LINE_BYTES_MAX):
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
+                    # The writer is at it: the next reading finds it whole.
+                    break
+                self.offset += len(line)
+                bucket = parse_line(line)
+                if bucket:
+                    self.add(bucket)
+
+    def add(self, line: Bucket) -> None:
+        """Take in one line."""
+        start = line.step // self.stride * self.stride
+        if start in self.buckets:
+            self.buckets[start].add(line)
+        else:
+            self.buckets[start] = line
+        self.touched.add(start)
+        while len(self.buckets) > BUCKETS_MAX:
+            self._widen()
+
+    def lasts(self, metric: str) -> list[float]:
+        """The last value of a metric in each bucket that has one, oldest first."""
+        said = (self.buckets[start].data.get(metric) for start in sorted(self.buckets))
+        return [spread[1] for spread in said if spread and spread[1] is not None]
+
+    def _widen(self) -> None:
+        self.stride *= 2
+        narrow, self.buckets = self.buckets, {}
+        for start in sorted(narrow):
+            wide = start // self.stride * self.stride
+            if wide in self.buckets:
+                self.buckets[wide].add(narrow[start])
+            else:
+                self.buckets[wide] = narrow[start]
+        self.touched = set(self.buckets)
+
+
+def thin(values: Sequence[float], count: int) -> list[float]:
+    """`count` of the values at most, evenly, the last among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[(index + 1) * len(values) // count - 1] for index in range(count)]
+
+
+def parse_line(line: bytes) -> Bucket | None:
+    """What one line says: `step`, `time` and numbers by name; None when it does not."""
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    step, time = said.pop("step", None), _number(said.pop("time", None))
+    if type(step) is not int or not 0 <= step <= INTEGER_MAX or time is None:
+        return None
+    data: dict[str, Spread] = {}
+    for name, given in list(said.items())[:NAMES_MAX]:
+        value = _number(given)
+        # `nan` and `inf` come as words; anything else is not a metric.
+        if value is not None or isinstance(given, str):
+            data[_named(name)] = (step, value, value, value)
+    return Bucket(step, time, data)
+
+
+def _named(name: str) -> str:
+    plain = name[:NAME_CHARACTERS_MAX].replace("\0", "\ufffd")
+    return plain.encode(errors="replace").decode()
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _join(one: Spread, other: Spread) -> Spread:
+    """Both spreads as one; of equal steps `other` is the later."""
+    step, last = (other if other[0] >= one[0] else one)[:2]
+    lows = [value for value in (one[2], other[2]) if value is not None]
+    highs = [value for value in (one[3], other[3]) if value is not None]
+    return step, last, min(lows, default=None), max(highs, default=None)

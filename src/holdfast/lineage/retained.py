@@ -1,0 +1,75 @@
+"""Why the checkpoints of a run are kept, and what would be deleted: asked of the index."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, or_, select
+
+from holdfast.contracts.spec import Keep
+from holdfast.contracts.states import AttemptState, RunState
+from holdfast.lineage.find import Row, rows_of
+from holdfast.lineage.models import CheckpointState, EdgeKind
+from holdfast.lineage.reasons import explain
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, RUNS
+
+# What the keep rules look at.
+_LOOKED_AT = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
+
+
+def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> list[str]:
+    """Why each of some checkpoints of a run is still there, or why it is not."""
+    keep = keep_of(run)
+    branch = _branch(connection, run, whole=keep.is_limited)
+    return explain(checkpoints, _uses(connection, run), keep, branch=branch)
+
+
+def keep_of(run: Row) -> Keep:
+    """The keep rules of a run's spec."""
+    return Keep.model_validate((run["spec"].get("checkpoint") or {}).get("keep") or {})
+
+
+def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
+    """What may be resumed from, oldest first; the newest alone unless the whole is asked for."""
+    columns = CHECKPOINTS.c
+    order = (columns.step, columns.attempt, columns.incarnation)
+    query = select(*(columns[name] for name in _LOOKED_AT)).where(
+        columns.run_uid == run["uid"],
+        columns.state == CheckpointState.COMMITTED.value,
+        columns.rolled_back.is_(False),
+    )
+    if not whole:
+        query = query.limit(1)
+    found = rows_of(connection, query.order_by(*(column.desc() for column in order)))
+    return found[::-1]
+
+
+def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
+    """By directory's name, what else needs a checkpoint of this run."""
+    live = [str(state) for state in RunState if state.is_live]
+    source = RUNS.alias("source")
+    query = (
+        select(EDGES, source.c.state)
+        .outerjoin(source, source.c.uid == EDGES.c.source_uid)
+        .where(or_(EDGES.c.target_uid == run["uid"], EDGES.c.source_uid == run["uid"]))
+        .where(EDGES.c.kind.in_([EdgeKind.EXPORTED_TO.value, EdgeKind.FORKED_FROM.value]))
+        .order_by(EDGES.c.id)
+    )
+    uses: dict[str, dict[str, None]] = defaultdict(dict)
+    ended = [str(state) for state in AttemptState if state.is_terminal]
+    resumed = select(ATTEMPTS.c.number, ATTEMPTS.c.resumed_from).where(
+        ATTEMPTS.c.run_uid == run["uid"],
+        ATTEMPTS.c.state.not_in(ended),
+        ATTEMPTS.c.resumed_from.is_not(None),
+    )
+    for number, identity in connection.execute(resumed):
+        uses[identity.rpartition(":")[2]][f"in use: attempt {number} resumed from it"] = None
+    for edge in rows_of(connection, query):
+        # A fork whose folder this index has not seen may be live for all it knows.
+        is_live = edge["state"] in (None, *live)
+        if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
+            uses[edge["source"]][f"exported to {edge['target']}"] = None
+        elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
+            uses[edge["target"]][f"in use as the parent of run {edge['source_run']}"] = None
+    return {name: list(said) for name, said in uses.items()}

@@ -1,0 +1,96 @@
+"""Curves of a run: what it logged, attempt by attempt, and how fast it went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection, select
+
+from holdfast.lineage import views
+from holdfast.lineage.database import Database
+from holdfast.lineage.find import Row, rows_of, run_row
+from holdfast.lineage.tables import METRIC_FILES, METRICS
+
+POINTS_DEFAULT: Final = 1000
+
+
+def metric_series(
+    database: Database,
+    run: str,
+    *,
+    names: Sequence[str] = (),
+    root: Path | None = None,
+    points: int = POINTS_DEFAULT,
+) -> list[views.Series]:
+    """What each incarnation of a run logged, in their order, at about `points` points in all.
+
+    `names` are the metrics wanted, all when there are none. A point is a stretch of steps with its
+    last value and extremes, so spikes stay. Raises `NotFoundError` for an unknown run.
+    """
+    with database.reading() as connection:
+        row = run_row(connection, run, root)
+        columns = METRICS.c
+        query = (
+            select(METRICS)
+            .where(columns.run_uid == row["uid"])
+            .order_by(columns.attempt, columns.incarnation, columns.bucket)
+        )
+        found = rows_of(connection, query)
+    by_launch: dict[tuple[int, int], list[Row]] = {}
+    for one in found:
+        by_launch.setdefault((one["attempt"], one["incarnation"]), []).append(one)
+    every = max(1, -(-len(found) // max(1, points)))
+    return [
+        views.Series(
+            attempt=key[0],
+            incarnation=key[1],
+            points=_points(buckets, every, names),
+        )
+        for key, buckets in by_launch.items()
+    ]
+
+
+def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[views.Point]:
+    """`every` buckets as one point; the rate is between the ends of neighbouring points."""
+    points: list[views.Point] = []
+    for start in range(0, len(buckets), every):
+        group = buckets[start : start + every]
+        step, time = group[-1]["step"], group[-1]["time"]
+        before = points[-1] if points else None
+        took = time - before["time_s"] if before else 0.0
+        values: dict[str, views.Spread] = {}
+        for bucket in group:
+            for name, (_, last, low, high) in bucket["data"].items():
+                if not names or name in names:
+                    values[name] = _join(values.get(name), last, low, high)
+        points.append(
+            views.Point(
+                step=step,
+                time=views.iso_time(time),
+                time_s=time,
+                steps_per_s=(step - before["step"]) / took if before and took > 0 else None,
+                values=values,
+            )
+        )
+    return points
+
+
+def _join(
+    so_far: views.Spread | None, last: float | None, low: float | None, high: float | None
+) -> views.Spread:
+    lows = [v for v in (so_far["low"] if so_far else None, low) if v is not None]
+    highs = [v for v in (so_far["high"] if so_far else None, high) if v is not None]
+    return views.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
+
+
+def sparks(connection: Connection, uids: Sequence[str]) -> dict[str, list[float]]:
+    """By run's uid the loss of its newest incarnation in a few values, oldest first."""
+    columns = METRIC_FILES.c
+    query = (
+        select(columns.run_uid, columns.spark)
+        .where(columns.run_uid.in_(uids))
+        .order_by(columns.run_uid, columns.attempt, columns.incarnation)
+    )
+    return {row.run_uid: row.spark for row in connection.execute(query)}

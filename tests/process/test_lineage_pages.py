@@ -1,0 +1,187 @@
+"""Pages of the index on real databases: whole, in order, stable while rows come."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.postgres import PostgresServer
+from tests.runs import T0, RunFolder, storied_run
+
+from holdfast.contracts.errors import NotFoundError, QueryError
+from holdfast.contracts.states import AttemptState, RunState
+from holdfast.lineage import pages
+from holdfast.lineage.comparison import compare, list_files
+from holdfast.lineage.cursors import PAGE_MAX, Page
+from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.models import CheckpointState
+from holdfast.lineage.nodes import list_nodes, node_faults
+from holdfast.lineage.reindex import reindex
+from holdfast.lineage.series import metric_series
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """An index of the storied run, its fork, and three runs that only begin."""
+    root = tmp_path / "runs"
+    for _ in storied_run(root):
+        pass
+    for number, uid in enumerate("cde"):
+        RunFolder(root, f"later-{uid}", uid * 32, created_at=T0 + 1000 + number // 2)
+    if request.param == "sqlite":
+        address = f"sqlite:///{tmp_path / 'index.db'}"
+        with open_database(address) as opened:
+            reindex(opened, root)
+            yield opened
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    with server.database() as address:
+        upgrade(address)
+        with open_database(address) as opened:
+            reindex(opened, root)
+            yield opened
+
+
+def walk(ask: Callable[[str | None], Page[Any]], pages_max: int = 100) -> list[Any]:
+    """All items of all pages."""
+    items, after = [], None
+    for _ in range(pages_max):
+        page = ask(after)
+        items += page.items
+        after = page.next
+        if after is None:
+            return items
+    raise AssertionError("the pages have no end")
+
+
+def names(rows: list[Any]) -> list[str]:
+    return [row["run"] for row in rows]
+
+
+def test_pages_together_are_the_list(database: Database) -> None:
+    """Every list, one row a page, is the list on one page; equal sort keys lose nothing."""
+    for sort in pages.RUN_ORDERS:
+        runs = functools.partial(pages.list_runs, database, sort=sort)
+        assert runs().next is None
+        single = walk(lambda after, ask=runs: ask(after=after, limit=1))  # type: ignore[misc]
+        assert single == runs().items
+        assert len(single) == 5
+    assert names(pages.list_runs(database).items)[:3] == ["later-e", "later-d", "later-c"]
+    assert names(pages.list_runs(database, sort="name").items)[0] == "gpt"
+    for newest_first in (False, True):
+        for listing in (pages.list_attempts, pages.list_checkpoints, pages.list_events):
+            ask: Any = functools.partial(listing, database, "gpt", newest_first=newest_first)
+            single = walk(lambda after, ask=ask: ask(after=after, limit=1))  # type: ignore[misc]
+            assert single == ask().items
+            assert len(single) > 2
+    assert walk(lambda after: pages.list_storage(database, after=after, limit=2)) == (
+        pages.list_storage(database).items
+    )
+
+
+def test_filters(database: Database, tmp_path: Path) -> None:
+    def runs(**where: Any) -> list[str]:
+        return sorted(names(pages.list_runs(database, pages.RunFilter(**where)).items))
+
+    assert runs(states=(RunState.COMPLETED,)) == ["gpt"]
+    assert runs(search="GPT") == ["gpt", "gpt-b"]
+    assert runs(search="%") == [], "it is a text and no pattern"
+    assert runs(search="c" * 32) == ["later-c"]
+    assert runs(created_from=T0 + 1, created_to=T0 + 900) == ["gpt-b"]
+    assert runs(root=tmp_path / "elsewhere") == []
+    assert len(runs(root=tmp_path / "runs")) == 5
+
+    def steps(**where: Any) -> list[int]:
+        found = pages.list_checkpoints(database, "gpt", pages.CheckpointFilter(**where))
+        return [one["step"] for one in found.items]
+
+    assert steps() == [200, 150, 120, 100, 50]
+    assert steps(states=(CheckpointState.DELETED,)) == [120]
+    assert steps(pinned=True) == [50]
+    assert steps(step_from=100, step_to=150) == [150, 120, 100]
+    lost = pages.AttemptFilter(states=(AttemptState.NODE_FAILED,))
+    assert [one["number"] for one in pages.list_attempts(database, "gpt", lost).items] == [2]
+    wanted = pages.EventFilter(kinds=("committed",), attempt=1)
+    events = pages.list_events(database, "gpt", wanted).items
+    assert [event["data"]["step"] for event in events] == [120, 100, 50]
+
+
+def test_a_cursor_holds_while_runs_come(database: Database, tmp_path: Path) -> None:
+    first = pages.list_runs(database, limit=2)
+    newer = RunFolder(tmp_path / "runs", "newer", "f" * 32, created_at=T0 + 5000)
+    older = RunFolder(tmp_path / "runs", "older", "9" * 32, created_at=T0 - 5000)
+    for folder in (newer, older):
+        ingest_run(database, folder.paths)
+    rest = walk(lambda after: pages.list_runs(database, after=after or first.next, limit=2))
+    assert names(first.items) + names(rest) == [
+        *("later-e", "later-d", "later-c", "gpt-b", "gpt", "older")
+    ]
+
+
+def test_reasons_are_those_of_the_whole_list(database: Database) -> None:
+    by_one = walk(lambda after: pages.list_checkpoints(database, "gpt", after=after, limit=1))
+    reasons = {one["step"]: one["reason"] for one in by_one}
+    assert reasons[200].startswith("newest, exported to /exports/gpt.pt")
+    assert reasons[100] == "in use as the parent of run gpt-b, kept by rule: all"
+    assert reasons[120] == "deleted: keep.last 2: step 120 is older"
+
+
+def test_storage_says_what_a_prune_would_delete(database: Database, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs", "kept", "8" * 32, {"checkpoint": {"keep": {"last": 1}}})
+    folder.submit(1, 2, T0)
+    old, _ = folder.commit(10, 1), folder.commit(20, 1)
+    ingest_run(database, folder.paths)
+    rows = {row["run"]: row for row in pages.list_storage(database).items}
+    assert rows["kept"]["would_prune"] == [f"kept:{old}"]
+    assert rows["kept"]["would_prune_bytes"] * 2 == rows["kept"]["kept_bytes"] > 0
+    assert (rows["gpt"]["kept"], rows["gpt"]["deleted"], rows["gpt"]["would_prune"]) == (4, 1, [])
+
+
+BAD_CURSORS = ("", "!", "é", "bnVsbA", "W10", "A" * 5000, "WyJuYW1lIiwxLDJd")
+
+
+def test_what_cannot_be_meant_is_said(database: Database) -> None:
+    for after in BAD_CURSORS:
+        with pytest.raises(QueryError, match="not a cursor"):
+            pages.list_runs(database, after=after)
+    for limit in (0, -1, PAGE_MAX + 1):
+        with pytest.raises(QueryError, match=f"expected 1 to {PAGE_MAX}"):
+            pages.list_runs(database, limit=limit)
+    by_name = pages.list_runs(database, sort="name", limit=1).next
+    with pytest.raises(QueryError, match="sorted by created"):
+        pages.list_runs(database, after=by_name)
+    with pytest.raises(NotFoundError, match="no such run"):
+        pages.list_events(database, "nobody")
+
+
+def test_nodes_curves_and_comparison(database: Database) -> None:
+    (node,) = list_nodes(database).items
+    assert (node["host"], node["attempts"], node["failures"]) == ("node-a", 4, 1)
+    assert node["faults"] == {"node_failure": 1}
+    (fault,) = node_faults(database, "node-a")
+    assert (fault["run"], fault["attempt"]) == ("gpt", 2)
+    curves = metric_series(database, "gpt", names=["loss"])
+    assert [(one["attempt"], one["incarnation"]) for one in curves] == [(1, 1), (1, 2)]
+    first = curves[0]["points"]
+    assert [point["step"] for point in first] == list(range(1, 114))
+    assert first[0]["values"]["loss"] == {"last": 2.0, "low": 2.0, "high": 2.0}
+    assert first[5]["steps_per_s"] == 1.0
+    few = metric_series(database, "gpt", points=10)[0]["points"]
+    assert len(few) <= 10
+    assert few[0]["values"]["loss"]["high"] == 2.0, "an extreme stays when points are joined"
+    rows = {row["run"]: row for row in pages.list_runs(database).items}
+    assert len(rows["gpt"]["spark"]) == 20
+    assert rows["gpt"]["goodput"]["steps_lost"] == 13 + 50
+    said = compare(database, "gpt:step-00000200.a0003.i01", "gpt-b:step-00000150.a0001.i01")
+    assert said["common_ancestor"] == "gpt:step-00000100.a0001.i01"
+    facts = {fact["name"]: fact["is_same"] for fact in said["facts"]}
+    assert (facts["command_digest"], facts["step"], facts["code_commit"]) == (True, False, None)
+    assert "cost.gpu_hour" in {fact["name"] for fact in said["config"]}
+    (file,) = list_files(database, "gpt:step-00000200.a0003.i01")
+    assert (file["path"], file["bytes"]) == ("__0_0.distcp", 17)
+    with pytest.raises(NotFoundError, match="no such committed checkpoint"):
+        compare(database, said["one"], "gpt:step-00000201.a0003.i01")
