@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, select
 
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, checkpoint_row, rows_of
 from holdfast.lineage.queries import ancestors
@@ -24,7 +24,7 @@ _FACTS: Final = ("step", "world_size", "bytes", "files", "checksum", "reason")
 
 def compare(
     database: Database, one: str, other: str, *, root: Path | None = None
-) -> views.Comparison:
+) -> reports.Comparison:
     """What is the same in two checkpoints and what is not, fact by fact, digests first.
 
     `common_ancestor` is the youngest checkpoint that both grew from, one of the two itself if the
@@ -38,12 +38,12 @@ def compare(
         ]
     shared = next((row for key, row in lines[0].items() if key in lines[1]), None)
     left, right = (_facts(*side) for side in sides)
-    return views.Comparison(
+    return reports.Comparison(
         one=f"{sides[0][0]['run']}:{sides[0][1]['name']}",
         other=f"{sides[1][0]['run']}:{sides[1][1]['name']}",
         common_ancestor=f"{shared['run']}:{shared['name']}" if shared else None,
         facts=[
-            views.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
+            reports.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
             for name, value in left.items()
         ],
         config=_differences(*(side[0]["spec"] for side in sides)),
@@ -53,7 +53,7 @@ def compare(
 
 def list_files(
     database: Database, checkpoint: str, *, root: Path | None = None, limit: int = FILES_MAX
-) -> list[views.FileView]:
+) -> list[reports.FileView]:
     """The files of a checkpoint as its manifest lists them, so many at most.
 
     Raises `NotFoundError` for a checkpoint that the index does not have.
@@ -68,7 +68,7 @@ def list_files(
             .limit(limit)
         )
         return [
-            views.FileView(path=one["path"], bytes=one["bytes"], checksum=one["checksum"])
+            reports.FileView(path=one["path"], bytes=one["bytes"], checksum=one["checksum"])
             for one in rows_of(connection, query)
         ]
 
@@ -102,7 +102,7 @@ def _same(one: Any, other: Any) -> bool | None:
     return None if one is None or other is None else bool(one == other)
 
 
-def _differences(one: Any, other: Any, at: str = "") -> list[views.Fact]:
+def _differences(one: Any, other: Any, at: str = "") -> list[reports.Fact]:
     """Where two specs differ, by the dotted path of what does."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
@@ -110,12 +110,12 @@ def _differences(one: Any, other: Any, at: str = "") -> list[views.Fact]:
             for key in sorted({*one, *other})
             for fact in _differences(one.get(key), other.get(key), f"{at}.{key}".lstrip("."))
         ]
-    return [] if one == other else [views.Fact(name=at, one=one, other=other, is_same=False)]
+    return [] if one == other else [reports.Fact(name=at, one=one, other=other, is_same=False)]
 
 
-def _numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[views.Fact]:
+def _numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[reports.Fact]:
     return [
-        views.Fact(
+        reports.Fact(
             name=name,
             one=one.get(name),
             other=other.get(name),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import rows_of
@@ -15,7 +15,7 @@ FAULTS_SHOWN_MAX = 20
 
 def list_nodes(
     database: Database, *, after: str | None = None, limit: int = PAGE_DEFAULT
-) -> Page[views.NodeRow]:
+) -> Page[reports.NodeRow]:
     """Every host that an attempt ran on, by name, with its faults by cause.
 
     Raises `QueryError` for a cursor or a limit that cannot be meant.
@@ -39,7 +39,7 @@ def list_nodes(
             .group_by(columns.host, columns.fault),
         )
     rows = {
-        host: views.NodeRow(
+        host: reports.NodeRow(
             host=host, attempts=0, failures=0, faults={}, last_started_at=None, last_failed_at=None
         )
         for host in chosen
@@ -55,7 +55,7 @@ def list_nodes(
     return Page(list(rows.values()), page.next)
 
 
-def node_faults(database: Database, host: str) -> list[views.NodeFault]:
+def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
     """The newest faults of a host, `FAULTS_SHOWN_MAX` at most: in which attempt, and why."""
     columns = NODES.c
     query = (
@@ -68,7 +68,7 @@ def node_faults(database: Database, host: str) -> list[views.NodeFault]:
     with database.reading() as connection:
         found = rows_of(connection, query)
     return [
-        views.NodeFault(
+        reports.NodeFault(
             run=one["run"],
             attempt=one["attempt"],
             cause=one["fault"],

@@ -8,7 +8,7 @@ from typing import Final
 
 from sqlalchemy import Connection, select
 
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
 from holdfast.lineage.tables import METRIC_FILES, METRICS
@@ -23,7 +23,7 @@ def metric_series(
     names: Sequence[str] = (),
     root: Path | None = None,
     points: int = POINTS_DEFAULT,
-) -> list[views.Series]:
+) -> list[reports.Series]:
     """What each incarnation of a run logged, in their order, at about `points` points in all.
 
     `names` are the metrics wanted, all when there are none. A point is a stretch of steps with its
@@ -43,7 +43,7 @@ def metric_series(
         by_launch.setdefault((one["attempt"], one["incarnation"]), []).append(one)
     every = max(1, -(-len(found) // max(1, points)))
     return [
-        views.Series(
+        reports.Series(
             attempt=key[0],
             incarnation=key[1],
             points=_points(buckets, every, names),
@@ -52,21 +52,21 @@ def metric_series(
     ]
 
 
-def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[views.Point]:
+def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[reports.Point]:
     """`every` buckets as one point; the rate is between the ends of neighbouring points."""
-    points: list[views.Point] = []
+    points: list[reports.Point] = []
     for start in range(0, len(buckets), every):
         group = buckets[start : start + every]
         step, time = group[-1]["step"], group[-1]["time"]
         before = points[-1] if points else None
         took = time - before["time_s"] if before else 0.0
-        values: dict[str, views.Spread] = {}
+        values: dict[str, reports.Spread] = {}
         for bucket in group:
             for name, (_, last, low, high) in bucket["data"].items():
                 if not names or name in names:
                     values[name] = _join(values.get(name), last, low, high)
         points.append(
-            views.Point(
+            reports.Point(
                 step=step,
                 time=views.iso_time(time),
                 time_s=time,
@@ -78,11 +78,11 @@ def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[vi
 
 
 def _join(
-    so_far: views.Spread | None, last: float | None, low: float | None, high: float | None
-) -> views.Spread:
+    so_far: reports.Spread | None, last: float | None, low: float | None, high: float | None
+) -> reports.Spread:
     lows = [v for v in (so_far["low"] if so_far else None, low) if v is not None]
     highs = [v for v in (so_far["high"] if so_far else None, high) if v is not None]
-    return views.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
+    return reports.Spread(last=last, low=min(lows, default=None), high=max(highs, default=None))
 
 
 def sparks(connection: Connection, uids: Sequence[str]) -> dict[str, list[float]]:

@@ -1,0 +1,85 @@
+"""What is told of machines, curves and comparisons: plain dictionaries, ready for JSON, as `views`.
+
+Times are ISO-8601 in UTC unless a name ends in a unit, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import TypedDict
+
+
+class NodeRow(TypedDict):
+    """A machine: the attempts that it took part in, and those that ended by its fault."""
+
+    host: str
+    attempts: int
+    failures: int
+    faults: dict[str, int]
+    last_started_at: str | None
+    last_failed_at: str | None
+
+
+class NodeFault(TypedDict):
+    """One end of an attempt that a machine is blamed for."""
+
+    run: str
+    attempt: int
+    cause: str
+    started_at: str | None
+    ended_at: str | None
+
+
+class Spread(TypedDict):
+    """A metric over some steps; None where no value was finite."""
+
+    last: float | None
+    low: float | None
+    high: float | None
+
+
+class Point(TypedDict):
+    """A stretch of steps on a curve, named by its last; `time_s` is Unix seconds."""
+
+    step: int
+    time: str
+    time_s: float
+    steps_per_s: float | None
+    values: dict[str, Spread]
+
+
+class Series(TypedDict):
+    """What one incarnation logged, oldest first."""
+
+    attempt: int
+    incarnation: int
+    points: list[Point]
+
+
+class Fact(TypedDict):
+    """The same thing of two checkpoints; `is_same` is None when one of them does not say."""
+
+    name: str
+    one: Any
+    other: Any
+    is_same: bool | None
+
+
+class Comparison(TypedDict):
+    """Two checkpoints side by side; `config` has where their runs' specs differ."""
+
+    one: str
+    other: str
+    common_ancestor: str | None
+    facts: list[Fact]
+    config: list[Fact]
+    metrics: list[Fact]
+
+
+class FileView(TypedDict):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    checksum: str
