@@ -1,0 +1,116 @@
+"""One peer's job under the faults: each fires at its step, and the job's comeback is waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from .faults import Cost, Fault, Line, cost_of, ettr_of, read_lines
+from .launchers import Launcher
+
+POLL_S: Final = 0.02
+# From one step to the next, a first start included.
+STEP_S_MAX: Final = 120.0
+# Of a job that lives and does not come back, before somebody ends it and starts it by hand.
+COMEBACK_S_MAX: Final = 90.0
+# After a start by hand; then the peer is given up.
+HAND_S_MAX: Final = 90.0
+
+
+@dataclass
+class Outcome:
+    """What a peer's job came to. `problem` says why it is not over; `load` is the machine's load
+    average over the last minute of it."""
+
+    peer: str
+    where: str
+    costs: list[Cost] = field(default_factory=list)
+    start_s: float | None = None
+    ettr: float | None = None
+    problem: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    load: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {**vars(self), "costs": [vars(cost) for cost in self.costs]}
+
+
+class Unfinished(Exception):
+    """The job does not get any further; the message says where it stands."""
+
+
+def conduct(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
+    """Start the job, let the faults happen, wait for its last step, and leave nothing behind."""
+    outcome = Outcome(launcher.peer, "local")
+    began_at = time.time()
+    try:
+        launcher.start()
+        outcome.start_s = wait_for_step(launcher, 0, 1, STEP_S_MAX).time - began_at
+        for fault in faults:
+            outcome.costs.append(suffer(launcher, fault))
+        wait_for_step(launcher, 0, launcher.job.steps, launcher.job.steps * STEP_S_MAX)
+        outcome.ettr = ettr_of(launcher.job, began_at, lines_of(launcher.folder, 0))
+    except Unfinished as problem:
+        outcome.problem = str(problem)
+    finally:
+        launcher.end()
+    return outcome
+
+
+def suffer(launcher: Launcher, fault: Fault) -> Cost:
+    """Wait for the fault's step, let it happen, and wait for the first new step of the rank.
+
+    A job that nobody is left to start again is started here, at once. Raises `Unfinished`.
+    """
+    pid = wait_for_step(launcher, fault.rank, fault.step, launcher.job.steps * STEP_S_MAX).pid
+    at = time.time()
+    if fault.kind == "kill-rank":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        launcher.terminate_job()
+    hand = ""
+    ends_at = time.monotonic() + COMEBACK_S_MAX
+    while True:
+        lines = lines_of(launcher.folder, fault.rank)
+        if any(line.pid != pid and line.time > at for line in lines):
+            return cost_of(fault, at, pid, lines, hand)
+        if time.monotonic() > ends_at and hand:
+            raise Unfinished(f"no step after {fault.kind} at step {fault.step}: {hand}")
+        if time.monotonic() > ends_at or (launcher.has_ended() and not hand):
+            silent = "" if launcher.has_ended() else f", silent for {COMEBACK_S_MAX:.0f} s"
+            hand = f"started again by hand{silent}"
+            launcher.end()
+            launcher.start()
+            ends_at = time.monotonic() + HAND_S_MAX
+        time.sleep(POLL_S)
+
+
+def wait_for_step(launcher: Launcher, rank: int, step: int, wait_s: float) -> Line:
+    """The newest line of the rank, once it is at `step`. Raises `Unfinished`.
+
+    `wait_s` bounds it in all, `STEP_S_MAX` the time without a step.
+    """
+    began = time.monotonic()
+    seen, seen_at = -1, began
+    while True:
+        lines = lines_of(launcher.folder, rank)
+        newest = lines[-1].step if lines else 0
+        if lines and newest >= step:
+            return lines[-1]
+        now = time.monotonic()
+        seen, seen_at = newest, (seen_at if newest == seen else now)
+        if launcher.has_ended() or now - seen_at > STEP_S_MAX or now - began > wait_s:
+            words = "the launcher has ended" if launcher.has_ended() else "silent"
+            raise Unfinished(f"step {step} was not reached: {words} at step {newest}")
+        time.sleep(POLL_S)
+
+
+def lines_of(folder: Path, rank: int) -> list[Line]:
+    """What the rank has recorded so far."""
+    path = folder / "records" / f"rank{rank}.jsonl"
+    return read_lines(path.read_text()) if path.exists() else []

@@ -1,0 +1,120 @@
+"""The faults of a comparison, drawn from a seed, and what each cost by the ranks' records. Pure."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+# What lies between two faults at least, so that one is over before the next.
+GAP_STEPS: Final = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained: `steps` steps of `step_s` seconds, saved to disk every `save_steps` and,
+    where the peer can, to memory every `snapshot_steps`. The state has 12 bytes × width²."""
+
+    steps: int
+    step_s: float = 0.2
+    save_steps: int = 50
+    snapshot_steps: int = 10
+    width: int = 1024
+
+    def in_folder(self, folder: str) -> dict[str, Any]:
+        """What the programs read."""
+        return {**asdict(self), "folder": folder}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`kind` happens to `rank` once it has done `step`; a fault of the whole job has rank 0."""
+
+    kind: str
+    step: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A process finished a step at a time of the wall clock."""
+
+    time: float
+    pid: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one fault cost. Without a comeback `steps_lost` and `seconds` are None.
+
+    `help` says who started the job again when that was not the peer itself, or why it is over.
+    """
+
+    kind: str
+    step: int
+    steps_lost: int | None = None
+    seconds: float | None = None
+    help: str = ""
+
+
+def draw(seed: int, kinds: Iterable[str], job: Job, ranks: int) -> tuple[Fault, ...]:
+    """One fault for each of `kinds`, in their order, at steps and ranks that the seed chooses.
+
+    None comes before the first save. Raises `ValueError` when there is no room for them.
+    """
+    chance, wanted = random.Random(seed), tuple(kinds)
+    room = job.steps - GAP_STEPS - job.save_steps
+    share = room // max(1, len(wanted))
+    if share <= GAP_STEPS:
+        raise ValueError(
+            f"{len(wanted)} faults in {job.steps} steps: expected more than {GAP_STEPS} steps "
+            f"for each after the first {job.save_steps}; give --steps"
+        )
+    starts = range(job.save_steps, job.save_steps + share * len(wanted), share)
+    return tuple(
+        Fault(
+            kind=kind,
+            step=start + chance.randrange(share - GAP_STEPS) + 1,
+            rank=chance.randrange(ranks) if kind == "kill-rank" else 0,
+        )
+        for kind, start in zip(wanted, starts, strict=True)
+    )
+
+
+def read_lines(text: str) -> list[Line]:
+    """The lines of a rank's record; one that was cut off is left out."""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(Line(**json.loads(line)))
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def cost_of(fault: Fault, at: float, before: int, lines: Iterable[Line], help: str = "") -> Cost:
+    """What `fault` cost that came at `at`, when the process `before` wrote the record."""
+    kept = list(lines)
+    old = [line.step for line in kept if line.pid == before]
+    new = [line for line in kept if line.pid != before and line.time > at]
+    if not new or not old:
+        return Cost(kind=fault.kind, step=fault.step, help=help)
+    return Cost(
+        kind=fault.kind,
+        step=fault.step,
+        steps_lost=old[-1] + 1 - new[0].step,
+        seconds=new[0].time - at,
+        help=help,
+    )
+
+
+def ettr_of(job: Job, began_at: float, lines: Iterable[Line]) -> float | None:
+    """Productive over wall time, from `began_at` to the end of the last step; None without it.
+
+    A step counts once, and as long as the job asks for, whatever it took.
+    """
+    ends = [line.time for line in lines if line.step == job.steps]
+    return job.steps * job.step_s / (ends[0] - began_at) if ends else None

@@ -1,0 +1,168 @@
+"""How each peer is started on this machine, and to whom a signal for its job goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts.attempt import Claim, read_document
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.workers.runs import create_run
+
+from .faults import Job
+
+PROGRAMS: Final = Path(__file__).parent / "programs"
+RANKS: Final = 2
+RESTARTS_MAX: Final = 10
+PORT_S_MAX: Final = 60.0
+END_S_MAX: Final = 10.0
+# By this variable all processes of a comparison are found again, whatever session they are in.
+MARK: Final = "PEERS_JOB"
+
+
+@dataclass
+class Launcher:
+    """One peer's job in `folder`, started by `python`; it may be started several times."""
+
+    peer: str
+    python: Path
+    job: Job
+    folder: Path
+    more: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the job, as a person would who finds that it has ended."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.settings.write_text(json.dumps(self.job.in_folder(str(self.folder))))
+        self.process = self._start(self.command())
+
+    @property
+    def settings(self) -> Path:
+        """What the program reads."""
+        return self.folder / "job.json"
+
+    def command(self) -> list[str]:
+        """The launcher's command line. What a peer needs beside it is started here too."""
+        workers = [f"--nproc-per-node={RANKS}", f"--max-restarts={RESTARTS_MAX}"]
+        program = str(PROGRAMS / "with_torch.py")
+        match self.peer:
+            case "torchrun":
+                module = [str(self.python), "-m", "torch.distributed.run"]
+                return [*module, "--standalone", *workers, program]
+            case "nvrx":
+                launcher = [str(self.python.parent / "ft_launcher"), "--standalone"]
+                return [*launcher, "--ignore-missing-fault-tol-cfg", *workers, program]
+            case "dlrover":
+                self._start_dlrover_master()
+                module = [str(self.python), "-m", "dlrover.trainer.torch.main", "--nnodes=1"]
+                return [*module, *workers, str(PROGRAMS / "with_dlrover.py")]
+            case _:
+                module = [str(self.python), "-m", "holdfast.flows.drills.supervisor"]
+                return [*module, str(self._holdfast_run().directory)]
+
+    def has_ended(self) -> bool:
+        """True when nobody is left who could start the job again."""
+        return self.process is None or self.process.poll() is not None
+
+    def terminate_job(self) -> None:
+        """SIGTERM to the process that holds the job: the launcher, or Holdfast's agent."""
+        pid = self.process.pid if self.process else 0
+        if self.peer == "holdfast":
+            paths = self._holdfast_run()
+            claim = read_document(Claim, paths.list_attempts()[-1].claim)
+            pid = claim.pid if claim else pid
+        os.kill(pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        """Kill everything of this job. Shared memory that a peer leaves behind stays."""
+        mine = [one for one in psutil.process_iter() if self._is_ours(one)]
+        for one in mine:
+            try:
+                one.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(mine, timeout=END_S_MAX)
+        if self.process is not None:
+            self.process.wait(END_S_MAX)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For all that is started here."""
+        own = {MARK: str(self.settings), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own["HOLDFAST_HOME"] = str(self.folder / "home")
+        return {**os.environ, **own, **self.more}
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with open(self.folder / "output.log", "ab") as log:
+            return subprocess.Popen(
+                command,
+                env=self.environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == str(self.settings)
+        except psutil.Error:
+            return False
+
+    def _start_dlrover_master(self) -> None:
+        """A master as its `--standalone` starts it, which fails under this torch."""
+        name, address = f"peers-{os.getpid()}", self.more.get("DLROVER_MASTER_ADDR", "")
+        if not address or not _answers(address):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            module = [str(self.python), "-u", "-m", "dlrover.python.master.main"]
+            where = ["--port", address.split(":")[1], "--node_num", "1"]
+            self.more = {**self.more, "JOB_NAME": name, "DLROVER_MASTER_ADDR": address}
+            self._start([*module, *where, "--job_name", name, "--platform", "local"])
+            ends_at = time.monotonic() + PORT_S_MAX
+            while not _answers(address) and time.monotonic() < ends_at:
+                time.sleep(0.1)
+
+    def _holdfast_run(self) -> RunPaths:
+        paths = RunPaths(self.folder / "runs" / "peers")
+        if not paths.spec.exists():
+            spec = RunSpec.model_validate(holdfast_spec(self.job, self.folder, self.environment))
+            paths.directory.parent.mkdir(parents=True, exist_ok=True)
+            create_run(spec, paths.directory.parent, created_by="peers")
+        return paths
+
+
+def holdfast_spec(job: Job, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The run's spec: what is not given is as it comes."""
+    return {
+        "name": "peers",
+        "command": [str(PROGRAMS / "with_holdfast.py")],
+        "environment": {name: environment[name] for name in (MARK, "OMP_NUM_THREADS")},
+        "launch": {"working_directory": str(folder)},
+        "resources": {"gpus_per_node": RANKS},
+        "checkpoint": {"interval": job.save_steps, "snapshots": job.snapshot_steps},
+        "supervision": {"poll_s": 1.0, "restarts_in_place": RESTARTS_MAX, "notices": "off"},
+    }
+
+
+def _answers(address: str) -> bool:
+    host, port = address.split(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1):
+            return True
+    except OSError:
+        return False
