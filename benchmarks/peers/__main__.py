@@ -16,30 +16,43 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .conduct import Outcome, conduct
 from .environments import Environments, InstallError
 from .faults import Fault, Job, draw
 from .launchers import RANKS, Launcher
 from .report import as_json, tables
+from .slurm import PLACES, SlurmLauncher, UnusableError, cluster, release
 
 LOCAL: Final = ("torchrun", "nvrx", "dlrover", "holdfast")
+SLURM: Final = ("submitit", "lightning", "holdfast")
 CACHE: Final = Path("~/.cache/holdfast-peers")
 
 
 def main() -> int:
     options = build_parser().parse_args()
-    job = Job(steps=options.steps)
     kinds = ["kill-rank"] * options.kills + ["sigterm"] * options.terms
-    faults: dict[str, tuple[Fault, ...]] = {"local": draw(options.seed, kinds, job, RANKS)}
+    local = Plan(Job(steps=options.steps), options.local, options.seed, kinds)
+    slurm = Plan(Job(steps=options.slurm_steps), options.slurm, options.seed, ["preempted"])
     environments = Environments(options.environments.expanduser().resolve())
-    with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as folder:
-        outcomes = run_local(options.local, environments, job, faults["local"], Path(folder))
+    with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as name:
+        outcomes = [
+            run_peer(Launcher(peer, python, local.job, Path(name, peer)), local.faults)
+            if isinstance(python, Path)
+            else Outcome(peer, Launcher.where, problem=python)
+            for peer, python in local.installed(environments)
+        ]
+        for place in PLACES if slurm.peers else ():
+            outcomes += run_on_slurm(place, slurm, environments, Path(name))
+    for outcome in outcomes:
+        outcome.versions = environments.versions_of(outcome.peer)
     if options.json:
         command = f"python -m benchmarks.peers {shlex.join(sys.argv[1:])}"
-        found = as_json(job, faults, outcomes, command)
+        found = as_json((local.as_json(), slurm.as_json()), outcomes, command)
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(tables(outcomes))
     return 0
@@ -55,6 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kills", type=int, default=3, help="ranks killed, one after another")
     parser.add_argument("--terms", type=int, default=1, help="signals to the whole job, after them")
     parser.add_argument("--local", type=names, default=LOCAL, help="peers, by commas; empty: none")
+    parser.add_argument("--slurm", type=names, default=SLURM, help="the same for Slurm")
+    parser.add_argument("--slurm-steps", type=int, default=150, help="with one preemption in them")
     parser.add_argument("--json", type=Path, help="where everything measured is written to")
     return parser
 
@@ -64,26 +79,50 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-def run_local(
-    peers: tuple[str, ...],
-    environments: Environments,
-    job: Job,
-    faults: tuple[Fault, ...],
-    folder: Path,
-) -> list[Outcome]:
-    """One peer after another; one that cannot be installed says why."""
-    outcomes = []
-    for peer in peers:
-        try:
-            python = environments.python_of(peer)
-        except InstallError as error:
-            outcomes.append(Outcome(peer, "local", problem=f"not installed: {error}"))
-            continue
-        outcome = conduct(Launcher(peer, python, job, folder / peer), faults)
-        outcome.versions, outcome.load = environments.versions_of(peer), os.getloadavg()[0]
-        print(f"{peer}: {outcome.as_json()}", file=sys.stderr)
-        outcomes.append(outcome)
-    return outcomes
+class Plan:
+    """What all peers of a place train, and the faults that they all meet."""
+
+    def __init__(self, job: Job, peers: tuple[str, ...], seed: int, kinds: list[str]) -> None:
+        self.job, self.peers = job, peers
+        self.faults = draw(seed, kinds, job, RANKS)
+
+    def installed(self, environments: Environments) -> Iterator[tuple[str, Path | str]]:
+        """Each peer with its interpreter, or with the reason why it has none."""
+        for peer in self.peers:
+            try:
+                yield peer, environments.python_of(peer)
+            except InstallError as error:
+                yield peer, f"not installed: {error}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"job": asdict(self.job), "faults": [asdict(one) for one in self.faults]}
+
+
+def run_on_slurm(
+    place: str, plan: Plan, environments: Environments, folder: Path
+) -> Iterator[Outcome]:
+    """One peer after another on one cluster; where there can be none, each row says so."""
+    try:
+        with cluster(folder, place) as slurm:
+            for peer, python in plan.installed(environments):
+                if isinstance(python, str):
+                    yield Outcome(peer, place, problem=python)
+                    continue
+                where = folder / f"{peer}-{list(PLACES).index(place)}"
+                launcher = SlurmLauncher(peer, python, plan.job, where, where=place, slurm=slurm)
+                yield run_peer(launcher, plan.faults)
+                release(slurm)
+    except UnusableError as error:
+        yield from (Outcome(peer, place, problem=str(error)) for peer in plan.peers)
+
+
+def run_peer(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
+    """One peer's outcome, told on standard error meanwhile."""
+    outcome = conduct(launcher, faults)
+    outcome.load = os.getloadavg()[0]
+    print(json.dumps(outcome.as_json()), file=sys.stderr, flush=True)
+    return outcome
 
 
 if __name__ == "__main__":

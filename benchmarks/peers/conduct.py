@@ -15,8 +15,6 @@ from .launchers import Launcher
 POLL_S: Final = 0.02
 # From one step to the next, a first start included.
 STEP_S_MAX: Final = 120.0
-# Of a job that lives and does not come back, before somebody ends it and starts it by hand.
-COMEBACK_S_MAX: Final = 90.0
 # After a start by hand; then the peer is given up.
 HAND_S_MAX: Final = 90.0
 
@@ -46,7 +44,7 @@ class Unfinished(Exception):
 
 def conduct(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
     """Start the job, let the faults happen, wait for its last step, and leave nothing behind."""
-    outcome = Outcome(launcher.peer, "local")
+    outcome = Outcome(launcher.peer, launcher.where)
     began_at = time.time()
     try:
         launcher.start()
@@ -74,16 +72,17 @@ def suffer(launcher: Launcher, fault: Fault) -> Cost:
     else:
         launcher.terminate_job()
     hand = ""
-    ends_at = time.monotonic() + COMEBACK_S_MAX
+    ends_at = time.monotonic() + launcher.comeback_s_max
     while True:
         lines = lines_of(launcher.folder, fault.rank)
         if any(line.pid != pid and line.time > at for line in lines):
             return cost_of(fault, at, pid, lines, hand)
-        if time.monotonic() > ends_at and hand:
-            raise Unfinished(f"no step after {fault.kind} at step {fault.step}: {hand}")
-        if time.monotonic() > ends_at or (launcher.has_ended() and not hand):
-            silent = "" if launcher.has_ended() else f", silent for {COMEBACK_S_MAX:.0f} s"
-            hand = f"started again by hand{silent}"
+        is_late = time.monotonic() > ends_at
+        if is_late and hand:
+            raise Unfinished(f"no step after {fault.kind} at step {fault.step}, nor by hand")
+        if is_late or (not hand and launcher.has_ended()):
+            silent = f"it was silent for {launcher.comeback_s_max:.0f} s"
+            hand = silent if is_late else "it had ended"
             launcher.end()
             launcher.start()
             ends_at = time.monotonic() + HAND_S_MAX

@@ -50,14 +50,14 @@ class Line:
 class Cost:
     """What one fault cost. Without a comeback `steps_lost` and `seconds` are None.
 
-    `help` says who started the job again when that was not the peer itself, or why it is over.
+    `by_hand` says why somebody had to start the job again; empty when it came back by itself.
     """
 
     kind: str
     step: int
     steps_lost: int | None = None
     seconds: float | None = None
-    help: str = ""
+    by_hand: str = ""
 
 
 def draw(seed: int, kinds: Iterable[str], job: Job, ranks: int) -> tuple[Fault, ...]:
@@ -95,19 +95,19 @@ def read_lines(text: str) -> list[Line]:
     return found
 
 
-def cost_of(fault: Fault, at: float, before: int, lines: Iterable[Line], help: str = "") -> Cost:
+def cost_of(fault: Fault, at: float, before: int, lines: Iterable[Line], by_hand: str = "") -> Cost:
     """What `fault` cost that came at `at`, when the process `before` wrote the record."""
     kept = list(lines)
     old = [line.step for line in kept if line.pid == before]
     new = [line for line in kept if line.pid != before and line.time > at]
     if not new or not old:
-        return Cost(kind=fault.kind, step=fault.step, help=help)
+        return Cost(kind=fault.kind, step=fault.step, by_hand=by_hand)
     return Cost(
         kind=fault.kind,
         step=fault.step,
         steps_lost=old[-1] + 1 - new[0].step,
         seconds=new[0].time - at,
-        help=help,
+        by_hand=by_hand,
     )
 
 

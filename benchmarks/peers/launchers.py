@@ -25,6 +25,7 @@ from .faults import Job
 PROGRAMS: Final = Path(__file__).parent / "programs"
 RANKS: Final = 2
 RESTARTS_MAX: Final = 10
+GRACE_S: Final = 20
 PORT_S_MAX: Final = 60.0
 END_S_MAX: Final = 10.0
 # By this variable all processes of a comparison are found again, whatever session they are in.
@@ -40,6 +41,9 @@ class Launcher:
     job: Job
     folder: Path
     more: Mapping[str, str] = field(default_factory=dict)
+    where: str = "This machine"
+    # How long a job that lives may be without a step after a fault.
+    comeback_s_max: float = 90.0
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -71,6 +75,10 @@ class Launcher:
             case _:
                 module = [str(self.python), "-m", "holdfast.flows.drills.supervisor"]
                 return [*module, str(self._holdfast_run().directory)]
+
+    def resources(self) -> dict[str, Any]:
+        """What Holdfast's run asks for."""
+        return {"gpus_per_node": RANKS}
 
     def has_ended(self) -> bool:
         """True when nobody is left who could start the job again."""
@@ -140,22 +148,31 @@ class Launcher:
     def _holdfast_run(self) -> RunPaths:
         paths = RunPaths(self.folder / "runs" / "peers")
         if not paths.spec.exists():
-            spec = RunSpec.model_validate(holdfast_spec(self.job, self.folder, self.environment))
+            spec = RunSpec.model_validate(
+                holdfast_spec(self.job, self.folder, self.environment, self.resources())
+            )
             paths.directory.parent.mkdir(parents=True, exist_ok=True)
             create_run(spec, paths.directory.parent, created_by="peers")
         return paths
 
 
-def holdfast_spec(job: Job, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
+def holdfast_spec(
+    job: Job, folder: Path, environment: Mapping[str, str], resources: Mapping[str, Any]
+) -> dict[str, Any]:
     """The run's spec: what is not given is as it comes."""
     return {
         "name": "peers",
         "command": [str(PROGRAMS / "with_holdfast.py")],
         "environment": {name: environment[name] for name in (MARK, "OMP_NUM_THREADS")},
         "launch": {"working_directory": str(folder)},
-        "resources": {"gpus_per_node": RANKS},
+        "resources": resources,
         "checkpoint": {"interval": job.save_steps, "snapshots": job.snapshot_steps},
-        "supervision": {"poll_s": 1.0, "restarts_in_place": RESTARTS_MAX, "notices": "off"},
+        "supervision": {
+            "poll_s": 1.0,
+            "restarts_in_place": RESTARTS_MAX,
+            "grace_s": GRACE_S,
+            "notices": "off",
+        },
     }
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Final
 
 import psutil
 
 from .conduct import Outcome
-from .faults import Cost, Fault, Job
+from .faults import Cost
 
 TITLES: Final = {
     "torchrun": "torchrun `--max-restarts`, interval checkpoints",
@@ -22,7 +21,6 @@ TITLES: Final = {
     "lightning": "Lightning's Slurm requeue",
     "holdfast": "**Holdfast**",
 }
-NEVER: Final = "never"
 
 
 def machine() -> dict[str, Any]:
@@ -38,16 +36,11 @@ def machine() -> dict[str, Any]:
 
 
 def as_json(
-    job: Job, faults: dict[str, Sequence[Fault]], outcomes: Iterable[Outcome], command: str
+    plans: Iterable[dict[str, Any]], outcomes: Iterable[Outcome], command: str
 ) -> dict[str, Any]:
     """Everything that was measured, and how."""
-    return {
-        "machine": machine(),
-        "command": command,
-        "job": asdict(job),
-        "faults": {where: [asdict(one) for one in found] for where, found in faults.items()},
-        "peers": [one.as_json() for one in outcomes],
-    }
+    peers = [one.as_json() for one in outcomes]
+    return {"machine": machine(), "command": command, "plans": list(plans), "peers": peers}
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
@@ -72,23 +65,26 @@ def table(outcomes: Sequence[Outcome]) -> str:
         cells = [TITLES[one.peer], _number(one.start_s)]
         for kind in kinds:
             costs = [cost for cost in one.costs if cost.kind == kind]
-            cells += [_values(costs, "steps_lost"), _values(costs, "seconds")]
+            cells += [", ".join(map(_lost, costs)), ", ".join(map(_seconds, costs))]
         lines.append([*cells, _number(one.ettr, 2), remark(one)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def remark(outcome: Outcome) -> str:
-    """Who helped, and why the job is not over; each said once."""
-    helps = [f"{cost.kind}: {cost.help}" for cost in outcome.costs if cost.help]
+    """Why the job had to be started by hand, and why it is not over; each said once."""
+    helps = [f"{cost.kind}: {cost.by_hand}" for cost in outcome.costs if cost.by_hand]
     return "; ".join(dict.fromkeys([*helps, *([outcome.problem] if outcome.problem else [])]))
 
 
-def _values(costs: Sequence[Cost], name: str) -> str:
-    found = [getattr(cost, name) for cost in costs]
-    return ", ".join(NEVER if value is None else _number(value) for value in found)
+def _lost(cost: Cost) -> str:
+    return "all" if cost.steps_lost is None else str(cost.steps_lost)
+
+
+def _seconds(cost: Cost) -> str:
+    if cost.seconds is None:
+        return "never"
+    return f"never (by hand {cost.seconds:.1f})" if cost.by_hand else f"{cost.seconds:.1f}"
 
 
 def _number(value: float | None, digits: int = 1) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.{digits}f}"
+    return "" if value is None else f"{value:.{digits}f}"

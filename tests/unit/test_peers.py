@@ -51,7 +51,7 @@ def test_steps_lost_count_from_the_last_step_of_the_process_that_the_fault_met()
     assert cost_of(fault, 2.1, 5, lines) == Cost(
         kind="sigterm", step=60, steps_lost=11, seconds=9.0 - 2.1
     )
-    assert cost_of(fault, 2.1, 5, lines[:3], "why") == Cost(kind="sigterm", step=60, help="why")
+    assert cost_of(fault, 2.1, 5, lines[:3], "why") == Cost(kind="sigterm", step=60, by_hand="why")
 
 
 def test_ettr_counts_a_step_once_and_needs_the_last_one() -> None:
@@ -63,7 +63,7 @@ def test_ettr_counts_a_step_once_and_needs_the_last_one() -> None:
 def test_a_row_says_what_came_back_and_what_did_not() -> None:
     costs = [
         Cost(kind="kill-rank", step=60, steps_lost=10, seconds=2.54),
-        Cost(kind="kill-rank", step=90, steps_lost=0, seconds=3.0),
+        Cost(kind="kill-rank", step=90, steps_lost=0, seconds=3.0, by_hand="it had ended"),
     ]
     whole = Outcome("holdfast", "local", costs, start_s=5.06, ettr=0.617)
     never = Outcome("nvrx", "local", [Cost(kind="sigterm", step=70)], problem="it ended")
@@ -73,8 +73,9 @@ def test_a_row_says_what_came_back_and_what_did_not() -> None:
         *("kill-rank: steps lost", "kill-rank: first new step, s"),
         *("sigterm: steps lost", "sigterm: first new step, s"),
     ]
-    assert rows[2][1:4] == ["5.1", "10, 0", "2.5, 3.0"]
+    assert rows[2][1:4] == ["5.1", "10, 0", "2.5, never (by hand 3.0)"]
+    assert rows[2][-1] == "kill-rank: it had ended"
     assert "0.62" in rows[2]
-    assert rows[3].count("never") == 2
+    assert rows[3][4:6] == ["all", "never"]
     assert rows[3][-1] == "it ended"
     assert rows[4][-1] == "not installed: no network"

@@ -1,0 +1,143 @@
+"""Peers on a real Slurm cluster of this machine, where a job of a higher priority preempts them.
+
+The preemptor takes the node that the job is on; another node is free all the time. In one cluster a
+preemption sends SIGTERM to the job's steps, in the other the signal that the job asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .launchers import GRACE_S, PROGRAMS, RANKS, Launcher
+
+# At the end, so that no module of ours can hide an installed one.
+sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
+
+from slurm_cluster import SlurmCluster, check_prerequisites
+from slurm_config import ClusterSpec
+from slurm_errors import ClusterError
+
+# Whether a preemption sends the signal that the job asked for.
+PLACES: Final = {"Slurm, SIGTERM": False, "Slurm, the job's own signal": True}
+# A requeued job begins after 121 s, whatever is free.
+COMEBACK_S_MAX: Final = 200.0
+# Between two looks at the queue, and how long it has no job before the job counts as ended.
+LOOK_S: Final = 1.0
+ENDED_S: Final = 6.0
+CANCEL_S_MAX: Final = 60.0
+LIGHTNING: Final = """\
+#!/bin/bash
+#SBATCH --partition=spot --nodes=1 --ntasks-per-node={ranks} --gres=gpu:4 --requeue --time=60
+#SBATCH --signal=SIGUSR1@{grace_s} --open-mode=append --output={folder}/output.log
+# A node of this cluster has no address of its own.
+export MASTER_ADDR=127.0.0.1
+srun {python} {program}
+"""
+
+
+class UnusableError(Exception):
+    """No Slurm cluster can run here; the message says what is missing."""
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, place: str) -> Iterator[SlurmCluster]:
+    """Two nodes for one of `PLACES`. Raises `UnusableError` where no cluster can run."""
+    try:
+        check_prerequisites()
+    except ClusterError as error:
+        raise UnusableError(str(error)) from error
+    spec = ClusterSpec(
+        nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=PLACES[place]
+    )
+    with SlurmCluster(folder / "slurm", spec) as started:
+        yield started
+
+
+@dataclass
+class SlurmLauncher(Launcher):
+    """One peer's job on the cluster's node of lower priority."""
+
+    slurm: SlurmCluster | None = None
+    comeback_s_max: float = COMEBACK_S_MAX
+    _looked_at: float = 0.0
+    _seen_at: float = 0.0
+
+    def command(self) -> list[str]:
+        """What submits the job; Holdfast's supervisor stays, the others end at once."""
+        self._seen_at = time.monotonic()
+        match self.peer:
+            case "submitit":
+                program = str(PROGRAMS / "submit_with_submitit.py")
+                return [str(self.python), program, str(self.folder), str(GRACE_S)]
+            case "lightning":
+                script = self.folder / "lightning.sh"
+                script.write_text(
+                    LIGHTNING.format(
+                        ranks=RANKS,
+                        grace_s=GRACE_S,
+                        folder=self.folder,
+                        python=self.python,
+                        program=PROGRAMS / "with_lightning.py",
+                    )
+                )
+                return ["sbatch", str(script)]
+            case _:
+                return super().command()
+
+    def resources(self) -> dict[str, Any]:
+        """A whole node where jobs are preempted."""
+        place = {"executor": "slurm", "partition": "spot", "nodes": 1, "gres": "gpu:4"}
+        return {**super().resources(), **place}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The cluster's, and where submitit finds what it has pickled."""
+        more = {"PYTHONPATH": str(PROGRAMS)} if self.peer == "submitit" else {}
+        return {**super().environment, **self._cluster.env, **more}
+
+    def has_ended(self) -> bool:
+        """True when no job is left in the queue, and no supervisor who could submit another."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return False
+        self._looked_at = now
+        if not super().has_ended() or self._jobs():
+            self._seen_at = now
+        return now - self._seen_at > ENDED_S
+
+    def terminate_job(self) -> None:
+        """A job of a higher priority wants the node."""
+        (node,) = self._jobs("--states=RUNNING", "--format=%N")
+        prod = ("--partition=prod", f"--nodelist={node}", "--gres=gpu:4", "--output=/dev/null")
+        self._cluster.run("sbatch", *prod, "--wrap", "sleep 3600")
+
+    def end(self) -> None:
+        """Cancel the job, and kill what is left of it; the preemptor keeps its node."""
+        ends_at = time.monotonic() + CANCEL_S_MAX
+        while self._jobs() and time.monotonic() < ends_at:
+            self._cluster.run("scancel", "--partition=spot", "--user=root")
+            time.sleep(LOOK_S)
+        super().end()
+
+    @property
+    def _cluster(self) -> SlurmCluster:
+        assert self.slurm is not None, "a launcher on Slurm is made with its cluster"
+        return self.slurm
+
+    def _jobs(self, *which: str) -> list[str]:
+        fields = which or ("--format=%i",)
+        return self._cluster.run("squeue", "--noheader", "--partition=spot", *fields).split()
+
+
+def release(started: SlurmCluster) -> None:
+    """End the preemptor, so that the next peer finds both nodes free."""
+    with contextlib.suppress(ClusterError, subprocess.SubprocessError):
+        started.run("scancel", "--partition=prod", "--user=root")
+        time.sleep(ENDED_S)
