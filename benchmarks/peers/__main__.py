@@ -35,6 +35,8 @@ CACHE: Final = Path("~/.cache/holdfast-peers")
 
 def main() -> int:
     options = build_parser().parse_args()
+    if options.real_time:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     kinds = ["kill-rank"] * options.kills + ["sigterm"] * options.terms
     local = Plan(Job(steps=options.steps), options.local, options.seed, kinds)
     slurm = Plan(Job(steps=options.slurm_steps), options.slurm, options.seed, ["preempted"])
@@ -70,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--local", type=names, default=LOCAL, help="peers, by commas; empty: none")
     parser.add_argument("--slurm", type=names, default=SLURM, help="the same for Slurm")
     parser.add_argument("--slurm-steps", type=int, default=150, help="with one preemption in them")
+    parser.add_argument(
+        "--real-time", action="store_true", help="come before other work on this machine (root)"
+    )
     parser.add_argument("--json", type=Path, help="where everything measured is written to")
     return parser
 

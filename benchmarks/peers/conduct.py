@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .faults import Cost, Fault, Line, cost_of, ettr_of, read_lines
-from .launchers import Launcher
+from .launchers import Launcher, Unfinished
 
 POLL_S: Final = 0.02
 # From one step to the next, a first start included.
@@ -36,10 +36,6 @@ class Outcome:
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         return {**vars(self), "costs": [vars(cost) for cost in self.costs]}
-
-
-class Unfinished(Exception):
-    """The job does not get any further; the message says where it stands."""
 
 
 def conduct(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
@@ -103,8 +99,9 @@ def wait_for_step(launcher: Launcher, rank: int, step: int, wait_s: float) -> Li
             return lines[-1]
         now = time.monotonic()
         seen, seen_at = newest, (seen_at if newest == seen else now)
-        if launcher.has_ended() or now - seen_at > STEP_S_MAX or now - began > wait_s:
-            words = "the launcher has ended" if launcher.has_ended() else "silent"
+        has_ended = launcher.has_ended()
+        if has_ended or now - seen_at > STEP_S_MAX or now - began > wait_s:
+            words = "the job has ended" if has_ended else "silent"
             raise Unfinished(f"step {step} was not reached: {words} at step {newest}")
         time.sleep(POLL_S)
 

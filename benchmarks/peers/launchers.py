@@ -32,6 +32,10 @@ END_S_MAX: Final = 10.0
 MARK: Final = "PEERS_JOB"
 
 
+class Unfinished(Exception):
+    """The job does not get any further; the message says where it stands."""
+
+
 @dataclass
 class Launcher:
     """One peer's job in `folder`, started by `python`; it may be started several times."""

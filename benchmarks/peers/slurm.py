@@ -7,7 +7,6 @@ preemption sends SIGTERM to the job's steps, in the other the signal that the jo
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .launchers import GRACE_S, PROGRAMS, RANKS, Launcher
+from .launchers import GRACE_S, PROGRAMS, RANKS, Launcher, Unfinished
 
 # At the end, so that no module of ours can hide an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
@@ -49,15 +48,19 @@ class UnusableError(Exception):
 @contextlib.contextmanager
 def cluster(folder: Path, place: str) -> Iterator[SlurmCluster]:
     """Two nodes for one of `PLACES`. Raises `UnusableError` where no cluster can run."""
-    try:
-        check_prerequisites()
-    except ClusterError as error:
-        raise UnusableError(str(error)) from error
     spec = ClusterSpec(
         nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=PLACES[place]
     )
-    with SlurmCluster(folder / "slurm", spec) as started:
+    started = SlurmCluster(folder / "slurm", spec)
+    try:
+        check_prerequisites()
+        started.start()
+    except ClusterError as error:
+        raise UnusableError(str(error)) from error
+    try:
         yield started
+    finally:
+        started.stop()
 
 
 @dataclass
@@ -114,16 +117,17 @@ class SlurmLauncher(Launcher):
 
     def terminate_job(self) -> None:
         """A job of a higher priority wants the node."""
-        (node,) = self._jobs("--states=RUNNING", "--format=%N")
-        prod = ("--partition=prod", f"--nodelist={node}", "--gres=gpu:4", "--output=/dev/null")
-        self._cluster.run("sbatch", *prod, "--wrap", "sleep 3600")
+        nodes = ",".join(self._jobs("--states=RUNNING", "--format=%N"))
+        prod = ("--partition=prod", f"--nodelist={nodes}", "--gres=gpu:4", "--output=/dev/null")
+        self._run("sbatch", *prod, "--wrap", "sleep 3600")
 
     def end(self) -> None:
         """Cancel the job, and kill what is left of it; the preemptor keeps its node."""
         ends_at = time.monotonic() + CANCEL_S_MAX
-        while self._jobs() and time.monotonic() < ends_at:
-            self._cluster.run("scancel", "--partition=spot", "--user=root")
-            time.sleep(LOOK_S)
+        with contextlib.suppress(Unfinished):
+            while self._jobs() and time.monotonic() < ends_at:
+                self._run("scancel", "--partition=spot", "--user=root")
+                time.sleep(LOOK_S)
         super().end()
 
     @property
@@ -133,11 +137,17 @@ class SlurmLauncher(Launcher):
 
     def _jobs(self, *which: str) -> list[str]:
         fields = which or ("--format=%i",)
-        return self._cluster.run("squeue", "--noheader", "--partition=spot", *fields).split()
+        return self._run("squeue", "--noheader", "--partition=spot", *fields).split()
+
+    def _run(self, *command: str) -> str:
+        try:
+            return self._cluster.run(*command)
+        except ClusterError as error:
+            raise Unfinished(str(error)) from error
 
 
 def release(started: SlurmCluster) -> None:
     """End the preemptor, so that the next peer finds both nodes free."""
-    with contextlib.suppress(ClusterError, subprocess.SubprocessError):
+    with contextlib.suppress(ClusterError):
         started.run("scancel", "--partition=prod", "--user=root")
         time.sleep(ENDED_S)

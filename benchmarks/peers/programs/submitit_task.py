@@ -1,5 +1,7 @@
 """What submitit runs in each task: interval checkpoints, and a requeue that begins from them."""
 
+import os
+
 import job as shared
 import submitit
 import torch.distributed as dist
@@ -9,15 +11,14 @@ class Task:
     """Called in every task; `checkpoint` is what submitit calls at its signal, on rank 0."""
 
     def __call__(self) -> None:
-        place = submitit.JobEnvironment()
-        store = shared.Path(shared.read_job().folder) / f"store-{shared.os.environ['LAUNCH']}"
+        job, place = shared.read_job(), submitit.JobEnvironment()
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            init_method=f"file://{job.folder}/store-{place.job_id}-{os.environ['LAUNCH']}",
             rank=place.global_rank,
             world_size=place.num_tasks,
         )
-        shared.train_with_interval_checkpoints(shared.read_job())
+        shared.train_with_interval_checkpoints(job)
         dist.destroy_process_group()
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission:
