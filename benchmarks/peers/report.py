@@ -66,7 +66,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         for kind in kinds:
             costs = [cost for cost in one.costs if cost.kind == kind]
             cells += [", ".join(map(_lost, costs)), ", ".join(map(_seconds, costs))]
-        lines.append([*cells, _number(one.ettr, 2), remark(one)])
+        lines.append([*cells, _ettr(one), remark(one)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -74,6 +74,12 @@ def remark(outcome: Outcome) -> str:
     """Why the job had to be started by hand, and why it is not over; each said once."""
     helps = [f"{cost.kind}: {cost.by_hand}" for cost in outcome.costs if cost.by_hand]
     return "; ".join(dict.fromkeys([*helps, *([outcome.problem] if outcome.problem else [])]))
+
+
+def _ettr(outcome: Outcome) -> str:
+    """In brackets where somebody had to help: by itself the job would not be over."""
+    share = _number(outcome.ettr, 2)
+    return f"({share})" if share and any(cost.by_hand for cost in outcome.costs) else share
 
 
 def _lost(cost: Cost) -> str:

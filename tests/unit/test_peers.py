@@ -75,7 +75,7 @@ def test_a_row_says_what_came_back_and_what_did_not() -> None:
     ]
     assert rows[2][1:4] == ["5.1", "10, 0", "2.5, never (by hand 3.0)"]
     assert rows[2][-1] == "kill-rank: it had ended"
-    assert "0.62" in rows[2]
+    assert rows[2][-2] == "(0.62)"
     assert rows[3][4:6] == ["all", "never"]
     assert rows[3][-1] == "it ended"
     assert rows[4][-1] == "not installed: no network"
