@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -32,6 +32,9 @@ class PostgresServer:
 
     directory: Path
     port: int
+    _programs: Path
+    _settings: Mapping[str, str]
+    _process: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def url(self, database: str, *, host: str = "127.0.0.1") -> str:
@@ -48,6 +51,27 @@ class PostgresServer:
         finally:
             self.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
+    def restart(self) -> None:
+        """Stop the server, its clients cut off, and start it again at the same port."""
+        self.stop()
+        self.start()
+
+    def start(self) -> bool:
+        """Start the server and wait for it; False when it does not come up."""
+        command = _as_server_user(
+            *(str(self._programs / "postgres"), "-D", str(self.directory / "data")),
+            *(part for key, value in self._settings.items() for part in ("-c", f"{key}={value}")),
+        )
+        with open(_log(self.directory), "ab") as log:
+            process = subprocess.Popen(command, cwd=self.directory, stdout=log, stderr=log)
+        self._process[:] = [process]
+        return _is_up(process, self)
+
+    def stop(self) -> None:
+        """Stop the server if it runs."""
+        for process in self._process:
+            _stop(process)
+
     def execute(self, statement: str) -> None:
         """Run one statement outside any transaction, in the server's own database."""
         with psycopg.connect(self.url("postgres"), autocommit=True, connect_timeout=10) as session:
@@ -55,9 +79,10 @@ class PostgresServer:
 
 
 @contextlib.contextmanager
-def postgres_server() -> Iterator[PostgresServer]:
+def postgres_server(settings: Mapping[str, str] | None = None) -> Iterator[PostgresServer]:
     """A server with a new, empty cluster in a folder of its own; nothing of it stays.
 
+    `settings` are the server's own, beside those that make it quick to start and throw away.
     Raises `RuntimeError` when PostgreSQL is not installed or does not come up.
     """
     programs = _programs()
@@ -69,13 +94,13 @@ def postgres_server() -> Iterator[PostgresServer]:
         _initdb(programs, data)
         for attempt in range(STARTS_MAX):
             # The port can be taken between our look and the server's; then another is tried.
-            process, server = _start(programs, directory)
+            server = _prepare(programs, directory, settings or {})
             try:
-                if _is_up(process, server):
+                if server.start():
                     yield server
                     return
             finally:
-                _stop(process)
+                server.stop()
             if attempt == STARTS_MAX - 1:
                 raise RuntimeError(f"postgres did not start:\n{_log(directory).read_text()}")
     finally:
@@ -119,23 +144,20 @@ def _initdb(programs: Path, data: Path) -> None:
         raise RuntimeError(f"initdb failed:\n{done.stdout}{done.stderr}")
 
 
-def _start(programs: Path, directory: Path) -> tuple[subprocess.Popen[bytes], PostgresServer]:
+def _prepare(programs: Path, directory: Path, settings: Mapping[str, str]) -> PostgresServer:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    settings = {
+    chosen = {
         "listen_addresses": "127.0.0.1",
         "port": str(port),
         "unix_socket_directories": str(directory),
         "fsync": "off",
         "max_connections": "50",
         "shared_buffers": "16MB",
+        **settings,
     }
-    options = [part for key, value in settings.items() for part in ("-c", f"{key}={value}")]
-    command = _as_server_user(str(programs / "postgres"), "-D", str(directory / "data"), *options)
-    with open(_log(directory), "ab") as log:
-        process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
-    return process, PostgresServer(directory=directory, port=port)
+    return PostgresServer(directory=directory, port=port, _programs=programs, _settings=chosen)
 
 
 def _is_up(process: subprocess.Popen[bytes], server: PostgresServer) -> bool:
@@ -149,7 +171,7 @@ def _is_up(process: subprocess.Popen[bytes], server: PostgresServer) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Fast shutdown (INT), at once (QUIT) when that takes too long."""
+    """Fast shutdown (INT), at once (QUIT) when that takes too long; nothing if it is over."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from holdfast.contracts.attempt import (
     Claim,
@@ -24,7 +25,8 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers.executors import executor_for
-from holdfast.workers.request import build_request
+from holdfast.workers.provenance import take_provenance
+from holdfast.workers.request import build_request, working_directory_of
 
 
 def reserve(paths: RunPaths, number: int) -> AttemptPaths | None:
@@ -73,6 +75,7 @@ def submit_attempt(
         reason=reason,
         exclude=exclude,
         created_at=time.time(),
+        provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
     )
     write_document(attempt.request, request)
     journal.append(

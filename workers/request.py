@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
 from holdfast.contracts.spec import RunSpec, split_gpus
 
@@ -15,6 +15,7 @@ from holdfast.contracts.spec import RunSpec, split_gpus
 WARNING_MARGIN_S: Final = 30
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 NO_GRES: Final = "none"
+UNKNOWN: Final = Provenance()
 
 
 def job_name(run: str, run_uid: str, attempt: int) -> str:
@@ -31,6 +32,7 @@ def build_request(
     reason: str,
     exclude: Sequence[str] = (),
     created_at: float = 0.0,
+    provenance: Provenance = UNKNOWN,
 ) -> Request:
     """The request for attempt number `attempt` of a run on `gpus` GPUs.
 
@@ -40,9 +42,7 @@ def build_request(
     nodes, per_node = split_gpus(gpus, spec.resources.gpus_per_node)
     name = job_name(record.run, record.uid, attempt)
     directory = Path(record.root) / record.run
-    working_directory = spec.launch.working_directory
-    if spec.launch.code == "snapshot":
-        working_directory = str(directory / "code")
+    working_directory = working_directory_of(record, spec)
     parameters = (
         _slurm_parameters(spec, name, nodes, per_node, exclude)
         if spec.resources.executor == "slurm"
@@ -74,7 +74,15 @@ def build_request(
         scheduler=parameters,
         created_at=created_at,
         reason=reason,
+        provenance=provenance,
     )
+
+
+def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
+    """Where the program runs: the folder of its code, or the run's own copy of it."""
+    if spec.launch.code == "snapshot":
+        return str(Path(record.root) / record.run / "code")
+    return spec.launch.working_directory
 
 
 def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:

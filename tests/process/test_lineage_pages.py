@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,33 +18,39 @@ from holdfast.lineage import pages
 from holdfast.lineage.comparison import compare, list_files
 from holdfast.lineage.cursors import PAGE_MAX, Page
 from holdfast.lineage.database import Database, open_database, upgrade
-from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """An index of the storied run, its fork, and three runs that only begin."""
-    root = tmp_path / "runs"
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def database(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Database]:
+    """An index of the storied run, its fork, and three runs that only begin, for all tests."""
+    folder = tmp_path_factory.mktemp("pages")
+    root = folder / "runs"
     for _ in storied_run(root):
         pass
     for number, uid in enumerate("cde"):
         RunFolder(root, f"later-{uid}", uid * 32, created_at=T0 + 1000 + number // 2)
-    if request.param == "sqlite":
-        address = f"sqlite:///{tmp_path / 'index.db'}"
-        with open_database(address) as opened:
-            reindex(opened, root)
-            yield opened
-        return
-    server: PostgresServer = request.getfixturevalue("postgres")
-    with server.database() as address:
-        upgrade(address)
-        with open_database(address) as opened:
-            reindex(opened, root)
-            yield opened
+    with contextlib.ExitStack() as stack:
+        address = f"sqlite:///{folder / 'index.db'}"
+        if request.param == "postgresql":
+            server: PostgresServer = request.getfixturevalue("postgres")
+            address = stack.enter_context(server.database())
+            upgrade(address)
+        opened = stack.enter_context(open_database(address))
+        reindex(opened, root)
+        yield opened
+
+
+@pytest.fixture
+def root(database: Database) -> Path:
+    """Where the indexed runs lie."""
+    return Path(pages.list_runs(database).items[0]["root"])
 
 
 def walk(ask: Callable[[str | None], Page[Any]], pages_max: int = 100) -> list[Any]:
@@ -83,7 +90,7 @@ def test_pages_together_are_the_list(database: Database) -> None:
     )
 
 
-def test_filters(database: Database, tmp_path: Path) -> None:
+def test_filters(database: Database, root: Path) -> None:
     def runs(**where: Any) -> list[str]:
         return sorted(names(pages.list_runs(database, pages.RunFilter(**where)).items))
 
@@ -92,8 +99,8 @@ def test_filters(database: Database, tmp_path: Path) -> None:
     assert runs(search="%") == [], "it is a text and no pattern"
     assert runs(search="c" * 32) == ["later-c"]
     assert runs(created_from=T0 + 1, created_to=T0 + 900) == ["gpt-b"]
-    assert runs(root=tmp_path / "elsewhere") == []
-    assert len(runs(root=tmp_path / "runs")) == 5
+    assert runs(root=root / "elsewhere") == []
+    assert len(runs(root=root)) == 5
 
     def steps(**where: Any) -> list[int]:
         found = pages.list_checkpoints(database, "gpt", pages.CheckpointFilter(**where))
@@ -112,11 +119,13 @@ def test_filters(database: Database, tmp_path: Path) -> None:
 
 def test_a_cursor_holds_while_runs_come(database: Database, tmp_path: Path) -> None:
     first = pages.list_runs(database, limit=2)
-    newer = RunFolder(tmp_path / "runs", "newer", "f" * 32, created_at=T0 + 5000)
-    older = RunFolder(tmp_path / "runs", "older", "9" * 32, created_at=T0 - 5000)
+    newer = RunFolder(tmp_path, "newer", "f" * 32, created_at=T0 + 5000)
+    older = RunFolder(tmp_path, "older", "9" * 32, created_at=T0 - 5000)
     for folder in (newer, older):
         ingest_run(database, folder.paths)
     rest = walk(lambda after: pages.list_runs(database, after=after or first.next, limit=2))
+    for folder in (newer, older):
+        forget_run(database, folder.uid)
     assert names(first.items) + names(rest) == [
         *("later-e", "later-d", "later-c", "gpt-b", "gpt", "older")
     ]
@@ -131,11 +140,12 @@ def test_reasons_are_those_of_the_whole_list(database: Database) -> None:
 
 
 def test_storage_says_what_a_prune_would_delete(database: Database, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "runs", "kept", "8" * 32, {"checkpoint": {"keep": {"last": 1}}})
+    folder = RunFolder(tmp_path, "kept", "8" * 32, {"checkpoint": {"keep": {"last": 1}}})
     folder.submit(1, 2, T0)
     old, _ = folder.commit(10, 1), folder.commit(20, 1)
     ingest_run(database, folder.paths)
     rows = {row["run"]: row for row in pages.list_storage(database).items}
+    forget_run(database, folder.uid)
     assert rows["kept"]["would_prune"] == [f"kept:{old}"]
     assert rows["kept"]["would_prune_bytes"] * 2 == rows["kept"]["kept_bytes"] > 0
     assert (rows["gpt"]["kept"], rows["gpt"]["deleted"], rows["gpt"]["would_prune"]) == (4, 1, [])

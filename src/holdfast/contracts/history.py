@@ -174,14 +174,18 @@ def load_events(paths: RunPaths) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def load_history(paths: RunPaths) -> RunHistory:
-    """Read a run from disk. Raises `NotFoundError` when no run was created there."""
+def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:
+    """Read a run from disk. Raises `NotFoundError` when no run was created there.
+
+    `events` are all lines of its journals as `load_events` gives them, where somebody has read
+    them already.
+    """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
         )
-    events = load_events(paths)
+    events = load_events(paths) if events is None else tuple(events)
     attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
     return RunHistory(
         paths=paths,

@@ -6,7 +6,6 @@ taken before its folder is read, so the last to write is also the last to have l
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, func, select
@@ -25,7 +24,7 @@ from holdfast.lineage.disk import (
     take_fingerprint,
 )
 from holdfast.lineage.metric_ingest import has_news, write_metrics
-from holdfast.lineage.rows import attempt_of, build_rows, clean
+from holdfast.lineage.rows import attempt_of, build_rows, clean, in_order
 from holdfast.lineage.tables import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -35,7 +34,6 @@ from holdfast.lineage.tables import (
     INCARNATIONS,
     JOURNALS,
     NODES,
-    ROWS_PER_STATEMENT_MAX,
     RUNS,
     upsert,
 )
@@ -102,7 +100,8 @@ def _write_run(connection: Connection, paths: RunPaths, uid: str) -> None:
     checkpoints = _stored(connection, CHECKPOINTS, uid)
     found = read_checkpoints(paths, {row["name"]: row for row in checkpoints})
     lines = read_lines(paths)
-    rows = build_rows(load_history(paths), found, lines, fingerprint)
+    events = [one.event for one in in_order(lines)]
+    rows = build_rows(load_history(paths, events), found, lines, fingerprint)
     upsert(connection, RUNS, [clean(rows.run)])
     _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, uid))
     _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, uid))
@@ -123,20 +122,22 @@ def _write_files(
         connection.execute(
             delete(FILES).where(*matches), [{"uid": uid, "of": str(one.name)} for one in read]
         )
-    rows = (
-        {
-            "run_uid": uid,
-            "checkpoint": str(one.name),
-            "number": number,
-            "path": clean(path),
-            "bytes": size,
-            "checksum": clean(checksum),
-        }
-        for one in read
-        for number, (path, size, checksum) in enumerate(one.files or ())
+    upsert(
+        connection,
+        FILES,
+        (
+            {
+                "run_uid": uid,
+                "checkpoint": str(one.name),
+                "number": number,
+                "path": clean(path),
+                "bytes": size,
+                "checksum": clean(checksum),
+            }
+            for one in read
+            for number, (path, size, checksum) in enumerate(one.files or ())
+        ),
     )
-    while batch := list(itertools.islice(rows, ROWS_PER_STATEMENT_MAX)):
-        connection.execute(FILES.insert(), batch)
 
 
 def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]) -> None:
@@ -151,27 +152,27 @@ def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]
             delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(shrunk))
         )
     _sync(connection, JOURNALS, wanted, stored)
-    for part in lines:
-        begin = 0 if part.journal in shrunk else counts.get(part.journal, 0)
-        upsert(
-            connection,
-            EVENTS,
-            [
-                clean(
-                    {
-                        "run_uid": uid,
-                        "journal": part.journal,
-                        "incarnation": event.incarnation,
-                        "sequence": event.sequence,
-                        "attempt": attempt_of(event, part.attempt),
-                        "time": event.time,
-                        "kind": str(event.kind),
-                        "data": event.data,
-                    }
-                )
-                for event in part.events[begin:]
-            ],
-        )
+    begins = {j.journal: 0 if j.journal in shrunk else counts.get(j.journal, 0) for j in lines}
+    upsert(
+        connection,
+        EVENTS,
+        (
+            clean(
+                {
+                    "run_uid": uid,
+                    "journal": part.journal,
+                    "incarnation": event.incarnation,
+                    "sequence": event.sequence,
+                    "attempt": attempt_of(event, part.attempt),
+                    "time": event.time,
+                    "kind": str(event.kind),
+                    "data": event.data,
+                }
+            )
+            for part in lines
+            for event in part.events[begins[part.journal] :]
+        ),
+    )
 
 
 def _stored(connection: Connection, table: Table, uid: str) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from holdfast.contracts.goodput import Span, account, prices_of
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import (
     Row,
@@ -32,6 +33,11 @@ from holdfast.lineage.retained import reasons_of
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
 
 EVENTS_MAX: Final = 1000
+# Ancestries are long: no more of each than a line about it needs.
+ANCESTOR_COLUMNS: Final = (
+    *("run_uid", "name", "step", "attempt", "state", "parent", "parent_uid", "parent_name"),
+    *("world_size", "bytes", "checksum", "committed_at", "path", "pinned", "rolled_back"),
+)
 
 __all__ = (
     "RunRef",
@@ -86,14 +92,17 @@ def show_run(
         row = run_row(connection, run, root)
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         launches = _launches(connection, row)
-        spans = _spans(connection, row, attempts, launches)
-    is_live = RunState(row["state"]).is_live
-    ended_at = None if is_live else row["ended_at"]
-    goodput = account(
-        spans,
-        created_at=row["created_at"],
-        until=ended_at or now or time.time(),
-        prices=prices_of(row["spec"]),
+        is_live = RunState(row["state"]).is_live
+        goodput = None if is_live else row["goodput"]
+        spans = [] if goodput else _spans(connection, row, attempts, launches)
+    # The account of an ended run stands in its row; the others' goes on until now.
+    goodput = goodput or asdict(
+        account(
+            spans,
+            created_at=row["created_at"],
+            until=(None if is_live else row["ended_at"]) or now or time.time(),
+            prices=prices_of(row["spec"]),
+        )
     )
     shown = [
         views.attempt_view(a, [views.incarnation_view(i) for i in launches[a["number"]]])
@@ -162,7 +171,7 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
 
 def ancestry(
     database: Database, checkpoint_id: str, *, root: Path | None = None
-) -> list[views.CheckpointView]:
+) -> list[reports.Ancestor]:
     """A checkpoint, its parent, that one's parent and so on, through forks, to the first.
 
     Raises `NotFoundError` when the index has no such checkpoint.
@@ -170,10 +179,7 @@ def ancestry(
     with database.reading() as connection:
         _, row = checkpoint_row(connection, checkpoint_id, root)
         chain = ancestors(connection, row["run_uid"], row["name"])
-    return [
-        views.checkpoint_view(one["run"], one, one["deleted_reason"] or one["state"])
-        for one in chain
-    ]
+    return [reports.ancestor(one["run"], one) for one in chain]
 
 
 def list_events(
@@ -269,31 +275,27 @@ def _other_node(identity: str, *, is_export: bool) -> views.Node:
 
 
 def ancestors(connection: Connection, uid: str, name: str) -> list[Row]:
-    """A checkpoint and its ancestors, each with its run's folder name, from young to old."""
-    start = select(CHECKPOINTS.c.run_uid, CHECKPOINTS.c.name).where(
-        CHECKPOINTS.c.run_uid == uid, CHECKPOINTS.c.name == name
-    )
+    """A checkpoint and its ancestors, each with its run's folder name, from young to old.
+
+    The database lets no checkpoint be its own ancestor, so the way has an end.
+    """
+    columns = [CHECKPOINTS.c[column] for column in ANCESTOR_COLUMNS]
+    start = select(*columns).where(CHECKPOINTS.c.run_uid == uid, CHECKPOINTS.c.name == name)
     chain = start.cte("chain", recursive=True)
-    child = CHECKPOINTS.alias("child")
-    # UNION, not UNION ALL: an id that was met before is not followed again, so that even a
-    # circle in damaged manifests comes to an end.
-    chain = chain.union(
-        select(child.c.parent_uid, child.c.parent_name)
-        .join(chain, and_(child.c.run_uid == chain.c.run_uid, child.c.name == chain.c.name))
-        .where(child.c.parent_uid.is_not(None))
-    )
-    query = (
-        select(CHECKPOINTS, RUNS.c.run)
-        .join(
-            chain,
-            and_(CHECKPOINTS.c.run_uid == chain.c.run_uid, CHECKPOINTS.c.name == chain.c.name),
+    older = CHECKPOINTS.alias("older")
+    chain = chain.union_all(
+        select(*(older.c[column] for column in ANCESTOR_COLUMNS)).join(
+            chain, and_(older.c.run_uid == chain.c.parent_uid, older.c.name == chain.c.parent_name)
         )
-        .join(RUNS, RUNS.c.uid == CHECKPOINTS.c.run_uid)
     )
-    found = {(row["run_uid"], row["name"]): row for row in rows_of(connection, query)}
+    found = {(row["run_uid"], row["name"]): row for row in rows_of(connection, select(chain))}
+    uids = {row["run_uid"] for row in found.values()}
+    named = select(RUNS.c.uid, RUNS.c.run).where(RUNS.c.uid.in_(uids))
+    runs = {row.uid: row.run for row in connection.execute(named)}
     line: list[Row] = []
     key = (uid, name)
     while key in found:
         line.append(found.pop(key))
+        line[-1]["run"] = runs[key[0]]
         key = (line[-1]["parent_uid"], line[-1]["parent_name"])
     return line

@@ -1,13 +1,19 @@
-"""What is told of machines, curves and comparisons: plain dictionaries, ready for JSON, as `views`.
+"""What is told of machines, curves, comparisons and ancestries: plain dictionaries, ready for JSON, as `views`.
 
 Times are ISO-8601 in UTC unless a name ends in a unit, sizes bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import TypedDict
+
+from holdfast.contracts.paths import checkpoint_id
+from holdfast.lineage import views
+
+Row = Mapping[str, Any]
 
 
 class NodeRow(TypedDict):
@@ -83,3 +89,40 @@ class FileView(TypedDict):
     path: str
     bytes: int
     checksum: str
+
+
+class Ancestor(TypedDict):
+    """One checkpoint of an ancestry, which may be very long."""
+
+    id: str
+    run: str
+    step: int
+    attempt: int
+    path: str
+    state: str
+    parent: str | None
+    world_size: int | None
+    bytes: int | None
+    checksum: str | None
+    committed_at: str | None
+    pinned: bool
+    rolled_back: bool
+
+
+def ancestor(run: str, row: Row) -> Ancestor:
+    """One checkpoint of an ancestry, of the run in folder `run`."""
+    return Ancestor(
+        id=checkpoint_id(run, row["name"]),
+        run=run,
+        step=row["step"],
+        attempt=row["attempt"],
+        path=row["path"],
+        state=row["state"],
+        parent=row["parent"],
+        world_size=row["world_size"],
+        bytes=row["bytes"],
+        checksum=row["checksum"],
+        committed_at=views.iso(row["committed_at"]),
+        pinned=row["pinned"],
+        rolled_back=row["rolled_back"],
+    )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import JSON, Connection, Table
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
 
 from holdfast.lineage import models
 
 ROWS_PER_STATEMENT_MAX: Final = 1000
+# Below it the temporary table costs more than it saves.
+COPY_ROWS_MIN: Final = 50
 
 Row = dict[str, Any]
 
@@ -27,12 +31,52 @@ METRIC_FILES: Final[Any] = models.MetricFile.__table__
 METRICS: Final[Any] = models.Metric.__table__
 
 
-def upsert(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
-    """Insert rows, or replace those with the same key."""
+def upsert(connection: Connection, table: Table, rows: Iterable[Row]) -> None:
+    """Insert rows, or replace those with the same key; of rows of one key the last stands."""
     keys = [column.name for column in table.primary_key]
+    unique = list({tuple(row[key] for key in keys): row for row in rows}.values())
+    if connection.dialect.name == "postgresql" and len(unique) >= COPY_ROWS_MIN:
+        _copy(connection, table, unique)
+        return
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = dialect.insert(table)
     others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
     statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
-    for start in range(0, len(rows), ROWS_PER_STATEMENT_MAX):
-        connection.execute(statement, list(rows[start : start + ROWS_PER_STATEMENT_MAX]))
+    for start in range(0, len(unique), ROWS_PER_STATEMENT_MAX):
+        connection.execute(statement, unique[start : start + ROWS_PER_STATEMENT_MAX])
+
+
+def _copy(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
+    """Many rows at once by PostgreSQL's COPY, several times as fast as statements with values.
+
+    COPY cannot replace rows, so it fills a temporary table, from which one statement does.
+    """
+    names = [f'"{column.name}"' for column in table.columns]
+    keys = [f'"{column.name}"' for column in table.primary_key]
+    listing, key, incoming = ", ".join(names), ", ".join(keys), f'"incoming_{table.name}"'
+    changes = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
+    documents = [isinstance(column.type, JSON) for column in table.columns]
+    columns = list(zip([column.name for column in table.columns], documents, strict=True))
+    # The driver's own connection: SQLAlchemy has no words for COPY.
+    driver: Any = connection.connection.driver_connection
+    try:
+        with driver.cursor() as cursor:
+            cursor.execute(
+                f'CREATE TEMPORARY TABLE IF NOT EXISTS {incoming} (LIKE "{table.name}") '
+                "ON COMMIT DELETE ROWS"
+            )
+            with cursor.copy(f"COPY {incoming} ({listing}) FROM STDIN") as copy:
+                for row in rows:
+                    copy.write_row(
+                        [
+                            json.dumps(row[n]) if is_document else row[n]
+                            for n, is_document in columns
+                        ]
+                    )
+            cursor.execute(
+                f'INSERT INTO "{table.name}" ({listing}) SELECT {listing} FROM {incoming} '
+                f"ON CONFLICT ({key}) DO UPDATE SET {changes}"
+            )
+            cursor.execute(f"DELETE FROM {incoming}")
+    except connection.dialect.loaded_dbapi.Error as error:
+        raise DBAPIError(f"COPY {table.name}", None, error) from error

@@ -8,13 +8,11 @@ edge leads from the child to the parent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from typing_extensions import TypedDict
 
-from holdfast.contracts.goodput import Goodput
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.lineage.rows import attempt_node
 
@@ -301,7 +299,7 @@ def storage_row(
     )
 
 
-def run_view(run: Row, attempts: list[AttemptView], goodput: Goodput) -> RunView:
+def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> RunView:
     """All that is known of one run."""
     return RunView(
         run=run["run"],
@@ -315,7 +313,7 @@ def run_view(run: Row, attempts: list[AttemptView], goodput: Goodput) -> RunView
         spec_digest=run["spec_digest"],
         command_digest=run["command_digest"],
         step=run["step"],
-        goodput=asdict(goodput),
+        goodput=goodput,
         attempts=attempts,
         forked_from=run["forked_from"],
         flow_run=run["flow_run"],

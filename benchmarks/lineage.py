@@ -1,0 +1,247 @@
+"""The index at a million checkpoints in ten thousand runs: pages, ancestry, ingest, reindex.
+
+`python benchmarks/lineage.py [--database sqlite|postgresql] [--page FILE]`: rows of a large site
+are made inside the database, then the questions that pages ask are asked of them, then run folders
+are made on disk and ingested. PostgreSQL is a server of this program's own, with its usual
+durability, gone afterwards. Prints JSON; `--page` writes it as a page, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks.lineage_fill import CHAIN, checkpoint_name, fill, run_uid
+from benchmarks.lineage_folders import make_folders
+from tests.postgres import postgres_server
+
+from holdfast.contracts.paths import list_runs
+from holdfast.contracts.states import RunState
+from holdfast.lineage import cursors, pages, queries
+from holdfast.lineage.comparison import compare
+from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.nodes import list_nodes
+from holdfast.lineage.reindex import reindex
+from holdfast.lineage.series import metric_series
+
+SAMPLES: Final = 100
+SAMPLES_LARGE: Final = 10
+FOLDERS: Final = 20
+MANIFESTS: Final = 500
+PROCESSES: Final = 2
+SERVER: Final = {
+    "fsync": "on",
+    "shared_buffers": "256MB",
+    "max_wal_size": "4GB",
+    "work_mem": "16MB",
+}
+# What must hold, in milliseconds at the 95th percentile.
+LIMITS_MS: Final = {"runs": 50.0, "run": 50.0, "ancestry": 100.0}
+SEED: Final = 7
+
+
+def main() -> None:
+    """Measure both databases, or the one that was named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--database", choices=("sqlite", "postgresql"))
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--checkpoints", type=int, default=1_000_000)
+    parser.add_argument("--page", type=Path)
+    chosen = parser.parse_args()
+    told = {}
+    for kind in ("sqlite", "postgresql"):
+        if chosen.database in (None, kind):
+            with database_url(kind) as url:
+                told[kind] = measure(url, chosen.runs, chosen.checkpoints)
+    print(json.dumps(told, indent=1))
+    if chosen.page:
+        chosen.page.write_text(render(told))
+
+
+@contextlib.contextmanager
+def database_url(kind: str) -> Iterator[str]:
+    """An empty database with its schema, in a folder of its own."""
+    if kind == "sqlite":
+        with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+            url = f"sqlite:///{folder}/index.db"
+            upgrade(url)
+            yield url
+        return
+    with postgres_server(SERVER) as server, server.database() as url:
+        upgrade(url)
+        yield url
+
+
+def measure(url: str, runs: int, checkpoints: int) -> dict[str, Any]:
+    """Ingest first, while the database is empty, then the large one's pages."""
+    said = {"machine": f"{os.cpu_count()} cores, Python {platform.python_version()}"}
+    with open_database(url) as database:
+        figures = {**said, "ingest": measure_ingest(database, url)}
+        started = time.monotonic()
+        fill(database, runs, checkpoints)
+        figures["fill_s"] = round(time.monotonic() - started, 1)
+        figures["rows"] = {"runs": runs, "checkpoints": checkpoints}
+        figures["pages_ms"] = measure_pages(database, runs)
+    return figures
+
+
+def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each page's questions, over runs and places drawn at random."""
+    draw = random.Random(SEED)
+    uids = [run_uid(draw.randrange(1, runs)) for _ in range(SAMPLES)]
+    large, newest = run_uid(0), checkpoint_name(CHAIN - 1)
+    order = pages.RUN_ORDERS["created"]
+    places = [
+        cursors.write_cursor(order, {"created_at": 1.6e9 + draw.randrange(runs), "uid": uid})
+        for uid in uids
+    ]
+    listing: dict[str, Callable[[int], object]] = {
+        "runs": lambda i: pages.list_runs(database),
+        "runs, a later page": lambda i: pages.list_runs(database, after=places[i]),
+        "runs, by state": lambda i: pages.list_runs(
+            database, pages.RunFilter(states=(RunState.RUNNING,)), after=places[i]
+        ),
+        "runs, by a text in the name": lambda i: pages.list_runs(
+            database, pages.RunFilter(search=f"-{i * 97:06d}")
+        ),
+        "runs, last changed first": lambda i: pages.list_runs(database, sort="updated"),
+        "run": lambda i: run_page(database, uids[i]),
+        "run of 10,000 checkpoints": lambda i: run_page(database, large),
+        "storage": lambda i: pages.list_storage(database, after=places[i]),
+        "nodes": lambda i: list_nodes(database),
+    }
+    heavy: dict[str, Callable[[int], object]] = {
+        "ancestry, 10,000 deep": lambda i: queries.ancestry(database, f"{large}:{newest}"),
+        "comparison over 10,000 ancestors": lambda i: compare(
+            database, f"{large}:{newest}", f"{large}:{checkpoint_name(CHAIN - 2)}"
+        ),
+        "graph of 10,000 checkpoints": lambda i: queries.lineage_graph(database, large),
+    }
+    return {
+        **{name: timed(ask, SAMPLES) for name, ask in listing.items()},
+        **{name: timed(ask, SAMPLES_LARGE) for name, ask in heavy.items()},
+    }
+
+
+def run_page(database: Database, uid: str) -> None:
+    """All that the page of one run asks when it opens."""
+    queries.show_run(database, uid)
+    pages.list_attempts(database, uid)
+    pages.list_checkpoints(database, uid)
+    pages.list_events(database, uid)
+    metric_series(database, uid)
+
+
+def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
+    """Median and 95th percentile, milliseconds, after one that does not count."""
+    ask(0)
+    took = []
+    for index in range(samples):
+        started = time.perf_counter()
+        ask(index)
+        took.append(1000 * (time.perf_counter() - started))
+    cuts = statistics.quantiles(took, n=20, method="inclusive")
+    return {"p50": round(cuts[9], 2), "p95": round(cuts[18], 2)}
+
+
+def measure_ingest(database: Database, url: str) -> dict[str, float]:
+    """Manifests a second from folders on disk, by one process and by two; reindex beside a read."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        root = Path(folder)
+        make_folders(root, FOLDERS, MANIFESTS)
+        total = FOLDERS * MANIFESTS
+        read_s = stopwatch(lambda: read_all(root))
+        ingest_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
+        again_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
+        reindex_s = stopwatch(lambda: reindex(database, root))
+        with database.writing() as connection:
+            connection.exec_driver_sql("DELETE FROM runs")
+        folders = [str(paths.directory) for paths in list_runs(root)]
+        halves = [folders[index::PROCESSES] for index in range(PROCESSES)]
+        with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
+            list(pool.map(ingest_all, [url] * PROCESSES, [[]] * PROCESSES))
+            both_s = stopwatch(lambda: list(pool.map(ingest_all, [url] * PROCESSES, halves)))
+        with database.writing() as connection:
+            connection.exec_driver_sql("DELETE FROM runs")
+    return {
+        "manifests": total,
+        "manifests_per_s": round(total / ingest_s),
+        "manifests_per_s_two_processes": round(total / both_s),
+        "unchanged_manifests_per_s": round(total / again_s),
+        "reindex_s": round(reindex_s, 2),
+        "raw_read_s": round(read_s, 2),
+    }
+
+
+def stopwatch(act: Callable[[], object]) -> float:
+    """Seconds that `act` takes."""
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def ingest_all(url: str, folders: list[str]) -> None:
+    """Ingest runs one after another, as a flow or a server does."""
+    from holdfast.contracts.paths import RunPaths
+
+    with open_database(url) as database:
+        for folder in folders:
+            ingest_run(database, RunPaths(Path(folder)))
+
+
+def read_all(root: Path) -> int:
+    """Read every file under `root` and nothing else; returns bytes."""
+    return sum(
+        len((Path(place) / name).read_bytes())
+        for place, _, names in os.walk(root)
+        for name in names
+    )
+
+
+def render(told: dict[str, Any]) -> str:
+    """The figures as a page."""
+    lines = [
+        "# The index at a million checkpoints",
+        "",
+        "Written by `python benchmarks/lineage.py --page docs/benchmarks-lineage.md`.",
+        "",
+    ]
+    for kind, figures in told.items():
+        rows = figures["rows"]
+        size = f"{rows['checkpoints']:,} checkpoints in {rows['runs']:,} runs"
+        lines += [
+            f"## {kind}",
+            "",
+            f"{figures['machine']}; {size}, made in {figures['fill_s']:.0f} s.",
+            "",
+            "| page | median ms | p95 ms | limit |",
+            "|---|---:|---:|---:|",
+        ]
+        for name, took in figures["pages_ms"].items():
+            limit = LIMITS_MS.get(name.split(",")[0])
+            told_limit = f"{limit:.0f}" if limit else ""
+            lines.append(f"| {name} | {took['p50']:.1f} | {took['p95']:.1f} | {told_limit} |")
+        lines += ["", "| ingest from disk | |", "|---|---:|"]
+        lines += [f"| {k.replace('_', ' ')} | {v:,} |" for k, v in figures["ingest"].items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

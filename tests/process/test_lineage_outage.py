@@ -1,0 +1,85 @@
+"""Two processes ingest the same run, each twice and out of order, while the server restarts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+from tests.postgres import postgres_server
+from tests.process.test_lineage_ingest import clear, dump
+from tests.runs import storied_run
+
+from holdfast.lineage.database import open_database, upgrade
+from holdfast.lineage.reindex import reindex
+
+PROCESS_TIMEOUT_S: Final = 240
+RESTARTS: Final = 2
+
+# Ingests the folders of a story in the order given, then the final one twice; goes on where it
+# was when the database was away. The first line out says that it has begun.
+PROGRAM: Final = """
+import sys, time
+from pathlib import Path
+from holdfast.contracts.errors import LineageError
+from holdfast.contracts.paths import list_runs
+from holdfast.lineage.database import open_database
+from holdfast.lineage.ingest import ingest_run
+url, final, *folders = sys.argv[1:]
+away = 0
+deadline = time.monotonic() + 200
+database = open_database(url)
+for number, folder in enumerate([*folders, final, final]):
+    for paths in list_runs(Path(folder)):
+        while True:
+            try:
+                ingest_run(database, paths, fresh=number % 2 == 0)
+                break
+            except LineageError:
+                away += 1
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+    print(number, flush=True)
+database.close()
+print("away", away, flush=True)
+"""
+
+
+@pytest.mark.storm
+def test_rows_are_the_same_whatever_happened_on_the_way(tmp_path: Path) -> None:
+    root, kept = tmp_path / "runs", tmp_path / "snapshots"
+    for number, _ in enumerate(storied_run(root)):
+        shutil.copytree(root, kept / f"{number:02d}")
+    snapshots = [str(path) for path in sorted(kept.iterdir())]
+    with postgres_server() as server, server.database() as url:
+        upgrade(url)
+        orders = (snapshots[::-1], snapshots[1::2] + snapshots[::2])
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, url, str(root), *order, *order],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for order in orders
+        ]
+        try:
+            for _ in range(RESTARTS):
+                assert all(p.stdout and p.stdout.readline() for p in processes), "it goes on"
+                server.restart()
+            said = [p.communicate(timeout=PROCESS_TIMEOUT_S) for p in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        assert [p.returncode for p in processes] == [0, 0], said
+        with open_database(url) as database:
+            together = dump(database)
+            clear(database)
+            reindex(database, root)
+            assert dump(database) == together
+            assert all(together.values()), "every table has rows"

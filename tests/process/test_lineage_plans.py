@@ -1,0 +1,170 @@
+"""No query without an index, shown by the plans of the databases themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from tests.postgres import PostgresServer
+from tests.runs import T0, RunFolder, storied_run
+
+from holdfast.contracts.states import AttemptState, RunState
+from holdfast.lineage import models, pages, queries
+from holdfast.lineage.comparison import compare, list_files
+from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.nodes import list_nodes, node_faults
+from holdfast.lineage.reindex import reindex
+from holdfast.lineage.series import metric_series
+
+TABLES = {model.__tablename__ for model in models.TABLES}
+CHECKPOINT = "gpt:step-00000200.a0003.i01"
+OTHER = "gpt-b:step-00000150.a0001.i01"
+Statement = tuple[str, Any]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    for _ in storied_run(tmp_path / "runs"):
+        pass
+    if request.param == "sqlite":
+        with open_database(f"sqlite:///{tmp_path / 'index.db'}") as opened:
+            yield opened
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    with server.database() as address:
+        upgrade(address)
+        with open_database(address) as opened:
+            yield opened
+
+
+def questions(database: Database, root: Path) -> list[Callable[[], object]]:
+    """Everything that is ever asked, with every filter and from a later page."""
+    runs = pages.RunFilter(
+        states=(RunState.COMPLETED,), search="g", created_from=T0, created_to=T0 + 9, root=root
+    )
+    checkpoints = pages.CheckpointFilter(
+        states=(models.CheckpointState.COMMITTED,), pinned=False, step_from=1, step_to=900
+    )
+    lines = pages.EventFilter(kinds=("committed",), attempt=1)
+
+    def later(ask: Callable[..., Any], *given: Any, **options: Any) -> Callable[[], object]:
+        def both() -> object:
+            first = ask(database, *given, **options, limit=1)
+            return ask(database, *given, **options, after=first.next, limit=1)
+
+        return both
+
+    return [
+        *(later(pages.list_runs, sort=sort) for sort in pages.RUN_ORDERS),
+        *(lambda s=sort: pages.list_runs(database, runs, sort=s) for sort in pages.RUN_ORDERS),
+        lambda: pages.list_runs(database, pages.RunFilter(states=(RunState.RUNNING,))),
+        later(pages.list_attempts, "gpt"),
+        later(pages.list_attempts, "gpt", pages.AttemptFilter(states=(AttemptState.LOST,))),
+        later(pages.list_checkpoints, "gpt"),
+        later(pages.list_checkpoints, "gpt", newest_first=False),
+        lambda: pages.list_checkpoints(database, "gpt", checkpoints),
+        later(pages.list_events, "gpt"),
+        lambda: pages.list_events(database, "gpt", lines),
+        later(pages.list_storage),
+        later(list_nodes),
+        lambda: node_faults(database, "node-a"),
+        lambda: metric_series(database, "gpt"),
+        lambda: compare(database, CHECKPOINT, OTHER),
+        lambda: list_files(database, CHECKPOINT),
+        lambda: queries.list_runs(database, root=root),
+        lambda: queries.list_runs(database, limit=5),
+        lambda: queries.show_run(database, "a" * 32),
+        lambda: queries.show_run(database, str(root / "gpt")),
+        lambda: queries.list_checkpoints(database, "gpt"),
+        lambda: queries.lineage_graph(database, "gpt"),
+        lambda: queries.ancestry(database, CHECKPOINT),
+        lambda: queries.list_events(database, "gpt"),
+    ]
+
+
+def collect(database: Database, ask: Callable[[], object]) -> list[Statement]:
+    """The statements that a question sends, with their parameters."""
+    said: list[Statement] = []
+
+    def note(_c: Any, _k: Any, statement: str, parameters: Any, _x: Any, many: bool) -> None:
+        if statement.lstrip().upper().startswith(("SELECT", "WITH", "INSERT", "DELETE", "UPDATE")):
+            said.append((statement, parameters[0] if many else parameters))
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    try:
+        ask()
+    finally:
+        event.remove(database.engine, "before_cursor_execute", note)
+    return said
+
+
+def full_scans(database: Database, statement: Statement) -> list[str]:
+    """Where the plan of a statement reads a whole table of ours."""
+    with database.writing() as connection:
+        if database.is_postgresql:
+            # Tables of a few rows are read whole for good reasons: what is asked is whether an
+            # index would serve once they are large.
+            connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+            plan = connection.exec_driver_sql(f"EXPLAIN (FORMAT JSON) {statement[0]}", statement[1])
+            found = plan.scalar()
+            nodes = walk_plan(json.loads(found) if isinstance(found, str) else found)
+            return [
+                f"Seq Scan on {node['Relation Name']}"
+                for node in nodes
+                if node.get("Node Type") == "Seq Scan" and node.get("Relation Name") in TABLES
+            ]
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement[0]}", statement[1])
+        lines = [str(row[3]) for row in plan]
+    return [line for line in lines if line.startswith("SCAN") and is_table(line.split()[1], line)]
+
+
+def is_table(name: str, line: str) -> bool:
+    """True when a line of SQLite's plan reads a table of ours, whatever it is called, whole."""
+    return "USING" not in line and (name in TABLES or name in {"source", "older"})
+
+
+def walk_plan(part: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(part, list):
+        for item in part:
+            yield from walk_plan(item)
+    elif isinstance(part, dict):
+        yield part
+        for item in part.values():
+            yield from walk_plan(item)
+
+
+def test_every_statement_has_an_index(database: Database, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    folder = RunFolder(root, "gpt-c", "c" * 32, {"checkpoint": {"keep": {"last": 1}}})
+    writes = [
+        lambda: reindex(database, root),
+        lambda: ingest_run(database, folder.paths),
+        lambda: (folder.submit(1, 2, T0), folder.commit(10, 1), folder.log(1, 1, range(9), T0)),
+        lambda: ingest_run(database, folder.paths),
+        lambda: (
+            folder.log(1, 1, range(9, 2000), T0 + 9),
+            folder.delete("step-00000010.a0001.i01", "x"),
+        ),
+        lambda: ingest_run(database, folder.paths),
+    ]
+    statements = {}
+    for ask in [*writes, *questions(database, root)]:
+        statements.update({said[0]: said for said in collect(database, ask)})
+    assert len(statements) > 40
+    bad = {
+        text: scans for text, said in statements.items() if (scans := full_scans(database, said))
+    }
+    assert not bad, "\n\n".join(f"{scans}\n{text}" for text, scans in bad.items())
+
+
+def test_a_scan_would_be_seen(database: Database) -> None:
+    """The check finds what it looks for: a column that no index has."""
+    placeholder = "%(x)s" if database.is_postgresql else "?"
+    parameters: Any = {"x": "me"} if database.is_postgresql else ("me",)
+    statement = f"SELECT uid FROM runs WHERE created_by = {placeholder}"
+    assert full_scans(database, (statement, parameters))

@@ -1,0 +1,100 @@
+"""The digests that a submission records: they change with what they are of, and with that alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts.attempt import Provenance
+from holdfast.contracts.spec import RunSpec
+from holdfast.workers.provenance import take_provenance
+
+DIGESTS = frozenset(Provenance.model_fields)
+
+
+def spec(**fields: object) -> RunSpec:
+    return RunSpec.model_validate({"name": "r", "command": ("train.py",), **fields})
+
+
+def git(folder: Path, *arguments: str) -> str:
+    person = ("-c", "user.name=t", "-c", "user.email=t@example.org")
+    done = subprocess.run(
+        ["git", *person, "-C", str(folder), *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """A folder under git with one commit and nothing changed since."""
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    return tmp_path
+
+
+def changed(one: Provenance, other: Provenance) -> set[str]:
+    return {name for name in DIGESTS if getattr(one, name) != getattr(other, name)}
+
+
+def test_a_clean_folder_is_its_commit(code: Path) -> None:
+    found = take_provenance(spec(), code)
+    assert found.code_commit == git(code, "rev-parse", "HEAD")
+    assert found.code_digest is None
+    assert found.data_digest is None, "the config names no data"
+
+
+CHANGES: list[tuple[Callable[[Path], object], set[str]]] = [
+    (lambda code: (code / "train.py").write_text("print(2)\n"), {"code_digest"}),
+    (lambda code: (code / "new.py").write_text("print(3)\n"), {"code_digest"}),
+    (lambda code: (code / "train.py").unlink(), {"code_digest"}),
+    (lambda code: (code / "out.log").write_text("ignored"), set()),
+    (lambda code: git(code, "commit", "--allow-empty", "-m", "second"), {"code_commit"}),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES)
+def test_what_changes_in_the_code(
+    code: Path, change: Callable[[Path], object], expected: set[str]
+) -> None:
+    before = take_provenance(spec(), code)
+    change(code)
+    after = take_provenance(spec(), code)
+    assert changed(before, after) == expected
+    assert take_provenance(spec(), code) == after, "the same folder, the same digests"
+
+
+def test_what_changes_in_the_spec(code: Path) -> None:
+    plain = take_provenance(spec(), code)
+    assert changed(plain, take_provenance(spec(config={"lr": 1}), code)) == {"config_digest"}
+    assert changed(plain, take_provenance(spec(environment={"A": "1"}), code)) == {
+        "environment_digest"
+    }
+    corpus = code / "corpus.log"
+    corpus.write_text("to be")
+    with_data = spec(config={"data": {"train": "corpus.log", "weights": [1, 2]}})
+    first = take_provenance(with_data, code)
+    corpus.write_text("or not to be")
+    assert changed(first, take_provenance(with_data, code)) == {"data_digest"}
+
+
+def test_a_folder_without_git_is_its_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    (tmp_path / "__pycache__").mkdir()
+    first = take_provenance(spec(), tmp_path)
+    assert first.code_commit is None
+    (tmp_path / "__pycache__" / "train.pyc").write_text("compiled")
+    assert take_provenance(spec(), tmp_path) == first
+    (tmp_path / "train.py").write_text("print(2)\n")
+    assert changed(first, take_provenance(spec(), tmp_path)) == {"code_digest"}
+    nowhere = take_provenance(spec(), tmp_path / "nowhere")
+    assert (nowhere.code_commit, nowhere.code_digest) == (None, None)

@@ -1,0 +1,146 @@
+"""What an attempt is submitted with: digests of code, config, data and environment.
+
+They stand in `request.json`, so that any two checkpoints can be compared long after. Reads the
+code's folder and the files that the config names as data, within bounds: where it would take too
+long or git does not answer, a digest stays unknown, and the submission goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.attempt import Provenance
+from holdfast.contracts.digests import document_digest
+from holdfast.contracts.spec import RunSpec
+
+GIT_TIMEOUT_S: Final = 10.0
+DIFF_BYTES_MAX: Final = 64 * 1024 * 1024
+FILES_MAX: Final = 10_000
+FILE_BYTES_MAX: Final = 16 * 1024 * 1024
+DATA_KEY: Final = "data"
+# Nothing that a repository's own configuration names is run, and nothing of it is changed.
+GIT: Final = (
+    *("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"),
+    *("-c", "core.hooksPath=/dev/null"),
+)
+
+
+def take_provenance(spec: RunSpec, code: Path) -> Provenance:
+    """The digests of a run's spec and of the folder `code` as they are now."""
+    is_snapshot = spec.launch.code == "snapshot"
+    # A run's own copy of the code may lie inside of a repository that it is no part of.
+    commit, changes = (None, digest_of_folder(code)) if is_snapshot else describe_code(code)
+    data = spec.config.get(DATA_KEY)
+    launch = spec.launch
+    return Provenance(
+        code_commit=commit,
+        code_digest=changes,
+        config_digest=document_digest(spec.config),
+        data_digest=None if data is None else document_digest([data, describe_data(data, code)]),
+        environment_digest=document_digest(
+            [spec.environment, launch.python, launch.setup, launch.container]
+        ),
+    )
+
+
+def describe_code(folder: Path) -> tuple[str | None, str | None]:
+    """(commit, digest of what differs from it) of a folder under git.
+
+    The digest is None where nothing differs. Of a folder that git does not know the commit is None
+    and the digest is `digest_of_folder`.
+    """
+    said = _git(folder, "rev-parse", "--verify", "HEAD")
+    if said is None:
+        return None, digest_of_folder(folder)
+    commit = said.decode(errors="replace").strip()
+    diff = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
+    new = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", ".")
+    if diff is None or new is None:
+        return commit, None
+    names = sorted(os.fsdecode(name) for name in new.split(b"\0") if name)
+    if not diff and not names:
+        return commit, None
+    untracked = _digest_of_files(folder, iter(names))
+    return commit, hashlib.sha256(diff + (untracked or "").encode()).hexdigest()
+
+
+def digest_of_folder(folder: Path) -> str | None:
+    """SHA-256 over names and contents of a folder's files, hidden ones' folders left out."""
+    return _digest_of_files(folder, _files_under(folder))
+
+
+def describe_data(data: Any, folder: Path) -> list[tuple[str, int, int]]:
+    """(path, bytes, time of change) of each file that `data` of a config names, in order."""
+    found = []
+    for text in _texts(data):
+        path = folder / text
+        try:
+            status = path.stat()
+        except (OSError, ValueError):
+            continue
+        found.append((text, status.st_size, status.st_mtime_ns))
+    return found[:FILES_MAX]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _texts(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """What git says; None when it is not there, takes too long, says no or says too much."""
+    try:
+        done = subprocess.run(
+            [*GIT, "-C", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    is_good = done.returncode == 0 and len(done.stdout) <= DIFF_BYTES_MAX
+    return done.stdout if is_good else None
+
+
+def _files_under(folder: Path) -> Iterator[str]:
+    """The regular files of a folder by name, hidden folders and caches left out."""
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(n for n in folders if not n.startswith(".") and n != "__pycache__")
+        for name in sorted(files):
+            yield os.path.relpath(os.path.join(place, name), folder)
+
+
+def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
+    """SHA-256 over names, sizes and contents; None when there are too many, too big, or none.
+
+    Only the size of a file counts that is larger than `FILE_BYTES_MAX`: it is hardly code.
+    """
+    running, count, total = hashlib.sha256(), 0, 0
+    for name in names:
+        path = folder / name
+        try:
+            if path.is_symlink() or not path.is_file():
+                continue
+            size = path.stat().st_size
+            # What claims to be empty and is not, as in /proc, might never end.
+            content = path.read_bytes() if 0 < size <= FILE_BYTES_MAX else b""
+        except OSError:
+            continue
+        count, total = count + 1, total + len(content)
+        if count > FILES_MAX or total > DIFF_BYTES_MAX:
+            return None
+        running.update(f"{os.fsencode(name)!r} {size}\n".encode())
+        running.update(content)
+    return running.hexdigest() if count else None
