@@ -1,4 +1,4 @@
-"""What is told of machines, curves, comparisons and ancestries: plain dictionaries, ready for JSON, as `views`.
+"""What is told of machines, curves, comparisons and ancestries: dictionaries for JSON, as `views`.
 
 Times are ISO-8601 in UTC unless a name ends in a unit, sizes bytes.
 """
