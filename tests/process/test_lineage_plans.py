@@ -141,19 +141,22 @@ def walk_plan(part: Any) -> Iterator[dict[str, Any]]:
 def test_every_statement_has_an_index(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     folder = RunFolder(root, "gpt-c", "c" * 32, {"checkpoint": {"keep": {"last": 1}}})
-    writes = [
-        lambda: reindex(database, root),
-        lambda: ingest_run(database, folder.paths),
-        lambda: (folder.submit(1, 2, T0), folder.commit(10, 1), folder.log(1, 1, range(9), T0)),
-        lambda: ingest_run(database, folder.paths),
-        lambda: (
-            folder.log(1, 1, range(9, 2000), T0 + 9),
-            folder.delete("step-00000010.a0001.i01", "x"),
-        ),
-        lambda: ingest_run(database, folder.paths),
-    ]
+
+    def train() -> None:
+        folder.submit(1, 2, T0)
+        folder.commit(10, 1)
+        folder.log(1, 1, range(9), T0)
+
+    def train_on() -> None:
+        folder.log(1, 1, range(9, 2000), T0 + 9)
+        folder.delete("step-00000010.a0001.i01", "no rule keeps it")
+
+    asks: list[Callable[[], object]] = [lambda: reindex(database, root)]
+    for change in (lambda: None, train, train_on):
+        asks += [change, lambda: ingest_run(database, folder.paths)]
+    asks += questions(database, root)
     statements = {}
-    for ask in [*writes, *questions(database, root)]:
+    for ask in asks:
         statements.update({said[0]: said for said in collect(database, ask)})
     assert len(statements) > 40
     bad = {

@@ -108,10 +108,13 @@ def clean(value: Any) -> Any:
     PostgreSQL takes neither NUL characters nor NaN in a document; programs' tracebacks and
     metrics have both.
     """
+    kind = type(value)
+    if value is None or kind is int or kind is bool:
+        return value
     if isinstance(value, str):
-        return value.replace("\0", "\ufffd")
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return value.replace("\0", "\ufffd") if "\0" in value else value
+    if kind is float:
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
         return {clean(str(key)): clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
