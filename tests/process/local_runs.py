@@ -24,7 +24,7 @@ from holdfast.workers.reconcile import reconcile
 
 PROGRAM: Final = Path(__file__).with_name("agent_program.py")
 T = TypeVar("T")
-WAIT_S: Final = 90.0
+WAIT_S: Final = 180.0
 POLL_S: Final = 0.1
 
 

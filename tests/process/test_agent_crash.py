@@ -6,7 +6,6 @@ import itertools
 import signal
 from pathlib import Path
 
-import pytest
 from tests.agent_ranks import (
     committed,
     filling_of,
@@ -23,8 +22,6 @@ from tests.process.local_runs import LocalRun, wait_until
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.slots import SlotState
 from holdfast.contracts.states import AttemptState
-
-pytestmark = pytest.mark.timeout(240)
 
 STEPS = 70
 SAVE_STEP = 24

@@ -21,8 +21,6 @@ ROOT = Path(__file__).parents[2]
 RANKS_S = 250.0
 GROUPS = ("state_dicts", "stock_reads", "stock_writes", "own_planners")
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def run_ranks(groups: str, world_size: int, folder: Path) -> tuple[set[str], str]:
     """(checks that passed on all ranks, what the ranks said)."""

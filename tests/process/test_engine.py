@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from holdfast.contracts.manifest import find_damage, read_manifest
 
 PROGRAM = Path(__file__).parents[1] / "checkpoint_program.py"
-RANKS_S = 120.0
+RANKS_S = 240.0
 
 
 @pytest.fixture(scope="module")

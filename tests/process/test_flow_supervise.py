@@ -26,7 +26,7 @@ from holdfast.workers import operator
 from holdfast.workers.attempts import reserve, submit_attempt
 from holdfast.workers.runs import create_run
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 LOG = logging.getLogger("holdfast.test")
 
 

@@ -19,8 +19,6 @@ from holdfast.contracts.digests import BLOCK_BYTES
 PROGRAM = Path(__file__).parents[1] / "load_program.py"
 RANKS_S = 200.0
 
-pytestmark = pytest.mark.timeout(280)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

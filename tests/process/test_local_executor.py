@@ -19,8 +19,6 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import attempts
 from holdfast.workers.executors import executor_for
 
-pytestmark = pytest.mark.timeout(120)
-
 # What a flow does, in a process that is then killed with all its group.
 SUBMITTER = """
 import sys, time
@@ -114,7 +112,7 @@ def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
     began = time.monotonic()
     executor.cancel(request_of(run), submission)
     assert time.monotonic() - began < 30
-    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+    wait_until(lambda: not processes_of(run.paths), "the end of every process")
     executor.cancel(request_of(run), submission)
     view = run.wait_for_end()
     assert view.state in {AttemptState.LOST, AttemptState.PREEMPTED}
@@ -126,7 +124,7 @@ def test_a_number_used_again_is_not_the_job(run: LocalRun) -> None:
     run.wait_for_end()
     submission = read_document(Submission, attempt.submission)
     assert submission is not None
-    wait_until(lambda: not processes_of(run.paths), "the end of every process", 15)
+    wait_until(lambda: not processes_of(run.paths), "the end of every process")
     other = submission.model_copy(update={"pid": os.getpid(), "process_started_at": 1.0})
     executor = executor_for("local")
     assert executor.status(request_of(run), other).has_ended

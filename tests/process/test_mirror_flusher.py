@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
 from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
 from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, Strike
 from tests.process.local_runs import LocalRun
@@ -121,7 +120,6 @@ def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None
             keeper.close()
 
 
-@pytest.mark.timeout(240)
 def test_a_job_waits_for_its_copies_and_pruning_deletes_them(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.checkpoints import committed_checkpoints
 
-pytestmark = pytest.mark.timeout(240)
 LEAD_S = 60.0
 
 

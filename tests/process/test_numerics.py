@@ -18,8 +18,6 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.trainer.data.order import DataOrder, SkipWindow
 from holdfast.workers.policy import decide
 
-pytestmark = pytest.mark.timeout(240)
-
 PROGRAM = Path(__file__).with_name("poisoned_program.py")
 ORDER = DataOrder(samples=4096, global_batch=8, seed=5)
 STEPS, BAD_STEP, INTERVAL = 60, 33, 10

@@ -6,7 +6,6 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
 from tests.process.local_runs import LocalRun, send, wait_until
 from tests.process.orphan_program import survivors
 
@@ -15,8 +14,6 @@ from holdfast.contracts.states import AttemptState
 PROGRAM = Path(__file__).with_name("orphan_program.py")
 KINDS = ("setsid", "daemon", "worker0", "worker1", "rank")
 RANKS = 2
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def names_of(incarnation: int) -> list[str]:

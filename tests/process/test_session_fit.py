@@ -10,7 +10,7 @@ from tests.process.test_session import Launch, events_of, steps_of
 
 from holdfast.contracts.journal import EventKind
 
-pytestmark = [pytest.mark.storm, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.storm
 
 SETTINGS: dict[str, Any] = {"ranks": 0, "horizon": 12, "interval": "2"}
 

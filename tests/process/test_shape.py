@@ -21,8 +21,6 @@ PROGRAM = Path(__file__).with_name("shape_program.py")
 TIMEOUT_S = 150.0
 TOLERANCE = 0.10
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def train(run: Path, mode: str, ranks: int, scratch: Path) -> list[dict[str, int]]:
     """What each rank took, as it says itself."""

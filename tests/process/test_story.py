@@ -1,6 +1,6 @@
 """The whole story on the real example: what preemption and resizing change is nothing.
 
-A GPT on real text, 200 steps, three times: undisturbed, preempted and resumed at the same rank
+A GPT on real text, 100 steps, three times: undisturbed, preempted and resumed at the same rank
 count, preempted and resumed at half of it. Sample ids and losses are compared from what each
 step recorded, weights from the final checkpoints.
 """
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from holdfast.contracts.paths import RunPaths
 
 SPEC: Final = Path(__file__).parents[2] / "examples" / "gpt" / "spec.toml"
-STEPS: Final = 200
-PREEMPT_AT: Final = 80
+STEPS: Final = 100
+PREEMPT_AT: Final = 40
 LOSS_TOLERANCE: Final = 1e-4
 
 
@@ -46,8 +46,8 @@ def undisturbed(runs: FlowRuns) -> RunPaths:
 def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
     """Run the example to its end, preempted once when `sizes` says how it goes on."""
     sizes_after = f"elastic.on_preemption={list(sizes or (4,))}"
-    often = ("supervision.poll_s=0.5", "supervision.heartbeat_s=0.3")
-    paths = runs.deploy_run(SPEC, name, (f"name={name}", sizes_after, *often))
+    short = ("supervision.poll_s=0.5", "supervision.heartbeat_s=0.3", f"config.steps={STEPS}")
+    paths = runs.deploy_run(SPEC, name, (f"name={name}", sizes_after, *short))
     if sizes:
         wait_for(f"step {PREEMPT_AT}", lambda: step_of(paths) >= PREEMPT_AT)
         os.kill(claim_of(paths).pid, signal.SIGTERM)

@@ -7,46 +7,23 @@ Prefect nor SQL. The first submits a run whose ranks use the second, as on a clu
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.environments import install, link, pip, run_command
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-INSTALL_S = 400
-COMMAND_S = 180
 STEPS = 6
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "build", "dist", "*.egg-info", "__pycache__", "runs", "node_modules", "tests"
 )
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def run_command(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """Standard output of a command that must succeed, run without a trace of this checkout."""
-    clean = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("HOLDFAST_", "PREFECT_", "PYTHON", "VIRTUAL_ENV"))
-    }
-    # pip itself may take long on a slow line; nothing else does.
-    limit_s = INSTALL_S if "pip" in str(command[0]) else COMMAND_S
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -68,29 +45,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def make_environment(wheel: Path, extra: str) -> Path:
-    """An empty environment beside the wheel with `holdfast[extra]`, at the lock's versions."""
-    folder = wheel.parent / extra
-    # The interpreter that our own environment was made from, not the environment.
-    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
-    run_command(base, "-m", "venv", folder, cwd=wheel.parent)
-    lock = CHECKOUT / "requirements.lock"
-    run_command(
-        *(folder / "bin/pip", "install", "-qq", "-c", lock, f"{wheel}[{extra}]"), cwd=wheel.parent
-    )
-    return folder / "bin"
+@pytest.fixture(scope="module", params=[link, pytest.param(install, marks=pytest.mark.storm)])
+def make(request: pytest.FixtureRequest) -> Callable[[Path, str, Path], None]:
+    """How environments are made: by links, which is quick, or by pip, as people do it."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def server(wheel: Path) -> Path:
-    """`bin` of the operator's environment."""
-    return make_environment(wheel, "server")
+def server(make: Callable[[Path, str, Path], None], wheel: Path) -> Path:
+    """The operator's environment."""
+    folder = wheel.parent / f"server-{make.__name__}"
+    make(wheel, "server", folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def trainer(wheel: Path) -> Path:
-    """`bin` of the job's environment."""
-    return make_environment(wheel, "trainer")
+def trainer(make: Callable[[Path, str, Path], None], wheel: Path) -> Path:
+    """The job's environment."""
+    folder = wheel.parent / f"trainer-{make.__name__}"
+    make(wheel, "trainer", folder)
+    return folder
 
 
 @pytest.fixture
@@ -107,7 +81,7 @@ command = ["train.py", "spec.toml"]
 environment = {{ OMP_NUM_THREADS = "1" }}
 resources = {{ gpus_per_node = 2 }}
 checkpoint = {{ interval = {STEPS // 2} }}
-launch = {{ python = "{trainer / "python"}" }}
+launch = {{ python = "{trainer / "bin" / "python"}" }}
 """
     (folder / "spec.toml").write_text(f"{head}\n{settings}")
     return folder
@@ -147,28 +121,32 @@ def test_the_wheel_carries_every_source_and_what_goes_with_it(wheel: Path) -> No
 
 def test_the_operators_side_needs_no_torch(server: Path, tmp_path: Path, program: Path) -> None:
     home = {"HOLDFAST_HOME": str(tmp_path / "home"), "HOLDFAST_ROOT": str(tmp_path / "runs")}
-    installed = run_command(server / "pip", "list", "--format=freeze", cwd=tmp_path)
+    installed = pip(server, "list", "--format=freeze")
     assert not re.search(r"(?m)^(torch|numpy)==", installed)
-    run_command(server / "holdfast", "db", "upgrade", cwd=tmp_path, **home)
+    run_command(server / "bin" / "holdfast", "db", "upgrade", cwd=tmp_path, **home)
     assert (tmp_path / "home" / "holdfast.db").is_file()
     printed = run_command(
-        *(server / "holdfast", "submit", program / "spec.toml", "--dry-run"), cwd=tmp_path, **home
+        *(server / "bin" / "holdfast", "submit", program / "spec.toml", "--dry-run"),
+        cwd=tmp_path,
+        **home,
     )
     request = json.loads(printed)
     assert (request["run"], request["gpus_per_node"]) == ("wheel", 2)
     assert request["working_directory"] == str(program)
     assert not (tmp_path / "runs" / "wheel").exists()
     assert (
-        json.loads(run_command(server / "holdfast", "runs", "--json", cwd=tmp_path, **home)) == []
+        json.loads(run_command(server / "bin" / "holdfast", "runs", "--json", cwd=tmp_path, **home))
+        == []
     )
 
 
 def test_the_jobs_side_needs_no_prefect_and_no_sql(
     trainer: Path, tmp_path: Path, program: Path
 ) -> None:
-    installed = run_command(trainer / "pip", "list", "--format=freeze", cwd=tmp_path)
+    installed = pip(trainer, "list", "--format=freeze")
     assert not re.search(r"(?im)^(prefect|sqlalchemy|alembic|fastapi|typer)==", installed)
-    launcher: list[str | Path] = [trainer / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    launcher: list[str | Path] = [trainer / "bin" / "python", "-m", "torch.distributed.run"]
+    launcher += ["--standalone", "--nproc-per-node", "2"]
     environment = {"HOLDFAST_ROOT": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
     # torchrun leaves a folder in the temporary one.
     environment["TMPDIR"] = str(tmp_path)
@@ -188,19 +166,30 @@ def test_one_side_submits_a_run_that_the_other_side_trains(
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
     }
-    command: list[str | Path] = [server / "holdfast", "submit", program / "spec.toml", "--wait"]
+    command: list[str | Path] = [
+        server / "bin" / "holdfast",
+        "submit",
+        program / "spec.toml",
+        "--wait",
+    ]
     run_command(*command, cwd=tmp_path, **environment)
-    shown = run_command(server / "holdfast", "show", "wheel", "--json", cwd=tmp_path, **environment)
+    shown = run_command(
+        server / "bin" / "holdfast", "show", "wheel", "--json", cwd=tmp_path, **environment
+    )
     run = json.loads(shown)
     assert (run["state"], run["step"]) == ("completed", STEPS)
     assert [attempt["world_size"] for attempt in run["attempts"]] == [2]
     (newest,) = json.loads(
         run_command(
-            *(server / "holdfast", "checkpoints", "wheel", "--json"), cwd=tmp_path, **environment
+            *(server / "bin" / "holdfast", "checkpoints", "wheel", "--json"),
+            cwd=tmp_path,
+            **environment,
         )
     )[-1:]
     assert (newest["step"], newest["state"]) == (STEPS, "committed")
     verdict = run_command(
-        *(server / "holdfast", "verify", newest["path"], "--json"), cwd=tmp_path, **environment
+        *(server / "bin" / "holdfast", "verify", newest["path"], "--json"),
+        cwd=tmp_path,
+        **environment,
     )
     assert json.loads(verdict)["ok"] is True

@@ -18,14 +18,25 @@ import psutil
 import pytest
 from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster
-from tests.flow_runs import FlowRuns, state_of, step_of, submissions, supervisions, wait_for
+from tests.flow_runs import (
+    FlowRuns,
+    claim_of,
+    state_of,
+    step_of,
+    submissions,
+    supervisions,
+    wait_for,
+)
 
+from holdfast.contracts.attempt import Outcome, read_document
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 
 GRACE_S = 10.0
+# The cluster's grace and kill wait together.
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -61,17 +72,18 @@ def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
         runs,
         "spot-run",
         nodes=4,
-        settings={"steps": 120, "sleep_s": 0.2},
+        settings={"steps": 300, "sleep_s": 0.2},
         elastic={"min_gpus": 1, "max_gpus": 4},
     )
-    paths = runs.deploy_run(spec)
+    paths = runs.type_run(spec)
     wait_for("step 15", lambda: step_of(paths) >= 15)
     prod = slurm.run(
         *("sbatch", "--parsable", "--partition=prod", "--nodes=2", "--gres=gpu:4"),
         *("--output=/dev/null", "--wrap", "sleep 600"),
     ).strip()
     try:
-        wait_for("training on the nodes left", lambda: step_of(paths, 2) >= 20)
+        wait_for("training on the nodes left", lambda: step_of(paths, 2) >= 16)
+        runs.hurry()
         wait_for("the end", lambda: state_of(paths) == "completed")
     finally:
         slurm.run("scancel", prod)
@@ -82,7 +94,7 @@ def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
     assert first["signal_to_commit_s"] < GRACE_S
     assert first["committed_step"] == first["last_step"]
     assert second["first_step"] == first["last_step"] + 1, "nothing is trained twice"
-    assert second["last_step"] == 120
+    assert second["last_step"] == 300
     assert first["command_digest"] == second["command_digest"]
     assert len(jobs_named_for(slurm, paths)) == 2
 
@@ -94,50 +106,59 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
         runs,
         "short-job",
         nodes=2,
-        settings={"steps": 300, "sleep_s": 0.2},
+        settings={"steps": 400, "sleep_s": 0.2},
         resources={"time_limit_min": 1},
     )
     paths = runs.deploy_run(spec)
-    wait_for("the second attempt's steps", lambda: step_of(paths, 2) > 0, 150)
-    wait_for("the end", lambda: state_of(paths) == "completed", 150)
+    wait_for("the second attempt's steps", lambda: step_of(paths, 2) > 0)
+    runs.hurry()
+    wait_for("the end", lambda: state_of(paths) == "completed")
     shown = runs.holdfast("show", "short-job")
     assert shown["goodput"]["steps_lost"] == 0
-    attempts = shown["attempts"]
-    first, second = attempts[0], attempts[1]
+    first, second = attempts = shown["attempts"]
     assert (first["state"], first["cause"]) == ("timed_out", "time_limit")
+    asked, *more = [e.data for e in load_events(paths) if e.kind is EventKind.SIGNAL]
+    assert (asked["source"], asked["cause"]) == ("time_limit", "time_limit")
+    assert "the last flush is planned" in asked["detail"]
+    assert more == [], "it is told once"
+    outcome = read_document(Outcome, paths.attempt(1).outcome)
+    assert outcome is not None
+    assert outcome.stop_committed_at is not None
+    assert outcome.stop_committed_at < asked["deadline"]
     assert first["committed_step"] == first["last_step"]
     assert second["first_step"] == first["last_step"] + 1, "nothing is trained twice"
-    assert attempts[-1]["last_step"] == 300
-    assert [a["world_size"] for a in attempts] == [2] * len(attempts)
+    assert second["last_step"] == 400
+    assert [a["world_size"] for a in attempts] == [2, 2]
 
 
 def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
-    spec = spec_of(runs, "scancelled", nodes=1, settings={"steps": 90, "sleep_s": 0.2})
+    spec = spec_of(runs, "scancelled", nodes=1, settings={"steps": 300, "sleep_s": 0.2})
     paths = runs.deploy_run(spec)
     wait_for("step 15", lambda: step_of(paths) >= 15)
     (job,) = jobs_named_for(slurm, paths)
     slurm.run("scancel", job)
     wait_for("the end", lambda: state_of(paths) == "cancelled")
     (taken,) = supervisions(paths)
-    wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED", 60)
+    wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED")
     (first,) = runs.holdfast("show", "scancelled")["attempts"]
     assert (first["state"], first["cause"]) == ("cancelled", "operator")
     assert first["committed_step"] == first["last_step"]
     assert first["signal_to_commit_s"] < GRACE_S
     assert submissions(paths) == 1, "a cancelled run is not relaunched by itself"
+    runs.hurry()
     runs.holdfast("relaunch", "scancelled")
     wait_for("the end", lambda: state_of(paths) == "completed")
     first, second = runs.holdfast("show", "scancelled")["attempts"]
     assert second["first_step"] == first["last_step"] + 1
-    assert second["last_step"] == 90
+    assert second["last_step"] == 300
 
 
 def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
-    spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 120, "sleep_s": 0.2})
+    spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 600, "sleep_s": 0.2})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)
@@ -146,27 +167,30 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     wait_for("more steps with no flow", lambda: step_of(paths) >= before + 5)
     runs.deploy_run(spec)
     wait_for("a second supervisor", lambda: len(supervisions(paths)) == 2)
+    runs.hurry()
     wait_for("the end", lambda: state_of(paths) == "completed")
     (attempt,) = runs.holdfast("show", "re-attached")["attempts"]
-    assert attempt["last_step"] == 120
+    assert attempt["last_step"] == 600
     assert len(jobs_named_for(slurm, paths)) == 1
 
 
-def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_a_minute(
-    slurm: SlurmCluster, runs: FlowRuns
+@pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, pytest.param(60.0, marks=pytest.mark.storm)])
+def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
+    slurm: SlurmCluster, runs: FlowRuns, flush_s: float
 ) -> None:
     spec = spec_of(runs, "slow-flush", nodes=1, settings={"steps": 900, "sleep_s": 0.2})
     paths = runs.deploy_run(spec)
     wait_for("step 15", lambda: step_of(paths) >= 15)
     (taken,) = supervisions(paths)
     flusher = flusher_of(paths)
-    # Storage that hangs: the process that writes makes no progress for a minute.
+    # Storage that hangs: the process that writes makes no progress for longer than Slurm lets a
+    # job live that it ends.
     os.kill(flusher, signal.SIGSTOP)
     try:
         runs.service.command("prefect", "flow-run", "cancel", taken["flow_run"])
-        wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED", 60)
+        wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED")
         asked = next(e for e in load_events(paths) if e.kind is EventKind.OPERATOR_REQUEST)
-        wait_for("a minute of flush", lambda: minutes_since(asked.time) >= 1.0, 90)
+        wait_for("a long flush", lambda: time.time() - asked.time >= flush_s)
         assert not paths.attempt(1).outcome.exists(), "the job should still be flushing"
         assert runs.holdfast("show", "slow-flush")["state"] == "running"
     finally:
@@ -186,22 +210,25 @@ def test_a_lost_node_loses_no_committed_step_and_reindex_agrees(
         runs,
         "lost-node",
         nodes=2,
-        settings={"steps": 150, "sleep_s": 0.2},
+        settings={"steps": 400, "sleep_s": 0.2},
         elastic={"min_gpus": 1, "max_gpus": 2},
     )
     paths = runs.deploy_run(spec)
     wait_for("a checkpoint", lambda: step_of(paths) >= 25)
-    lost = sorted(runs.holdfast("show", "lost-node")["attempts"][0]["nodes"])[-1]
+    # That of node 0, which leads: the other one has to end the job.
+    lost = claim_of(paths).host
     slurm.kill_node(lost)
     try:
-        wait_for("the end", lambda: state_of(paths) == "completed", 240)
+        wait_for("steps on the node left", lambda: step_of(paths, 2) >= 1)
+        runs.hurry()
+        wait_for("the end", lambda: state_of(paths) == "completed")
     finally:
-        wait_for("Slurm's word", lambda: slurm.node_states()[lost].startswith("down"), 60)
+        wait_for("Slurm's word", lambda: slurm.node_states()[lost].startswith("down"))
         slurm.start_node(lost)
     shown = runs.holdfast("show", "lost-node")
     first, last = shown["attempts"][0], shown["attempts"][-1]
     assert (first["state"], first["cause"]) == ("node_failed", "node_failure")
-    assert last["last_step"] == 150
+    assert last["last_step"] == 400
     resumed = read_manifest(paths.checkpoint(last["resumed_from"].split(":")[1]))
     assert resumed is not None
     assert resumed.step >= 10
@@ -229,7 +256,3 @@ def _words(process: psutil.Process) -> str:
         return " ".join([*process.cmdline(), *process.environ().values()])
     except psutil.Error:
         return ""
-
-
-def minutes_since(moment: float) -> float:
-    return (time.time() - moment) / 60.0

@@ -29,7 +29,6 @@ from holdfast.workers.grace import warnings_of
 from holdfast.workers.policy import decide
 from holdfast.workers.slurm_states import SLURM_STATES
 
-pytestmark = pytest.mark.timeout(280)
 Make = Callable[..., LocalRun]
 TWO_NODES = {"executor": "slurm", "nodes": 2, "gpus_per_node": 2, "partition": "spot"}
 
@@ -75,9 +74,11 @@ def test_a_job_of_two_nodes_trains_as_one(make: Make) -> None:
     assert executor_for("slurm").find(_request(view)) is not None
 
 
+@pytest.mark.storm
 def test_a_preempted_job_commits_within_the_grace_and_says_why(
     slurm: SlurmCluster, make: Make
 ) -> None:
+    """Without a flow; the main job's preemption is tested by default."""
     run = make(steps=4000, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -97,7 +98,9 @@ def test_a_preempted_job_commits_within_the_grace_and_says_why(
     assert decide(run.history(), None, now=time.time()).action == "relaunch"
 
 
+@pytest.mark.storm
 def test_scancel_is_an_operators_word_and_commits_too(slurm: SlurmCluster, make: Make) -> None:
+    """Without a flow; that of the main job is tested by default."""
     run = make(steps=4000, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -120,8 +123,9 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
     assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "completed"]
 
 
-@pytest.mark.parametrize("node", [1, 0])
+@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.storm)])
 def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node: int) -> None:
+    """By default the main job loses node 0."""
     # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
     run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
     attempt = run.submit()
@@ -208,22 +212,6 @@ def test_every_word_of_this_slurm_is_known(slurm: SlurmCluster) -> None:
     known = {word for word in words if (word.isupper() and "_" in word) or word in SLURM_STATES}
     assert "PREEMPTED" in known
     assert known <= set(SLURM_STATES)
-
-
-def test_the_time_limit_is_met_with_a_checkpoint_and_told_once(make: Make) -> None:
-    run = make(steps=4000, sleep_s=0.05, resources={"time_limit_min": 1})
-    attempt = run.submit()
-    run.wait_for_step(attempt, 3)
-    view = run.wait_for_end()
-    assert ended(view) == (AttemptState.TIMED_OUT, Cause.TIME_LIMIT)
-    (asked,) = run.events(EventKind.SIGNAL)
-    assert (asked.data["source"], asked.data["cause"]) == ("time_limit", "time_limit")
-    assert "the last flush is planned" in asked.data["detail"]
-    assert len(run.events(EventKind.STOP_AGREED)) == 1
-    outcome = run.outcome(attempt)
-    assert outcome.committed_step == outcome.last_step
-    assert outcome.stop_committed_at is not None
-    assert outcome.stop_committed_at < asked.data["deadline"]
 
 
 def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: SlurmCluster) -> None:

@@ -1,0 +1,102 @@
+"""Environments that have what a wheel's extra asks for and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+
+LOCK: Final = Path(__file__).resolve().parents[1] / "requirements.lock"
+# pip itself may take long on a slow line; nothing else does.
+INSTALL_S: Final = 400
+COMMAND_S: Final = 400
+
+
+def run_command(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Standard output of a command that must succeed, run without a trace of this checkout."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("HOLDFAST_", "PREFECT_", "PYTHON", "VIRTUAL_ENV"))
+    }
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean | environment,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S if "install" in command else COMMAND_S,
+    )
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def pip(folder: Path, *words: str | Path) -> str:
+    """What our own pip says of the environment in `folder`."""
+    command = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python")
+    return run_command(*command, *words, cwd=folder.parent)
+
+
+def install(wheel: Path, extra: str, folder: Path) -> None:
+    """A new environment in `folder`, made by pip at the lock's versions."""
+    _make_empty(folder)
+    pip(folder, "install", "-qq", "-c", LOCK, f"{wheel}[{extra}]")
+
+
+def link(wheel: Path, extra: str, folder: Path) -> None:
+    """The same in a few seconds, of links to what our own environment has of it.
+
+    Raises AssertionError where that does not have what the wheel wants; pip checks the result.
+    """
+    _make_empty(folder)
+    pip(folder, "install", "-qq", "--no-deps", "--no-index", wheel)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for distribution in _wanted(wheel, extra):
+        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        for top in tops:
+            target = packages / top
+            if not target.exists():
+                target.symlink_to(Path(str(distribution.locate_file(top))))
+    pip(folder, "check")
+
+
+def _make_empty(folder: Path) -> None:
+    # The interpreter that our own environment was made from, not the environment.
+    base = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    run_command(base, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+
+
+def _wanted(wheel: Path, extra: str) -> list[metadata.Distribution]:
+    """All that the wheel asks for with its extra, and what that asks for in turn."""
+    found: dict[tuple[str, frozenset[str]], metadata.Distribution] = {}
+    waiting = _requirements(_metadata_of(wheel), frozenset({extra}))
+    while waiting:
+        wanted = waiting.pop()
+        key = (wanted.name.lower().replace("_", "-"), frozenset(wanted.extras))
+        if key not in found:
+            found[key] = metadata.distribution(wanted.name)
+            version = found[key].version
+            assert wanted.specifier.contains(version, prereleases=True), f"{wanted}: {version}"
+            waiting += _requirements(found[key], key[1])
+    return list(found.values())
+
+
+def _metadata_of(wheel: Path) -> metadata.Distribution:
+    (folder,) = [p for p in zipfile.Path(wheel).iterdir() if p.name.endswith(".dist-info")]
+    return metadata.PathDistribution(folder)
+
+
+def _requirements(distribution: metadata.Distribution, extras: frozenset[str]) -> list[Requirement]:
+    """What it asks for on this machine with these extras."""
+    asked = [Requirement(text) for text in distribution.requires or ()]
+    return [
+        one
+        for one in asked
+        if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras or {""})
+    ]
