@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
 WAIT_S: Final = 240.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 60.0
+SERVICE_UNAVAILABLE: Final = 503
 
 
 class FlowRuns:
@@ -79,8 +81,16 @@ class FlowRuns:
             data=json.dumps(body).encode() if body else None,
             headers={"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            return json.load(answer)
+        ends_at = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                # A server whose database is busy asks for patience, and Prefect's client has it.
+                if error.code != SERVICE_UNAVAILABLE or time.monotonic() > ends_at:
+                    raise
+            time.sleep(POLL_S)
 
     def holdfast(self, *arguments: str, check: bool = True) -> Any:
         """The JSON answer of the command."""
