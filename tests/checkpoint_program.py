@@ -1,21 +1,22 @@
 """A small sharded program for tests of the checkpoint engine; each scenario is one way to run it.
 
-    python checkpoint_program.py SCENARIO RANK WORLD_SIZE FOLDER [FLUSHER] [CHECKPOINT]
+    python -m tests.checkpoint_program SCENARIO WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
 The state that a scenario ends with is gathered and written by rank 0 to `FOLDER/<scenario>.pt`.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.forked_ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -97,11 +98,15 @@ def dump(state: dict[str, Any], path: Path, rank: int) -> None:
 
 
 def main() -> None:
-    """Run one scenario on one rank."""
-    scenario, rank, world_size, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
-    flusher, checkpoint = sys.argv[5], Path(sys.argv[6])
-    store = f"file://{folder}/store-{scenario}-{world_size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    """Run one scenario on its ranks."""
+    scenario, world_size, folder, flusher, checkpoint = sys.argv[1:]
+    store = Path(folder) / f"store-{scenario}-{world_size}"
+    act = partial(run_scenario, scenario, Path(folder), flusher, Path(checkpoint))
+    run_ranks(int(world_size), store, act)
+
+
+def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     engine = CheckpointEngine(
         flusher=flusher,
         run=RunPaths(folder / "r"),
@@ -149,7 +154,6 @@ def main() -> None:
         engine.load(checkpoint, state)
     dump(state, folder / f"{scenario}-{world_size}.pt", rank)
     engine.close()
-    dist.destroy_process_group()
 
 
 def check_disagreement(
@@ -170,6 +174,3 @@ def check_disagreement(
 
 if __name__ == "__main__":
     main()
-    # An expected error's traceback keeps the group, and a group that lives until the
-    # interpreter's end may end the process by SIGABRT.
-    gc.collect()

@@ -21,6 +21,8 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
+# Polled fast; and nothing is loaded ahead, which takes seconds of two processors.
+SUPERVISION: Final = {"poll_s": 0.5, "heartbeat_s": 0.3, "spare_after_s": "off"}
 WAIT_S: Final = 240.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 60.0
@@ -51,8 +53,8 @@ class FlowRuns:
             "resources": {"gpus_per_node": 2},
             "environment": {"OMP_NUM_THREADS": "1"},
             "checkpoint": {"interval": 10},
-            "supervision": {"poll_s": 0.5, "heartbeat_s": 0.3},
             **more,
+            "supervision": {**SUPERVISION, **more.get("supervision", {})},
         }
         path.write_text(json.dumps(spec))
         return path

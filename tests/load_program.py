@@ -1,17 +1,17 @@
 """Ranks that save known tensors and load them at other shapes; each load says what it read.
 
-    python load_program.py save|load RANK WORLD_SIZE FOLDER FLUSHER CHECKPOINT
+    python -m tests.load_program save|load WORLD_SIZE FOLDER FLUSHER CHECKPOINT
 
 Values follow from the key alone, so that every load can be checked without the one that saved.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoint_program import make_identity
+from tests.forked_ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -221,10 +222,14 @@ def load_apart(checkpoint: Path, mesh: DeviceMesh, group: dist.ProcessGroup) -> 
 
 
 def main() -> None:
-    act, rank, world_size, folder = sys.argv[1], *map(int, sys.argv[2:4]), Path(sys.argv[4])
-    flusher, checkpoint = sys.argv[5], Path(sys.argv[6])
-    store = f"file://{folder}/store-{act}-{world_size}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    act, world_size, folder, flusher, checkpoint = sys.argv[1:]
+    store = Path(folder) / f"store-{act}-{world_size}"
+    work = partial(run_rank, act, Path(folder), flusher, Path(checkpoint))
+    run_ranks(int(world_size), store, work)
+
+
+def run_rank(act: str, folder: Path, flusher: str, checkpoint: Path) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo")
     mesh = init_device_mesh("cpu", (world_size,))
     if act == "save":
@@ -243,11 +248,7 @@ def main() -> None:
         load_apart(checkpoint, mesh, group)
         load_refused(checkpoint, mesh, group)
         load_damaged(folder / "damaged" / checkpoint.name, mesh, group)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    # An expected error's traceback keeps the group, and a group that lives until the
-    # interpreter's end may end the process by SIGABRT.
-    gc.collect()

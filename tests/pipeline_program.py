@@ -1,14 +1,14 @@
 """Two pipeline stages of sharded ranks, saved together; what every rank must agree on is checked.
 
-    python -m tests.pipeline_program RANK WORLD_SIZE FOLDER FLUSHER
+    python -m tests.pipeline_program WORLD_SIZE FOLDER FLUSHER
 
 The first rank of each stage writes its stage's whole state to `FOLDER/stage<i>.pt`.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.checkpoint_program import OPTIONS, make_identity, train
+from tests.forked_ranks import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -53,9 +54,12 @@ FACTS: dict[str, Any] = {"reason": "interval", "parent": None}
 
 
 def main() -> None:
-    rank, world_size, folder, flusher = *map(int, sys.argv[1:3]), Path(sys.argv[3]), sys.argv[4]
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    world_size, folder, flusher = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    run_ranks(world_size, folder / "store", partial(work, folder, flusher))
+
+
+def work(folder: Path, flusher: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
     ranks, identity = Ranks(), make_identity(rank, world_size)
     place = check_place(identity, ranks, mesh)
@@ -74,8 +78,6 @@ def main() -> None:
     check_refusal(engine, state, rank)
     check_nodes(state, place, ranks)
     engine.close()
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def check_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh) -> Place:
@@ -164,6 +166,3 @@ def check_nodes(state: dict[str, Any], place: Place, ranks: Ranks) -> None:
 
 if __name__ == "__main__":
     main()
-    # An expected error's traceback keeps the group, and a group that lives until the
-    # interpreter's end may end the process by SIGABRT.
-    gc.collect()

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import psutil
 import pytest
+from tests.flow_runs import SUPERVISION
 
 from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.history import load_events, load_history
@@ -63,7 +64,7 @@ class Local:
             "launch": {"working_directory": str(PROGRAM.parent)},
             "environment": {"OMP_NUM_THREADS": "1"},
             "checkpoint": {"interval": 10, "keep": {"last": 2}},
-            "supervision": {"poll_s": 0.5, "heartbeat_s": 0.3},
+            "supervision": SUPERVISION,
         }
         path.write_text(json.dumps(spec))
         return path

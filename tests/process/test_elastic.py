@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.elastic_layouts import layouts_of
 from tests.flusher_keeper import Keeper
+from tests.rank_programs import run_program
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
 
-ROOT = Path(__file__).parents[2]
 PHASE_S = 250.0
 STORM_PHASE_S = 900.0
 
@@ -28,21 +26,12 @@ STORM_PHASE_S = 900.0
 def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> int:
     """One process group's loads and saves; returns how many loads it did."""
     keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
-    command = [sys.executable, "-m", "tests.elastic_program"]
-    search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     try:
-        done = subprocess.run(
-            [*command, str(world_size), str(folder), keeper.name, str(stride)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        arguments = (world_size, folder, keeper.name, stride)
+        said = run_program("elastic_program", *arguments, timeout_s=timeout_s)
     finally:
         keeper.close()
-    assert done.returncode == 0, done.stderr[-6000:]
-    (loads,) = re.findall(rf"(\d+) loads at {world_size} ranks", done.stdout)
+    (loads,) = re.findall(rf"(\d+) loads at {world_size} ranks", said)
     return int(loads)
 
 

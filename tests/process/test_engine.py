@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tests.flusher_keeper import Keeper, wait_until
+from tests.rank_programs import kill_program, run_program, start_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 
-PROGRAM = Path(__file__).parents[1] / "checkpoint_program.py"
 RANKS_S = 240.0
 
 
@@ -42,31 +40,11 @@ def saved(folder: Path, keeper: Keeper) -> Path:
     return folder / "r" / "checkpoints" / "step-00000003.a0001.i01"
 
 
-def start_ranks(
+def run_ranks(
     scenario: str, world_size: int, folder: Path, keeper: Keeper, checkpoint: Path = Path()
-) -> list[subprocess.Popen[str]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    where = [str(folder), keeper.name, str(checkpoint)]
-    return [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), scenario, str(rank), str(world_size), *where],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-
-
-def run_ranks(*args: Any) -> None:
-    ranks = start_ranks(*args)
-    try:
-        errors = [rank.communicate(timeout=RANKS_S)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(errors)[-4000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+) -> None:
+    where = (folder, keeper.name, checkpoint)
+    run_program("checkpoint_program", scenario, world_size, *where, timeout_s=RANKS_S)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -111,16 +89,14 @@ def test_we_read_what_stock_dcp_wrote(folder: Path, keeper: Keeper) -> None:
 
 
 def test_a_step_that_killed_ranks_had_sealed_is_committed(tmp_path: Path, keeper: Keeper) -> None:
-    ranks = start_ranks("hold", 2, tmp_path, keeper)
+    ranks = start_program("checkpoint_program", "hold", 2, tmp_path, keeper.name, "")
     try:
         wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", RANKS_S)
         keeper.signal(signal.SIGSTOP)
         (tmp_path / "go").touch()
         wait_until(lambda: len(list(tmp_path.glob("staged-*"))) == 2, "both seals", RANKS_S)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
+        kill_program(ranks)
         keeper.signal(signal.SIGCONT)
     keeper.drain()
     directory = tmp_path / "r" / "checkpoints" / "step-00000004.a0001.i01"

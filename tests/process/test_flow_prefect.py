@@ -62,7 +62,7 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
 
 
 def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None:
-    spec = runs.write_spec("survivor", {"steps": 1200, "sleep_s": 0.1})
+    spec = runs.write_spec("survivor", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)
@@ -76,7 +76,7 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
     wait_for("the end", lambda: state_of(paths) == "completed")
     shown = runs.holdfast("show", "survivor")
     (attempt,) = shown["attempts"]
-    assert attempt["last_step"] == 1200
+    assert attempt["last_step"] == 2400
     assert len(attempt["incarnations"]) == 1
     assert submissions(paths) == 1
 
@@ -114,7 +114,7 @@ def test_a_run_cancelled_on_the_command_line_ends_its_flow_as_cancelled(runs: Fl
 
 
 def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns) -> None:
-    spec = runs.write_spec("left-alone", {"steps": 1200, "sleep_s": 0.1})
+    spec = runs.write_spec("left-alone", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)
@@ -131,7 +131,7 @@ def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns
 
 def test_an_operator_pauses_resumes_and_resizes_through_the_same_flow(runs: FlowRuns) -> None:
     spec = runs.write_spec(
-        "resized", {"steps": 400, "sleep_s": 0.1}, elastic={"min_gpus": 1, "max_gpus": 2}
+        "resized", {"steps": 1200, "sleep_s": 0.1}, elastic={"min_gpus": 1, "max_gpus": 2}
     )
     paths = runs.root / "resized"
     answer = runs.holdfast("submit", str(spec))

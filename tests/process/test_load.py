@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.flusher_keeper import Keeper
+from tests.rank_programs import run_program
 
 from holdfast.contracts.digests import BLOCK_BYTES
 
-PROGRAM = Path(__file__).parents[1] / "load_program.py"
 RANKS_S = 200.0
 
 
@@ -46,29 +44,9 @@ def checkpoint(folder: Path) -> Path:
 
 def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dict[str, float]]:
     """What rank 0 says of each load; every rank must have ended well."""
-    root = Path(__file__).parents[2]
-    search = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    where = [str(folder), flusher, str(checkpoint(folder))]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, act, str(rank), str(world_size), *where],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [rank.communicate(timeout=RANKS_S) for rank in ranks]
-        errors = [error for _, error in said]
-        assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(errors)[-6000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads(line) for line in said[0][0].splitlines() if line.startswith("{")]
+    where = (folder, flusher, checkpoint(folder))
+    said = run_program("load_program", act, world_size, *where, timeout_s=RANKS_S)
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

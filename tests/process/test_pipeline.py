@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from tests.flusher_keeper import Keeper
+from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.trainer.planning.metadata import parse_metadata
 
-PROGRAM = (sys.executable, "-m", "tests.pipeline_program")
 RANKS_S = 240.0
 WORLD_SIZE = 4
 
 
 def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_path: Path) -> None:
     keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
-    ranks = [start_rank(rank, tmp_path, keeper) for rank in range(WORLD_SIZE)]
     try:
-        errors = [rank.communicate(timeout=RANKS_S)[1] for rank in ranks]
-        assert [rank.returncode for rank in ranks] == [0] * WORLD_SIZE, "\n".join(errors)[-6000:]
+        run_program("pipeline_program", WORLD_SIZE, tmp_path, keeper.name, timeout_s=RANKS_S)
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
         keeper.close()
     directory = tmp_path / "r" / "checkpoints" / "step-00000002.a0001.i01"
     manifest = read_manifest(directory)
@@ -50,16 +43,6 @@ def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_pat
         assert {key for key in metadata.state_dict_metadata if key.startswith("rng.")} == {
             f"rng.rank{2 * stage + rank:05d}" for rank in (0, 1)
         }
-
-
-def start_rank(rank: int, folder: Path, keeper: Keeper) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*PROGRAM, str(rank), str(WORLD_SIZE), str(folder), keeper.name],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def check_stage(directory: Path, expected: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import pytest
 import torch
 from examples.demo_service import PrefectService
-from tests.flow_runs import FlowRuns, claim_of, state_of, step_of, wait_for
+from tests.flow_runs import SUPERVISION, FlowRuns, claim_of, state_of, step_of, wait_for
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.contracts.paths import RunPaths
@@ -46,8 +46,9 @@ def undisturbed(runs: FlowRuns) -> RunPaths:
 def play(runs: FlowRuns, name: str, *, sizes: tuple[int, ...]) -> RunPaths:
     """Run the example to its end, preempted once when `sizes` says how it goes on."""
     sizes_after = f"elastic.on_preemption={list(sizes or (4,))}"
-    short = ("supervision.poll_s=0.5", "supervision.heartbeat_s=0.3", f"config.steps={STEPS}")
-    paths = runs.deploy_run(SPEC, name, (f"name={name}", sizes_after, *short))
+    watched = (f"supervision.{key}={value}" for key, value in SUPERVISION.items())
+    changes = (f"name={name}", sizes_after, f"config.steps={STEPS}", *watched)
+    paths = runs.deploy_run(SPEC, name, changes)
     if sizes:
         wait_for(f"step {PREEMPT_AT}", lambda: step_of(paths) >= PREEMPT_AT)
         os.kill(claim_of(paths).pid, signal.SIGTERM)

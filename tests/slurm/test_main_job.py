@@ -52,8 +52,8 @@ def spec_of(
     """A run of one rank on each of `nodes` whole nodes, in the partition that is preempted."""
     resources = {"executor": "slurm", "nodes": nodes, "gpus_per_node": 1, "gres": "gpu:4"}
     resources |= {"partition": "spot", **more.pop("resources", {})}
-    supervision = {"poll_s": 0.5, "heartbeat_s": 0.3, "grace_s": GRACE_S}
-    return runs.write_spec(name, settings, resources=resources, supervision=supervision, **more)
+    grace = {"grace_s": GRACE_S}
+    return runs.write_spec(name, settings, resources=resources, supervision=grace, **more)
 
 
 def jobs_named_for(slurm: SlurmCluster, paths: RunPaths) -> list[str]:
@@ -161,7 +161,7 @@ def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
 def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
-    spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 600, "sleep_s": 0.2})
+    spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 1200, "sleep_s": 0.2})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
     (taken,) = supervisions(paths)
@@ -173,7 +173,7 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     runs.hurry()
     wait_for("the end", lambda: state_of(paths) == "completed")
     (attempt,) = runs.holdfast("show", "re-attached")["attempts"]
-    assert attempt["last_step"] == 600
+    assert attempt["last_step"] == 1200
     assert len(jobs_named_for(slurm, paths)) == 1
 
 
