@@ -8,8 +8,7 @@ PYTEST := .venv/bin/pytest
 SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
 ARGS ?=
 # Most tests wait for processes: three files at a time keep two cores busy, each file in one process for
-# its servers. Folders in their order, quick tests last: else the longest files would begin when all
-# others are through.
+# its servers, in the order of tests/conftest.py.
 THREE_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 
 help:  ## This list

@@ -17,9 +17,17 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from tests.postgres import PostgresServer, postgres_server
 
+# The longest files are in the first of these folders, and seconds are all that the last one's take.
+ORDER = {"slurm": 0, "process": 1, "unit": 3}
+
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick tests last: else a long file would begin when all others are through."""
+    items.sort(key=lambda item: ORDER.get(item.path.parent.name, 2))
 
 
 @pytest.fixture(scope="session")
