@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-SERVER_S_MAX: Final = 120.0
-COMMAND_S_MAX: Final = 120.0
-WORKER_S_MAX: Final = 60.0
+SERVER_S_MAX: Final = 400.0
+COMMAND_S_MAX: Final = 300.0
+WORKER_S_MAX: Final = 300.0
 # The worker gives its flows some seconds to end, the server closes its database.
 END_S_MAX: Final = 40.0
 POOL: Final = "holdfast"

@@ -123,9 +123,8 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
     assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "completed"]
 
 
-@pytest.mark.parametrize("node", [1, pytest.param(0, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("node", [1, 0])
 def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node: int) -> None:
-    """By default the main job loses node 0."""
     # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
     run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
     attempt = run.submit()
