@@ -7,9 +7,9 @@ PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
 SLURM_DIRECTORY ?= $(or $(TMPDIR),/tmp)/holdfast-slurm
 ARGS ?=
-# Most tests wait for processes: three files at a time keep two cores busy, each file in one process for
+# Most tests wait for processes: two files at a time, each file in one process for
 # its servers, in the order of tests/conftest.py.
-THREE_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -27,10 +27,10 @@ demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: 
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
-	$(PYTEST) $(THREE_AT_A_TIME) -m "not storm" --durations=25 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) -m "not storm" --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests, soaks and matrices included
-	$(PYTEST) $(THREE_AT_A_TIME) --durations=40 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
 	@.venv/bin/holdfast bench $(ARGS)
