@@ -24,12 +24,13 @@ from typing import Any, Final
 from .conduct import Outcome, conduct
 from .environments import Environments, InstallError
 from .faults import Fault, Job, draw
-from .launchers import RANKS, Launcher
+from .launchers import GRACE_S, RANKS, Launcher
 from .report import as_json, tables
 from .slurm import PLACES, SlurmLauncher, UnusableError, cluster, release
 
 LOCAL: Final = ("torchrun", "nvrx", "dlrover", "holdfast")
 SLURM: Final = ("submitit", "lightning", "holdfast")
+REST_S: Final = GRACE_S + 10.0
 CACHE: Final = Path("~/.cache/holdfast-peers")
 
 
@@ -39,7 +40,8 @@ def main() -> int:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     kinds = ["kill-rank"] * options.kills + ["sigterm"] * options.terms
     local = Plan(Job(steps=options.steps), options.local, options.seed, kinds)
-    slurm = Plan(Job(steps=options.slurm_steps), options.slurm, options.seed, ["preempted"])
+    # A job that is let alone for the time of grace must not be over by then.
+    slurm = Plan(Job(steps=options.slurm_steps), options.slurm, options.seed, ["preempted"], REST_S)
     environments = Environments(options.environments.expanduser().resolve())
     with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as name:
         outcomes = [
@@ -71,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--terms", type=int, default=1, help="signals to the whole job, after them")
     parser.add_argument("--local", type=names, default=LOCAL, help="peers, by commas; empty: none")
     parser.add_argument("--slurm", type=names, default=SLURM, help="the same for Slurm")
-    parser.add_argument("--slurm-steps", type=int, default=150, help="with one preemption in them")
+    parser.add_argument("--slurm-steps", type=int, default=230, help="with one preemption in them")
     parser.add_argument(
         "--real-time", action="store_true", help="come before other work on this machine (root)"
     )
@@ -87,9 +89,11 @@ def names(text: str) -> tuple[str, ...]:
 class Plan:
     """What all peers of a place train, and the faults that they all meet."""
 
-    def __init__(self, job: Job, peers: tuple[str, ...], seed: int, kinds: list[str]) -> None:
+    def __init__(
+        self, job: Job, peers: tuple[str, ...], seed: int, kinds: list[str], rest_s: float = 3.0
+    ) -> None:
         self.job, self.peers = job, peers
-        self.faults = draw(seed, kinds, job, RANKS)
+        self.faults = draw(seed, kinds, job, ranks=RANKS, rest_s=rest_s)
 
     def installed(self, environments: Environments) -> Iterator[tuple[str, Path | str]]:
         """Each peer with its interpreter, or with the reason why it has none."""

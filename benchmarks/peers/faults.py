@@ -60,18 +60,22 @@ class Cost:
     by_hand: str = ""
 
 
-def draw(seed: int, kinds: Iterable[str], job: Job, ranks: int) -> tuple[Fault, ...]:
+def draw(
+    seed: int, kinds: Iterable[str], job: Job, *, ranks: int, rest_s: float = 3.0
+) -> tuple[Fault, ...]:
     """One fault for each of `kinds`, in their order, at steps and ranks that the seed chooses.
 
-    None comes before the first save. Raises `ValueError` when there is no room for them.
+    None comes before the first save, nor in the last `rest_s` seconds of steps. Raises
+    `ValueError` when there is no room for them.
     """
     chance, wanted = random.Random(seed), tuple(kinds)
-    room = job.steps - GAP_STEPS - job.save_steps
+    room = job.steps - round(rest_s / job.step_s) - job.save_steps
     share = room // max(1, len(wanted))
     if share <= GAP_STEPS:
         raise ValueError(
             f"{len(wanted)} faults in {job.steps} steps: expected more than {GAP_STEPS} steps "
-            f"for each after the first {job.save_steps}; give --steps"
+            f"for each after the first {job.save_steps} and before the last {rest_s:.0f} s; give "
+            "more --steps or --slurm-steps"
         )
     starts = range(job.save_steps, job.save_steps + share * len(wanted), share)
     return tuple(

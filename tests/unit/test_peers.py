@@ -39,6 +39,8 @@ def test_a_seed_gives_the_same_faults_apart_from_each_other_and_after_the_first_
 def test_faults_without_room_are_refused() -> None:
     with pytest.raises(ValueError, match="--steps"):
         draw(1, KINDS, Job(steps=100), ranks=2)
+    with pytest.raises(ValueError, match="last 90 s"):
+        draw(1, KINDS, JOB, ranks=2, rest_s=90.0)
 
 
 def test_steps_lost_count_from_the_last_step_of_the_process_that_the_fault_met() -> None:
