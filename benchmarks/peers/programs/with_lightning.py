@@ -61,7 +61,9 @@ def main() -> None:
         enable_progress_bar=False,
     )
     loader = torch.utils.data.DataLoader(data, batch_size=1)
-    trainer.fit(Module(job), loader, ckpt_path="last")
+    # What the requeue has saved is looked for only where no other checkpoint is asked for.
+    is_requeued = any(shared.Path(job.folder).glob("hpc_ckpt_*"))
+    trainer.fit(Module(job), loader, ckpt_path=None if is_requeued else "last")
 
 
 main()
