@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from tests.process.local_runs import LocalRun, wait_until
+from tests.process.local_runs import LocalRun, processes_of, wait_until
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -102,6 +102,16 @@ def ranks_of(run: LocalRun, attempt: AttemptPaths, incarnation: int) -> dict[int
         return {b.node: [rank.pid for rank in b.ranks] for b in beats} if trains else None
 
     return wait_until(look, f"the ranks of incarnation {incarnation}")
+
+
+def waiting_ranks(run: LocalRun) -> set[int]:
+    """The processes of the spares' ranks, once all of them have been started."""
+    found = set()
+    for process in processes_of(run.paths):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.cmdline()[1:4] == ["-u", "-m", "holdfast.trainer.standby"]:
+                found.add(process.pid)
+    return found if len(found) == run.spec.gpus else set()
 
 
 def committed(run: LocalRun) -> dict[int, Manifest]:

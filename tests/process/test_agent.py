@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.attempt import StopRequest, write_document
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import operator
 from holdfast.workers.checkpoints import newest_committed
@@ -84,10 +83,10 @@ def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
     run = make(steps=100_000, sleep_s=0.05, supervision={"spare_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
-    spares = wait_until(lambda: _waiting_ranks(run), "ranks that wait")
+    spares = wait_until(lambda: waiting_ranks(run), "ranks that wait")
     victim = next(rank.pid for beat in run.beats(attempt) for rank in beat.ranks if rank.rank == 1)
     send(victim, signal.SIGKILL)
-    second = wait_until(lambda: _ranks_of(run, attempt, 2), "ranks of a second incarnation")
+    (second,) = ranks_of(run, attempt, 2).values()
     assert set(second) == spares
     operator.request(run.paths, "cancel", by="tester")
     view = run.wait_for_end()
@@ -99,23 +98,6 @@ def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process", 60)
     logs = sorted(folder.name for folder in attempt.node_logs(0).glob("i*"))
     assert logs == ["i01", "i02"], "a spare that nobody wanted leaves nothing"
-
-
-def _waiting_ranks(run: LocalRun) -> set[int]:
-    """The processes of a spare's ranks, once all of them have been started."""
-    found = set()
-    for process in processes_of(run.paths):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.cmdline()[1:4] == ["-u", "-m", "holdfast.trainer.standby"]:
-                found.add(process.pid)
-    return found if len(found) == run.spec.gpus else set()
-
-
-def _ranks_of(run: LocalRun, attempt: AttemptPaths, incarnation: int) -> list[int]:
-    """The processes of the incarnation's ranks, once all have spoken."""
-    beats = [beat for beat in run.beats(attempt) if beat.incarnation == incarnation]
-    pids = [rank.pid for beat in beats for rank in beat.ranks]
-    return pids if len(pids) == run.spec.gpus else []
 
 
 def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) -> None:

@@ -50,7 +50,7 @@ class Spare:
 
     @property
     def is_alive(self) -> bool:
-        return self._torchrun.is_running
+        return self._torchrun.is_whole
 
     def release(self) -> Torchrun:
         """Let the ranks be the program. One that still loads begins as soon as it has."""

@@ -101,8 +101,9 @@ class Torchrun:
         return self._process.pid
 
     @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+    def is_whole(self) -> bool:
+        """True while torchrun runs and has not begun to end its ranks."""
+        return self._process.poll() is None and not self._peers_ended()
 
     def poll(self, *, peer_words_s: float = PEER_WORDS_S) -> int | None:
         """torchrun's exit code, None while it runs; also puts its logs where `paths` says.

@@ -1,0 +1,245 @@
+"""Seconds from the death of a rank to the first new step, and the steps that are trained again.
+
+`python benchmarks/restart.py [--kills N] [--train-s S]`: the small program of the drills, two
+ranks, one of which gets SIGKILL whenever it has trained for S seconds. Three ways to start it:
+by an agent with a spare, by an agent without one, and by `torchrun --max-restarts` alone, where it
+saves every 20 steps as it does everywhere. Their faults take turns, so that a machine that is busy
+with other things is so for all of them. Between, all three train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import psutil
+
+from holdfast.contracts import environment
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.flows.supervise import submit_next
+from holdfast.workers.executors import executor_for
+from holdfast.workers.processes import descendants
+from holdfast.workers.runs import create_run
+
+PROGRAM: Final = ("-m", "holdfast.trainer.rehearsal")
+RANKS: Final = 2
+VICTIM: Final = 1
+STEP_S: Final = 0.05
+INTERVAL_STEPS: Final = 20
+SNAPSHOT_STEPS: Final = 5
+RECOVERY_S_MAX: Final = 300.0
+POLL_S: Final = 0.01
+SEED: Final = 7
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of the record of one rank: Unix seconds, and the number of the step."""
+
+    time: float
+    number: int
+
+
+class Job:
+    """A training job whose ranks can be killed. `records` is where its steps are told."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder, self.records = folder, folder / "records"
+        self.records.mkdir()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The program's."""
+        poison = str(self.folder / "poison")
+        return {"records": str(self.records), "poison": poison, "steps": 10**7, "step_s": STEP_S}
+
+    def root_process(self) -> int:
+        """The process above all of the job's."""
+        raise NotImplementedError
+
+    def stages(self, since: float) -> dict[str, float]:
+        """What is known of a recovery that began at `since`, seconds after it."""
+        return {}
+
+    def steps(self) -> list[Step]:
+        """The steps of the rank that is killed, in order of time."""
+        found = []
+        for path in self.records.glob(f"*.rank{VICTIM}.jsonl"):
+            # The last line may be half written, or its writer was killed.
+            for line in path.read_text().split("\n")[:-1]:
+                with contextlib.suppress(ValueError):
+                    told = json.loads(line)
+                    found.append(Step(told["time"], told["step"]))
+        return sorted(found, key=lambda step: step.time)
+
+    def wait_for_step(self, since: float) -> Step:
+        """The first step that ended after `since`."""
+        give_up = time.monotonic() + RECOVERY_S_MAX
+        while time.monotonic() < give_up:
+            for step in self.steps():
+                if step.time > since:
+                    return step
+            time.sleep(POLL_S)
+        raise SystemExit(f"{self.folder.name}: no step within {RECOVERY_S_MAX:.0f} s")
+
+    def kill_rank(self) -> dict[str, float]:
+        """Kill the rank in the middle of training; what its recovery took."""
+        below = descendants(psutil.Process(self.root_process()))
+        for process in below:
+            with contextlib.suppress(psutil.Error):
+                # A rank of a spare has its number too, and nothing recorded.
+                opened = [f.path for f in process.open_files()]
+                if any(name.endswith(f".rank{VICTIM}.jsonl") for name in opened):
+                    at = time.time()
+                    process.kill()
+                    break
+        else:
+            raise SystemExit(f"{self.folder.name}: its rank {VICTIM} was not found")
+        before = [step for step in self.steps() if step.time <= at]
+        first = self.wait_for_step(at)
+        return {
+            "first_step": first.time - at,
+            "steps_lost": before[-1].number - first.number + 1,
+            **self.stages(at),
+        }
+
+    def end(self) -> None:
+        """Leave nothing of it behind."""
+        raise NotImplementedError
+
+
+class Held(Job):
+    """Under an agent, with a spare or without."""
+
+    def __init__(self, folder: Path, spare_after_s: float | str) -> None:
+        super().__init__(folder)
+        spec = RunSpec.model_validate(
+            {
+                "name": "restart",
+                "command": PROGRAM,
+                "config": self.settings,
+                "environment": {"OMP_NUM_THREADS": "1"},
+                "launch": {"working_directory": str(folder)},
+                "resources": {"gpus_per_node": RANKS},
+                "checkpoint": {"interval": INTERVAL_STEPS, "snapshots": SNAPSHOT_STEPS},
+                "supervision": {"restarts_in_place": 1000, "spare_after_s": spare_after_s},
+            }
+        )
+        self.paths: RunPaths = create_run(spec, folder / "runs", created_by="benchmark")
+        submit_next(self.paths, gpus=RANKS, reason="a benchmark", exclude=())
+
+    def root_process(self) -> int:
+        for event in load_history(self.paths).events:
+            if event.kind is EventKind.CLAIMED:
+                return int(event.data["pid"])
+        raise SystemExit(f"{self.folder.name}: nobody has claimed it")
+
+    def stages(self, since: float) -> dict[str, float]:
+        wanted = {EventKind.INCARNATION_ENDED: "ended", EventKind.RESUMED: "resumed"}
+        told = [e for e in load_history(self.paths).events if e.time > since and e.kind in wanted]
+        return {wanted[event.kind]: event.time - since for event in reversed(told)}
+
+    def end(self) -> None:
+        for view in load_history(self.paths).attempts:
+            if view.request is not None:
+                executor = executor_for(view.request.executor)
+                with contextlib.suppress(HoldfastError):
+                    found = executor.find(view.request)
+                    if found is not None:
+                        executor.cancel(view.request, found)
+
+
+class Bare(Job):
+    """Under torchrun alone, which starts all ranks anew when one is dead."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
+        command += ["--standalone", "--max-restarts=1000", f"--log-dir={folder / 'logs'}", *PROGRAM]
+        settings = {**self.settings, "directory": str(folder / "run")}
+        variables = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")},
+            "OMP_NUM_THREADS": "1",
+            environment.CONFIG: json.dumps(settings),
+            environment.CHECKPOINT_INTERVAL: str(INTERVAL_STEPS),
+            environment.CHECKPOINT_SNAPSHOTS: "off",
+        }
+        with open(folder / "torchrun.log", "wb") as log:
+            self._process = subprocess.Popen(
+                command, env=variables, cwd=folder, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def root_process(self) -> int:
+        return self._process.pid
+
+    def end(self) -> None:
+        for process in [*descendants(psutil.Process(self._process.pid)), self._process]:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def jobs_in(folder: Path) -> Iterator[dict[str, Job]]:
+    """One job of each way, ended with the block."""
+    made: dict[str, Job] = {}
+    try:
+        made["spare"] = Held(folder / "spare", 0.0)
+        made["no_spare"] = Held(folder / "no_spare", "off")
+        made["torchrun"] = Bare(folder / "torchrun")
+        yield made
+    finally:
+        for job in made.values():
+            job.end()
+
+
+def summary(recoveries: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians, and the longest time to the first new step."""
+    names = sorted({name for one in recoveries for name in one})
+    middle = {n: round(median(o[n] for o in recoveries if n in o), 2) for n in names}
+    longest = round(max(one["first_step"] for one in recoveries), 2)
+    return {**middle, "longest": longest, "kills": len(recoveries)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=7)
+    parser.add_argument("--train-s", type=float, default=20.0)
+    given = parser.parse_args()
+    chance = random.Random(SEED)
+    found: dict[str, list[dict[str, float]]] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="holdfast-restart-") as folder,
+        jobs_in(Path(folder)) as jobs,
+    ):
+        for job in jobs.values():
+            job.wait_for_step(0.0)
+        for _ in range(given.kills):
+            for name, job in jobs.items():
+                time.sleep(given.train_s / len(jobs) + chance.uniform(0.0, 1.0))
+                found.setdefault(name, []).append(job.kill_rank())
+                print(name, found[name][-1], file=sys.stderr, flush=True)
+    print(json.dumps({name: summary(recoveries) for name, recoveries in found.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
