@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from holdfast.contracts.errors import SchedulerError
@@ -12,6 +13,8 @@ from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
 
 ANSWER_TIMEOUT_S: Final = 5.0
+# Slurm takes the grace from the QOS then, and from the partition else.
+BY_QOS: Final = "preempt/qos"
 
 
 def warnings_of(spec: RunSpec, measured: RunPaths | None) -> list[str]:
@@ -22,21 +25,36 @@ def warnings_of(spec: RunSpec, measured: RunPaths | None) -> list[str]:
     forecast: FlushForecast | None = None
     if measured is not None:
         forecast = forecast_flush(load_events(measured))
-    name, given_s = _partition_grace(spec.resources)
-    return grace_warnings(
-        forecast, grace_s=spec.supervision.grace_s, partition=name, given_s=given_s
-    )
+    giver, given_s = _scheduler_grace(spec.resources)
+    return grace_warnings(forecast, grace_s=spec.supervision.grace_s, giver=giver, given_s=given_s)
 
 
-def _partition_grace(resources: Resources) -> tuple[str, float | None]:
-    """The partition and the seconds that it gives a preempted job, None for no such thing."""
+def _scheduler_grace(resources: Resources) -> tuple[str, float | None]:
+    """Who gives a preempted job how many seconds: its QOS or its partition. None: nobody, or it
+    is not known."""
     if resources.executor != "slurm":
         return "", None
     try:
+        if slurm_client.preemption_type(ANSWER_TIMEOUT_S) == BY_QOS:
+            name = resources.qos or ""
+            return f"QOS {name}", grace_of_qos(slurm_client.qualities(ANSWER_TIMEOUT_S), name)
         found = slurm_client.partitions(ANSWER_TIMEOUT_S)
     except SchedulerError:
         return "", None
-    return grace_of_partition(found, resources.partition)
+    name, given_s = grace_of_partition(found, resources.partition)
+    return f"partition {name}", given_s
+
+
+def grace_of_qos(known: Mapping[str, tuple[str, str]], wanted: str) -> float | None:
+    """Grace seconds of a QOS: pure. `known` has the accounting's `00:00:30`, and whom it preempts.
+
+    None where no other preempts it, or it is not known: the one that an account has by default.
+    """
+    preempted = {name for _, names in known.values() for name in names.split(",")}
+    if wanted not in known or wanted not in preempted:
+        return None
+    minutes = slurm_client.parse_minutes(known[wanted][0])
+    return None if minutes is None else minutes * 60
 
 
 def grace_of_partition(

@@ -141,6 +141,20 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
+def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
+    """By what the site preempts, such as `preempt/partition_prio`; empty when it does not say."""
+    lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
+    found = [line.partition("=")[2] for line in lines if line.startswith("PreemptType ")]
+    return found[0].strip() if found else ""
+
+
+def qualities(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
+    """Each QOS's preemption grace and the QOSs that it preempts, as the accounting writes them."""
+    command = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,GraceTime,Preempt"]
+    rows = [line.split("|") for line in call(command, timeout_s).splitlines()]
+    return {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
+
+
 def parse_fields(text: str) -> dict[str, str]:
     """`A=1 B=two words C=3` as a dict; a value runs up to the next `name=`."""
     marks = list(_FIELD.finditer(text.strip()))

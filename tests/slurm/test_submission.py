@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from slurm_cluster import SlurmCluster
+from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.metadata_server import AzureService, serving
 from tests.process.local_runs import LocalRun, processes_of, wait_until
 
@@ -22,7 +23,7 @@ from holdfast.contracts.history import AttemptView
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers import operator, preflight
+from holdfast.workers import operator, preflight, slurm_client
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.executors import executor_for
 from holdfast.workers.grace import warnings_of
@@ -123,6 +124,21 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
     assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "completed"]
 
 
+@pytest.mark.storm
+def test_the_spares_of_both_nodes_are_used_together(make: Make) -> None:
+    run = make(steps=100_000, sleep_s=0.05, supervision={"spare_after_s": 0})
+    attempt = run.submit()
+    run.wait_for_step(attempt, 5)
+    spares = wait_until(lambda: waiting_ranks(run), "ranks that wait on both nodes")
+    beat = next(b for b in run.beats(attempt) if b.node == 1)
+    subprocess.run(["kill", "-KILL", str(beat.ranks[0].pid)], check=True, timeout=10)
+    second = ranks_of(run, attempt, 2)
+    assert {pid for pids in second.values() for pid in pids} == spares
+    operator.request(run.paths, "cancel", by="tester")
+    run.wait_for_end()
+    assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "stopped"]
+
+
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node: int) -> None:
     # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
@@ -219,6 +235,8 @@ def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: Slurm
     assert found[8.0] == []
     (warning,) = found[30.0]
     assert "partition spot gives a preempted job 10 s" in warning
+    assert slurm_client.preemption_type() == "preempt/partition_prio"
+    assert slurm_client.qualities()["normal"] == ("00:00:00", "")
 
 
 def test_a_notice_on_one_node_stops_both_and_is_acknowledged_after_the_commit(make: Make) -> None:

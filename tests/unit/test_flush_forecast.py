@@ -23,7 +23,7 @@ from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.stops import LIMIT_POLL_S, StopWatch
-from holdfast.workers.grace import grace_of_partition, warnings_of
+from holdfast.workers.grace import grace_of_partition, grace_of_qos, warnings_of
 from holdfast.workers.request import build_request
 
 
@@ -80,7 +80,7 @@ def test_what_is_said_of_a_grace(
     seconds: float | None, given_s: float | None, words: list[str]
 ) -> None:
     forecast = None if seconds is None else FlushForecast(seconds=seconds, saves=3)
-    said = grace_warnings(forecast, grace_s=30.0, partition="spot", given_s=given_s)
+    said = grace_warnings(forecast, grace_s=30.0, giver="partition spot", given_s=given_s)
     assert len(said) == len(words)
     assert all(part in text for part, text in zip(words, said, strict=True))
 
@@ -93,6 +93,24 @@ def test_which_partition_gives_what() -> None:
     assert grace_of_partition(partitions, "spot") == ("spot", 30.0)
     assert grace_of_partition(partitions, None) == ("prod", None)
     assert grace_of_partition(partitions, "night") == ("", None)
+
+
+def test_which_qos_gives_what() -> None:
+    known = {
+        "high": ("00:10:00", "low,none,odd"),
+        "low": ("00:00:30", ""),
+        "none": ("00:00:00", ""),
+        "odd": ("", ""),
+    }
+    found = {name: grace_of_qos(known, name) for name in (*known, "", "unknown")}
+    assert found == {
+        "high": None,
+        "low": 30.0,
+        "none": 0.0,
+        "odd": None,
+        "": None,
+        "unknown": None,
+    }
 
 
 def context_of(root: Path, limit_min: int) -> AgentContext:

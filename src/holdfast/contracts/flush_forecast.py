@@ -58,18 +58,18 @@ def stop_lead_s(forecast: FlushForecast | None, *, grace_s: float, step_s: float
 
 
 def grace_warnings(
-    forecast: FlushForecast | None, *, grace_s: float, partition: str = "", given_s: float | None
+    forecast: FlushForecast | None, *, grace_s: float, giver: str = "", given_s: float | None
 ) -> list[str]:
     """What people should know of the grace period before they rely on it.
 
-    `grace_s` is the spec's word, `given_s` what the scheduler's partition gives, None where it
-    preempts nobody or cannot be asked.
+    `grace_s` is the spec's word, `given_s` what the scheduler gives by the word of `giver`,
+    a partition or a QOS; None where it preempts nobody or cannot be asked.
     """
     warnings = []
     if given_s is not None and given_s < grace_s:
         warnings.append(
-            f"partition {partition} gives a preempted job {given_s:.0f} s, and "
-            f"supervision.grace_s says {grace_s:.0f} s: set it to what the partition gives"
+            f"{giver} gives a preempted job {given_s:.0f} s, and "
+            f"supervision.grace_s says {grace_s:.0f} s: set it to what is given"
         )
     shortest_s = grace_s if given_s is None else min(grace_s, given_s)
     if forecast is not None and forecast.needed_s > shortest_s:
