@@ -34,6 +34,7 @@ from holdfast.flows.progress import describe_progress
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
     abandon_reservation,
+    complete_journal,
     is_unsubmitted,
     resume_submission,
     submit_attempt,
@@ -44,7 +45,7 @@ from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.growth import Sighting, is_due, look_for_room
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide
-from holdfast.workers.reconcile import reconcile
+from holdfast.workers.reconcile import complete_goodput, reconcile
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
@@ -126,12 +127,12 @@ class Supervisor:
         after another end the supervision.
         """
         try:
-            if not lock.is_held and lock.try_take():
+            if not self.is_acting and (lock.is_held or lock.try_take()):
                 self._take_up(journal)
             history = reconcile(self.paths, writer=JOURNAL)
             self._ingest()
             self._prune(history)
-            wait_s = self._act(history, journal) if lock.is_held else self._follow(history)
+            wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
         except OSError as error:
             self._failures += 1
             if self._failures >= FAILURES_MAX:
@@ -142,9 +143,12 @@ class Supervisor:
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:
-        self.is_acting = True
+        """Begin to act: what the last one to hold the lock left half told is told first."""
+        complete_journal(self.paths, journal)
+        complete_goodput(self.paths, journal)
         host, pid = socket.gethostname(), os.getpid()
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
+        self.is_acting = True
         self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
 
     def _ingest(self) -> None:
@@ -276,7 +280,7 @@ class Supervisor:
         }
         before = history.last_decision or {}
         if any(before.get(key) != value for key, value in facts.items()):
-            last = history.last_attempt.number if history.last_attempt else 0
+            last = history.last_asked.number if history.last_asked else 0
             journal.append(
                 EventKind.DECISION, after_attempt=last, delay_s=decision.delay_s, **facts
             )
@@ -284,7 +288,7 @@ class Supervisor:
 
     def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
         history = load_history(self.paths)
-        last = history.last_attempt.number if history.last_attempt else 0
+        last = history.last_asked.number if history.last_asked else 0
         told = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
         facts: dict[str, Any] = {"state": history.state, "after_attempt": last}
         if told and facts.items() <= told[-1].data.items():
@@ -314,6 +318,6 @@ def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
 
     So a supervisor that was started anew in between waits no longer than the first would have.
     """
-    last = history.last_attempt
+    last = history.last_asked
     began = last.ended_at if last and last.ended_at else now
     return max(0.0, began + decision.delay_s - now)

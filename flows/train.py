@@ -54,7 +54,7 @@ def train(
     run_spec = load_spec(spec, overrides or ())
     home = Path(root).expanduser().absolute() if root else default_root()
     with Index() as index:
-        if not has_live_job(home, run_spec, run):
+        if not is_under_way(home, run_spec, run):
             index.open()
             preflight.check(run_spec, home)
         paths = take_up(run_spec, home, run)
@@ -70,8 +70,8 @@ def train(
     return conclude(history, log)
 
 
-def has_live_job(root: Path, spec: RunSpec, run: str | None) -> bool:
-    """True when the run has a job that was submitted and has not ended: it must be watched.
+def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
+    """True when the run has had an attempt and has not ended: it must be carried on.
 
     What a new run would be refused for, such as a scheduler or a database that is away just now,
     is no reason to leave it alone.
@@ -79,8 +79,8 @@ def has_live_job(root: Path, spec: RunSpec, run: str | None) -> bool:
     paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
     if paths is None or not paths.spec.is_file():
         return False
-    last = load_history(paths).last_attempt
-    return last is not None and not last.state.is_terminal
+    history = load_history(paths)
+    return bool(history.attempts) and history.state.is_live
 
 
 def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:

@@ -21,6 +21,7 @@ from holdfast.contracts.attempt import (
 )
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import NotFoundError, RunConflictError
+from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
@@ -78,14 +79,7 @@ def submit_attempt(
         provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
     )
     write_document(attempt.request, request)
-    journal.append(
-        EventKind.ATTEMPT_RESERVED,
-        attempt=number,
-        gpus=gpus,
-        nodes=request.nodes,
-        reason=reason,
-        exclude=list(exclude),
-    )
+    _tell_reserved(request, journal, exclude)
     _submit(attempt, request, journal)
     return attempt
 
@@ -112,6 +106,24 @@ def resume_submission(paths: RunPaths, journal: JournalWriter) -> AttemptPaths |
     else:
         _record(attempt, found, journal)
     return attempt
+
+
+def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
+    """Journal the reservations and submissions that a crash kept from being told.
+
+    Each is a document first. Only the process that holds the run's flow lock may call this.
+    """
+    told = {(event.kind, event.data.get("attempt")) for event in load_events(paths)}
+    for attempt in paths.list_attempts():
+        request = read_document(Request, attempt.request)
+        if request and (EventKind.ATTEMPT_RESERVED, attempt.number) not in told:
+            _tell_reserved(request, journal, request.exclude)
+        job: Submission | Claim | None = read_document(Submission, attempt.submission)
+        if job is None and (EventKind.ATTEMPT_ENDED, attempt.number) in told:
+            # It ended before anybody could find it for its submission.
+            job = read_document(Claim, attempt.claim)
+        if job and (EventKind.ATTEMPT_SUBMITTED, attempt.number) not in told:
+            _tell_submitted(attempt, job.job_id, journal)
 
 
 def is_unsubmitted(attempt: AttemptPaths) -> bool:
@@ -143,4 +155,19 @@ def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> 
 
 def _record(attempt: AttemptPaths, submission: Submission, journal: JournalWriter) -> None:
     write_document(attempt.submission, submission)
-    journal.append(EventKind.ATTEMPT_SUBMITTED, attempt=attempt.number, job_id=submission.job_id)
+    _tell_submitted(attempt, submission.job_id, journal)
+
+
+def _tell_reserved(request: Request, journal: JournalWriter, exclude: Sequence[str]) -> None:
+    journal.append(
+        EventKind.ATTEMPT_RESERVED,
+        attempt=request.attempt,
+        gpus=request.world_size,
+        nodes=request.nodes,
+        reason=request.reason,
+        exclude=list(exclude),
+    )
+
+
+def _tell_submitted(attempt: AttemptPaths, job_id: str, journal: JournalWriter) -> None:
+    journal.append(EventKind.ATTEMPT_SUBMITTED, attempt=attempt.number, job_id=job_id)

@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from holdfast.contracts.history import AttemptView, RunHistory, goes_on_after_numerics
+from holdfast.contracts.history import (
+    AttemptView,
+    RunHistory,
+    excluded_checkpoints,
+    goes_on_after_numerics,
+)
 from holdfast.contracts.journal import GROWER
+from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 from holdfast.workers.evidence import names_hardware
@@ -77,7 +83,7 @@ def decide(
     `capacity` is the number of GPUs free now (None: unknown or unbounded), `now` Unix seconds;
     `fits` says whether the newest checkpoint can go on at a GPU count.
     """
-    last, spec = history.last_attempt, history.spec
+    last, spec = history.last_asked, history.spec
     if last is not None and not last.state.is_terminal:
         return Decision(action="wait", reason=f"attempt {last.number} is {last.state}")
     if last is not None and last.state is AttemptState.COMPLETED:
@@ -105,7 +111,7 @@ def _operator_word(
         return Decision(action="wait", reason=f"paused by {by}")
     if action in {"stop", "cancel"}:
         return Decision(action="stop", reason=f"{action} by {by}")
-    last = history.last_attempt
+    last = history.last_asked
     before = last.world_size if last is not None else 0
     gpus = int(request.get("gpus") or before or history.spec.gpus)
     if by == GROWER and capacity is not None:
@@ -179,6 +185,7 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
         if a.number > since
         and a.state.is_terminal
         and a.cause is cause
+        and a.was_asked_for
         # The ranks themselves count rollbacks, and say when there have been enough.
         and not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
     )
@@ -193,6 +200,8 @@ def _attempts_without_progress(history: RunHistory) -> int:
     committed = _committed_steps(history)
     for attempt in history.attempts:
         step = committed.get(attempt.number, -1)
+        if not attempt.was_asked_for:
+            continue
         if attempt.cause is Cause.OPERATOR or step > newest:
             stuck = 0
         else:
@@ -202,19 +211,28 @@ def _attempts_without_progress(history: RunHistory) -> int:
 
 
 def _committed_steps(history: RunHistory) -> dict[int, int]:
-    """The newest committed step of each attempt, from outcomes, endings and journal lines."""
+    """The newest committed step of each attempt, from outcomes, endings and journal lines.
+
+    Steps that a rollback took off the run's branch are no progress.
+    """
     steps: dict[int, int] = {}
+    excluded = excluded_checkpoints(history.events)
+    parsed = [CheckpointName.parse(name) for name in excluded]
+    undone = {(name.attempt, name.step) for name in parsed if name is not None}
 
     def note(attempt: int, step: object) -> None:
         if isinstance(step, int):
             steps[attempt] = max(steps.get(attempt, -1), step)
 
     for attempt in history.attempts:
-        note(attempt.number, attempt.facts.get("committed_step"))
-        if attempt.outcome:
-            note(attempt.number, attempt.outcome.committed_step)
+        told = [attempt.facts.get("committed_step")]
+        told += [attempt.outcome.committed_step] if attempt.outcome else []
+        for step in told:
+            if (attempt.number, step) not in undone:
+                note(attempt.number, step)
     for event in history.events:
-        if event.kind == "committed" and "attempt" in event.data:
+        is_told = event.kind == "committed" and "attempt" in event.data
+        if is_told and event.data.get("checkpoint") not in excluded:
             note(int(event.data["attempt"]), event.data.get("step"))
     return steps
 

@@ -90,6 +90,15 @@ def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
     return load_history(paths) if changed else history
 
 
+def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
+    """Journal the accounts of attempts whose ending a process wrote that died right after it."""
+    history = load_history(paths)
+    told = {e.data.get("attempt") for e in history.events if e.kind is EventKind.GOODPUT}
+    for view in history.attempts:
+        if view.was_asked_for and view.state.is_terminal and view.number not in told:
+            _tell_goodput(paths, view.number, journal)
+
+
 def _tell_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
     """Journal where the run's time went up to the end of attempt `number`."""
     history = load_history(paths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -196,3 +197,47 @@ def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
     assert after["entrypoint"] == "holdfast.flows.train.train"
     packaged = template.parent / "flows" / "templates" / "prefect.yaml"
     assert packaged.read_text() == template.read_text()
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(900)
+def test_without_prefect_and_index_a_run_is_relaunched_and_ends_and_both_hear_of_it(
+    tmp_path: Path,
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
+    database = tmp_path / "away" / "holdfast.db"
+    database.parent.mkdir()
+    environment |= {
+        "HOLDFAST_HOME": str(tmp_path / "home"),
+        "HOLDFAST_ROOT": str(tmp_path / "runs"),
+        "HOLDFAST_DATABASE_URL": f"sqlite:///{database}",
+    }
+    service = PrefectService(tmp_path, environment)
+    runs = FlowRuns(service, tmp_path)
+    try:
+        with contextlib.ExitStack() as server:
+            server.enter_context(service.serving())
+            service.command("holdfast", "deploy")
+            with service.working():
+                spec = runs.write_spec("alone", {"steps": 100, "sleep_s": 0.1})
+                paths = runs.deploy_run(spec)
+                wait_for("step 5", lambda: step_of(paths) >= 5)
+                server.close()
+                away = database.parent.rename(tmp_path / "elsewhere")
+                database.parent.touch()
+                os.kill(claim_of(paths).pid, signal.SIGTERM)
+                wait_for("the end", lambda: state_of(paths) == "completed", 300)
+                (taken,) = supervisions(paths)
+                wait_for("the flow's end", lambda: not psutil.pid_exists(taken["pid"]), 300)
+        assert submissions(paths) == 2
+        database.parent.unlink()
+        away.rename(database.parent)
+        shown = runs.holdfast("show", "alone")
+        assert shown["state"] == "completed"
+        assert [attempt["cause"] for attempt in shown["attempts"]] == ["preemption", None]
+        assert shown["goodput"]["steps_lost"] == 0
+        with service.serving(), service.working():
+            again = service.command("holdfast", "submit", str(spec), check=False)
+        assert submissions(paths) == 2, again.stdout + again.stderr
+    finally:
+        runs.end_all()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from tests.histories import NOW, attempt_of, growing, history_of, spec_of
 
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import RankFailure, classify_crash
 from holdfast.workers.policy import (
@@ -52,6 +54,27 @@ def test_every_cause_is_forgiven_as_often_as_its_budget_says(cause: Cause) -> No
         decision = decide(beyond, None, now=NOW)
         assert decision.action == "stop"
         assert decision.reason
+
+
+def test_an_attempt_that_was_never_asked_for_changes_no_decision() -> None:
+    spec = spec_of(supervision={"budgets": {"infrastructure": 0}}, elastic={"on_preemption": [2]})
+    preempted = attempt_of(spec, 1, Cause.PREEMPTION, committed=5)
+    cut_short = [
+        dataclasses.replace(
+            attempt_of(spec, n, Cause.INFRASTRUCTURE, state=AttemptState.LOST),
+            request=None,
+            job_id=None,
+            outcome=None,
+        )
+        for n in range(2, 9)
+    ]
+    alone = decide(history_of(spec, preempted), None, now=NOW)
+    assert (alone.action, alone.gpus) == ("relaunch", 2)
+    assert decide(history_of(spec, preempted, *cut_short), None, now=NOW) == alone
+    asked = {"action": "relaunch", "gpus": 4, "by": "tester", "after_attempt": 1}
+    answered = decide(history_of(spec, preempted, *cut_short, asked=asked), None, now=NOW)
+    assert (answered.action, answered.gpus) == ("relaunch", 4)
+    assert decide(history_of(spec, *cut_short), None, now=NOW).reason == "first"
 
 
 def test_a_spec_may_set_its_own_budgets() -> None:
@@ -110,6 +133,24 @@ def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> Non
     three = decide(history_of(spec, began, *stuck), None, now=NOW)
     assert three.action == "stop"
     assert "3 attempts in a row committed no new step" in three.reason
+
+
+def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> None:
+    spec = spec_of()
+    steps = ((1, 50), (2, 150), (3, 60), (4, 70), (5, 80))
+    attempts = [attempt_of(spec, n, Cause.PREEMPTION, committed=step) for n, step in steps]
+    history = history_of(spec, *attempts)
+    assert decide(history, None, now=NOW).action == "stop"
+    rolled_back = Event(
+        writer="rank0",
+        incarnation=1,
+        sequence=0,
+        time=NOW,
+        kind=EventKind.ROLLED_BACK,
+        data={"to": "step-00000050.a0001.i01", "excluded": ["step-00000150.a0002.i01"]},
+    )
+    taken_back = dataclasses.replace(history, events=(rolled_back,))
+    assert decide(taken_back, None, now=NOW).action == "relaunch"
 
 
 def test_preemptions_before_the_first_step_count_for_the_breaker() -> None:

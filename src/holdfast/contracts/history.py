@@ -56,6 +56,12 @@ class AttemptView:
         return self.request.world_size if self.request else 0
 
     @property
+    def was_asked_for(self) -> bool:
+        """False when the flow ended before it could ask for the job: nothing was tried."""
+        is_trace = self.request is None and self.job_id is None
+        return not (is_trace and self.state is AttemptState.LOST)
+
+    @property
     def traceback(self) -> str | None:
         """The first failing rank's traceback, when there is one."""
         return self.outcome.traceback if self.outcome else self.facts.get("traceback")
@@ -76,9 +82,15 @@ class RunHistory:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def last_asked(self) -> AttemptView | None:
+        """The newest attempt but for those whose flow ended before it could ask for the job."""
+        asked = [attempt for attempt in self.attempts if attempt.was_asked_for]
+        return asked[-1] if asked else None
+
+    @property
     def pending_request(self) -> dict[str, Any] | None:
         """The newest request of an operator that no attempt has answered yet."""
-        last = self.attempts[-1].number if self.attempts else 0
+        last = self.last_asked.number if self.last_asked else 0
         return next(
             (
                 event.data
@@ -92,7 +104,7 @@ class RunHistory:
     @property
     def last_decision(self) -> dict[str, Any] | None:
         """The decision taken after the last attempt, if there is one."""
-        last = self.attempts[-1].number if self.attempts else 0
+        last = self.last_asked.number if self.last_asked else 0
         return next(
             (
                 event.data

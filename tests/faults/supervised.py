@@ -1,0 +1,22 @@
+"""One supervisor's life: `python supervised.py RUN_DIRECTORY`, with the shim under it alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.index import Index
+from holdfast.flows.supervise import Supervisor, submit_next
+
+# The jobs that it submits are not to be struck.
+for name in ("LD_PRELOAD", "FAULT_ROOT", "FAULT_CONTROL", "FAULT_TRACE"):
+    os.environ.pop(name, None)
+
+if __name__ == "__main__":
+    with Index() as index:
+        log = logging.getLogger("holdfast.test")
+        paths = RunPaths(Path(sys.argv[1]))
+        print(Supervisor(paths=paths, index=index, log=log, submit=submit_next).run().state)

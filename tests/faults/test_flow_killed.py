@@ -1,0 +1,229 @@
+"""The supervising process is killed after each thing that it does; the next one goes on from there.
+
+A run of two attempts is recorded first. Then one run lives through many supervisors: each is
+struck where the record says that the next effect takes place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.faults.shim import Action, Call, Point, Shim, pattern_of
+
+from holdfast.contracts.attempt import Claim, Submission, read_document
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, RunState
+from holdfast.flows.drills.invariants import check_submissions
+from holdfast.flows.index import Index
+from holdfast.lineage import queries
+from holdfast.workers.executors import executor_for
+from holdfast.workers.runs import create_run
+
+LIFE_S = 120.0
+LIVES_MAX = 200
+LAUNCHER = "holdfast.workers.executors.local_launch"
+SUPERVISED = Path(__file__).with_name("supervised.py")
+EFFECTS = {"mkdir", "write", "rename", "link", "unlink"}
+# The first line of each life is that it supervises; the second is what it did.
+JOURNAL = Point("write", "runs/kelp/journal/flow.jsonl", 2)
+# Where a second attempt is wanted, it kills its agent the first time that it is started.
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+run = pathlib.Path(os.environ["HOLDFAST_RUN_DIR"])
+attempt = os.environ["HOLDFAST_ATTEMPT"]
+starts = run.parent.parent / "starts"
+is_fatal = sys.argv[1] == "2" and not starts.exists()
+with open(starts, "a") as told:
+    told.write(attempt + "\\n")
+if is_fatal:
+    claim = json.loads((run / "attempts" / f"{int(attempt):04d}" / "claim.json").read_text())
+    os.kill(claim["pid"], signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+class Flow:
+    """Supervisors of one run, one after the other, each under a shim."""
+
+    def __init__(self, library: Path, folder: Path, attempts: int) -> None:
+        folder.mkdir()
+        self.attempts = attempts
+        self.folder = folder
+        (folder / "program.py").write_text(PROGRAM)
+        spec = {
+            "name": "kelp",
+            "command": ["program.py", str(attempts)],
+            "launch": {"working_directory": str(folder)},
+            "supervision": {
+                "poll_s": 0.1,
+                "heartbeat_s": 0.3,
+                "backoff_s": 0.1,
+            },
+        }
+        self.paths = create_run(RunSpec.model_validate(spec), folder / "runs", created_by="tester")
+        self.shim = Shim(library, folder, folder / "shim")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The next supervisor's life."""
+        home = {"HOLDFAST_HOME": str(self.folder / "home")}
+        with open(self.folder / "flow.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, str(SUPERVISED), str(self.paths.directory)],
+                env={**os.environ, **home, **self.shim.environment},
+                stdout=log,
+                stderr=log,
+            )
+
+    def live(self, point: Point, action: Action = Action.KILL_AFTER) -> bool:
+        """One life; True when it was struck, False when it came to the run's end."""
+        self.shim.arm(point, "", action)
+        process = self.start()
+        code = process.wait(LIFE_S)
+        assert code == (-9 if self.shim.has_fired else 0), (point, self.log())
+        return self.shim.has_fired
+
+    def live_until_launch(self) -> None:
+        """One life, ended while the job that it submits is being started."""
+        self.shim.let_pass()
+        process = self.start()
+        give_up = time.monotonic() + LIFE_S
+        while time.monotonic() < give_up and not _is_launching(process.pid):
+            time.sleep(0.005)
+        process.kill()
+        process.wait(LIFE_S)
+
+    def finish(self) -> RunHistory:
+        """A last life that nothing befalls, and what is then on disk."""
+        self.shim.let_pass()
+        assert self.start().wait(LIFE_S) == 0, self.log()
+        return load_history(self.paths)
+
+    def log(self) -> str:
+        return (self.folder / "flow.log").read_text()
+
+    def close(self) -> None:
+        """Leave no job behind, whatever a failed test left running."""
+        self.shim.close()
+        for view in load_history(self.paths).attempts:
+            if view.request is not None and not view.state.is_terminal:
+                executor = executor_for("local")
+                found = executor.find(view.request)
+                if found is not None:
+                    executor.cancel(view.request, found)
+
+
+def _is_launching(pid: int) -> bool:
+    for child in psutil.Process(pid).children():
+        try:
+            if LAUNCHER in child.cmdline():
+                return True
+        except psutil.NoSuchProcess:
+            continue
+    return False
+
+
+@pytest.fixture
+def flow(shim_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flow]:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "flow" / "home"))
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    made = Flow(shim_library, tmp_path / "flow", attempts=1)
+    yield made
+    made.close()
+
+
+def expect_all_told(flow: Flow, history: RunHistory) -> None:
+    """One job per attempt, one line for each thing that happened, and the index knows them."""
+    assert history.state is RunState.COMPLETED, flow.log()
+    assert check_submissions(flow.paths, history.events) == []
+    starts = (flow.folder / "starts").read_text().split()
+    tried = [view for view in history.attempts if view.job_id is not None]
+    assert starts == [str(view.number) for view in tried], "each job trained once, in its turn"
+    states = [AttemptState.LOST] * (flow.attempts - 1) + [AttemptState.COMPLETED]
+    assert [view.state for view in tried] == states
+    told = Counter((e.kind, e.data.get("attempt")) for e in history.events)
+    for view in history.attempts:
+        assert told[EventKind.ATTEMPT_ENDED, view.number] == 1
+        # Of one that was given up before it was asked for there is nothing to account for.
+        assert told[EventKind.GOODPUT, view.number] == 1 or view.request is None
+        assert told[EventKind.ATTEMPT_RESERVED, view.number] == (view.request is not None)
+        attempt = flow.paths.attempt(view.number)
+        job = read_document(Submission, attempt.submission) or read_document(Claim, attempt.claim)
+        assert told[EventKind.ATTEMPT_SUBMITTED, view.number] == (job is not None)
+    assert told[EventKind.RUN_ENDED, None] == 1
+    with Index() as index:
+        shown = queries.show_run(index.open(), str(flow.paths.directory))
+    assert shown["state"] == "completed"
+    numbers = [attempt["number"] for attempt in shown["attempts"]]
+    assert numbers == [view.number for view in history.attempts]
+
+
+def test_a_flow_killed_while_it_submits_and_while_it_tells_loses_nothing(flow: Flow) -> None:
+    document = "runs/kelp/attempts/*/{}.json"
+    assert flow.live(Point("mkdir", "runs/kelp/attempts/*", 1))
+    assert flow.live(Point("rename", document.format("request"), 1))
+    assert flow.live(Point("rename", document.format("submission"), 1), Action.KILL_BEFORE)
+    assert flow.live(Point("rename", document.format("submission"), 1))
+    expect_all_told(flow, flow.finish())
+
+
+def recorded_points(calls: list[Call]) -> list[Point]:
+    """Where a supervisor changes something, in order, each place once.
+
+    Attempts are numbered on as some are cut short, and lines of the journal are met as such.
+    """
+    points = []
+    for call in calls:
+        pattern = re.sub(r"attempts/\d+", "attempts/*", pattern_of(call.path))
+        if call.op in EFFECTS and not call.only_reads and call.result >= 0:
+            points.append(JOURNAL if pattern == JOURNAL.pattern else Point(call.op, pattern, 1))
+    return [p for i, p in enumerate(points) if p is JOURNAL or p not in points[:i]]
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(3600)
+def test_a_flow_killed_after_each_of_its_effects_loses_nothing(
+    shim_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Flow(shim_library, tmp_path / "recorded", attempts=2)
+    recording.shim.trace()
+    assert recording.start().wait(LIFE_S) == 0, recording.log()
+    points = recorded_points(recording.shim.calls())
+    expect_all_recorded(points)
+    recording.close()
+    struck, lives = 0, 0
+    while points and lives < LIVES_MAX:
+        flow = Flow(shim_library, tmp_path / f"flow{lives}", attempts=2)
+        monkeypatch.setenv("HOLDFAST_HOME", str(flow.folder / "home"))
+        try:
+            flow.live_until_launch()
+            is_over = False
+            while points and not is_over and lives < LIVES_MAX:
+                lives += 1
+                point = points.pop(0)
+                is_over = not flow.live(point)
+                struck += not is_over
+            expect_all_told(flow, flow.finish())
+        finally:
+            flow.close()
+    print(json.dumps({"struck": struck, "lives": lives}))
+    assert not points
+    assert struck > 25
+
+
+def expect_all_recorded(points: list[Point]) -> None:
+    """The record has what a supervisor is known to do."""
+    names = {os.path.basename(point.pattern) for point in points}
+    assert {"request.json", "submission.json", "flow.jsonl"} <= names, names
+    assert any("holdfast.db" in point.pattern for point in points), names
