@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ class Step:
     number: int
 
 
-class Job:
+class Job(ABC):
     """A training job whose ranks can be killed. `records` is where its steps are told."""
 
     def __init__(self, folder: Path) -> None:
@@ -71,9 +72,9 @@ class Job:
         poison = str(self.folder / "poison")
         return {"records": str(self.records), "poison": poison, "steps": 10**7, "step_s": STEP_S}
 
+    @abstractmethod
     def root_process(self) -> int:
         """The process above all of the job's."""
-        raise NotImplementedError
 
     def stages(self, since: float) -> dict[str, float]:
         """What is known of a recovery that began at `since`, seconds after it."""
@@ -121,9 +122,9 @@ class Job:
             **self.stages(at),
         }
 
+    @abstractmethod
     def end(self) -> None:
         """Leave nothing of it behind."""
-        raise NotImplementedError
 
 
 class Held(Job):
