@@ -12,6 +12,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import RunPaths
+from holdfast.flows.flow_lock import is_supervised
 
 LOG_TAIL_BYTES: Final = 4096
 # A flow without an API starts Prefect's own small server; on a busy machine it is slow to answer.
@@ -63,6 +64,11 @@ def start_flow(paths: RunPaths) -> Started:
 
     flow_run = submit_to_prefect(flow_parameters(paths), name=paths.name)
     return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
+
+
+def start_if_alone(paths: RunPaths) -> Started:
+    """Start a flow for a run that is to go on, unless one is there: then its word suffices."""
+    return Started() if is_supervised(paths.flow_lock) else start_flow(paths)
 
 
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:

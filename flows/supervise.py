@@ -28,9 +28,9 @@ from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
-from holdfast.flows.index import Index
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.progress import describe_progress
+from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
     abandon_reservation,

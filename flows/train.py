@@ -22,10 +22,10 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
-from holdfast.flows.index import Index
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import Log, Supervisor, submit_next
+from holdfast.lineage.index import Index
 from holdfast.workers import preflight, runs
 
 

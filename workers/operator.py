@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import time
+from collections.abc import Iterator
 from typing import Final, Literal
 
 from holdfast.contracts.attempt import (
@@ -14,14 +17,20 @@ from holdfast.contracts.attempt import (
     read_document,
     write_document,
 )
-from holdfast.contracts.errors import NotFoundError, SchedulerError, SpecError
+from holdfast.contracts.errors import (
+    NotFoundError,
+    RequestConflictError,
+    SchedulerError,
+    SpecError,
+)
 from holdfast.contracts.history import (
+    OPERATOR_GOES_ON,
     AttemptView,
     RunHistory,
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id
 from holdfast.contracts.states import RunState
@@ -33,6 +42,8 @@ Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
 ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
 # What a live attempt is told; `resume` finds none.
 _ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
+# So long another operator waits for what was asked to come about.
+UNDER_WAY_S: Final = 60.0
 
 
 def request(
@@ -42,24 +53,29 @@ def request(
     by: str,
     gpus: int | None = None,
     writer: str = "cli",
+    alone: bool = False,
 ) -> str:
     """Ask that a run be stopped, paused, resumed, cancelled or relaunched; returns what happens.
 
     The request is journaled, then a live attempt is told to end after one last checkpoint and a
     queued one is taken back. Harmless when repeated. Raises `SpecError` for what makes no sense
-    and `NotFoundError` without a run.
+    and `NotFoundError` without a run; where it must be `alone`, `RequestConflictError` while what
+    somebody asked for a moment ago has not come about.
     """
-    history = load_history(paths)
-    _check(history, action, gpus)
-    last = history.last_attempt
-    with JournalWriter(paths.journal_of(writer)) as journal:
-        journal.append(
-            EventKind.OPERATOR_REQUEST,
-            action=action,
-            by=by,
-            gpus=gpus,
-            after_attempt=last.number if last else 0,
-        )
+    with _turn(paths):
+        history = load_history(paths)
+        if alone:
+            _refuse_second(history, time.time())
+        _check(history, action, gpus)
+        last = history.last_attempt
+        with JournalWriter(paths.journal_of(writer)) as journal:
+            journal.append(
+                EventKind.OPERATOR_REQUEST,
+                action=action,
+                by=by,
+                gpus=gpus,
+                after_attempt=last.number if last else 0,
+            )
     if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
         return _what_follows(history, action, gpus)
     return _end_attempt(paths.attempt(last.number), last, action, by)
@@ -85,6 +101,41 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.UNPINNED, checkpoint=checkpoint, by=by)
     return checkpoint_id(paths.name, checkpoint)
+
+
+@contextlib.contextmanager
+def _turn(paths: RunPaths) -> Iterator[None]:
+    """One operator after the other: each sees what the one before asked for."""
+    if not paths.spec.exists():
+        # No lock is left in a folder that is no run's; who reads the history says so.
+        yield
+        return
+    handle = os.open(paths.operator_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _refuse_second(history: RunHistory, now: float) -> None:
+    """Raise `RequestConflictError` while the newest request is fresh and not yet carried out."""
+    last, asked = history.last_attempt, history.pending_request
+    told = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
+    if asked is None or asked.get("by") == GROWER or now - told[-1].time > UNDER_WAY_S:
+        return
+    has_ended = last is None or last.state.is_terminal
+    if has_ended and asked["action"] not in OPERATOR_GOES_ON:
+        return
+    who, what = str(asked.get("by") or "somebody"), str(asked["action"])
+    size = f" at {asked['gpus']} GPUs" if asked.get("gpus") else ""
+    raise RequestConflictError(
+        f"{who} asked {now - told[-1].time:.0f} s ago to {what} run {history.paths.name}{size}, "
+        "and that is under way; look how it goes, then ask again",
+        by=who,
+        action=what,
+        at=told[-1].time,
+    )
 
 
 def _check(history: RunHistory, action: Action, gpus: int | None) -> None:

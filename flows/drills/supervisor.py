@@ -13,8 +13,8 @@ from typing import Final
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
-from holdfast.flows.index import Index
 from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.lineage.index import Index
 
 ENDS_WELL: Final = frozenset({RunState.COMPLETED, RunState.CANCELLED})
 

@@ -19,9 +19,9 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.flow_lock import FlowLock, is_supervised
-from holdfast.flows.index import Index
 from holdfast.flows.supervise import JOURNAL, REFUSALS_MAX, Supervisor
 from holdfast.lineage import queries
+from holdfast.lineage.index import Index
 from holdfast.workers import operator
 from holdfast.workers.attempts import reserve, submit_attempt
 from holdfast.workers.runs import create_run

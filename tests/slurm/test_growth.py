@@ -14,8 +14,8 @@ from tests.process.local_runs import LocalRun, wait_until
 from holdfast.contracts.journal import GROWER, EventKind
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.flows.index import Index
 from holdfast.flows.supervise import Supervisor
+from holdfast.lineage.index import Index
 from holdfast.workers import operator
 
 ONE_NODE = {"executor": "slurm", "gpus_per_node": 4, "partition": "spot"}

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.cli.watch_words import noticed
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.watch_words import noticed
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.workers import heartbeats
 from holdfast.workers.heartbeats import NodeBeat

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
-from holdfast.contracts.leases import reading
-from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
-from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths, checkpoint_id
-
-# A checkpoint in a mirror is read whole, over whatever lies in between.
-MIRROR_TIMEOUT_S: Final = 6 * 3600.0
-OVERTAKEN: Final = "a reader or a pin came in between, or another process deletes it"
-
-if TYPE_CHECKING:
-    from holdfast.workers.retention import Verdict
+from holdfast.contracts.manifest import Manifest, find_damage
+from holdfast.contracts.paths import checkpoint_id
 
 CheckpointArgument = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's id (run:step-…) or path.")
@@ -69,28 +59,11 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Delete the checkpoints that no rule, pin or use keeps; their manifests stay."""
-    from holdfast.workers import deletion, retention
+    from holdfast.workers import pruning
 
     paths = locate_run(run, root)
     look_at(paths)
-    plan = retention.plan_run(paths)
-    gone = {one.name for one in plan if not one.is_kept}
-    if not dry_run:
-        gone = {one.name for one in deletion.apply(paths, by=user_name(), writer="cli")}
-    deleted = [_verdict_facts(one, one.reason) for one in plan if one.name in gone]
-    kept = [
-        _verdict_facts(one, one.reason if one.is_kept else OVERTAKEN)
-        for one in plan
-        if one.name not in gone
-    ]
-    facts: dict[str, Any] = {
-        "run": paths.name,
-        "dry_run": dry_run,
-        "deleted": deleted,
-        "kept": kept,
-        "bytes_deleted": sum(one["bytes"] for one in deleted),
-        "bytes_kept": sum(one["bytes"] for one in kept),
-    }
+    facts = pruning.prune(paths, by=user_name(), dry_run=dry_run)
     answer(facts, as_json, _render_prune)
 
 
@@ -105,44 +78,13 @@ def verify(
 
     Where the run's files went to the nodes' own disks, the copy in its mirror is read.
     """
-    directory = _directory_of(checkpoint, root)
-    record = read_record(directory)
-    damaged: list[str] = []
-    manifest: Manifest | None = None
-    try:
-        with reading(directory):
-            manifest = read_manifest(directory)
-            if manifest is None:
-                damaged = ["manifest.json: missing: the checkpoint was never committed"]
-            elif record is not None and _is_elsewhere(directory, manifest):
-                damaged = _damage_in_mirror(record.url, manifest)
-            else:
-                damaged = _strangeness(directory, manifest)
-                damaged += _damage(directory, manifest, show=not as_json)
-    except DamagedCheckpointError as error:
-        damaged = list(error.damaged)
-    except OSError as error:
-        damaged = [f"manifest.json: cannot be read: {error.strerror}"]
-    facts: dict[str, Any] = {
-        "ok": not damaged,
-        "checkpoint": manifest.id if manifest else directory.name,
-        "path": str(directory),
-        "mirror": record.url if record else None,
-        "files": len(manifest.files) if manifest else 0,
-        "bytes": manifest.bytes if manifest else 0,
-        "damaged": damaged,
-    }
+    from holdfast.workers import verification
+
+    find = partial(_damage, show=not as_json)
+    facts = verification.verify(_directory_of(checkpoint, root), find)
     answer(facts, as_json, _render_verify)
-    if damaged:
+    if not facts["ok"]:
         raise typer.Exit(1)
-
-
-def _strangeness(directory: Path, manifest: Manifest) -> list[str]:
-    """A line when the directory lies in a run and its manifest was written for another one."""
-    record = read_document(RunRecord, RunPaths(directory.parent.parent).spec)
-    if record is None or record.uid == manifest.run_uid:
-        return []
-    return [f"manifest.json: of another run, {manifest.run}; this one is {record.run}"]
 
 
 def _directory_of(checkpoint: str, root: str | None) -> Path:
@@ -150,32 +92,9 @@ def _directory_of(checkpoint: str, root: str | None) -> Path:
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         return path.resolve()
-    paths, name = locate_checkpoint(checkpoint, root)
-    directory = paths.checkpoint(name)
-    if directory.is_dir():
-        return directory
-    if paths.tombstone(name).is_file():
-        raise NotFoundError(
-            f"{checkpoint}: deleted; {paths.tombstone(name)} is the manifest it had, and "
-            f"`holdfast checkpoints {paths.name}` says why"
-        )
-    raise NotFoundError(
-        f"{checkpoint}: no such directory ({directory}); `holdfast checkpoints {paths.name}` "
-        "lists those there are"
-    )
+    from holdfast.workers.verification import directory_to_verify
 
-
-def _is_elsewhere(directory: Path, manifest: Manifest) -> bool:
-    """True when nothing but the manifest is here: the files are on nodes and in the mirror."""
-    return not any((directory / entry.path).exists() for entry in manifest.files)
-
-
-def _damage_in_mirror(location: str, manifest: Manifest) -> list[str]:
-    """The damaged files of the copy; raises `MirrorError` when the mirror cannot be asked."""
-    from holdfast.workers import mirrors
-
-    answer = mirrors.ask(location, "verify", manifest.name, timeout_s=MIRROR_TIMEOUT_S)
-    return [f"in the mirror: {line}" for line in answer["damaged"]]
+    return directory_to_verify(*locate_checkpoint(checkpoint, root))
 
 
 def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
@@ -189,15 +108,6 @@ def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("verify", total=manifest.bytes)
         return find_damage(directory, manifest, progress=lambda count: progress.advance(bar, count))
-
-
-def _verdict_facts(verdict: Verdict, reason: str) -> dict[str, Any]:
-    return {
-        "checkpoint": verdict.name,
-        "step": verdict.step,
-        "bytes": verdict.bytes,
-        "reason": reason,
-    }
 
 
 def _render_prune(facts: dict[str, Any]) -> None:

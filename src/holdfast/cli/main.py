@@ -21,6 +21,7 @@ from holdfast.cli import (
     drill,
     logs,
     operate,
+    serve,
     submit,
     views,
 )
@@ -34,7 +35,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (submit, views, logs, operate, checkpoints, database, deploy, doctor, bench, drill):
+for module in (
+    *(submit, views, logs, operate, checkpoints, serve),
+    *(database, deploy, doctor, bench, drill),
+):
     module.register(app)
 
 

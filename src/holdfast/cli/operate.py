@@ -81,13 +81,9 @@ def _ask(
 
 def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:
     """Start a flow for a request to go on; while one is there, the request alone suffices."""
-    from holdfast.flows.flow_lock import is_supervised
-    from holdfast.flows.start import Started, start_flow
+    from holdfast.flows.start import Started, start_if_alone
 
-    goes_on = action in {"relaunch", "resume"}
-    started = Started()
-    if goes_on and not is_supervised(paths.flow_lock):
-        started = start_flow(paths)
+    started = start_if_alone(paths) if action in {"relaunch", "resume"} else Started()
     if started.warning:
         warn(f"holdfast: {started.warning}")
     return started.as_json()

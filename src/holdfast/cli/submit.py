@@ -14,15 +14,11 @@ from holdfast.cli.index import (
     choose_root,
     locate_checkpoint,
     look_at,
-    open_index,
     user_name,
 )
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.attempt import Request, RunRecord
-from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 
@@ -66,6 +62,8 @@ def submit(
         answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
         return
     if not skip_preflight:
+        from holdfast.flows.forks import check_everything
+
         check_everything(run_spec, home)
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.runs import attach_or_create, newest_generation
@@ -85,30 +83,19 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Begin a new run, under another name, from a committed checkpoint."""
-    from holdfast.flows.parameters import load_spec
+    from holdfast.flows.forks import fork_run
     from holdfast.workers.grace import warnings_of
-    from holdfast.workers.runs import ForkPoint, create_run, newest_generation
 
     parent, directory = locate_checkpoint(checkpoint, root)
-    manifest = committed_manifest(parent, directory)
-    table = {**load_history(parent).record.spec, "name": name}
-    run_spec = load_spec(table, overrides or ())
-    home = choose_root(root) if root else parent.directory.parent
-    if newest_generation(home, run_spec.name) is not None:
-        raise RunConflictError(
-            f"{run_spec.name}: there is a run of this name under {home}; give another --name"
-        )
-    check_everything(run_spec, home)
-    origin = ForkPoint(
-        checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
+    paths = fork_run(
+        parent,
+        directory,
+        name=name,
+        overrides=overrides or (),
+        by=user_name(),
+        root=choose_root(root) if root else None,
     )
-    paths = create_run(run_spec, home, created_by=user_name(), forked=origin)
-    record = load_history(paths).record
-    with JournalWriter(parent.journal_of("cli")) as journal:
-        journal.append(
-            EventKind.FORKED, checkpoint=directory, into_uid=record.uid, into_run=paths.name
-        )
-    warnings = warnings_of(run_spec, parent)
+    warnings = warnings_of(load_history(paths).spec, parent)
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
@@ -128,55 +115,14 @@ def first_request(spec: RunSpec, root: Path) -> Request:
     return build_request(record, spec, attempt=1, gpus=spec.gpus, reason="first")
 
 
-def check_everything(spec: RunSpec, root: Path) -> None:
-    """Find what would refuse the run later: cluster, program, root, database, Prefect.
-
-    Raises the error of the first part that has problems; nothing has been created then.
-    """
-    from holdfast.flows.start import has_service
-    from holdfast.workers.preflight import check
-
-    check(spec, root)
-    open_index().close()
-    if has_service():
-        from holdfast.flows.deployments import check_service
-
-        check_service()
-
-
-def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
-    """The manifest of a checkpoint that can be begun from.
-
-    Raises `NotFoundError` when there is no such directory and `CheckpointError` when it was
-    never committed.
-    """
-    folder = paths.checkpoint(directory)
-    if not folder.is_dir():
-        known = [path.name for path in paths.list_checkpoints()[-5:]]
-        raise NotFoundError(
-            f"{paths.name} has no checkpoint {directory}; the newest there are: "
-            f"{', '.join(known) or 'none'}"
-        )
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise CheckpointError(
-            f"{folder} was never committed (no manifest.json); choose one that `holdfast "
-            f"checkpoints {paths.name}` lists as committed"
-        )
-    return manifest
-
-
 def start_and_follow(
     paths: RunPaths, warnings: Sequence[str] = (), *, created: bool, wait: bool, as_json: bool
 ) -> None:
     """Start a flow for the run unless one lives or nothing is left to do; then follow or end."""
-    from holdfast.flows.flow_lock import is_supervised
-    from holdfast.flows.start import Started, start_flow
+    from holdfast.flows.start import Started, start_if_alone
 
     history = look_at(paths)
-    started = Started()
-    if history.state.is_live and not is_supervised(paths.flow_lock):
-        started = start_flow(paths)
+    started = start_if_alone(paths) if history.state.is_live else Started()
     for warning in (*warnings, *([started.warning] if started.warning else [])):
         warn(f"holdfast: {warning}")
     facts: dict[str, Any] = {

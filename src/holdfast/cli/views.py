@@ -27,17 +27,15 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
-from holdfast.cli.watch_words import noticed
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.watch_words import FAILED_SAVES_MAX, failed_saves, noticed
 
 DIGEST_CHARACTERS = 12
-FAILED_SAVES_MAX = 10
 
 
 def register(app: typer.Typer) -> None:
@@ -79,7 +77,7 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
         shown = queries.show_run(database, directory)
         events = load_events(RunPaths(Path(directory)))
         found = {
-            "failed_saves": _failed_saves(events),
+            "failed_saves": failed_saves(events),
             "noticed": noticed(events),
             "warnings": _warnings(shown),
         }
@@ -110,21 +108,6 @@ def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
     """A checkpoint and, as disk has it, the place in the mirror where its copy is."""
     record = read_record(Path(row["path"]))
     return {**row, "mirror": record.url if record else None}
-
-
-def _failed_saves(events: Sequence[Event]) -> list[dict[str, Any]]:
-    """The last saves that were not committed and why, as the journal on disk has them."""
-    found = {
-        str(event.data["checkpoint"]): {
-            "checkpoint": event.data["checkpoint"],
-            "step": event.data["step"],
-            "error": event.data["error"],
-            "at": event.time,
-        }
-        for event in events
-        if event.kind is EventKind.SAVE_FAILED
-    }
-    return list(found.values())[-FAILED_SAVES_MAX:]
 
 
 def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:

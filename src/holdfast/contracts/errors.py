@@ -4,6 +4,7 @@ HoldfastError
 ├── SpecError (ValueError)               a run spec, override or argument that cannot be meant
 ├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
 ├── RunConflictError (RuntimeError)      the name belongs to another live run
+├── RequestConflictError (RuntimeError)  another operator has just asked for something else
 ├── RunFailedError (RuntimeError)        a run ended failed, with its cause
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
 ├── IllegalTransitionError (RuntimeError) a state change that the transition table does not have
@@ -51,6 +52,16 @@ class PreflightError(HoldfastError, RuntimeError):
 
 class RunConflictError(HoldfastError, RuntimeError):
     """The name belongs to another live run, or to one that only `relaunch` continues."""
+
+
+class RequestConflictError(HoldfastError, RuntimeError):
+    """An operator's request is still under way: `by` asked for `action` at `at`, Unix seconds."""
+
+    def __init__(self, message: str, *, by: str, action: str, at: float) -> None:
+        super().__init__(message)
+        self.by = by
+        self.action = action
+        self.at = at
 
 
 class RunFailedError(HoldfastError, RuntimeError):

@@ -69,6 +69,7 @@ class EventKind(StrEnum):
     HANG_CONFIRMED = "hang_confirmed"  # incarnation, reason, silent, finding, dumps
     STRAGGLER = "straggler"  # incarnation, rank, own_s, peers_s, step_s
     NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or came again
+    AUDIT = "audit"  # action, by, role, address, token, outcome, and the action's own facts
     NOTE = "note"  # text
 
 

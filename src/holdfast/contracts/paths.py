@@ -181,6 +181,11 @@ class RunPaths:
         return self.directory / "flow.lock"
 
     @property
+    def operator_lock(self) -> Path:
+        """Held while an operator looks whether another one's request is under way, and asks."""
+        return self.directory / "operator.lock"
+
+    @property
     def flow_log(self) -> Path:
         """The output of a flow that was started here and not by a Prefect worker."""
         return self.directory / "flow.log"

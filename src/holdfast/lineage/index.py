@@ -1,8 +1,9 @@
-"""The index of runs as a flow uses it: wanted at the start of a run, done without after it."""
+"""The index as long-lived processes use it: opened when needed, and again after it was away."""
 
 from __future__ import annotations
 
 import os
+import threading
 
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.paths import RunPaths
@@ -11,27 +12,32 @@ from holdfast.lineage.ingest import ingest_run
 
 
 class Index:
-    """The database, opened when it is first needed and again after it was away."""
+    """The database, opened when it is first needed and again after it was away.
+
+    Safe for several threads. A connection to a file that was removed or replaced is not used
+    again: what is written there nobody reads.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._database: Database | None = None
         self._file: tuple[int, int] | None = None
 
     def open(self) -> Database:
         """The database. Raises `LineageError` with what to do when it cannot be used."""
-        if self._database is None:
-            self._database = open_database()
-            self._file = _file_of(self._database)
-        return self._database
+        with self._lock:
+            if self._database is not None and _file_of(self._database) != self._file:
+                self.close()
+            if self._database is None:
+                self._database = open_database()
+                self._file = _file_of(self._database)
+            return self._database
 
     def update(self, paths: RunPaths) -> None:
         """Bring one run's rows in line with its folder. Raises `LineageError`.
 
-        A connection that failed is not used again, nor one to a file that was removed or replaced:
-        what is written there nobody reads.
+        A connection that failed is not used again.
         """
-        if self._database is not None and _file_of(self._database) != self._file:
-            self.close()
         try:
             ingest_run(self.open(), paths)
         except LineageError:
@@ -40,9 +46,10 @@ class Index:
 
     def close(self) -> None:
         """Give the connections back."""
-        if self._database is not None:
-            self._database.close()
-            self._database = None
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
 
     def __enter__(self) -> Index:
         return self

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.runs import storied_run
 
-from holdfast.flows.index import Index
 from holdfast.lineage import queries
 from holdfast.lineage.database import URL_VARIABLE, open_database
+from holdfast.lineage.index import Index
 
 
 def test_a_file_that_was_removed_under_an_open_index_is_made_anew(

@@ -1,4 +1,4 @@
-"""What the watches over ranks and nodes noticed, from the journal, for `holdfast show`."""
+"""What the watches over ranks, nodes and saves noticed, from the journal, for people. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final
 from holdfast.contracts.journal import Event, EventKind
 
 SHOWN_MAX: Final = 8
+FAILED_SAVES_MAX: Final = 10
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
@@ -32,6 +33,21 @@ def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
                 "dumps": dumps,
             }
     return list(found.values())[-SHOWN_MAX:]
+
+
+def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """The last `FAILED_SAVES_MAX` saves that were not committed, and why; `at` is Unix seconds."""
+    found = {
+        str(event.data["checkpoint"]): {
+            "checkpoint": event.data["checkpoint"],
+            "step": event.data["step"],
+            "error": event.data["error"],
+            "at": event.time,
+        }
+        for event in events
+        if event.kind is EventKind.SAVE_FAILED
+    }
+    return list(found.values())[-FAILED_SAVES_MAX:]
 
 
 def _words(event: Event) -> str:

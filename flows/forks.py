@@ -1,0 +1,87 @@
+"""Beginning a run: what must hold before it, and a fork from a committed checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.contracts.errors import CheckpointError, NotFoundError, RunConflictError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.flows.parameters import load_spec
+from holdfast.flows.start import has_service
+from holdfast.lineage.database import open_database
+from holdfast.workers.preflight import check
+from holdfast.workers.runs import ForkPoint, create_run, newest_generation
+
+
+def fork_run(
+    parent: RunPaths,
+    directory: str,
+    *,
+    name: str,
+    overrides: Sequence[str],
+    by: str,
+    root: Path | None = None,
+    writer: str = "cli",
+) -> RunPaths:
+    """Create the run `name` from the committed checkpoint `directory` of `parent`; not started.
+
+    It lies under `root`, the parent's unless given. Raises `RunConflictError` for a name in use,
+    `NotFoundError` or `CheckpointError` for a checkpoint that cannot be begun from, and what
+    `check_everything` raises.
+    """
+    manifest = committed_manifest(parent, directory)
+    spec = load_spec({**load_history(parent).record.spec, "name": name}, overrides)
+    home = root or parent.directory.parent
+    if newest_generation(home, spec.name) is not None:
+        raise RunConflictError(
+            f"{spec.name}: there is a run of this name under {home}; give another --name"
+        )
+    check_everything(spec, home)
+    origin = ForkPoint(
+        checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
+    )
+    paths = create_run(spec, home, created_by=by, forked=origin)
+    uid = load_history(paths).record.uid
+    with JournalWriter(parent.journal_of(writer)) as journal:
+        journal.append(EventKind.FORKED, checkpoint=directory, into_uid=uid, into_run=paths.name)
+    return paths
+
+
+def check_everything(spec: RunSpec, root: Path) -> None:
+    """Find what would refuse the run later: cluster, program, root, database, Prefect.
+
+    Raises the error of the first part that has problems; nothing has been created then.
+    """
+    check(spec, root)
+    open_database().close()
+    if has_service():
+        from holdfast.flows.deployments import check_service
+
+        check_service()
+
+
+def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
+    """The manifest of a checkpoint that can be begun from.
+
+    Raises `NotFoundError` when there is no such directory and `CheckpointError` when it was
+    never committed.
+    """
+    folder = paths.checkpoint(directory)
+    if not folder.is_dir():
+        known = [path.name for path in paths.list_checkpoints()[-5:]]
+        raise NotFoundError(
+            f"{paths.name} has no checkpoint {directory}; the newest there are: "
+            f"{', '.join(known) or 'none'}"
+        )
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CheckpointError(
+            f"{folder} was never committed (no manifest.json); choose one that `holdfast "
+            f"checkpoints {paths.name}` lists as committed"
+        )
+    return manifest

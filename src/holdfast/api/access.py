@@ -1,0 +1,80 @@
+"""Who asks: nobody on loopback, the holder of a token, or a page that logged in with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+
+from holdfast.api.problems import Refusal
+from holdfast.api.security import SAFE_METHODS
+from holdfast.api.services import Services, services_of
+from holdfast.api.sessions import COOKIE, CSRF_HEADER, same
+from holdfast.api.tokens import Role, Token
+
+LOG_IN = "log in, or send a token as `Authorization: Bearer hf_…`; `holdfast token add` makes one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """Who asks, as the records will show it. `token` is None where none is needed."""
+
+    name: str
+    role: Role
+    address: str
+    token: str | None = None
+    csrf: str | None = None
+
+
+def identify(request: Request) -> Caller | None:
+    """Who asks, or None for a stranger. Raises `Refusal` for a wrong token, or a forged change."""
+    services = services_of(request)
+    address = request.client.host if request.client else "unknown"
+    if not services.exposure.needs_token:
+        return Caller(name=services.user, role=Role.OPERATOR, address=address)
+    kind, _, text = request.headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        token = try_token(services, text.strip(), address)
+        return Caller(name=token.name, role=token.role, address=address, token=token.id)
+    found = services.sessions.find(request.cookies.get(COOKIE, ""))
+    if found is None:
+        return None
+    token, csrf = found
+    if request.method not in SAFE_METHODS and not same(request.headers.get(CSRF_HEADER, ""), csrf):
+        raise Refusal(403, f"{CSRF_HEADER}: not the session's; GET /api/v1/session tells it")
+    return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
+
+
+def try_token(services: Services, text: str, address: str) -> Token:
+    """The token that `text` is. Raises `Refusal` when it is none, or one was guessed too often."""
+    wait_s = services.tries.wait_s(address)
+    if wait_s:
+        raise Refusal(
+            429,
+            f"too many wrong tokens from {address}; wait {wait_s:.0f} s",
+            {"Retry-After": str(int(wait_s) + 1)},
+        )
+    token = services.tokens.check(text)
+    if token is None:
+        services.tries.failed(address)
+        raise Refusal(401, f"not a token of this server; {LOG_IN}", {"WWW-Authenticate": "Bearer"})
+    return token
+
+
+def _at_least(role: Role) -> Callable[[Request], Caller]:
+    def caller(request: Request) -> Caller:
+        found = identify(request)
+        if found is None:
+            raise Refusal(401, LOG_IN, {"WWW-Authenticate": "Bearer"})
+        if role is Role.OPERATOR and found.role is not Role.OPERATOR:
+            raise Refusal(403, f"{found.name} may read only; this needs a token of an operator")
+        return found
+
+    return caller
+
+
+Reader = Annotated[Caller, Depends(_at_least(Role.READER))]
+Operator = Annotated[Caller, Depends(_at_least(Role.OPERATOR))]
+AS_READER: Any = Depends(_at_least(Role.READER))

@@ -1,0 +1,57 @@
+"""The application: routes, guards and errors put together around one server's `Services`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Final
+
+from fastapi import APIRouter, FastAPI
+
+from holdfast import __version__
+from holdfast.api import problems
+from holdfast.api.routes import actions, checkpoints, live, page, runs, session
+from holdfast.api.schemas import Problem
+from holdfast.api.security import Guard
+from holdfast.api.services import Services
+
+PREFIX: Final = "/api/v1"
+
+
+def create_app(services: Services) -> FastAPI:
+    """The ASGI application; its watch runs from start-up to shut-down."""
+    app = FastAPI(
+        title="Holdfast",
+        version=__version__,
+        description="Runs, attempts, checkpoints and where they came from.",
+        openapi_url=f"{PREFIX}/openapi.json",
+        # Their pages load programs from elsewhere, which the content policy forbids.
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
+        responses={"4XX": {"model": Problem}, "5XX": {"model": Problem}},
+    )
+    app.state.services = services
+    problems.register(app)
+    api = APIRouter(prefix=PREFIX)
+    for module in (runs, checkpoints, actions, session):
+        api.include_router(module.router)
+    app.include_router(api)
+    app.include_router(live.router)
+    app.include_router(page.router)
+    app.add_middleware(Guard, exposure=services.exposure)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    services: Services = app.state.services
+    services.hub.open()
+    services.watch.start()
+    try:
+        yield
+    finally:
+        services.hub.close()
+        services.watch.stop()
+        services.jobs.close()
+        services.store.index.close()

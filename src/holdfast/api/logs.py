@@ -1,0 +1,119 @@
+"""The output of ranks, by stretches: never more than asked for, never outside of the run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final, Literal
+
+from holdfast.api.schemas import LogFile, LogPart
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+
+STRETCH_BYTES_MAX: Final = 1024 * 1024
+FILES_MAX: Final = 20_000
+Stream = Literal["stdout", "stderr"]
+_FILE = re.compile(r"node-(\d+)/i(\d+)/rank-(\d+)\.(stdout|stderr)\.log")
+
+
+def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
+    """The attempt of that number, or the last one. Raises `NotFoundError`."""
+    there = paths.list_attempts()
+    chosen = [one for one in there if number in {None, one.number}]
+    if not chosen:
+        which = (
+            f"no attempt {number}; the last is {there[-1].number}" if there else "no attempt yet"
+        )
+        raise NotFoundError(f"run {paths.name} has {which}")
+    return chosen[-1]
+
+
+def list_logs(attempt: AttemptPaths) -> list[LogFile]:
+    """Every rank's files, in order of rank, incarnation and stream."""
+    found = []
+    for path in attempt.logs.glob("node-*/i*/rank-*.log"):
+        match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
+        if match and _is_inside(path, attempt):
+            found.append(
+                LogFile(
+                    attempt=attempt.number,
+                    node=f"node-{match[1]}",
+                    incarnation=int(match[2]),
+                    rank=int(match[3]),
+                    stream=match[4],
+                    bytes=path.stat().st_size,
+                )
+            )
+            if len(found) == FILES_MAX:
+                break
+    return sorted(found, key=lambda one: (one.rank, one.incarnation, one.stream))
+
+
+def read_log(
+    paths: RunPaths,
+    attempt: AttemptPaths,
+    rank: int,
+    *,
+    stream: Stream,
+    incarnation: int | None,
+    offset: int | None,
+    limit: int,
+) -> LogPart:
+    """`limit` bytes of a rank's output from `offset` on, or the last ones without an offset.
+
+    Of the newest incarnation unless one is given. A stretch ends with a whole line where it can,
+    and always with a whole character. Raises `NotFoundError` when the rank wrote nothing there.
+    """
+    wanted = f"node-*/i{incarnation:02d}" if incarnation is not None else "node-*/i*"
+    found = [
+        path
+        for path in attempt.logs.glob(f"{wanted}/rank-{rank:05d}.{stream}.log")
+        if _is_inside(path, attempt)
+    ]
+    if not found:
+        raise NotFoundError(
+            f"rank {rank} of attempt {attempt.number} of run {paths.name} has no {stream}"
+            + (f" in incarnation {incarnation}" if incarnation is not None else "")
+        )
+    path = max(found, key=lambda one: one.parent.name)
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        start = max(0, size - limit) if offset is None else min(offset, size)
+        file.seek(start)
+        content = file.read(limit)
+    if offset is None and start:
+        # The tail begins with a whole line.
+        cut = content.find(b"\n") + 1
+        start, content = start + cut, content[cut:]
+    content = _whole(content, is_end=start + len(content) >= size)
+    return LogPart(
+        run=paths.name,
+        attempt=attempt.number,
+        rank=rank,
+        stream=stream,
+        incarnation=int(path.parent.name[1:]),
+        offset=start,
+        next_offset=start + len(content),
+        bytes=size,
+        text=content.decode(errors="replace"),
+        ended=attempt.outcome.exists(),
+    )
+
+
+def _whole(content: bytes, *, is_end: bool) -> bytes:
+    """Without a last line that goes on, or a last character that does."""
+    line = content.rfind(b"\n") + 1
+    if not is_end and line:
+        return content[:line]
+    for back in range(1, min(4, len(content)) + 1):
+        lead = content[-back]
+        if lead & 0xC0 == 0x80:
+            continue
+        wanted = 4 if lead >= 0xF0 else 3 if lead >= 0xE0 else 2 if lead >= 0xC0 else 1
+        return content[:-back] if wanted > back and len(content) > back else content
+    return content
+
+
+def _is_inside(path: Path, attempt: AttemptPaths) -> bool:
+    """False for a link that leads out of the attempt."""
+    return path.resolve().is_relative_to(attempt.directory.resolve())

@@ -1,0 +1,124 @@
+"""Errors as the API tells them: a status, a word for programs, a sentence for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from holdfast.contracts.errors import (
+    CheckpointError,
+    HoldfastError,
+    LineageError,
+    NotFoundError,
+    PreflightError,
+    RequestConflictError,
+    RunConflictError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    ServiceError,
+    SpecError,
+)
+
+LOG: Final = logging.getLogger("holdfast.api")
+PROBLEMS_MAX: Final = 50
+
+# The first that fits; the status, and the word for programs.
+_STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
+    (NotFoundError, 404, "not_found"),
+    (RequestConflictError, 409, "conflict"),
+    (RunConflictError, 409, "conflict"),
+    (SpecError, 422, "invalid"),
+    (PreflightError, 422, "preflight"),
+    (CheckpointError, 409, "checkpoint"),
+    (SchedulerUnavailableError, 503, "scheduler_away"),
+    (SchedulerError, 502, "scheduler"),
+    (ServiceError, 503, "service_away"),
+    (LineageError, 503, "database_away"),
+    (HoldfastError, 500, "error"),
+)
+_WORDS: Final = {
+    400: "invalid",
+    401: "log_in",
+    403: "forbidden",
+    404: "not_found",
+    405: "method",
+    409: "conflict",
+    413: "too_large",
+    415: "media_type",
+    421: "wrong_host",
+    422: "invalid",
+    429: "too_many",
+    500: "error",
+    503: "away",
+}
+
+
+class Refusal(Exception):
+    """What the API itself refuses, with the status it answers by."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+def problem(status: int, code: str, message: str, **more: Any) -> dict[str, Any]:
+    """The body of every answer that is none: `schemas.Problem`."""
+    return {"status": status, "code": code, "message": message, **more}
+
+
+def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """An answer for what never came to a route."""
+    body = problem(status, _WORDS.get(status, "refused"), message)
+    return JSONResponse(body, status_code=status, headers=dict(headers or {}))
+
+
+def register(app: FastAPI) -> None:
+    """Answer every error in one shape."""
+    app.add_exception_handler(Refusal, _refusal)
+    app.add_exception_handler(HoldfastError, _on_purpose)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(OSError, _files)
+
+
+async def _refusal(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refusal)
+    return refused(error.status, str(error), error.headers)
+
+
+async def _on_purpose(_: Request, error: Exception) -> JSONResponse:
+    status, code = next((s, c) for kind, s, c in _STATUS if isinstance(error, kind))
+    more: dict[str, Any] = {"problems": list(getattr(error, "problems", ()))[:PROBLEMS_MAX]}
+    if isinstance(error, RequestConflictError):
+        more |= {"by": error.by, "action": error.action, "at": error.at}
+    headers = {"Retry-After": "5"} if status == 503 else None
+    return JSONResponse(problem(status, code, str(error), **more), status, headers)
+
+
+async def _invalid(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    found = [
+        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()
+    ]
+    body = problem(422, "invalid", "; ".join(found[:3]), problems=found[:PROBLEMS_MAX])
+    return JSONResponse(body, 422)
+
+
+async def _http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return refused(error.status_code, str(error.detail), error.headers)
+
+
+async def _files(_: Request, error: Exception) -> JSONResponse:
+    """Storage that does not answer is no fault of the request, nor of the program."""
+    assert isinstance(error, OSError)
+    LOG.warning("storage: %s", error)
+    words = f"the run's storage cannot be used: {error.strerror or type(error).__name__}"
+    return JSONResponse(problem(503, "storage_away", words), 503, {"Retry-After": "5"})

@@ -1,0 +1,95 @@
+"""What an operator asks of a run: the same functions that the command calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from holdfast.api.access import AS_READER, Caller, Operator
+from holdfast.api.audit import audited
+from holdfast.api.routes.runs import RunId
+from holdfast.api.schemas import ActionDone, Ask, AskPrune, AskRelaunch, JobRow, Prune
+from holdfast.api.services import services_of
+from holdfast.api.watch import WRITER
+from holdfast.contracts.history import load_history
+from holdfast.workers import operator, pruning
+from holdfast.workers.operator import Action
+from holdfast.workers.reconcile import reconcile
+
+router = APIRouter(tags=["actions"], dependencies=[AS_READER])
+
+
+@router.post("/runs/{run}/relaunch")
+def relaunch(request: Request, run: RunId, body: AskRelaunch, caller: Operator) -> ActionDone:
+    """Continue in a new attempt, at `gpus`: a live run checkpoints first, an ended one goes on."""
+    return _ask(request, run, "relaunch", body, caller, gpus=body.gpus)
+
+
+@router.post("/runs/{run}/stop")
+def stop(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+    """End a run after one last checkpoint; `relaunch` continues it."""
+    return _ask(request, run, "stop", body, caller)
+
+
+@router.post("/runs/{run}/pause")
+def pause(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+    """Give a run's GPUs back after one last checkpoint, until `resume`."""
+    return _ask(request, run, "pause", body, caller)
+
+
+@router.post("/runs/{run}/resume")
+def resume(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+    """Continue a paused run."""
+    return _ask(request, run, "resume", body, caller)
+
+
+@router.post("/runs/{run}/cancel")
+def cancel(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
+    """End a run for good; what it has committed is kept."""
+    return _ask(request, run, "cancel", body, caller)
+
+
+@router.post("/runs/{run}/prune")
+def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Prune:
+    """Delete the checkpoints that no rule, pin or use keeps, or only say which they are."""
+    services = services_of(request)
+    paths = services.store.folder_of(run)
+    reconcile(paths, writer=WRITER)
+    with audited(paths, "prune", caller, dry_run=body.dry_run):
+        facts = pruning.prune(paths, by=caller.name, writer=WRITER, dry_run=body.dry_run)
+    services.watch.touch(paths)
+    return Prune.model_validate(facts)
+
+
+@router.get("/jobs/{job}")
+def show_job(request: Request, job: str) -> JobRow:
+    """How an action goes that takes a while."""
+    return JobRow.model_validate(vars(services_of(request).jobs.find(job)))
+
+
+def _ask(
+    request: Request,
+    run: str,
+    action: Action,
+    body: Ask,
+    caller: Caller,
+    *,
+    gpus: int | None = None,
+) -> ActionDone:
+    services = services_of(request)
+    paths = services.store.folder_of(run)
+    reconcile(paths, writer=WRITER)
+    started: dict[str, Any] = {}
+    with audited(paths, action, caller, gpus=gpus, force=body.force):
+        message = operator.request(
+            paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force
+        )
+        if action in {"relaunch", "resume"}:
+            started = dict(services.start(paths))
+    services.watch.touch(paths)
+    state = str(load_history(paths).state)
+    return ActionDone.model_validate(
+        {**started, "run": paths.name, "action": action, "gpus": gpus, "message": message}
+        | {"state": state}
+    )

@@ -1,0 +1,161 @@
+"""Checkpoints: one of them, its ancestors, and what an operator does with it."""
+
+from __future__ import annotations
+
+from pathlib import Path as FilePath
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Path, Request
+
+from holdfast.api.access import AS_READER, Operator
+from holdfast.api.audit import audited
+from holdfast.api.jobs import Job
+from holdfast.api.problems import Refusal
+from holdfast.api.schemas import (
+    AskFork,
+    AskPin,
+    CheckpointDetail,
+    Empty,
+    FileRow,
+    Forked,
+    JobRow,
+    Pinned,
+)
+from holdfast.api.services import Services, services_of
+from holdfast.api.watch import WRITER
+from holdfast.contracts.errors import DamagedCheckpointError, SpecError
+from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
+from holdfast.contracts.mirrors import read_record
+from holdfast.contracts.paths import RunPaths
+from holdfast.lineage import views
+from holdfast.workers import operator, verification
+
+CheckpointId = Annotated[str, Path(max_length=250, description="`<run>:<directory>`")]
+# What a fork may change from here: sizes, times and rules. Programs, paths and addresses are
+# changed where files can be, with `holdfast fork --set`.
+FORK_KEYS = frozenset(
+    {
+        *("resources.nodes", "resources.gpus_per_node", "resources.time_limit"),
+        *("elastic.min", "elastic.max", "checkpoint.interval", "checkpoint.budget"),
+        *("checkpoint.keep.last", "checkpoint.keep.every", "checkpoint.keep.ttl"),
+        *("cost.gpu_hour", "cost.on_demand_per_gpu_hour", "cost.currency"),
+    }
+)
+
+router = APIRouter(prefix="/checkpoints", tags=["checkpoints"], dependencies=[AS_READER])
+
+
+@router.get("/{checkpoint}")
+def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDetail:
+    """One checkpoint: shards, digests, topology, and the commands that continue from it."""
+    row = services_of(request).store.show_checkpoint(checkpoint)
+    directory = FilePath(row["path"])
+    manifest = _manifest(directory)
+    record = read_record(directory)
+    more: dict[str, Any] = {
+        "on_disk": directory.is_dir(),
+        "mirror": record.url if record else None,
+        "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
+        "manifest_files": [
+            FileRow(path=one.path, bytes=one.bytes, checksum=one.checksum)
+            for one in (manifest.files if manifest else ())
+        ],
+        "commands": {
+            "fork": f"holdfast fork {row['id']} --name NAME",
+            "verify": f"holdfast verify {row['id']}",
+            "load": f'holdfast.trainer.load_checkpoint("{row["path"]}")',
+        },
+    }
+    return cast(CheckpointDetail, {**row, **more})
+
+
+@router.get("/{checkpoint}/ancestry")
+def show_ancestry(request: Request, checkpoint: CheckpointId) -> list[views.CheckpointView]:
+    """A checkpoint, its parent, that one's parent and so on, through forks, to the first."""
+    return services_of(request).store.ancestry(checkpoint)
+
+
+@router.post("/{checkpoint}/pin")
+def pin(request: Request, checkpoint: CheckpointId, body: AskPin, caller: Operator) -> Pinned:
+    """Keep a checkpoint whatever the rules say."""
+    services = services_of(request)
+    paths, name = _on_disk(services, checkpoint)
+    with audited(paths, "pin", caller, checkpoint=name):
+        identity = operator.pin(paths, name, by=caller.name, note=body.note, writer=WRITER)
+    services.watch.touch(paths)
+    return Pinned(checkpoint=identity, pinned=True)
+
+
+@router.post("/{checkpoint}/unpin")
+def unpin(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> Pinned:
+    """Leave a checkpoint to the rules again."""
+    services = services_of(request)
+    paths, name = _on_disk(services, checkpoint)
+    with audited(paths, "unpin", caller, checkpoint=name):
+        identity = operator.unpin(paths, name, by=caller.name, writer=WRITER)
+    services.watch.touch(paths)
+    return Pinned(checkpoint=identity, pinned=False)
+
+
+@router.post("/{checkpoint}/verify", status_code=202)
+def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> JobRow:
+    """Read every byte and compare it with what was committed; the answer is a job's."""
+    services = services_of(request)
+    paths, name = _on_disk(services, checkpoint)
+    directory = verification.directory_to_verify(paths, name)
+    manifest = _manifest(directory)
+    job = Job(
+        kind="verify",
+        about=f"{paths.name}:{name}",
+        by=caller.name,
+        total_bytes=manifest.bytes if manifest else None,
+    )
+    with audited(paths, "verify", caller, checkpoint=name):
+        begun = services.jobs.start(
+            job,
+            lambda advance: verification.verify(
+                directory, lambda where, what: find_damage(where, what, progress=advance)
+            ),
+        )
+    return JobRow.model_validate(vars(begun))
+
+
+@router.post("/{checkpoint}/fork", status_code=201)
+def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Operator) -> Forked:
+    """Begin a new run, under another name, from a committed checkpoint."""
+    services = services_of(request)
+    strange = sorted(body.set.keys() - FORK_KEYS)
+    if strange:
+        raise SpecError(
+            f"{', '.join(strange)}: not to be changed from here; expected {', '.join(FORK_KEYS)}, "
+            "and for all else `holdfast fork --set`"
+        )
+    paths, name = _on_disk(services, checkpoint)
+    overrides = [f"{key}={_text(value)}" for key, value in body.set.items()]
+    with audited(paths, "fork", caller, checkpoint=name, into=body.name):
+        facts = services.fork(paths, name, body.name, overrides, caller.name)
+    services.watch.touch(paths)
+    return Forked.model_validate({**facts, "forked_from": f"{paths.name}:{name}"})
+
+
+def _on_disk(services: Services, checkpoint: str) -> tuple[RunPaths, str]:
+    run, name = services.store.find_checkpoint(checkpoint)
+    return services.store.folder_of(run.uid), name
+
+
+def _manifest(directory: FilePath) -> Manifest | None:
+    """What the manifest says, or None when there is none that can be believed."""
+    try:
+        return read_manifest(directory)
+    except (DamagedCheckpointError, OSError):
+        return None
+
+
+def _text(value: object) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    text = str(value)
+    if "\n" in text or "\0" in text:
+        raise Refusal(422, "a value of one line is expected")
+    return text

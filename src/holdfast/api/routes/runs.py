@@ -1,0 +1,167 @@
+"""Runs: lists, one run, and what belongs to it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+from fastapi import APIRouter, Path, Query, Request
+
+from holdfast.api.access import AS_READER
+from holdfast.api.logs import STRETCH_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
+from holdfast.api.paging import PAGE_DEFAULT, PAGE_MAX, Page
+from holdfast.api.redaction import redact, redact_text, secrets_of
+from holdfast.api.schemas import Heartbeats, LogFile, LogPart, Prune, RunDetail
+from holdfast.api.services import services_of
+from holdfast.api.vitals import live_step, read_nodes
+from holdfast.contracts.history import load_events, load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import RunState
+from holdfast.contracts.watch_words import failed_saves, noticed
+from holdfast.lineage import views
+from holdfast.lineage.models import CheckpointState
+from holdfast.workers import pruning
+
+RunId = Annotated[str, Path(max_length=120, description="the run's uid, folder or name")]
+After = Annotated[str | None, Query(max_length=4096, description="`next` of the page before")]
+Limit = Annotated[int, Query(ge=1, le=PAGE_MAX)]
+Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="attempt; the newest")]
+
+router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
+
+
+@router.get("")
+def list_runs(
+    request: Request,
+    state: Annotated[list[RunState] | None, Query(description="any of these")] = None,
+    search: Annotated[str | None, Query(max_length=200, description="in name or folder")] = None,
+    after: After = None,
+    limit: Limit = PAGE_DEFAULT,
+) -> Page[views.RunSummary]:
+    """Runs, newest first."""
+    states = tuple(str(one) for one in state or ())
+    return services_of(request).store.list_runs(states, search, after, limit)
+
+
+@router.get("/{run}")
+def show_run(request: Request, run: RunId) -> RunDetail:
+    """One run: its attempts with their causes, and where its time went."""
+    shown = services_of(request).store.show_run(run)
+    paths = RunPaths(services_of(request).store.find_run(shown["uid"]).paths.directory)
+    on_disk = paths.spec.is_file()
+    events = load_events(paths) if on_disk else ()
+    least, most = _gpu_range(shown["spec"])
+    detail: dict[str, Any] = {
+        **shown,
+        "on_disk": on_disk,
+        "failed_saves": failed_saves(events),
+        "noticed": noticed(events),
+        "live_step": live_step(paths) if RunState(shown["state"]).is_live else None,
+        "gpus_min": least,
+        "gpus_max": most,
+    }
+    return cast(RunDetail, _told(detail, shown["spec"]))
+
+
+@router.get("/{run}/attempts")
+def list_attempts(request: Request, run: RunId) -> list[views.AttemptView]:
+    """All attempts of a run, oldest first."""
+    shown = services_of(request).store.show_run(run)
+    return cast(list[views.AttemptView], _told(shown["attempts"], shown["spec"]))
+
+
+@router.get("/{run}/checkpoints")
+def list_checkpoints(
+    request: Request,
+    run: RunId,
+    state: Annotated[list[CheckpointState] | None, Query()] = None,
+    after: After = None,
+    limit: Limit = PAGE_DEFAULT,
+) -> Page[views.CheckpointView]:
+    """A run's checkpoints, oldest first, each with the reason that keeps it, or why it is gone."""
+    states = tuple(str(one) for one in state or ())
+    return services_of(request).store.list_checkpoints(run, states, after, limit)
+
+
+@router.get("/{run}/events")
+def list_events(
+    request: Request,
+    run: RunId,
+    kind: Annotated[list[str] | None, Query(max_length=50)] = None,
+    after: After = None,
+    limit: Limit = PAGE_DEFAULT,
+) -> Page[views.EventView]:
+    """A run's journal lines, newest first."""
+    store = services_of(request).store
+    page = store.list_events(run, tuple(kind or ()), after, limit)
+    return Page(items=_told(page.items, store.show_run(run)["spec"]), next=page.next)
+
+
+@router.get("/{run}/lineage")
+def show_lineage(request: Request, run: RunId) -> views.Graph:
+    """What a run came from and what came of it, as nodes and edges."""
+    return services_of(request).store.lineage(run)
+
+
+@router.get("/{run}/goodput")
+def show_goodput(request: Request, run: RunId) -> dict[str, Any]:
+    """Where the run's time went, seconds by part, and what it cost."""
+    return services_of(request).store.show_run(run)["goodput"]
+
+
+@router.get("/{run}/heartbeats")
+def show_heartbeats(request: Request, run: RunId, attempt: Number = None) -> Heartbeats:
+    """The nodes and ranks of an attempt as their agents last saw them."""
+    return read_nodes(services_of(request).store.folder_of(run), attempt)
+
+
+@router.get("/{run}/storage")
+def show_storage(request: Request, run: RunId) -> Prune:
+    """What is kept and why, and what the next prune would delete."""
+    paths = services_of(request).store.folder_of(run)
+    return Prune.model_validate(pruning.prune(paths, by="", dry_run=True))
+
+
+@router.get("/{run}/logs")
+def list_run_logs(request: Request, run: RunId, attempt: Number = None) -> list[LogFile]:
+    """Which ranks wrote something, in one attempt."""
+    return list_logs(choose_attempt(services_of(request).store.folder_of(run), attempt))
+
+
+@router.get("/{run}/logs/{rank}")
+def show_log(
+    request: Request,
+    run: RunId,
+    rank: Annotated[int, Path(ge=0, le=10_000_000)],
+    attempt: Number = None,
+    stream: Stream = "stdout",
+    incarnation: Annotated[int | None, Query(ge=0, le=1_000_000, description="the newest")] = None,
+    offset: Annotated[int | None, Query(ge=0, le=2**62, description="bytes; none: the end")] = None,
+    limit: Annotated[int, Query(ge=1, le=STRETCH_BYTES_MAX, description="bytes")] = 64 * 1024,
+) -> LogPart:
+    """A stretch of what a rank wrote; asked again from `next_offset` on, it follows."""
+    paths = services_of(request).store.folder_of(run)
+    part = read_log(
+        paths,
+        choose_attempt(paths, attempt),
+        rank,
+        stream=stream,
+        incarnation=incarnation,
+        offset=offset,
+        limit=limit,
+    )
+    secrets = secrets_of(load_history(paths).record.spec)
+    return part.model_copy(update={"text": redact_text(part.text, secrets)})
+
+
+def _told(value: Any, spec: dict[str, Any]) -> Any:
+    return redact(value, secrets_of(spec))
+
+
+def _gpu_range(spec: dict[str, Any]) -> tuple[int | None, int | None]:
+    """(least, most) GPUs that the run may have; unknown for a spec of another version."""
+    try:
+        parsed = RunSpec.model_validate(spec)
+    except ValueError:
+        return None, None
+    return parsed.gpus_min, parsed.gpus_max

@@ -1,0 +1,275 @@
+"""What the API takes and answers, beside `lineage.views`.
+
+Times are ISO-8601 in UTC, durations seconds, sizes bytes, unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast.api.tokens import Role
+from holdfast.lineage import views
+
+
+class Problem(BaseModel):
+    """Every answer that is an error: a word for programs and a sentence for people."""
+
+    status: int
+    code: str
+    message: str
+    problems: list[str] = []
+    by: str | None = Field(default=None, description="409: whose request is under way")
+    action: str | None = Field(default=None, description="409: what was asked for")
+    at: float | None = Field(default=None, description="409: when, in Unix seconds")
+
+
+class Session(BaseModel):
+    """Who asks, and what a page must know to log in or to change something."""
+
+    login_required: bool
+    name: str | None
+    role: Role | None
+    csrf: str | None = Field(description="to be sent as X-Holdfast-CSRF with each change")
+    version: str
+
+
+class Health(BaseModel):
+    """Whether the server can do its work."""
+
+    ok: bool
+    version: str
+    database: str
+    ingest_lag_s: float | None
+    round_s: float
+    streams: int
+    roots: dict[str, bool]
+    problems: dict[str, str]
+
+
+class Noticed(BaseModel):
+    """What a watch over ranks and nodes noticed; `at` is Unix seconds."""
+
+    kind: str
+    attempt: int | None
+    at: float
+    text: str
+    dumps: list[str]
+
+
+class FailedSave(BaseModel):
+    """A save that was not committed; `at` is Unix seconds."""
+
+    checkpoint: str
+    step: int
+    error: str
+    at: float
+
+
+class RunDetail(views.RunView):
+    """`holdfast show RUN --json`, and where the live attempt is."""
+
+    on_disk: bool
+    failed_saves: list[FailedSave]
+    noticed: list[Noticed]
+    live_step: int | None
+    gpus_min: int | None
+    gpus_max: int | None
+
+
+class CheckpointDetail(views.CheckpointView):
+    """One checkpoint, what its manifest says, and how to continue from it."""
+
+    on_disk: bool
+    mirror: str | None
+    manifest: dict[str, Any] | None
+    manifest_files: list[FileRow]
+    commands: dict[str, str]
+
+
+class FileRow(BaseModel):
+    """One file of a checkpoint."""
+
+    path: str
+    bytes: int
+    checksum: str
+
+
+class RankRow(BaseModel):
+    """One rank as its node's agent last saw it."""
+
+    rank: int
+    node: int
+    step: int
+    phase: str
+    age_s: float | None
+    step_time_s: float
+    step_p50_s: float
+    step_p99_s: float
+    own_s: float
+    rss_bytes: int | None
+    cpu_percent: float | None
+
+
+class NodeRow(BaseModel):
+    """One node of an attempt; `age_s` is seconds since its heartbeat, by this machine's clock."""
+
+    node: int
+    host: str
+    time: str
+    age_s: float
+    incarnation: int
+    memory_percent: float | None
+    gpus: list[dict[str, Any]]
+    ranks: list[RankRow]
+
+
+class Heartbeats(BaseModel):
+    """The nodes and ranks of an attempt, the newest unless one is asked for."""
+
+    run: str
+    attempt: int | None
+    nodes: list[NodeRow]
+    clock_problems: list[str]
+
+
+class LogFile(BaseModel):
+    """The output of one rank in one incarnation."""
+
+    attempt: int
+    node: str
+    incarnation: int
+    rank: int
+    stream: str
+    bytes: int
+
+
+class LogPart(BaseModel):
+    """A stretch of a log. `next_offset` is where the next one begins, also when none came yet."""
+
+    run: str
+    attempt: int
+    rank: int
+    stream: str
+    incarnation: int
+    offset: int
+    next_offset: int
+    bytes: int
+    text: str
+    ended: bool = Field(description="nothing will be added any more")
+
+
+class Verdict(BaseModel):
+    """What becomes of a checkpoint at the next prune, and why."""
+
+    checkpoint: str
+    step: int
+    bytes: int
+    reason: str
+
+
+class Prune(BaseModel):
+    """`holdfast prune --json`."""
+
+    run: str
+    dry_run: bool
+    deleted: list[Verdict]
+    kept: list[Verdict]
+    bytes_deleted: int
+    bytes_kept: int
+
+
+class ActionDone(BaseModel):
+    """An operator's request was recorded; `message` says what happens now."""
+
+    run: str
+    action: str
+    gpus: int | None
+    message: str
+    state: str
+    flow_run: str | None = None
+    url: str | None = None
+    pid: int | None = None
+
+
+class Pinned(BaseModel):
+    """A checkpoint's pin was changed."""
+
+    checkpoint: str
+    pinned: bool
+
+
+class Forked(BaseModel):
+    """A new run began from a checkpoint."""
+
+    run: str
+    uid: str
+    directory: str
+    forked_from: str
+    flow_run: str | None = None
+    url: str | None = None
+    pid: int | None = None
+
+
+class JobRow(BaseModel):
+    """An action that takes a while; `result` is there once `state` is `done`."""
+
+    id: str
+    kind: str
+    about: str
+    by: str
+    state: Literal["waiting", "running", "done", "failed"]
+    done_bytes: int
+    total_bytes: int | None
+    result: dict[str, Any] | None
+    error: str | None
+    created_at: float
+    ended_at: float | None
+
+
+class Body(BaseModel):
+    """What a request brings; a key that nobody knows is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class LogIn(Body):
+    """A token, for a session of the page."""
+
+    token: Annotated[str, Field(max_length=200)]
+
+
+class Ask(Body):
+    """An operator's word; with `force` also while another one's is under way."""
+
+    force: bool = False
+
+
+class AskRelaunch(Ask):
+    """Go on in a new attempt, at `gpus` if given."""
+
+    gpus: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+
+
+class AskPin(Body):
+    """Why a checkpoint is kept, for the records."""
+
+    note: Annotated[str, Field(max_length=2000)] = ""
+
+
+class AskFork(Body):
+    """A new run's name, and what of its spec differs (`key` to value, as `--set`)."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+    set: dict[Annotated[str, Field(max_length=100)], int | float | bool | str] = {}
+
+
+class AskPrune(Body):
+    """Delete what nothing keeps; nothing is deleted unless `dry_run` is false."""
+
+    dry_run: bool = True
+
+
+class Empty(Body):
+    """No parameters."""

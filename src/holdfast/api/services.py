@@ -1,0 +1,50 @@
+"""What the routes work with, made once for each server and handed to them by the app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from fastapi import Request
+
+from holdfast.api.hub import Hub
+from holdfast.api.jobs import Jobs
+from holdfast.api.security import Exposure
+from holdfast.api.sessions import Sessions, Tries
+from holdfast.api.store import Store
+from holdfast.api.tokens import TokenStore
+from holdfast.api.watch import Watch
+from holdfast.contracts.paths import RunPaths
+
+# Starts a flow for a run that is to go on, unless one is there; returns what was started.
+Start = Callable[[RunPaths], Mapping[str, Any]]
+# (parent, directory's name, new name, overrides, by) → the new run and what was started.
+Fork = Callable[[RunPaths, str, str, Sequence[str], str], Mapping[str, Any]]
+
+
+@dataclass(kw_only=True)
+class Services:
+    """One server's parts. `user` is whom actions are recorded for where no token is asked for."""
+
+    store: Store
+    watch: Watch
+    hub: Hub
+    exposure: Exposure
+    tokens: TokenStore
+    roots: tuple[Path, ...]
+    user: str
+    start: Start
+    fork: Fork
+    sessions: Sessions = field(init=False)
+    tries: Tries = field(default_factory=Tries)
+    jobs: Jobs = field(default_factory=Jobs)
+
+    def __post_init__(self) -> None:
+        self.sessions = Sessions(self.tokens)
+
+
+def services_of(request: Request) -> Services:
+    """The parts of the server that answers `request`."""
+    return cast(Services, request.app.state.services)

@@ -1,0 +1,45 @@
+"""How the ranks of an attempt are just now, from the heartbeats of its nodes."""
+
+from __future__ import annotations
+
+import time
+
+from holdfast.api.logs import choose_attempt
+from holdfast.api.schemas import Heartbeats, NodeRow, RankRow
+from holdfast.contracts.paths import RunPaths
+from holdfast.lineage.views import iso_time
+from holdfast.workers.heartbeats import NodeBeat, clock_problems, newest_step, read_heartbeats
+
+
+def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:
+    """The heartbeats of an attempt, the newest unless one is given."""
+    attempt = choose_attempt(paths, number)
+    beats, now = read_heartbeats(attempt), time.time()
+    return Heartbeats(
+        run=paths.name,
+        attempt=attempt.number,
+        nodes=[_node(beat, now) for beat in beats],
+        clock_problems=clock_problems(beats, now),
+    )
+
+
+def live_step(paths: RunPaths) -> int | None:
+    """The last step that any rank of the newest attempt finished, as its agents last heard."""
+    attempts = paths.list_attempts()
+    return newest_step(read_heartbeats(attempts[-1])) if attempts else None
+
+
+def _node(beat: NodeBeat, now: float) -> NodeRow:
+    return NodeRow(
+        node=beat.node,
+        host=beat.host,
+        time=iso_time(beat.time),
+        age_s=now - beat.time,
+        incarnation=beat.incarnation,
+        memory_percent=beat.memory_percent,
+        gpus=[gpu.model_dump(mode="json") for gpu in beat.gpus],
+        ranks=[
+            RankRow(node=beat.node, **rank.model_dump(include=set(RankRow.model_fields)))
+            for rank in beat.ranks
+        ],
+    )

@@ -1,0 +1,286 @@
+"""The index kept up to date while the server runs, and the news of it told to open pages.
+
+A thread looks at the runs' folders: whether anything changed costs some `stat` calls, and only
+then is the run ingested. Live runs are looked at each round; the others in turn, so many each
+round. A second thread reconciles live runs with disk and scheduler, which may be slow to answer.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.api.hub import Hub
+from holdfast.api.problems import LOG
+from holdfast.api.store import Store
+from holdfast.contracts.errors import HoldfastError, LineageError
+from holdfast.contracts.journal import Event, read_journal
+from holdfast.contracts.paths import RunPaths
+from holdfast.lineage import views
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.queries import RunRef
+from holdfast.workers.heartbeats import NodeBeat
+from holdfast.workers.reconcile import reconcile
+
+WRITER: Final = "api"
+ROUND_S: Final = 0.5
+QUIET_PER_ROUND_MAX: Final = 200
+ELSEWHERE_S: Final = 10.0
+RECONCILE_S: Final = 15.0
+JOIN_S: Final = 5.0
+# What foreign or damaged files in one run's folder raise must not hide the other runs.
+_UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass
+class _Seen:
+    """A run as the watch last saw it."""
+
+    paths: RunPaths
+    stamp: Stamp | None = None
+    beat: tuple[int, int] = (0, 0)
+    is_live: bool = True
+    ref: RunRef | None = None
+    offsets: dict[Path, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Follows every run under `roots`, and live runs of other roots that the index knows."""
+
+    def __init__(self, store: Store, hub: Hub, roots: tuple[Path, ...]) -> None:
+        self._store, self._hub, self._roots = store, hub, roots
+        self._runs: dict[Path, _Seen] = {}
+        self._quiet: list[Path] = []
+        self._asked_elsewhere = -ELSEWHERE_S
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._urgent: set[Path] = set()
+        self._threads: list[threading.Thread] = []
+        self.problems: dict[str, str] = {}
+        self.round_ended_at: float | None = None
+        self.round_s = 0.0
+
+    def start(self) -> None:
+        """Begin to look."""
+        for work in (self._follow, self._reconcile):
+            thread = threading.Thread(target=work, name=f"holdfast{work.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """End both threads, within `JOIN_S` seconds each."""
+        self._stop.set()
+        self._wake.set()
+        for thread in self._threads:
+            thread.join(JOIN_S)
+
+    def touch(self, paths: RunPaths) -> None:
+        """Look at one run at once: somebody has just changed it."""
+        self._urgent.add(paths.directory)
+        self._wake.set()
+
+    def lag_s(self) -> float | None:
+        """Seconds since all live runs were last seen to be in the index; None before the first."""
+        return None if self.round_ended_at is None else time.monotonic() - self.round_ended_at
+
+    def look(self) -> None:
+        """One round: everything that is due."""
+        began = time.monotonic()
+        self._find_runs(began)
+        due = [path for path, seen in self._runs.items() if seen.is_live]
+        urgent, self._urgent = self._urgent, set()
+        for path in dict.fromkeys([*urgent, *due, *self._next_quiet()]):
+            if self._stop.is_set():
+                return
+            if path in self._runs:
+                self._look_at(self._runs[path])
+        self.round_s = time.monotonic() - began
+        if "database" not in self.problems:
+            self.round_ended_at = time.monotonic()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.look()
+            # The thread must outlive whatever one round meets.
+            except Exception as error:
+                LOG.exception("the watch over the runs")
+                self.problems["watch"] = f"{type(error).__name__}: {error}"
+            self._wake.wait(ROUND_S)
+            self._wake.clear()
+
+    def _find_runs(self, now: float) -> None:
+        found: set[Path] = set()
+        for root in self._roots:
+            try:
+                with os.scandir(root) as entries:
+                    found.update(Path(entry.path) for entry in entries)
+                self.problems.pop(str(root), None)
+            except OSError as error:
+                self.problems[str(root)] = f"the root cannot be read: {error.strerror}"
+        live: set[Path] = set()
+        if now - self._asked_elsewhere >= ELSEWHERE_S:
+            try:
+                live = set(self._store.live_folders())
+                self._asked_elsewhere = now
+            except LineageError as error:
+                self.problems["database"] = str(error)
+        # At the start live runs come first; a folder that appears later is a run that begins.
+        is_start = not self._runs
+        for path in (found | live) - self._runs.keys():
+            if (path / "spec.json").is_file():
+                is_live = path in live or not is_start
+                self._runs[path] = _Seen(RunPaths(path), is_live=is_live)
+
+    def _next_quiet(self) -> list[Path]:
+        """Ended runs whose turn it is."""
+        if not self._quiet:
+            self._quiet = [path for path, seen in self._runs.items() if not seen.is_live]
+        turn, self._quiet = self._quiet[:QUIET_PER_ROUND_MAX], self._quiet[QUIET_PER_ROUND_MAX:]
+        return turn
+
+    def _look_at(self, seen: _Seen) -> None:
+        name = str(seen.paths.directory)
+        try:
+            stamp = take_stamp(seen.paths)
+            if not stamp:
+                del self._runs[seen.paths.directory]
+                self.problems[name] = "the run's folder is gone; shown as the index last knew it"
+                return
+            if stamp != seen.stamp:
+                self._ingest(seen)
+                seen.stamp = stamp
+            if seen.is_live:
+                self._tell_beat(seen)
+            self.problems.pop(name, None)
+        except LineageError as error:
+            self.problems["database"] = str(error)
+        except _UNREADABLE as error:
+            self.problems[name] = f"passed over: {error}"
+
+    def _ingest(self, seen: _Seen) -> None:
+        """Bring the run's rows up to date, then tell what its journals gained."""
+        is_first = seen.stamp is None
+        lines = list(_new_lines(seen, is_first=is_first))
+        ingest_run(self._store.index.open(), seen.paths)
+        self.problems.pop("database", None)
+        seen.ref = ref = self._store.by_folder(seen.paths.directory)
+        seen.is_live = ref.state.is_live
+        facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
+        for journal, attempt, event in lines:
+            said = event.model_dump(mode="json", include={"incarnation", "sequence", "data"})
+            said |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
+            said["time"] = views.iso_time(event.time)
+            self._hub.publish("journal", {**facts, **said}, ref.uid)
+        if not is_first or ref.state.is_live:
+            self._hub.publish("run", facts, ref.uid)
+
+    def _tell_beat(self, seen: _Seen) -> None:
+        """Tell how far the live attempt is, when its first node has given a new heartbeat."""
+        attempts = _newest_attempt(seen.paths)
+        if seen.ref is None or attempts is None:
+            return
+        path = seen.paths.attempt(attempts).heartbeat(0)
+        try:
+            facts = path.stat()
+            if (facts.st_mtime_ns, facts.st_ino) == seen.beat:
+                return
+            beat = NodeBeat.model_validate_json(path.read_bytes())
+        except (OSError, ValueError):
+            return
+        seen.beat = (facts.st_mtime_ns, facts.st_ino)
+        steps = [rank.step for rank in beat.ranks if rank.step >= 0]
+        data: dict[str, Any] = {
+            "run": seen.ref.run,
+            "uid": seen.ref.uid,
+            "attempt": attempts,
+            "step": max(steps, default=None),
+            "phase": beat.ranks[0].phase if beat.ranks else None,
+            "step_time_s": beat.ranks[0].step_time_s if beat.ranks else None,
+        }
+        self._hub.publish("beat", data, seen.ref.uid)
+
+    def _reconcile(self) -> None:
+        while not self._stop.wait(RECONCILE_S):
+            for seen in [one for one in list(self._runs.values()) if one.is_live]:
+                if self._stop.is_set():
+                    return
+                try:
+                    reconcile(seen.paths, writer=WRITER)
+                except _UNREADABLE as error:
+                    LOG.warning("%s: not reconciled: %s", seen.paths.name, error)
+
+
+def take_stamp(paths: RunPaths) -> Stamp:
+    """What changes when a run does, from some `stat` calls; empty when there is no run.
+
+    The journals' sizes tell of almost everything; folders' times of what comes without a line.
+    """
+    if not paths.spec.exists():
+        return ()
+    seen = [paths.spec, paths.attempts, paths.checkpoints, paths.tombstones]
+    folders = [paths.journal]
+    newest = _newest_attempt(paths)
+    if newest is not None:
+        attempt = paths.attempt(newest)
+        seen += [attempt.request, attempt.submission, attempt.claim, attempt.outcome]
+        folders.append(attempt.journal)
+    return tuple(sorted([*_stats(seen), *(one for f in folders for one in _sizes(f))]))
+
+
+def _stats(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
+    for path in files:
+        try:
+            facts = path.stat()
+        except OSError:
+            continue
+        yield str(path), facts.st_size, facts.st_mtime_ns
+
+
+def _sizes(folder: Path) -> list[tuple[str, int, int]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for e in entries]
+    except OSError:
+        return []
+
+
+def _newest_attempt(paths: RunPaths) -> int | None:
+    try:
+        numbers = [int(name) for name in os.listdir(paths.attempts) if name.isdigit()]
+    except OSError:
+        return None
+    return max(numbers, default=None)
+
+
+def _new_lines(seen: _Seen, *, is_first: bool) -> Iterator[tuple[str, int | None, Event]]:
+    """(journal, attempt, line) of what came since the last look; nothing at the first one."""
+    folders: list[tuple[Path, int | None]] = [(seen.paths.journal, None)]
+    newest = _newest_attempt(seen.paths)
+    if newest is not None:
+        folders.append((seen.paths.attempt(newest).journal, newest))
+    for folder, attempt in folders:
+        for name, size, _ in _sizes(folder):
+            path = Path(name)
+            if path.suffix != ".jsonl":
+                continue
+            if is_first:
+                seen.offsets[path] = size
+                continue
+            start = seen.offsets.get(path, 0)
+            if size < start:
+                start = 0
+            if size == start:
+                continue
+            events, seen.offsets[path] = read_journal(path, start)
+            for event in events:
+                told = attempt if attempt is not None else event.data.get("attempt")
+                journal = path.relative_to(seen.paths.directory).as_posix()
+                yield journal, told if isinstance(told, int) else None, event

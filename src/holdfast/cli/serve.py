@@ -1,0 +1,213 @@
+"""`holdfast serve` and `holdfast token`: the page and the API, and who may reach them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from holdfast.cli.index import choose_root, user_name
+from holdfast.cli.output import AsJson, answer, print_table, time_text, warn
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+
+if TYPE_CHECKING:
+    from holdfast.api.security import Exposure
+    from holdfast.api.tokens import Token
+
+SHUT_DOWN_S: Final = 3
+ROLES: Final = ("reader", "operator")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to `app`."""
+    app.command()(serve)
+    group = typer.Typer(help="Who may reach a server from elsewhere.", no_args_is_help=True)
+    group.command("add")(add_token)
+    group.command("list")(list_tokens)
+    group.command("revoke")(revoke_token)
+    app.add_typer(group, name="token")
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8470,
+    root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="Where runs live; repeatable; $HOLDFAST_ROOT unless given."
+        ),
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A further name that browsers know the server by."),
+    ] = None,
+    require_token: Annotated[
+        bool, typer.Option("--require-token", help="Ask for a token on loopback too.")
+    ] = False,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Serve https with this PEM certificate.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate's private key.")
+    ] = None,
+) -> None:
+    """Answer the page and the API until interrupted.
+
+    On loopback everybody on this machine may read and operate, without a token. Any other
+    address asks for one, which `holdfast token add` makes.
+    """
+    import uvicorn
+
+    from holdfast.api.app import create_app
+
+    exposure = _exposure(host, name or (), require_token=require_token)
+    listening = _listen(host, port)
+    roots = tuple(one.expanduser().absolute() for one in root or [choose_root(None)])
+    app = create_app(_services(roots, exposure))
+    is_secure = certificate is not None
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        # What a proxy says of addresses would be believed.
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUT_DOWN_S,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    if exposure.needs_token and not is_secure:
+        warn(
+            "holdfast: tokens cross the network unencrypted; give --certificate and --key, or a "
+            "proxy that has them"
+        )
+    shown = f"[{host}]" if ":" in host else host
+    scheme = "https" if is_secure else "http"
+    warn(f"holdfast: serving {scheme}://{shown}:{listening.getsockname()[1]}/")
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def add_token(
+    name: Annotated[str, typer.Argument(help="Whose it is; the records show it.")],
+    role: Annotated[str, typer.Option(help="reader or operator")] = "reader",
+    as_json: AsJson = False,
+) -> None:
+    """Make a token, and show it this once."""
+    from holdfast.api.tokens import Role, TokenStore
+
+    if role not in ROLES:
+        raise SpecError(f"--role {role!r}: expected {' or '.join(ROLES)}")
+    token, text = TokenStore().add(name, Role(role))
+    answer({**_facts(token), "token": text}, as_json, lambda facts: typer.echo(facts["token"]))
+
+
+def list_tokens(as_json: AsJson = False) -> None:
+    """Name the tokens; what they are is kept nowhere."""
+    from holdfast.api.tokens import TokenStore
+
+    answer([_facts(one) for one in TokenStore().tokens()], as_json, _render_tokens)
+
+
+def revoke_token(
+    name: Annotated[str, typer.Argument(help="The token's name or id.")], as_json: AsJson = False
+) -> None:
+    """Take a token out of use; sessions that began with it end."""
+    from holdfast.api.tokens import TokenStore
+
+    token = TokenStore().revoke(name)
+    answer(_facts(token), as_json, lambda facts: typer.echo(f"revoked {facts['name']}"))
+
+
+def start_run(paths: RunPaths) -> Mapping[str, Any]:
+    """Start a flow for a run that goes on, unless one is there; the facts for JSON."""
+    from holdfast.flows.start import start_if_alone
+
+    return start_if_alone(paths).as_json()
+
+
+def begin_fork(
+    parent: RunPaths, directory: str, name: str, overrides: Sequence[str], by: str
+) -> Mapping[str, Any]:
+    """Create a run from a checkpoint and start its flow; the facts for JSON."""
+    from holdfast.api.watch import WRITER
+    from holdfast.flows.forks import fork_run
+
+    paths = fork_run(parent, directory, name=name, overrides=overrides, by=by, writer=WRITER)
+    uid = load_history(paths).record.uid
+    return {"run": paths.name, "uid": uid, "directory": str(paths.directory)} | dict(
+        start_run(paths)
+    )
+
+
+def _services(roots: tuple[Path, ...], exposure: Exposure) -> Any:
+    from holdfast.api.hub import Hub
+    from holdfast.api.services import Services
+    from holdfast.api.store import Store
+    from holdfast.api.tokens import TokenStore
+    from holdfast.api.watch import Watch
+    from holdfast.lineage.index import Index
+
+    store, hub = Store(Index()), Hub()
+    # A database that cannot be used is said before anything listens.
+    store.ping()
+    return Services(
+        store=store,
+        watch=Watch(store, hub, roots),
+        hub=hub,
+        exposure=exposure,
+        tokens=TokenStore(),
+        roots=roots,
+        user=user_name(),
+        start=start_run,
+        fork=begin_fork,
+    )
+
+
+def _exposure(host: str, names: Sequence[str], *, require_token: bool) -> Exposure:
+    """Who can reach the server. Raises `SpecError` where a token is needed and there is none."""
+    from holdfast.api.security import Exposure, is_loopback
+    from holdfast.api.tokens import TokenStore
+
+    is_open = is_loopback(host) and not names and not require_token
+    if not is_open and not TokenStore().tokens():
+        raise SpecError(
+            f"{host} can be reached from elsewhere, and there is no token yet; make one with "
+            "`holdfast token add NAME --role operator`, or serve on 127.0.0.1"
+        )
+    own = () if is_loopback(host) else (host, socket.gethostname(), socket.getfqdn())
+    return Exposure(
+        needs_token=not is_open,
+        hosts=frozenset(one.lower() for one in (*own, *names)),
+        any_address=not is_loopback(host),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at once, so that the address that is told is the one that answers."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        raise SpecError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; give another --port, or 0"
+        ) from error
+    return listening
+
+
+def _facts(token: Token) -> dict[str, Any]:
+    return {"name": token.name, "role": str(token.role), "id": token.id} | {
+        "created_at": token.created_at
+    }
+
+
+def _render_tokens(found: list[dict[str, Any]]) -> None:
+    rows = [(one["name"], one["role"], one["id"], time_text(one["created_at"])) for one in found]
+    print_table(("name", "role", "id", "created"), rows)

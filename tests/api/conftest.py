@@ -1,0 +1,113 @@
+"""A real server on a free port, in a thread, over a real database and the storied run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from tests.runs import RunFolder, storied_run
+
+from holdfast.api.app import create_app
+from holdfast.api.hub import Hub
+from holdfast.api.security import Exposure
+from holdfast.api.services import Services
+from holdfast.api.store import Store
+from holdfast.api.tokens import TokenStore
+from holdfast.api.watch import Watch
+from holdfast.cli.serve import begin_fork, start_run
+from holdfast.lineage.index import Index
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Served:
+    """A server that answers at `url`; `runs` are the storied run and its fork."""
+
+    url: str
+    home: Path
+    root: Path
+    services: Services
+    runs: dict[str, RunFolder] = field(default_factory=dict)
+
+    def client(self, **headers: str) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
+
+
+@contextlib.contextmanager
+def serving(home: Path, exposure: Exposure) -> Iterator[Served]:
+    """Serve `home/runs`, which is made with the storied run unless it is there."""
+    root = home / "runs"
+    runs: dict[str, RunFolder] = {}
+    if not root.exists():
+        root.mkdir(parents=True)
+        runs = {run.name: run for run in storied_run(root)}
+    store, hub = Store(Index()), Hub()
+    services = Services(
+        store=store,
+        watch=Watch(store, hub, (root,)),
+        hub=hub,
+        exposure=exposure,
+        tokens=TokenStore(home / "tokens.json"),
+        roots=(root,),
+        user="ann",
+        start=start_run,
+        fork=begin_fork,
+    )
+    app = create_app(services)
+    config = uvicorn.Config(
+        app, port=0, log_level="error", proxy_headers=False, timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        served = Served(f"http://127.0.0.1:{port}", home, root, services, runs)
+        if runs:
+            wait_for(lambda: store.count_runs().get("completed") == 1)
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_S)
+
+
+def wait_for(condition: object) -> None:
+    """Wait until `condition()` holds, for `WAIT_S` seconds at most."""
+    assert callable(condition)
+    ends_at = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < ends_at, "it did not come about"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) -> Path:
+    """The home and the root of one module's tests."""
+    folder = tmp_path_factory.mktemp("home")
+    patched.setenv("HOLDFAST_HOME", str(folder))
+    patched.setenv("HOLDFAST_ROOT", str(folder / "runs"))
+    patched.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    patched.delenv("PREFECT_API_URL", raising=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[Served]:
+    """A server as `holdfast serve` starts it by default: on loopback, without a token."""
+    with serving(home, Exposure(needs_token=False)) as one:
+        yield one

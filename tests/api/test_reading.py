@@ -1,0 +1,155 @@
+"""What the API tells: runs, checkpoints, lineage, logs, and the news of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import WAIT_S, Served
+
+from holdfast.contracts.durable import make_directory
+from holdfast.lineage import queries
+
+CHECKPOINT = "gpt:step-00000200.a0003.i01"
+
+
+@pytest.fixture(scope="module")
+def api(served: Served) -> httpx.Client:
+    return served.client()
+
+
+def get(api: httpx.Client, path: str, **query: Any) -> Any:
+    answer = api.get(f"/api/v1{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_run_is_told_as_the_command_shows_it(api: httpx.Client, served: Served) -> None:
+    told = get(api, "/runs/gpt")
+    shown = queries.show_run(served.services.store.index.open(), "gpt")
+    assert {key: told[key] for key in shown} == json.loads(json.dumps(shown))
+    assert told["on_disk"]
+    assert [one["cause"] for one in told["attempts"]] == ["preemption", "node_failure", None]
+
+
+def test_pages_lead_through_a_list_without_repeating(api: httpx.Client) -> None:
+    whole = get(api, "/runs/gpt/checkpoints", limit=100)["items"]
+    found, after = [], None
+    for _ in range(len(whole) + 1):
+        page = get(api, "/runs/gpt/checkpoints", limit=2, **({"after": after} if after else {}))
+        found += page["items"]
+        after = page["next"]
+        if after is None:
+            break
+    assert len(whole) == 5
+    assert found == whole
+
+
+def test_runs_are_found_by_state_and_by_name(api: httpx.Client) -> None:
+    assert [one["run"] for one in get(api, "/runs")["items"]] == ["gpt-b", "gpt"]
+    assert [one["run"] for one in get(api, "/runs", state="completed")["items"]] == ["gpt"]
+    assert [one["run"] for one in get(api, "/runs", search="T-B")["items"]] == ["gpt-b"]
+
+
+def test_ancestry_goes_through_forks(api: httpx.Client) -> None:
+    line = get(api, "/checkpoints/gpt-b:step-00000150.a0001.i01/ancestry")
+    assert [one["step"] for one in line] == [150, 100, 50]
+
+
+def test_a_log_is_read_by_stretches_and_never_outside_of_the_run(
+    api: httpx.Client, served: Served
+) -> None:
+    attempt = served.runs["gpt"].paths.attempt(3)
+    log = attempt.rank_log(0, 1, 0)
+    make_directory(log.parent)
+    log.write_bytes("one\ntwo ü\nthree".encode())
+    attempt.rank_log(0, 1, 1).symlink_to("/etc/passwd")
+    first = get(api, "/runs/gpt/logs/0", offset=0, limit=10)
+    assert first["text"] == "one\n"
+    rest = get(api, "/runs/gpt/logs/0", offset=first["next_offset"])
+    assert rest["text"] == "two ü\nthree"
+    assert rest["next_offset"] == rest["bytes"]
+    assert rest["ended"]
+    assert api.get("/api/v1/runs/gpt/logs/1").status_code == 404
+    assert [one["rank"] for one in get(api, "/runs/gpt/logs")] == [0]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/runs/nix", 404),
+        ("/runs/..%2f..%2fetc", 404),
+        ("/runs/gpt%00", 404),
+        ("/runs?limit=1000000", 422),
+        ("/runs?after=%F0%9F", 422),
+        ("/runs?state=asleep", 422),
+        ("/checkpoints/gpt:nix", 404),
+        ("/checkpoints/%2fetc:step-00000001.a0001.i01", 404),
+        ("/checkpoints/gpt:step-00000001.a0001.i01", 404),
+        ("/runs/gpt/logs/0?attempt=9", 404),
+        ("/jobs/nix", 404),
+        ("/nix", 404),
+    ],
+)
+def test_what_cannot_be_answered_is_explained(api: httpx.Client, path: str, status: int) -> None:
+    answer = api.get(f"/api/v1{path}")
+    assert answer.status_code == status
+    assert answer.json()["message"]
+    assert answer.json()["status"] == status
+
+
+def test_a_commit_is_told_to_a_page_that_listens_and_stands_in_the_index(
+    api: httpx.Client, served: Served
+) -> None:
+    told: list[dict[str, Any]] = []
+    listens = threading.Event()
+    done = threading.Event()
+
+    def listen() -> None:
+        with served.client() as client, client.stream("GET", "/api/v1/events") as stream:
+            for line in stream.iter_lines():
+                listens.set()
+                if line.startswith("data: "):
+                    told.append(json.loads(line[6:]))
+                if told and told[-1].get("kind") == "committed":
+                    done.set()
+                    return
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    assert listens.wait(WAIT_S)
+    fork = served.runs["gpt-b"]
+    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.i01", at=time.time())
+    assert done.wait(WAIT_S)
+    assert told[-1]["uid"] == fork.uid
+    assert told[-1]["data"]["checkpoint"] == name
+    # The news come when the rows are there.
+    assert get(api, f"/checkpoints/gpt-b:{name}")["step"] == 160
+    thread.join(WAIT_S)
+
+
+def test_a_run_whose_folder_vanished_is_still_told(
+    api: httpx.Client, served: Served, tmp_path: Path
+) -> None:
+    directory = served.runs["gpt-b"].paths.directory
+    directory.rename(tmp_path / "away")
+    try:
+        assert get(api, "/runs/gpt-b")["on_disk"] is False
+        gone = api.post("/api/v1/runs/gpt-b/stop", json={})
+        assert gone.status_code == 404
+        assert "not mounted" in gone.json()["message"]
+    finally:
+        (tmp_path / "away").rename(directory)
+
+
+def test_health_and_figures_are_told(api: httpx.Client) -> None:
+    assert api.get("/healthz").json()["ok"]
+    figures = api.get("/metrics").text
+    assert 'holdfast_runs{state="completed"} 1.0' in figures
+    assert 'holdfast_run_gpus{run="gpt-b"' in figures
+    assert "Holdfast" in api.get("/").text
