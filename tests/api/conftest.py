@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,7 @@ from tests.runs import RunFolder, storied_run
 from holdfast.api.app import create_app
 from holdfast.api.hub import Hub
 from holdfast.api.security import Exposure
-from holdfast.api.services import Services
+from holdfast.api.services import Services, Start
 from holdfast.api.store import Store
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
@@ -35,20 +35,18 @@ class Served:
     home: Path
     root: Path
     services: Services
-    runs: dict[str, RunFolder] = field(default_factory=dict)
+    runs: dict[str, RunFolder]
 
     def client(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
 
 
 @contextlib.contextmanager
-def serving(home: Path, exposure: Exposure) -> Iterator[Served]:
-    """Serve `home/runs`, which is made with the storied run unless it is there."""
+def serving(
+    home: Path, exposure: Exposure, runs: dict[str, RunFolder], start: Start = start_run
+) -> Iterator[Served]:
+    """Serve `home/runs`."""
     root = home / "runs"
-    runs: dict[str, RunFolder] = {}
-    if not root.exists():
-        root.mkdir(parents=True)
-        runs = {run.name: run for run in storied_run(root)}
     store, hub = Store(Index()), Hub()
     services = Services(
         store=store,
@@ -58,7 +56,7 @@ def serving(home: Path, exposure: Exposure) -> Iterator[Served]:
         tokens=TokenStore(home / "tokens.json"),
         roots=(root,),
         user="ann",
-        start=start_run,
+        start=start,
         fork=begin_fork,
     )
     app = create_app(services)
@@ -72,18 +70,16 @@ def serving(home: Path, exposure: Exposure) -> Iterator[Served]:
         wait_for(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         served = Served(f"http://127.0.0.1:{port}", home, root, services, runs)
-        if runs:
-            wait_for(lambda: store.count_runs().get("completed") == 1)
+        wait_for(lambda: store.count_runs().get("completed", 0) >= 1)
         yield served
     finally:
         server.should_exit = True
         thread.join(WAIT_S)
 
 
-def wait_for(condition: object) -> None:
-    """Wait until `condition()` holds, for `WAIT_S` seconds at most."""
-    assert callable(condition)
-    ends_at = time.monotonic() + WAIT_S
+def wait_for(condition: Callable[[], object], seconds: float = WAIT_S) -> None:
+    """Wait until `condition()` holds, for `seconds` at most."""
+    ends_at = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < ends_at, "it did not come about"
         time.sleep(0.05)
@@ -107,7 +103,14 @@ def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) 
 
 
 @pytest.fixture(scope="module")
-def served(home: Path) -> Iterator[Served]:
+def story(home: Path) -> dict[str, RunFolder]:
+    """The storied run and its fork, which is live on a machine that nobody reaches."""
+    (home / "runs").mkdir()
+    return {run.name: run for run in storied_run(home / "runs")}
+
+
+@pytest.fixture(scope="module")
+def served(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
     """A server as `holdfast serve` starts it by default: on loopback, without a token."""
-    with serving(home, Exposure(needs_token=False)) as one:
+    with serving(home, Exposure(needs_token=False), story) as one:
         yield one

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import httpx
 import pytest
 from tests.api.conftest import WAIT_S, Served
 
+from holdfast.cli.lineage_formats import dot, mermaid
 from holdfast.contracts.durable import make_directory
 from holdfast.lineage import queries
 
@@ -145,6 +148,51 @@ def test_a_run_whose_folder_vanished_is_still_told(
         assert "not mounted" in gone.json()["message"]
     finally:
         (tmp_path / "away").rename(directory)
+
+
+def test_attempts_are_exported_as_openlineage_runs(api: httpx.Client) -> None:
+    events = get(api, "/runs/gpt/openlineage")
+    kinds = [(event["eventType"], len(event.get("outputs", []))) for event in events]
+    endings = [("ABORT", 3), ("FAIL", 1), ("COMPLETE", 1)]
+    assert kinds == [one for ending in endings for one in (("START", 0), ending)]
+    parents = {event["run"]["facets"]["parent"]["run"]["runId"] for event in events}
+    assert parents == {str(uuid.UUID("a" * 32))}
+    assert len({event["run"]["runId"] for event in events}) == 3
+    (origin,) = get(api, "/runs/gpt-b/openlineage")[0]["inputs"]
+    assert origin["name"].endswith("/gpt/checkpoints/step-00000100.a0001.i01")
+    assert origin["facets"]["version"]["datasetVersion"]
+
+
+def test_the_graph_is_written_for_programs_that_draw(served: Served) -> None:
+    graph = served.services.store.lineage("gpt")
+    drawn = mermaid(graph)
+    assert len(re.findall(r"^  n\d+[(\[]", drawn, re.MULTILINE)) == len(graph["nodes"])
+    assert drawn.count("-->") == len(graph["edges"])
+    assert "|forked from|" in drawn
+    written = dot(graph)
+    assert written.count(" -> ") == len(graph["edges"])
+    strange = {"nodes": [{"id": 'a"b<\\n', "kind": "run"}], "edges": []}
+    assert "a&quot;b&lt;" in mermaid(strange)
+    assert r'"a\"b<\\n"' in dot(strange)
+
+
+def test_the_dashboard_asks_for_figures_that_there_are(api: httpx.Client) -> None:
+    dashboard = Path(__file__).parents[2] / "infra" / "grafana" / "holdfast.json"
+    asked = set(re.findall(r"holdfast_\w+", dashboard.read_text()))
+    there = set(re.findall(r"^# TYPE (\w+)", api.get("/metrics").text, re.MULTILINE))
+    assert {name.removesuffix("_bucket") for name in asked} <= there
+
+
+def test_curves_machines_and_comparisons_are_told(api: httpx.Client) -> None:
+    compared = get(api, "/compare", a=CHECKPOINT, b="gpt-b:step-00000150.a0001.i01")
+    assert compared["common_ancestor"] == "gpt:step-00000100.a0001.i01"
+    assert {one["host"] for one in get(api, "/nodes")["items"]} == {"node-a"}
+    assert get(api, "/nodes/node-a")["faults"]
+    assert {one["run"] for one in get(api, "/storage")["items"]} == {"gpt", "gpt-b"}
+    assert isinstance(get(api, "/runs/gpt/metrics", name="loss", points=10), list)
+    told = get(api, f"/checkpoints/{CHECKPOINT}")
+    assert [one["path"] for one in told["manifest_files"]] == ["__0_0.distcp"]
+    assert told["manifest"]["step"] == 200
 
 
 def test_health_and_figures_are_told(api: httpx.Client) -> None:

@@ -3,83 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 import pytest
-from tests.flow_runs import SUPERVISION
+from tests.process.local_command import PROGRAM, Local
 
-from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.paths import RunPaths, list_runs
-from holdfast.workers.executors import executor_for
+from holdfast.contracts.paths import RunPaths
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
-PROGRAM: Final = Path(__file__).with_name("agent_program.py")
-CALL_S: Final = 300.0
 WAIT_S: Final = 240.0
-
-
-class Local:
-    """The command with a home and a Prefect home of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.root = folder / "home" / "runs"
-        foreign = ("PREFECT_API_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_ROOT")
-        self.environment = {k: v for k, v in os.environ.items() if k not in foreign}
-        self.environment |= {
-            "HOLDFAST_HOME": str(folder / "home"),
-            "PREFECT_HOME": str(folder / "prefect"),
-        }
-
-    def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "holdfast.cli.main", *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=CALL_S,
-            check=False,
-        )
-
-    def json(self, *arguments: str) -> Any:
-        done = self.call(*arguments, "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    def write_spec(self, name: str, settings: dict[str, Any]) -> Path:
-        path = self.folder / f"{name}.yaml"
-        spec = {
-            "name": name,
-            "command": [PROGRAM.name, json.dumps(settings)],
-            "launch": {"working_directory": str(PROGRAM.parent)},
-            "environment": {"OMP_NUM_THREADS": "1"},
-            "checkpoint": {"interval": 10, "keep": {"last": 2}},
-            "supervision": SUPERVISION,
-        }
-        path.write_text(json.dumps(spec))
-        return path
-
-    def end_all(self) -> None:
-        """Leave neither flow nor job behind, whatever a failed test left running."""
-        for paths in list_runs(self.root):
-            for event in load_events(paths):
-                if event.kind is EventKind.SUPERVISED and psutil.pid_exists(event.data["pid"]):
-                    os.kill(event.data["pid"], signal.SIGTERM)
-            for attempt in paths.list_attempts():
-                request = read_document(Request, attempt.request)
-                submission = read_document(Submission, attempt.submission)
-                if request and submission and not attempt.outcome.exists():
-                    executor_for(request.executor).cancel(request, submission)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI
 
 from holdfast import __version__
 from holdfast.api import problems
-from holdfast.api.routes import actions, checkpoints, live, page, runs, session
+from holdfast.api.routes import actions, checkpoints, live, overview, page, runs, session
 from holdfast.api.schemas import Problem
 from holdfast.api.security import Guard
 from holdfast.api.services import Services
@@ -34,12 +34,12 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     problems.register(app)
     api = APIRouter(prefix=PREFIX)
-    for module in (runs, checkpoints, actions, session):
+    for module in (runs, checkpoints, overview, actions, session):
         api.include_router(module.router)
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
-    app.add_middleware(Guard, exposure=services.exposure)
+    app.add_middleware(Guard, exposure=services.exposure, answered=services.measures.answered)
     return app
 
 

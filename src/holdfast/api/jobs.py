@@ -46,6 +46,7 @@ class Jobs:
         self._pool = ThreadPoolExecutor(AT_ONCE_MAX, thread_name_prefix="holdfast-job")
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._lock = threading.Lock()
+        self._closing = threading.Event()
 
     def start(self, job: Job, work: Work) -> Job:
         """Queue `work`; the same work on the same thing, still under way, is joined instead."""
@@ -74,18 +75,21 @@ class Jobs:
         return job
 
     def close(self) -> None:
-        """Begin no more; what runs is left to end with the process."""
+        """Begin no more, and end what runs at its next word of how far it is."""
+        self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, job: Job, work: Work) -> None:
         def advance(count: int) -> None:
+            if self._closing.is_set():
+                raise Refusal(503, "the server was stopped before this was through")
             job.done_bytes += count
 
         job.state = "running"
         try:
             job.result = work(advance)
             job.state = "done"
-        except (HoldfastError, OSError) as error:
+        except (HoldfastError, OSError, Refusal) as error:
             job.error, job.state = str(error), "failed"
         # Whatever else it is, the asker must hear that the work has ended.
         except Exception:

@@ -5,12 +5,21 @@ Times are ISO-8601 in UTC, durations seconds, sizes bytes, unless a name says ot
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
+
+T = TypeVar("T")
+
+
+class Page(BaseModel, Generic[T]):
+    """Some rows, and the cursor of those after them; null when there are no more."""
+
+    items: list[T]
+    next: str | None
 
 
 class Problem(BaseModel):
@@ -68,12 +77,13 @@ class FailedSave(BaseModel):
 
 
 class RunDetail(views.RunView):
-    """`holdfast show RUN --json`, and where the live attempt is."""
+    """`holdfast show RUN --json`, and where the live attempt is; `steps_total` where known."""
 
     on_disk: bool
     failed_saves: list[FailedSave]
     noticed: list[Noticed]
     live_step: int | None
+    steps_total: int | None
     gpus_min: int | None
     gpus_max: int | None
 
@@ -84,16 +94,15 @@ class CheckpointDetail(views.CheckpointView):
     on_disk: bool
     mirror: str | None
     manifest: dict[str, Any] | None
-    manifest_files: list[FileRow]
+    manifest_files: list[reports.FileView]
     commands: dict[str, str]
 
 
-class FileRow(BaseModel):
-    """One file of a checkpoint."""
+class NodeDetail(BaseModel):
+    """A machine's newest faults."""
 
-    path: str
-    bytes: int
-    checksum: str
+    host: str
+    faults: list[reports.NodeFault]
 
 
 class RankRow(BaseModel):

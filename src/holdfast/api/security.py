@@ -8,6 +8,8 @@ something must come from our own page or from no page at all.
 from __future__ import annotations
 
 import ipaddress
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -66,23 +68,31 @@ class Exposure:
 
 
 class Guard:
-    """ASGI middleware: refuses what no route should see, and puts headers on every answer."""
+    """ASGI middleware: refuses what no route should see, and puts headers on every answer.
 
-    def __init__(self, app: ASGIApp, exposure: Exposure) -> None:
+    `answered` is told of each answer: method, status and seconds until it began.
+    """
+
+    def __init__(
+        self, app: ASGIApp, exposure: Exposure, answered: Callable[[str, int, float], None]
+    ) -> None:
         self._app = app
         self._exposure = exposure
+        self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        has_begun = False
+        has_begun, began = False, time.monotonic()
 
         async def send_guarded(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
                 has_begun = True
+                took_s = time.monotonic() - began
+                self._answered(scope["method"], message["status"], took_s)
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     headers.setdefault(name, value)

@@ -11,6 +11,7 @@ from fastapi import Request
 
 from holdfast.api.hub import Hub
 from holdfast.api.jobs import Jobs
+from holdfast.api.measures import Measures
 from holdfast.api.security import Exposure
 from holdfast.api.sessions import Sessions, Tries
 from holdfast.api.store import Store
@@ -40,6 +41,7 @@ class Services:
     sessions: Sessions = field(init=False)
     tries: Tries = field(default_factory=Tries)
     jobs: Jobs = field(default_factory=Jobs)
+    measures: Measures = field(default_factory=Measures)
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(self.tokens)

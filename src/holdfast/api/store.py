@@ -1,24 +1,38 @@
-"""What the routes ask the index, and where a run lies. Rows become models in `schemas`."""
+"""What the routes ask the index, and where a run lies; ids are checked before they are used."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from holdfast.api.paging import Page, page_of
+from holdfast.api.redaction import HIDDEN, is_secret, secrets_of
+from holdfast.api.schemas import Page
+from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.states import RunState
-from holdfast.lineage import queries, views
+from holdfast.contracts.watch_words import KINDS
+from holdfast.lineage import comparison, nodes, pages, queries, reports, series, views
+from holdfast.lineage.cursors import PAGE_MAX
+from holdfast.lineage.cursors import Page as IndexPage
 from holdfast.lineage.index import Index
+from holdfast.lineage.openlineage import export_run
+from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort
 from holdfast.lineage.queries import RunRef
 
 # A name, a folder's name or a uid: never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
-EVENTS_MAX: Final = 10_000
+LIVE: Final = tuple(state for state in RunState if state.is_live)
+LIVE_PAGES_MAX: Final = 20
+TOLD_MAX: Final = 200
+SECRETS_MAX: Final = 10_000
+
+T = TypeVar("T")
 
 
 class Store:
@@ -26,6 +40,7 @@ class Store:
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        self._secrets: dict[str, tuple[str, ...]] = {}
 
     def find_run(self, run: str) -> RunRef:
         """The run of that uid, folder or name. Raises `NotFoundError`, for a path too."""
@@ -47,6 +62,17 @@ class Store:
             )
         return paths
 
+    def secrets(self, run: str) -> tuple[str, ...]:
+        """The values in a run's spec that nobody is told; a spec never changes."""
+        ref = self.find_run(run)
+        if ref.uid not in self._secrets:
+            record = read_document(RunRecord, ref.paths.spec)
+            spec = record.spec if record else self.show_run(ref.uid)["spec"]
+            if len(self._secrets) >= SECRETS_MAX:
+                self._secrets.clear()
+            self._secrets[ref.uid] = secrets_of(spec)
+        return self._secrets[ref.uid]
+
     def find_checkpoint(self, identity: str) -> tuple[RunRef, str]:
         """(run, directory's name) of `<run>:<directory>`. Raises `NotFoundError`."""
         run, colon, name = identity.rpartition(":")
@@ -57,68 +83,144 @@ class Store:
         return queries.find_checkpoint(self.index.open(), identity)
 
     def list_runs(
-        self, states: tuple[str, ...], search: str | None, after: str | None, limit: int
-    ) -> Page[views.RunSummary]:
-        """Runs, newest first."""
-        rows = queries.list_runs(self.index.open())
-        if states:
-            rows = [row for row in rows if row["state"] in states]
-        if search:
-            text = search.lower()
-            rows = [r for r in rows if text in r["name"].lower() or text in r["run"].lower()]
-        return page_of(rows, lambda row: row["uid"], after, limit)
+        self, where: RunFilter, sort: RunSort, after: str | None, limit: int
+    ) -> Page[views.RunRow]:
+        """Runs, newest first unless sorted otherwise."""
+        index = self.index.open()
+        return _page(pages.list_runs(index, where, sort=sort, after=after, limit=limit))
 
     def show_run(self, run: str) -> views.RunView:
         """All about one run, until now."""
         return queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
     def list_checkpoints(
-        self, run: str, states: tuple[str, ...], after: str | None, limit: int
+        self,
+        run: str,
+        where: CheckpointFilter,
+        *,
+        newest_first: bool,
+        after: str | None,
+        limit: int,
     ) -> Page[views.CheckpointView]:
-        """A run's checkpoints, oldest first."""
-        rows = queries.list_checkpoints(self.index.open(), self.find_run(run).uid)
-        if states:
-            rows = [row for row in rows if row["state"] in states]
-        return page_of(rows, lambda row: row["id"], after, limit)
+        """A run's checkpoints by step."""
+        found = pages.list_checkpoints(
+            self.index.open(),
+            self.find_run(run).uid,
+            where,
+            newest_first=newest_first,
+            after=after,
+            limit=limit,
+        )
+        return _page(found)
 
     def show_checkpoint(self, identity: str) -> views.CheckpointView:
-        """One checkpoint."""
+        """One checkpoint. Raises `NotFoundError`."""
         run, name = self.find_checkpoint(identity)
-        rows = queries.list_checkpoints(self.index.open(), run.uid)
-        return next(row for row in rows if row["id"].endswith(f":{name}"))
+        parsed = CheckpointName.parse(name)
+        step = parsed.step if parsed else None
+        where = CheckpointFilter(step_from=step, step_to=step)
+        found = pages.list_checkpoints(self.index.open(), run.uid, where, limit=PAGE_MAX)
+        for row in found.items:
+            if row["id"].endswith(f":{name}"):
+                return row
+        raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
+
+    def list_files(self, identity: str) -> list[reports.FileView]:
+        """The first files of a checkpoint, as its manifest lists them."""
+        run, name = self.find_checkpoint(identity)
+        return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
     def ancestry(self, identity: str) -> list[views.CheckpointView]:
         """A checkpoint and its ancestors, young to old."""
         run, name = self.find_checkpoint(identity)
         return queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
+    def compare(self, one: str, other: str) -> reports.Comparison:
+        """Two checkpoints side by side; what the runs' environments hold in secret is hidden."""
+        ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
+        found = comparison.compare(self.index.open(), *ids)
+        for fact in found["config"]:
+            if is_secret(fact["name"]):
+                fact["one"] = fact["other"] = HIDDEN
+        return found
+
     def list_events(
-        self, run: str, kinds: tuple[str, ...], after: str | None, limit: int
+        self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
     ) -> Page[views.EventView]:
-        """A run's journal lines, newest first."""
-        rows = queries.list_events(self.index.open(), self.find_run(run).uid, limit=EVENTS_MAX)
-        rows = [row for row in reversed(rows) if not kinds or row["kind"] in kinds]
-        return page_of(
-            rows, lambda e: f"{e['journal']} {e['incarnation']} {e['sequence']}", after, limit
+        """A run's journal lines by time."""
+        found = pages.list_events(
+            self.index.open(),
+            self.find_run(run).uid,
+            where,
+            newest_first=newest_first,
+            after=after,
+            limit=limit,
         )
+        return _page(found)
+
+    def told(self, run: str) -> list[Event]:
+        """The newest lines that `contracts.watch_words` puts into words, oldest first."""
+        where = EventFilter(kinds=tuple(str(kind) for kind in KINDS))
+        page = self.list_events(run, where, newest_first=True, after=None, limit=TOLD_MAX)
+        return [
+            Event(
+                writer=Path(row["journal"]).stem,
+                incarnation=row["incarnation"],
+                sequence=row["sequence"],
+                time=datetime.fromisoformat(row["time"]).timestamp(),
+                kind=EventKind(row["kind"]),
+                data=row["data"],
+            )
+            for row in reversed(page.items)
+        ]
 
     def lineage(self, run: str) -> views.Graph:
         """What a run came from and what came of it."""
         return queries.lineage_graph(self.index.open(), self.find_run(run).uid)
 
+    def openlineage(self, run: str) -> list[dict[str, Any]]:
+        """A run as OpenLineage events."""
+        return export_run(self.index.open(), self.find_run(run).uid)
+
+    def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
+        """What a run logged, by incarnation."""
+        uid = self.find_run(run).uid
+        return series.metric_series(self.index.open(), uid, names=names, points=points)
+
+    def list_nodes(self, after: str | None, limit: int) -> Page[reports.NodeRow]:
+        """The machines and how often each failed."""
+        return _page(nodes.list_nodes(self.index.open(), after=after, limit=limit))
+
+    def node_faults(self, host: str) -> list[reports.NodeFault]:
+        """A machine's newest faults."""
+        return nodes.node_faults(self.index.open(), host)
+
+    def list_storage(
+        self, where: RunFilter, after: str | None, limit: int
+    ) -> Page[views.StorageRow]:
+        """What each run's checkpoints take."""
+        return _page(pages.list_storage(self.index.open(), where, after=after, limit=limit))
+
     def ping(self) -> None:
         """Raises `LineageError` when the index does not answer."""
-        queries.list_runs(self.index.open(), limit=1)
+        self.count_runs()
 
     def count_runs(self) -> dict[str, int]:
         """How many runs are in each state."""
-        return dict(Counter(row["state"] for row in queries.list_runs(self.index.open())))
+        return queries.count_runs(self.index.open())
 
-    def live_runs(self) -> list[views.RunSummary]:
-        """The runs that are under way."""
-        rows = queries.list_runs(self.index.open())
-        return [row for row in rows if RunState(row["state"]).is_live]
+    def live_runs(self) -> list[Mapping[str, Any]]:
+        """The runs that are under way, newest first."""
+        found: list[Mapping[str, Any]] = []
+        after: str | None = None
+        for _ in range(LIVE_PAGES_MAX):
+            page = self.list_runs(RunFilter(states=LIVE), "created", after, PAGE_MAX)
+            found += page.items
+            after = page.next
+            if after is None:
+                break
+        return found
 
-    def live_folders(self) -> list[Path]:
-        """The folders of runs that were live when the index last heard of them."""
-        return [Path(row["path"]) for row in self.live_runs()]
+
+def _page(found: IndexPage[T]) -> Page[T]:
+    return Page(items=found.items, next=found.next)

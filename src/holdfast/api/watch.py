@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
+from holdfast.api.redaction import redact
 from holdfast.api.store import Store
 from holdfast.contracts.errors import HoldfastError, LineageError
 from holdfast.contracts.journal import Event, read_journal
@@ -128,7 +129,7 @@ class Watch:
         live: set[Path] = set()
         if now - self._asked_elsewhere >= ELSEWHERE_S:
             try:
-                live = set(self._store.live_folders())
+                live = {Path(row["path"]) for row in self._store.live_runs()}
                 self._asked_elsewhere = now
             except LineageError as error:
                 self.problems["database"] = str(error)
@@ -174,9 +175,11 @@ class Watch:
         seen.ref = ref = self._store.by_folder(seen.paths.directory)
         seen.is_live = ref.state.is_live
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
+        secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
             said = event.model_dump(mode="json", include={"incarnation", "sequence", "data"})
             said |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
+            said["data"] = redact(said["data"], secrets)
             said["time"] = views.iso_time(event.time)
             self._hub.publish("journal", {**facts, **said}, ref.uid)
         if not is_first or ref.state.is_live:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,15 @@ from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import FAILED_SAVES_MAX, failed_saves, noticed
 
 DIGEST_CHARACTERS = 12
+
+
+class Form(StrEnum):
+    """How `lineage` is written."""
+
+    JSON = "json"
+    MERMAID = "mermaid"
+    DOT = "dot"
+    OPENLINEAGE = "openlineage"
 
 
 def register(app: typer.Typer) -> None:
@@ -119,13 +129,32 @@ def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
     return f"{count}, the last of step {last['step']}, {time_text(last['at'])}: {last['error']}"
 
 
-def lineage(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def lineage(
+    run: RunArgument,
+    form: Annotated[
+        Form | None,
+        typer.Option("--format", help="Instead of a tree: for a program that draws or gathers."),
+    ] = None,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what a run came from and what came of it, as nodes and edges."""
     from holdfast.lineage import queries
 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
-        answer(queries.lineage_graph(database, directory), as_json, render_lineage)
+        if form is Form.OPENLINEAGE:
+            from holdfast.lineage.openlineage import export_run
+
+            answer(export_run(database, directory), True, typer.echo)
+            return
+        graph = queries.lineage_graph(database, directory)
+    if form is None or form is Form.JSON:
+        answer(graph, as_json or form is Form.JSON, render_lineage)
+        return
+    from holdfast.cli.lineage_formats import dot, mermaid
+
+    typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
 
 
 def _brought_up_to_date(run: str, root: str | None, database: Any) -> str:

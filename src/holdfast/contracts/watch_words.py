@@ -9,6 +9,15 @@ from holdfast.contracts.journal import Event, EventKind
 
 SHOWN_MAX: Final = 8
 FAILED_SAVES_MAX: Final = 10
+# The kinds of lines that are looked at here.
+KINDS: Final = (
+    EventKind.SAVE_FAILED,
+    EventKind.HANG_SUSPECTED,
+    EventKind.HANG_CONFIRMED,
+    EventKind.STRAGGLER,
+    EventKind.NODE_SILENT,
+    EventKind.NUMERICS,
+)
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ ANCESTOR_COLUMNS: Final = (
 __all__ = (
     "RunRef",
     "ancestry",
+    "count_runs",
     "find_checkpoint",
     "find_run",
     "lineage_graph",
@@ -82,6 +83,13 @@ def list_runs(
         attempt = last.get(run["uid"])
         summaries.append(views.run_summary(run, attempt, attempt["count"] if attempt else 0))
     return summaries
+
+
+def count_runs(database: Database) -> dict[str, int]:
+    """How many runs are in each state."""
+    query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
+    with database.reading() as connection:
+        return {str(state): int(count) for state, count in connection.execute(query)}
 
 
 def show_run(

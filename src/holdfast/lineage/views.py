@@ -259,13 +259,13 @@ def run_row(run: Row, last: Row | None, attempts: int, spark: list[float]) -> Ru
         **run_summary(run, last, attempts),
         updated_at=iso_time(run["updated_at"]),
         committed_at=iso(run["committed_at"]),
-        steps_total=_steps_total(run["spec"]),
+        steps_total=steps_total(run["spec"]),
         goodput=run["goodput"],
         spark=spark,
     )
 
 
-def _steps_total(spec: Mapping[str, Any]) -> int | None:
+def steps_total(spec: Mapping[str, Any]) -> int | None:
     """How many steps the run is to train, where its config says it by a usual name."""
     config = spec.get("config") or {}
     for name in STEPS_TOTAL_NAMES:

@@ -16,7 +16,6 @@ from holdfast.api.schemas import (
     AskPin,
     CheckpointDetail,
     Empty,
-    FileRow,
     Forked,
     JobRow,
     Pinned,
@@ -56,10 +55,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
         "on_disk": directory.is_dir(),
         "mirror": record.url if record else None,
         "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
-        "manifest_files": [
-            FileRow(path=one.path, bytes=one.bytes, checksum=one.checksum)
-            for one in (manifest.files if manifest else ())
-        ],
+        "manifest_files": services_of(request).store.list_files(checkpoint),
         "commands": {
             "fork": f"holdfast fork {row['id']} --name NAME",
             "verify": f"holdfast verify {row['id']}",

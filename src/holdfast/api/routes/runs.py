@@ -5,27 +5,31 @@ from __future__ import annotations
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Path, Query, Request
+from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
 from holdfast.api.logs import STRETCH_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
-from holdfast.api.paging import PAGE_DEFAULT, PAGE_MAX, Page
 from holdfast.api.redaction import redact, redact_text, secrets_of
-from holdfast.api.schemas import Heartbeats, LogFile, LogPart, Prune, RunDetail
+from holdfast.api.schemas import Heartbeats, LogFile, LogPart, Page, Prune, RunDetail
 from holdfast.api.services import services_of
 from holdfast.api.vitals import live_step, read_nodes
-from holdfast.contracts.history import load_events, load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import failed_saves, noticed
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
+from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.models import CheckpointState
+from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort
 from holdfast.workers import pruning
 
 RunId = Annotated[str, Path(max_length=120, description="the run's uid, folder or name")]
 After = Annotated[str | None, Query(max_length=4096, description="`next` of the page before")]
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX)]
 Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="attempt; the newest")]
+Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
+Step = Annotated[int | None, Query(ge=0, le=2**62)]
+Kind = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
 
 router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 
@@ -35,12 +39,17 @@ def list_runs(
     request: Request,
     state: Annotated[list[RunState] | None, Query(description="any of these")] = None,
     search: Annotated[str | None, Query(max_length=200, description="in name or folder")] = None,
+    created_from: Moment = None,
+    created_to: Moment = None,
+    sort: RunSort = "created",
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
-) -> Page[views.RunSummary]:
-    """Runs, newest first."""
-    states = tuple(str(one) for one in state or ())
-    return services_of(request).store.list_runs(states, search, after, limit)
+) -> Page[views.RunRow]:
+    """Runs, newest first, or last changed first, or by name."""
+    where = RunFilter(
+        states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
+    )
+    return services_of(request).store.list_runs(where, sort, after, limit)
 
 
 @router.get("/{run}")
@@ -49,13 +58,14 @@ def show_run(request: Request, run: RunId) -> RunDetail:
     shown = services_of(request).store.show_run(run)
     paths = RunPaths(services_of(request).store.find_run(shown["uid"]).paths.directory)
     on_disk = paths.spec.is_file()
-    events = load_events(paths) if on_disk else ()
+    events = services_of(request).store.told(shown["uid"])
     least, most = _gpu_range(shown["spec"])
     detail: dict[str, Any] = {
         **shown,
         "on_disk": on_disk,
         "failed_saves": failed_saves(events),
         "noticed": noticed(events),
+        "steps_total": views.steps_total(shown["spec"]),
         "live_step": live_step(paths) if RunState(shown["state"]).is_live else None,
         "gpus_min": least,
         "gpus_max": most,
@@ -74,33 +84,62 @@ def list_attempts(request: Request, run: RunId) -> list[views.AttemptView]:
 def list_checkpoints(
     request: Request,
     run: RunId,
-    state: Annotated[list[CheckpointState] | None, Query()] = None,
+    state: Annotated[list[CheckpointState] | None, Query(description="any of these")] = None,
+    pinned: bool | None = None,
+    step_from: Step = None,
+    step_to: Step = None,
+    newest_first: bool = False,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[views.CheckpointView]:
     """A run's checkpoints, oldest first, each with the reason that keeps it, or why it is gone."""
-    states = tuple(str(one) for one in state or ())
-    return services_of(request).store.list_checkpoints(run, states, after, limit)
+    where = CheckpointFilter(
+        states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to
+    )
+    return services_of(request).store.list_checkpoints(
+        run, where, newest_first=newest_first, after=after, limit=limit
+    )
 
 
 @router.get("/{run}/events")
 def list_events(
     request: Request,
     run: RunId,
-    kind: Annotated[list[str] | None, Query(max_length=50)] = None,
+    kind: Annotated[list[Kind] | None, Query(description="any of these", max_length=50)] = None,
+    attempt: Number = None,
+    newest_first: bool = True,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[views.EventView]:
     """A run's journal lines, newest first."""
     store = services_of(request).store
-    page = store.list_events(run, tuple(kind or ()), after, limit)
-    return Page(items=_told(page.items, store.show_run(run)["spec"]), next=page.next)
+    where = EventFilter(kinds=tuple(kind or ()), attempt=attempt)
+    page = store.list_events(run, where, newest_first=newest_first, after=after, limit=limit)
+    return Page(items=redact(page.items, store.secrets(run)), next=page.next)
 
 
 @router.get("/{run}/lineage")
 def show_lineage(request: Request, run: RunId) -> views.Graph:
     """What a run came from and what came of it, as nodes and edges."""
     return services_of(request).store.lineage(run)
+
+
+@router.get("/{run}/openlineage")
+def show_openlineage(request: Request, run: RunId) -> list[dict[str, Any]]:
+    """The run's attempts as OpenLineage events."""
+    store = services_of(request).store
+    return cast(list[dict[str, Any]], redact(store.openlineage(run), store.secrets(run)))
+
+
+@router.get("/{run}/metrics")
+def show_metrics(
+    request: Request,
+    run: RunId,
+    name: Annotated[list[Kind] | None, Query(description="these alone", max_length=50)] = None,
+    points: Annotated[int, Query(ge=1, le=10_000, description="about so many in all")] = 1000,
+) -> list[reports.Series]:
+    """What the run logged, by incarnation: each point a stretch of steps with its extremes."""
+    return services_of(request).store.metrics(run, tuple(name or ()), points)
 
 
 @router.get("/{run}/goodput")
@@ -150,7 +189,7 @@ def show_log(
         offset=offset,
         limit=limit,
     )
-    secrets = secrets_of(load_history(paths).record.spec)
+    secrets = services_of(request).store.secrets(run)
     return part.model_copy(update={"text": redact_text(part.text, secrets)})
 
 

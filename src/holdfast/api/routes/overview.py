@@ -1,0 +1,54 @@
+"""What is asked about all runs at once: machines, storage, two checkpoints side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request
+
+from holdfast.api.access import AS_READER
+from holdfast.api.routes.runs import After, Limit
+from holdfast.api.schemas import NodeDetail, Page
+from holdfast.api.services import services_of
+from holdfast.contracts.states import RunState
+from holdfast.lineage import reports, views
+from holdfast.lineage.cursors import PAGE_DEFAULT
+from holdfast.lineage.pages import RunFilter
+
+Side = Annotated[str, Query(max_length=250, description="a checkpoint, `<run>:<directory>`")]
+
+router = APIRouter(tags=["overview"], dependencies=[AS_READER])
+
+
+@router.get("/compare")
+def compare(request: Request, a: Side, b: Side) -> reports.Comparison:
+    """Two checkpoints side by side: what made them, and what came out."""
+    return services_of(request).store.compare(a, b)
+
+
+@router.get("/nodes")
+def list_nodes(
+    request: Request, after: After = None, limit: Limit = PAGE_DEFAULT
+) -> Page[reports.NodeRow]:
+    """Every machine that an attempt ran on, by name, with its faults by cause."""
+    return services_of(request).store.list_nodes(after, limit)
+
+
+@router.get("/nodes/{host}")
+def show_node(request: Request, host: Annotated[str, Path(max_length=255)]) -> NodeDetail:
+    """The newest ends of attempts that a machine is blamed for."""
+    faults = services_of(request).store.node_faults(host.replace("\0", ""))
+    return NodeDetail(host=host, faults=faults)
+
+
+@router.get("/storage")
+def list_storage(
+    request: Request,
+    state: Annotated[list[RunState] | None, Query(description="any of these")] = None,
+    search: Annotated[str | None, Query(max_length=200, description="in name or folder")] = None,
+    after: After = None,
+    limit: Limit = PAGE_DEFAULT,
+) -> Page[views.StorageRow]:
+    """What each run's checkpoints take, and what the next prune would give back."""
+    where = RunFilter(states=tuple(state or ()), search=search)
+    return services_of(request).store.list_storage(where, after, limit)

@@ -1,0 +1,168 @@
+"""A run as OpenLineage events, for catalogues that gather lineage from many systems.
+
+Each attempt is a run of the job that has the run's name: it starts, and it completes, fails or is
+aborted. What it resumed from is its input, what it committed its outputs: datasets of the
+namespace `file`, whose version is the manifest's checksum. All attempts name the run as parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from openlineage.client.event_v2 import (
+    InputDataset,
+    Job,
+    OutputDataset,
+    Run,
+    RunEvent,
+    RunState,
+)
+from openlineage.client.facet_v2 import (
+    dataset_version_dataset,
+    error_message_run,
+    job_type_job,
+    nominal_time_run,
+    parent_run,
+    processing_engine_run,
+)
+from openlineage.client.serde import Serde
+
+from holdfast import __version__
+from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.states import AttemptState
+from holdfast.lineage import queries, views
+from holdfast.lineage.database import Database
+
+NAMESPACE: Final = "holdfast"
+PRODUCER: Final = f"holdfast/{__version__}"
+FILES: Final = "file"
+_ENDINGS: Final[Mapping[str, RunState]] = {
+    AttemptState.COMPLETED: RunState.COMPLETE,
+    AttemptState.PREEMPTED: RunState.ABORT,
+    AttemptState.TIMED_OUT: RunState.ABORT,
+    AttemptState.CANCELLED: RunState.ABORT,
+    AttemptState.FAILED: RunState.FAIL,
+    AttemptState.HUNG: RunState.FAIL,
+    AttemptState.NODE_FAILED: RunState.FAIL,
+    AttemptState.LOST: RunState.FAIL,
+}
+
+
+def export_run(database: Database, run: str) -> list[dict[str, Any]]:
+    """The OpenLineage events of the run that `run` means, from the index.
+
+    Raises `NotFoundError` when there is none.
+    """
+    shown = queries.show_run(database, run)
+    found = queries.list_checkpoints(database, shown["uid"])
+    if shown["forked_from"]:
+        # A parent that the index does not have is named by its id alone.
+        with contextlib.suppress(NotFoundError):
+            found += queries.ancestry(database, shown["forked_from"])[:1]
+    return openlineage_events(shown, found)
+
+
+def openlineage_events(
+    run: views.RunView, checkpoints: Sequence[views.CheckpointView]
+) -> list[dict[str, Any]]:
+    """The events of a run's attempts in order of time, as plain data.
+
+    `checkpoints` are the run's own and, where it was forked, the one that it began from.
+    """
+    known = {one["id"]: one for one in checkpoints}
+    written: defaultdict[int, list[views.CheckpointView]] = defaultdict(list)
+    for one in checkpoints:
+        if one["run"] == run["run"]:
+            written[one["attempt"]].append(one)
+    events = []
+    for attempt in run["attempts"]:
+        begun, ended = attempt["started_at"] or attempt["submitted_at"], attempt["ended_at"]
+        inputs = [_input(attempt["resumed_from"], known)] if attempt["resumed_from"] else []
+        facets = _facets(run, attempt)
+        if begun:
+            events.append(_event(run, attempt, RunState.START, begun, facets, inputs, []))
+        ending = _ENDINGS.get(attempt["state"])
+        if ending and ended:
+            outputs = [_output(one) for one in written[attempt["number"]]]
+            if attempt["reason"] or attempt["traceback"]:
+                facets = facets | {"errorMessage": _error(attempt)}
+            events.append(_event(run, attempt, ending, ended, facets, inputs, outputs))
+    events.sort(key=lambda event: event.eventTime)
+    return [Serde.to_dict(event) for event in events]
+
+
+def _event(
+    run: views.RunView,
+    attempt: views.AttemptView,
+    state: RunState,
+    at: str,
+    facets: dict[str, Any],
+    inputs: list[InputDataset],
+    outputs: list[OutputDataset],
+) -> RunEvent:
+    job_type = job_type_job.JobTypeJobFacet(
+        processingType="BATCH", integration="HOLDFAST", jobType="TRAINING"
+    )
+    return RunEvent(
+        eventTime=at,
+        eventType=state,
+        producer=PRODUCER,
+        run=Run(runId=_attempt_id(run["uid"], attempt["number"]), facets=facets),
+        job=Job(namespace=NAMESPACE, name=run["run"], facets={"jobType": job_type}),
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
+    begun = attempt["started_at"] or attempt["submitted_at"]
+    facets: dict[str, Any] = {
+        "parent": parent_run.ParentRunFacet(
+            run=parent_run.Run(runId=str(uuid.UUID(hex=run["uid"]))),
+            job=parent_run.Job(namespace=NAMESPACE, name=run["name"]),
+        ),
+        "processing_engine": processing_engine_run.ProcessingEngineRunFacet(
+            version=__version__, name="holdfast"
+        ),
+    }
+    if begun:
+        facets["nominalTime"] = nominal_time_run.NominalTimeRunFacet(
+            nominalStartTime=begun, nominalEndTime=attempt["ended_at"]
+        )
+    return facets
+
+
+def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet:
+    return error_message_run.ErrorMessageRunFacet(
+        message=attempt["reason"] or f"{attempt['state']}: {attempt['cause']}",
+        programmingLanguage="python",
+        stackTrace=attempt["traceback"],
+    )
+
+
+def _input(identity: str, known: Mapping[str, views.CheckpointView]) -> InputDataset:
+    """What was resumed from; one of a run that the index does not have keeps its id as name."""
+    one = known.get(identity)
+    if one is None:
+        return InputDataset(namespace=NAMESPACE, name=identity)
+    return InputDataset(namespace=FILES, name=one["path"], facets=_version(one))
+
+
+def _output(one: views.CheckpointView) -> OutputDataset:
+    return OutputDataset(namespace=FILES, name=one["path"], facets=_version(one))
+
+
+def _version(one: views.CheckpointView) -> dict[str, Any]:
+    if not one["checksum"]:
+        return {}
+    facet = dataset_version_dataset.DatasetVersionDatasetFacet(datasetVersion=one["checksum"])
+    return {"version": facet}
+
+
+def _attempt_id(uid: str, number: int) -> str:
+    """The same UUID for the same attempt, whoever exports it and however often."""
+    return str(uuid.uuid5(uuid.UUID(hex=uid), f"attempt-{number:04d}"))

@@ -1,0 +1,211 @@
+"""Who may reach the server and change something: tokens, sessions, hosts, origins, secrets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import Served, serving
+from tests.runs import RunFolder
+
+from holdfast.api.security import Exposure
+from holdfast.api.sessions import COOKIE, CSRF_HEADER, TRIES_MAX, Tries
+from holdfast.api.tokens import Role, TokenStore
+from holdfast.contracts.errors import NotFoundError, SpecError
+from holdfast.contracts.journal import EventKind, read_journal
+
+PIN = "/api/v1/checkpoints/gpt:step-00000200.a0003.i01/pin"
+SECRET = "s3cr3t-value-of-a-token"
+
+
+@pytest.fixture(scope="module")
+def guarded(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
+    """A server that others can reach."""
+    exposure = Exposure(needs_token=True, hosts=frozenset({"holdfast.example"}))
+    with serving(home, exposure, story) as one:
+        yield one
+
+
+@pytest.fixture
+def tokens(guarded: Served) -> Iterator[dict[str, str]]:
+    store = guarded.services.tokens
+    made = {str(role): store.add(f"the {role}", role)[1] for role in Role}
+    yield made
+    for token in list(store.tokens()):
+        store.revoke(token.id)
+
+
+def bearer(guarded: Served, text: str) -> httpx.Client:
+    return guarded.client(Authorization=f"Bearer {text}")
+
+
+def test_a_stranger_learns_nothing(guarded: Served) -> None:
+    with guarded.client() as client:
+        for path in ("runs", "runs/gpt", "events", "compare?a=a&b=b", "nodes", "storage"):
+            assert client.get(f"/api/v1/{path}").status_code == 401, path
+        assert client.get("/metrics").status_code == 401
+        assert client.post(PIN, json={}).status_code == 401
+        assert client.get("/healthz").json()["roots"] == {}
+        assert client.get("/api/v1/session").json()["login_required"]
+        assert client.get("/").status_code == 200
+
+
+def test_every_route_that_changes_something_asks_for_an_operator(
+    guarded: Served, tokens: dict[str, str]
+) -> None:
+    document = guarded.client().get("/api/v1/openapi.json").json()
+    paths = [path for path, item in document["paths"].items() if "post" in item]
+    changes = [path for path in paths if not path.endswith("/session")]
+    assert len(changes) >= 10
+    names = {"run": "gpt", "checkpoint": "gpt:step-00000200.a0003.i01"}
+    with bearer(guarded, tokens["reader"]) as client:
+        for path in changes:
+            body = {"name": "gpt-c"} if path.endswith("/fork") else {}
+            assert client.post(path.format(**names), json=body).status_code == 403, path
+
+
+def test_a_token_opens_and_ends_with_its_revocation(
+    guarded: Served, tokens: dict[str, str]
+) -> None:
+    with bearer(guarded, tokens["operator"]) as client:
+        assert client.get("/api/v1/runs").status_code == 200
+        assert client.post(PIN, json={}).status_code == 200
+        guarded.services.tokens.revoke("the operator")
+        assert client.get("/api/v1/runs").status_code == 401
+
+
+def test_a_session_changes_nothing_without_its_word(
+    guarded: Served, tokens: dict[str, str]
+) -> None:
+    with guarded.client() as client:
+        told = client.post("/api/v1/session", json={"token": tokens["operator"]})
+        (cookie,) = [c for c in told.headers.get_list("set-cookie") if c.startswith(COOKIE)]
+        assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; "))
+        assert client.get("/api/v1/runs").status_code == 200
+        assert client.post(PIN, json={}).status_code == 403
+        assert client.post(PIN, json={}, headers={CSRF_HEADER: "wrong"}).status_code == 403
+        word = client.get("/api/v1/session").json()["csrf"]
+        assert client.post(PIN, json={}, headers={CSRF_HEADER: word}).status_code == 200
+        assert client.delete("/api/v1/session", headers={CSRF_HEADER: word}).status_code == 204
+        assert client.get("/api/v1/runs").status_code == 401
+
+
+def test_who_guesses_waits(guarded: Served, tokens: dict[str, str]) -> None:
+    guarded.services.tries = Tries()
+    wrong = tokens["reader"][:-4] + "AAAA"
+    with guarded.client() as client:
+        answers = [
+            client.post("/api/v1/session", json={"token": wrong}) for _ in range(TRIES_MAX + 1)
+        ]
+        assert [one.status_code for one in answers] == [401] * TRIES_MAX + [429]
+        assert int(answers[-1].headers["retry-after"]) > 0
+        right = client.post("/api/v1/session", json={"token": tokens["reader"]})
+        assert right.status_code == 429
+    guarded.services.tries = Tries()
+    lines, _ = read_journal(guarded.home / "journal" / "api.jsonl")
+    assert sum("refused" in line.data["outcome"] for line in lines) > TRIES_MAX
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": ""}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"X-Forwarded-For": "10.0.0.1"}, 403),
+    ],
+)
+def test_a_foreign_page_changes_nothing_even_where_no_token_is_asked_for(
+    served: Served, headers: dict[str, str], status: int
+) -> None:
+    with served.client() as client:
+        answer = client.post(PIN, content=b"{}", headers={**JSON, **headers})
+        assert answer.status_code == status
+        assert client.post(PIN, content=b"{}", headers=JSON).status_code == 200
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_every_answer_bears_the_strict_headers(served: Served) -> None:
+    with served.client() as client:
+        for path in ("/", "/api/v1/runs", "/api/v1/runs/nix", "/assets/nix.js"):
+            headers = client.get(path).headers
+            assert "script-src 'self';" in headers["content-security-policy"]
+            assert "unsafe" not in headers["content-security-policy"]
+            assert headers["x-content-type-options"] == "nosniff"
+        refused = client.get("/api/v1/runs", headers={"Host": "evil.example"})
+        assert refused.headers["x-frame-options"] == "DENY"
+        large = client.post(PIN, content=b" " * 100_000, headers=JSON)
+        assert large.status_code == 413
+
+
+def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
+    run = RunFolder(
+        served.root,
+        "hidden",
+        "c" * 32,
+        {
+            "environment": {"HF_TOKEN": SECRET, "MODE": "fast"},
+            "config": {"store": f"postgresql://user:{SECRET}@db/runs"},
+        },
+    )
+    attempt = run.submit(1, 1, run.created_at)
+    log = attempt.rank_log(0, 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text(f"using {SECRET} and --api-key {SECRET[::-1]}\n")
+    run.tell("flow", EventKind.NOTE, text=f"it said {SECRET}")
+    served.services.watch.touch(run.paths)
+    with served.client() as client:
+        wait = client.get("/api/v1/runs/hidden")
+        for _ in range(600):
+            if wait.status_code == 200:
+                break
+            wait = client.get("/api/v1/runs/hidden")
+        told = [wait.text] + [
+            client.get(f"/api/v1/runs/hidden/{what}").text
+            for what in ("events", "attempts", "logs/0", "lineage", "storage")
+        ]
+    assert "fast" in told[0]
+    assert "using" in told[3]
+    for text in told:
+        assert SECRET not in text
+        assert SECRET[::-1] not in text
+
+
+def test_tokens_are_kept_as_digests_for_their_owner_alone(tmp_path: Path) -> None:
+    store = TokenStore(tmp_path / "tokens.json")
+    token, text = store.add("ci", Role.READER)
+    assert text.rpartition("_")[2] not in store.path.read_text()
+    assert store.path.stat().st_mode & 0o077 == 0
+    for _ in range(2):
+        found = TokenStore(store.path).check(text)
+        assert found == token
+    assert store.check(text[:-1]) is None
+    with pytest.raises(SpecError, match="there is a token of the name"):
+        store.add("ci", Role.READER)
+    store.revoke(token.id)
+    assert store.check(text) is None
+    with pytest.raises(NotFoundError, match="no token"):
+        store.revoke("ci")
+
+
+def test_actions_stand_in_the_journal_with_who_did_them(served: Served) -> None:
+    with served.client() as client:
+        client.post(PIN, json={"note": "for the paper"})
+        client.post(PIN.replace("/pin", "/unpin"), json={})
+        client.post(PIN.replace("/pin", "/unpin"), json={})
+    lines, _ = read_journal(served.runs["gpt"].paths.journal_of("api"))
+    audits: list[dict[str, Any]] = [one.data for one in lines if one.kind is EventKind.AUDIT]
+    assert [one["action"] for one in audits[-3:]] == ["pin", "unpin", "unpin"]
+    assert [one["outcome"][:7] for one in audits[-3:]] == ["done", "done", "refused"]
+    assert {one["by"] for one in audits[-3:]} == {"ann"}
+    assert "127.0.0.1" in json.dumps(audits)

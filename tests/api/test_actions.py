@@ -1,0 +1,121 @@
+"""What operators do over the API: the same as by the command, and one at a time."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.conftest import Served, wait_for
+
+from holdfast.contracts.attempt import StopRequest, read_document
+from holdfast.contracts.durable import write_bytes
+from holdfast.contracts.paths import MANIFEST
+
+NEWEST = "gpt:step-00000200.a0003.i01"
+
+
+@pytest.fixture(scope="module")
+def api(served: Served) -> httpx.Client:
+    return served.client()
+
+
+def post(api: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
+    answer = api.post(f"/api/v1{path}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_of_two_operators_at_once_the_second_learns_of_the_first(
+    api: httpx.Client, served: Served
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(
+            pool.map(lambda act: api.post(f"/api/v1/runs/gpt-b/{act}", json={}), ("stop", "pause"))
+        )
+    first, second = sorted(answers, key=lambda one: one.status_code)
+    assert (first.status_code, second.status_code) == (200, 409)
+    told = second.json()
+    assert (told["by"], told["action"]) == ("ann", first.json()["action"])
+    assert f"ann asked 0 s ago to {told['action']}" in told["message"]
+    stop = read_document(StopRequest, served.runs["gpt-b"].paths.attempt(1).stop)
+    assert stop is not None
+    assert stop.action == told["action"]
+    assert post(api, "/runs/gpt-b/cancel", force=True)["action"] == "cancel"
+
+
+def test_what_makes_no_sense_is_refused_with_the_next_step(api: httpx.Client) -> None:
+    assert "fork" in post(api, "/runs/gpt/relaunch", 422, gpus=4)["message"]
+    assert "relaunch" in post(api, "/runs/gpt-b/resume", 422, force=True)["message"]
+    for gpus in (0, -1, "many", 10**30):
+        assert post(api, "/runs/gpt-b/relaunch", 422, gpus=gpus)["code"] == "invalid"
+    assert post(api, "/runs/gpt-b/stop", 422, now=True)["code"] == "invalid"
+    answer = api.post("/api/v1/runs/gpt/stop", content=b"{", headers={"Content-Type": JSON})
+    assert answer.status_code == 422
+
+
+JSON = "application/json"
+
+
+def test_a_pinned_checkpoint_says_so_until_it_is_unpinned(api: httpx.Client) -> None:
+    for action, pinned in (("pin", True), ("unpin", False)):
+        post(api, f"/checkpoints/{NEWEST}/{action}")
+
+        def told(wanted: bool = pinned) -> bool:
+            row = api.get(f"/api/v1/checkpoints/{NEWEST}").json()
+            return bool(row["pinned"] is wanted)
+
+        wait_for(told)
+    assert "not pinned" in post(api, f"/checkpoints/{NEWEST}/unpin", 422)["message"]
+
+
+def test_a_prune_tells_first_and_deletes_when_it_is_asked_to(
+    api: httpx.Client, served: Served
+) -> None:
+    paths = served.runs["gpt"].paths
+    record = json.loads(paths.spec.read_text())
+    record["spec"]["checkpoint"]["keep"]["last"] = 1
+    write_bytes(paths.spec, json.dumps(record).encode())
+    plan = post(api, "/runs/gpt/prune")
+    assert plan["dry_run"]
+    gone = [one["checkpoint"] for one in plan["deleted"]]
+    assert gone == ["step-00000150.a0002.i01"]
+    assert (paths.checkpoint(gone[0]) / MANIFEST).is_file()
+    done = post(api, "/runs/gpt/prune", dry_run=False)
+    assert [one["checkpoint"] for one in done["deleted"]] == gone
+    assert not paths.checkpoint(gone[0]).exists()
+    wait_for(lambda: api.get(f"/api/v1/checkpoints/gpt:{gone[0]}").json()["state"] == "deleted")
+    assert "deleted" in post(api, f"/checkpoints/gpt:{gone[0]}/verify", 404)["message"]
+
+
+def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Served) -> None:
+    directory = served.runs["gpt"].paths.checkpoint("step-00000100.a0001.i01")
+    for content, ok in ((None, True), (b"state of step 9_9", False)):
+        if content is not None:
+            (directory / "__0_0.distcp").write_bytes(content)
+        job = post(api, "/checkpoints/gpt:step-00000100.a0001.i01/verify", 202)
+        wait_for(partial(has_ended, api, job))
+        result = shown(api, job)["result"]
+        assert result["ok"] is ok
+        assert bool(result["damaged"]) is not ok
+
+
+def has_ended(api: httpx.Client, job: dict[str, Any]) -> bool:
+    return shown(api, job)["state"] in {"done", "failed"}
+
+
+def shown(api: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = api.get(f"/api/v1/jobs/{job['id']}").json()
+    return told
+
+
+def test_a_fork_from_here_changes_sizes_and_never_programs(api: httpx.Client) -> None:
+    path = f"/checkpoints/{NEWEST}/fork"
+    for key in ("command", "launch.python", "checkpoint.mirror", "supervision.notices_url"):
+        told = post(api, path, 422, name="gpt-c", set={key: "/bin/sh"})
+        assert "holdfast fork --set" in told["message"]
+    assert "there is a run of this name" in post(api, path, 409, name="gpt-b")["message"]
+    assert post(api, path, 422, name="../gpt-c")["code"] == "invalid"

@@ -1,0 +1,75 @@
+"""The OpenAPI document: every operation in it, called with what it allows and what it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import response_schema_conformance
+from tests.api.conftest import Served, serving
+from tests.runs import RunFolder
+
+from holdfast.api.security import Exposure
+
+REAL = {"run": "gpt-b", "checkpoint": "gpt-b:step-00000150.a0001.i01", "rank": 0, "host": "node-a"}
+# A stream does not end by itself.
+ENDLESS = "/api/v1/events"
+CHECKS = [not_a_server_error, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def tried(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
+    """A server that starts no flow: a run that is relaunched a hundred times needs none."""
+    with serving(home, Exposure(needs_token=False), story, start=lambda _: {}) as one:
+        yield one
+
+
+def operations(served: Served) -> list[Any]:
+    schema = schemathesis.openapi.from_url(f"{served.url}/api/v1/openapi.json")
+    found: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
+    return [one for one in found if one.path != ENDLESS]
+
+
+def call_all(found: list[Any], examples: int) -> None:
+    """Call each operation `examples` times as it allows, and as often as it does not."""
+    for operation in found:
+        names = {one.name for one in operation.path_parameters}
+        real = {name: REAL[name] for name in names if name in REAL} or None
+        _call(operation.as_strategy(GenerationMode.POSITIVE, path_parameters=real), examples)
+        # What takes nothing cannot be called wrongly.
+        if operation.query or operation.body:
+            wrong = operation.as_strategy(GenerationMode.NEGATIVE, path_parameters=real)
+            _call(wrong, examples)
+
+
+def _call(strategy: Any, examples: int) -> None:
+    @seed(0)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def call(case: Any) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    call()
+
+
+def test_no_operation_fails_whatever_it_is_called_with(tried: Served) -> None:
+    found = operations(tried)
+    assert len(found) >= 30
+    call_all(found[::5], examples=1)
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(1800)
+def test_no_operation_fails_in_many_calls(tried: Served) -> None:
+    call_all(operations(tried), examples=100)

@@ -1,0 +1,106 @@
+"""From end to end: `holdfast serve` beside a real run, which is relaunched at another size."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from tests.api.conftest import WAIT_S, wait_for
+from tests.process.local_command import Local
+
+pytestmark = [pytest.mark.storm, pytest.mark.timeout(900)]
+SERVING: Final = re.compile(r"serving (http://\S+)/")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    made = Local(tmp_path)
+    yield made
+    made.end_all()
+
+
+@pytest.fixture
+def api(local: Local) -> Iterator[httpx.Client]:
+    """A client of the command's own server, in a process of its own."""
+    command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
+    server = subprocess.Popen(command, env=local.environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        said = iter(server.stderr.readline, "")
+        url = next(match[1] for line in said if (match := SERVING.search(line)))
+        with httpx.Client(base_url=f"{url}/api/v1", timeout=WAIT_S) as client:
+            yield client
+    finally:
+        server.terminate()
+        server.wait(WAIT_S)
+
+
+def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, api: httpx.Client) -> None:
+    spec = local.write_spec(
+        "live",
+        {"steps": 20_000, "sleep_s": 0.1},
+        resources={"gpus_per_node": 2},
+        elastic={"min_gpus": 1},
+    )
+    heard: list[str] = []
+    threading.Thread(target=_listen, args=(str(api.base_url), heard), daemon=True).start()
+    local.json("submit", str(spec))
+
+    wait_for(lambda: _run(api).get("state") == "running", 180)
+    wait_for(lambda: _checkpoints(api), 180)
+    wait_for(lambda: {"run", "journal", "beat"} <= set(heard))
+    ranks = [r for n in api.get("/runs/live/heartbeats").json()["nodes"] for r in n["ranks"]]
+    assert sorted(rank["rank"] for rank in ranks) == [0, 1]
+
+    asked = api.post("/runs/live/relaunch", json={"gpus": 1})
+    assert asked.status_code == 200, asked.text
+    second = api.post("/runs/live/stop", json={})
+    assert second.status_code == 409
+    wait_for(lambda: len(_run(api)["attempts"]) == 2, 180)
+    wait_for(lambda: _run(api)["attempts"][1]["resumed_from"], 180)
+    first, after = _run(api)["attempts"]
+    assert (first["world_size"], after["world_size"]) == (2, 1)
+    assert after["resumed_step"] == first["committed_step"] == first["last_step"]
+
+    assert api.post("/runs/live/stop", json={"force": True}).status_code == 200
+    wait_for(lambda: _run(api)["state"] == "cancelled", 180)
+    # Nobody supervises it any more: the server itself starts the flow that goes on.
+    assert api.post("/runs/live/relaunch", json={"gpus": 2}).json()["pid"]
+    wait_for(lambda: len(_run(api)["attempts"]) == 3, 180)
+    newest = _checkpoints(api)[-1]["id"]
+    forked = api.post(f"/checkpoints/{newest}/fork", json={"name": "fork"})
+    assert forked.status_code == 201, forked.text
+    wait_for(lambda: _run(api, "fork").get("attempts"), 180)
+    for run in ("live", "fork"):
+        assert api.post(f"/runs/{run}/cancel", json={"force": True}).status_code == 200
+        wait_for(partial(_is_cancelled, api, run), 180)
+
+
+def _run(api: httpx.Client, name: str = "live") -> dict[str, Any]:
+    told: dict[str, Any] = api.get(f"/runs/{name}").json()
+    return told
+
+
+def _is_cancelled(api: httpx.Client, name: str) -> bool:
+    return bool(_run(api, name)["state"] == "cancelled")
+
+
+def _checkpoints(api: httpx.Client) -> list[dict[str, Any]]:
+    answer = api.get("/runs/live/checkpoints", params={"limit": 500})
+    found: list[dict[str, Any]] = answer.json().get("items", [])
+    return found
+
+
+def _listen(url: str, heard: list[str]) -> None:
+    with httpx.stream("GET", f"{url}/events", timeout=None) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                heard.append(line.removeprefix("event: "))
