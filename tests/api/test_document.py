@@ -32,7 +32,8 @@ def tried(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
 
 def operations(served: Served) -> list[Any]:
     schema = schemathesis.openapi.from_url(f"{served.url}/api/v1/openapi.json")
-    found: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]
+    results: list[Any] = list(schema.get_all_operations())
+    found = [result.ok() for result in results]
     return [one for one in found if one.path != ENDLESS]
 
 
