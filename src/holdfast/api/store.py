@@ -130,7 +130,7 @@ class Store:
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
-    def ancestry(self, identity: str) -> list[views.CheckpointView]:
+    def ancestry(self, identity: str) -> list[reports.Ancestor]:
         """A checkpoint and its ancestors, young to old."""
         run, name = self.find_checkpoint(identity)
         return queries.ancestry(self.index.open(), f"{run.uid}:{name}")

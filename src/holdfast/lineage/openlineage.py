@@ -34,7 +34,7 @@ from openlineage.client.serde import Serde
 from holdfast import __version__
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.states import AttemptState
-from holdfast.lineage import queries, views
+from holdfast.lineage import queries, reports, views
 from holdfast.lineage.database import Database
 
 NAMESPACE: Final = "holdfast"
@@ -59,25 +59,27 @@ def export_run(database: Database, run: str) -> list[dict[str, Any]]:
     """
     shown = queries.show_run(database, run)
     found = queries.list_checkpoints(database, shown["uid"])
+    origins: list[reports.Ancestor] = []
     if shown["forked_from"]:
         # A parent that the index does not have is named by its id alone.
         with contextlib.suppress(NotFoundError):
-            found += queries.ancestry(database, shown["forked_from"])[:1]
-    return openlineage_events(shown, found)
+            origins = queries.ancestry(database, shown["forked_from"])[:1]
+    return openlineage_events(shown, found, origins)
 
 
 def openlineage_events(
-    run: views.RunView, checkpoints: Sequence[views.CheckpointView]
+    run: views.RunView,
+    checkpoints: Sequence[views.CheckpointView],
+    origins: Sequence[reports.Ancestor] = (),
 ) -> list[dict[str, Any]]:
     """The events of a run's attempts in order of time, as plain data.
 
-    `checkpoints` are the run's own and, where it was forked, the one that it began from.
+    `checkpoints` are the run's own, `origins` those of other runs that it began from.
     """
-    known = {one["id"]: one for one in checkpoints}
+    known = {one["id"]: (one["path"], one["checksum"]) for one in (*checkpoints, *origins)}
     written: defaultdict[int, list[views.CheckpointView]] = defaultdict(list)
     for one in checkpoints:
-        if one["run"] == run["run"]:
-            written[one["attempt"]].append(one)
+        written[one["attempt"]].append(one)
     events = []
     for attempt in run["attempts"]:
         begun, ended = attempt["started_at"] or attempt["submitted_at"], attempt["ended_at"]
@@ -144,22 +146,22 @@ def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet
     )
 
 
-def _input(identity: str, known: Mapping[str, views.CheckpointView]) -> InputDataset:
+def _input(identity: str, known: Mapping[str, tuple[str, str | None]]) -> InputDataset:
     """What was resumed from; one of a run that the index does not have keeps its id as name."""
-    one = known.get(identity)
-    if one is None:
+    if identity not in known:
         return InputDataset(namespace=NAMESPACE, name=identity)
-    return InputDataset(namespace=FILES, name=one["path"], facets=_version(one))
+    path, checksum = known[identity]
+    return InputDataset(namespace=FILES, name=path, facets=_version(checksum))
 
 
 def _output(one: views.CheckpointView) -> OutputDataset:
-    return OutputDataset(namespace=FILES, name=one["path"], facets=_version(one))
+    return OutputDataset(namespace=FILES, name=one["path"], facets=_version(one["checksum"]))
 
 
-def _version(one: views.CheckpointView) -> dict[str, Any]:
-    if not one["checksum"]:
+def _version(checksum: str | None) -> dict[str, Any]:
+    if not checksum:
         return {}
-    facet = dataset_version_dataset.DatasetVersionDatasetFacet(datasetVersion=one["checksum"])
+    facet = dataset_version_dataset.DatasetVersionDatasetFacet(datasetVersion=checksum)
     return {"version": facet}
 
 

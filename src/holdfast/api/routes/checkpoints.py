@@ -26,7 +26,7 @@ from holdfast.contracts.errors import DamagedCheckpointError, SpecError
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
-from holdfast.lineage import views
+from holdfast.lineage import reports
 from holdfast.workers import operator, verification
 
 CheckpointId = Annotated[str, Path(max_length=250, description="`<run>:<directory>`")]
@@ -66,7 +66,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
 
 
 @router.get("/{checkpoint}/ancestry")
-def show_ancestry(request: Request, checkpoint: CheckpointId) -> list[views.CheckpointView]:
+def show_ancestry(request: Request, checkpoint: CheckpointId) -> list[reports.Ancestor]:
     """A checkpoint, its parent, that one's parent and so on, through forks, to the first."""
     return services_of(request).store.ancestry(checkpoint)
 
