@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.index import Index
 from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.lineage.index import Index
 
 # The jobs that it submits are not to be struck.
 for name in ("LD_PRELOAD", "FAULT_ROOT", "FAULT_CONTROL", "FAULT_TRACE"):

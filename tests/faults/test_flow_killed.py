@@ -26,8 +26,8 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.flows.drills.invariants import check_submissions
-from holdfast.flows.index import Index
 from holdfast.lineage import queries
+from holdfast.lineage.index import Index
 from holdfast.workers.executors import executor_for
 from holdfast.workers.runs import create_run
 
