@@ -42,7 +42,6 @@ from holdfast.lineage.series import metric_series
 
 SAMPLES: Final = 100
 SAMPLES_LARGE: Final = 10
-FOLDERS: Final = 20
 MANIFESTS: Final = 500
 PROCESSES: Final = 2
 SERVER: Final = {
@@ -62,13 +61,14 @@ def main() -> None:
     parser.add_argument("--database", choices=("sqlite", "postgresql"))
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--checkpoints", type=int, default=1_000_000)
+    parser.add_argument("--folders", type=int, default=20, help="run folders that are ingested")
     parser.add_argument("--page", type=Path)
     chosen = parser.parse_args()
     told = {}
     for kind in ("sqlite", "postgresql"):
         if chosen.database in (None, kind):
             with database_url(kind) as url:
-                told[kind] = measure(url, chosen.runs, chosen.checkpoints)
+                told[kind] = measure(url, chosen.runs, chosen.checkpoints, chosen.folders)
     print(json.dumps(told, indent=1))
     if chosen.page:
         chosen.page.write_text(render(told))
@@ -88,15 +88,16 @@ def database_url(kind: str) -> Iterator[str]:
         yield url
 
 
-def measure(url: str, runs: int, checkpoints: int) -> dict[str, Any]:
+def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, Any]:
     """Ingest first, while the database is empty, then the large one's pages."""
     said = {"machine": f"{os.cpu_count()} cores, Python {platform.python_version()}"}
     with open_database(url) as database:
-        figures = {**said, "ingest": measure_ingest(database, url)}
+        figures = {**said, "ingest": measure_ingest(database, url, folders)}
         started = time.monotonic()
         fill(database, runs, checkpoints)
         figures["fill_s"] = round(time.monotonic() - started, 1)
         figures["rows"] = {"runs": runs, "checkpoints": checkpoints}
+        figures["load"] = round(os.getloadavg()[0], 1)
         figures["pages_ms"] = measure_pages(database, runs)
     return figures
 
@@ -160,12 +161,12 @@ def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
     return {"p50": round(cuts[9], 2), "p95": round(cuts[18], 2)}
 
 
-def measure_ingest(database: Database, url: str) -> dict[str, float]:
+def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]:
     """Manifests a second from folders on disk, by one process and by two; reindex beside a read."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         root = Path(folder)
-        make_folders(root, FOLDERS, MANIFESTS)
-        total = FOLDERS * MANIFESTS
+        make_folders(root, count, MANIFESTS)
+        total = count * MANIFESTS
         read_s = stopwatch(lambda: read_all(root))
         ingest_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
         again_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
@@ -229,6 +230,7 @@ def render(told: dict[str, Any]) -> str:
             f"## {kind}",
             "",
             f"{figures['machine']}; {size}, made in {figures['fill_s']:.0f} s.",
+            f"Other programs ran beside it: load average {figures['load']}.",
             "",
             "| page | median ms | p95 ms | limit |",
             "|---|---:|---:|---:|",

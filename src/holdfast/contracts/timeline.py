@@ -47,14 +47,22 @@ def launches_of(
     they stand for what no line said.
     """
     found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
+    held: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for mark in marks:
         own = found[mark.attempt]
         number = _whole(mark.data.get("incarnation"))
         if number is None:
             # The agents' agreement names no incarnation: it is about the newest.
             number = max(own, default=None)
-        if number is not None:
-            own[number] = _tell(own.get(number, Launch()), mark)
+        if number is None:
+            continue
+        launch = own.get(number, Launch())
+        if _is_hold(mark):
+            # Gathered aside: a long run has tens of thousands, and a launch is made anew by a line.
+            held[mark.attempt, number].extend(_hold(mark))
+            own[number] = launch
+        else:
+            own[number] = _tell(launch, mark)
     for attempt, number, facts in records:
         launch = found[attempt].get(number, Launch())
         missing: dict[str, Any] = {
@@ -62,7 +70,10 @@ def launches_of(
         }
         found[attempt][number] = replace(launch, **missing)
     return {
-        attempt: tuple(launches[number] for number in sorted(launches))
+        attempt: tuple(
+            replace(launches[number], held=tuple(held.get((attempt, number), ())))
+            for number in sorted(launches)
+        )
         for attempt, launches in found.items()
     }
 
@@ -109,11 +120,8 @@ def _tell(launch: Launch, mark: Mark) -> Launch:
             resumed_step=_known(launch.resumed_step, _whole(data.get("step"))),
         )
     if mark.kind == EventKind.STAGED:
-        began = time - _seconds(data.get("blocked_s"))
-        if data.get("reason") == FINAL:
-            # What comes after the last step belongs to the end of the attempt.
-            return replace(launch, trained_until=began)
-        return replace(launch, held=(*launch.held, (began, time))) if began < time else launch
+        # A final one: what comes after the last step belongs to the end of the attempt.
+        return replace(launch, trained_until=time - _seconds(data.get("blocked_s")))
     if mark.kind == EventKind.STOP_AGREED:
         return replace(launch, trained_until=_known(launch.trained_until, time))
     if mark.kind == EventKind.HANG_CONFIRMED:
@@ -129,6 +137,17 @@ def _tell(launch: Launch, mark: Mark) -> Launch:
         ended_at=_known(launch.ended_at, time),
         last_step=_known(launch.last_step, last_step if last_step and last_step > 0 else None),
     )
+
+
+def _is_hold(mark: Mark) -> bool:
+    """True for a save while training goes on, which only holds it up."""
+    return mark.kind == EventKind.STAGED and mark.data.get("reason") != FINAL
+
+
+def _hold(mark: Mark) -> list[tuple[float, float]]:
+    """The span for which a save held training up, if it did."""
+    began = mark.time - _seconds(mark.data.get("blocked_s"))
+    return [(began, mark.time)] if began < mark.time else []
 
 
 def _known(former: Any, new: Any) -> Any:

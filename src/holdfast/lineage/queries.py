@@ -223,13 +223,13 @@ def _spans(
 ) -> list[Span]:
     """The attempts as the account of the run's time needs them."""
     columns = EVENTS.c
-    query = rows_of_run(EVENTS, run, columns.time, columns.journal, columns.incarnation)
-    query = query.order_by(columns.sequence).where(
-        columns.kind.in_(KINDS), columns.attempt.is_not(None)
+    query = (
+        select(columns.attempt, columns.kind, columns.time, columns.data)
+        .where(columns.run_uid == run["uid"])
+        .where(columns.kind.in_(KINDS), columns.attempt.is_not(None))
+        .order_by(columns.time, columns.journal, columns.incarnation, columns.sequence)
     )
-    marks = [
-        Mark(e["attempt"], e["kind"], e["time"], e["data"]) for e in rows_of(connection, query)
-    ]
+    marks = [Mark(*row) for row in connection.execute(query)]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
     told = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
