@@ -26,6 +26,7 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from benchmarks.lineage_api import took_ms
 from benchmarks.lineage_fill import CHAIN, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
 from tests.postgres import postgres_server
@@ -99,6 +100,7 @@ def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, An
         figures["rows"] = {"runs": runs, "checkpoints": checkpoints}
         figures["load"] = round(os.getloadavg()[0], 1)
         figures["pages_ms"] = measure_pages(database, runs)
+        figures["api_ms"] = measure_api(url, runs)
     return figures
 
 
@@ -140,6 +142,25 @@ def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
     }
 
 
+def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of what the server's routes answer, as `measure_pages`."""
+    draw = random.Random(SEED)
+    uids = [run_uid(draw.randrange(1, runs)) for _ in range(SAMPLES)]
+    newest = f"{run_uid(0)}:{checkpoint_name(CHAIN - 1)}"
+    asks = {
+        "runs": [["/runs"]] * SAMPLES,
+        "runs, by state": [["/runs?state=running"]] * SAMPLES,
+        "runs, by a text in the name": [[f"/runs?search=-{i * 97:06d}"] for i in range(SAMPLES)],
+        "run": [[f"/runs/{uid}"] for uid in uids],
+        "run with checkpoints, events and curves": [
+            [f"/runs/{uid}{part}" for part in ("", "/checkpoints", "/events", "/metrics")]
+            for uid in uids
+        ],
+        "ancestry, 10,000 deep": [[f"/checkpoints/{newest}/ancestry"]] * SAMPLES_LARGE,
+    }
+    return {name: cuts(took) for name, took in took_ms(url, asks).items()}
+
+
 def run_page(database: Database, uid: str) -> None:
     """All that the page of one run asks when it opens."""
     queries.show_run(database, uid)
@@ -157,8 +178,13 @@ def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
         started = time.perf_counter()
         ask(index)
         took.append(1000 * (time.perf_counter() - started))
-    cuts = statistics.quantiles(took, n=20, method="inclusive")
-    return {"p50": round(cuts[9], 2), "p95": round(cuts[18], 2)}
+    return cuts(took)
+
+
+def cuts(took: list[float]) -> dict[str, float]:
+    """Median and 95th percentile."""
+    parts = statistics.quantiles(took, n=20, method="inclusive")
+    return {"p50": round(parts[9], 2), "p95": round(parts[18], 2)}
 
 
 def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]:
@@ -232,17 +258,24 @@ def render(told: dict[str, Any]) -> str:
             f"{figures['machine']}; {size}, made in {figures['fill_s']:.0f} s.",
             f"Other programs ran beside it: load average {figures['load']}.",
             "",
-            "| page | median ms | p95 ms | limit |",
+            "| answer | median ms | p95 ms | limit at the API |",
             "|---|---:|---:|---:|",
         ]
-        for name, took in figures["pages_ms"].items():
-            limit = LIMITS_MS.get(name.split(",")[0])
-            told_limit = f"{limit:.0f}" if limit else ""
-            lines.append(f"| {name} | {took['p50']:.1f} | {took['p95']:.1f} | {told_limit} |")
+        for where in ("api_ms", "pages_ms"):
+            lines += [row_of(where, name, took) for name, took in figures[where].items()]
         lines += ["", "| ingest from disk | |", "|---|---:|"]
         lines += [f"| {k.replace('_', ' ')} | {v:,} |" for k, v in figures["ingest"].items()]
         lines.append("")
     return "\n".join(lines)
+
+
+def row_of(where: str, name: str, took: dict[str, float]) -> str:
+    """One line of the table of answers."""
+    is_api = where == "api_ms"
+    limit = LIMITS_MS.get(name.split(",")[0]) if is_api else None
+    told_limit = f"{limit:.0f}" if limit else ""
+    place = "API" if is_api else "index"
+    return f"| {place}: {name} | {took['p50']:.1f} | {took['p95']:.1f} | {told_limit} |"
 
 
 if __name__ == "__main__":

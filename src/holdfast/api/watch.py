@@ -24,6 +24,7 @@ from holdfast.contracts.journal import Event, read_journal
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage import views
 from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.metric_ingest import follow_metrics
 from holdfast.lineage.queries import RunRef
 from holdfast.workers.heartbeats import NodeBeat
 from holdfast.workers.reconcile import reconcile
@@ -209,6 +210,8 @@ class Watch:
             "step_time_s": beat.ranks[0].step_time_s if beat.ranks else None,
         }
         self._hub.publish("beat", data, seen.ref.uid)
+        # What it logs changes no journal: curves go on with the heartbeat.
+        follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
 
     def _reconcile(self) -> None:
         while not self._stop.wait(RECONCILE_S):

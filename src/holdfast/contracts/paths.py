@@ -248,10 +248,15 @@ class RunPaths:
         """The attempts that were reserved, in order of number."""
         return [self.attempt(n) for n in sorted(map(int, _names(self.attempts, _ATTEMPT)))]
 
+    def list_checkpoint_names(self) -> list[CheckpointName]:
+        """The names of all checkpoint directories, committed or not, oldest step first."""
+        found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
+        known = (name for name in found if name is not None)
+        return sorted(known, key=lambda name: (name.step, name.attempt, name.incarnation))
+
     def list_checkpoints(self) -> list[Path]:
         """All checkpoint directories, committed or not, oldest step first."""
-        found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
-        return [self.checkpoint(name) for name in sorted(n for n in found if n is not None)]
+        return [self.checkpoint(name) for name in self.list_checkpoint_names()]
 
     def removing(self, name: CheckpointName | str) -> Path:
         """Where a deleted checkpoint's directory lies while its files are removed."""

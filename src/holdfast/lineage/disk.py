@@ -7,6 +7,7 @@ taken first, so that whatever changed after it is seen the next time.
 from __future__ import annotations
 
 import math
+import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -65,11 +66,12 @@ class JournalLines:
 
 def take_fingerprint(paths: RunPaths) -> str:
     """A digest that changes when anything in the folder that rows are built from changes."""
+    base = f"{paths.directory}/"
     seen: list[tuple[str, str]] = []
     for path in _sources(paths):
         stamp = _stamp(path)
         if stamp:
-            seen.append((path.relative_to(paths.directory).as_posix(), stamp))
+            seen.append((path.removeprefix(base), stamp))
     return document_digest([INGEST_VERSION, str(paths.directory), seen])
 
 
@@ -82,15 +84,18 @@ def read_checkpoints(paths: RunPaths, known: Mapping[str, Row]) -> list[FoundChe
     found: dict[str, FoundCheckpoint] = {}
     for path in sorted(paths.tombstones.glob("*.json")):
         name = CheckpointName.parse(path.stem)
-        if name and name.step <= INTEGER_MAX:
-            found[path.stem] = _found(name, path, known, is_deleted=True)
-    for directory in paths.list_checkpoints():
-        name = CheckpointName.parse(directory.name)
-        manifest = directory / MANIFEST
+        stamp = _stamp(str(path))
+        if name and stamp and name.step <= INTEGER_MAX:
+            found[path.stem] = _found(name, path, known.get(path.stem), stamp, is_deleted=True)
+    for name, manifest in _manifests(paths):
+        stamp = _stamp(manifest)
         # The manifest is what commits: while it stands, a deletion was not carried through.
-        if name and name.step <= INTEGER_MAX and _stamp(manifest):
-            found[directory.name] = _found(name, manifest, known, is_deleted=False)
-    return sorted(found.values(), key=lambda one: one.name)
+        if stamp and name.step <= INTEGER_MAX:
+            own = str(name)
+            found[own] = _found(name, Path(manifest), known.get(own), stamp, is_deleted=False)
+    return sorted(
+        found.values(), key=lambda one: (one.name.step, one.name.attempt, one.name.incarnation)
+    )
 
 
 def read_lines(paths: RunPaths) -> list[JournalLines]:
@@ -126,10 +131,10 @@ def empty_facts(detail: str | None) -> Row:
 
 
 def _found(
-    name: CheckpointName, path: Path, known: Mapping[str, Row], *, is_deleted: bool
+    name: CheckpointName, path: Path, row: Row | None, stamp: str, *, is_deleted: bool
 ) -> FoundCheckpoint:
-    stamp = f"{'deleted' if is_deleted else 'there'} {_stamp(path)}"
-    row = known.get(str(name))
+    """What lies at `path`, or what `row` says of it when that was written of the same file."""
+    stamp = f"{'deleted' if is_deleted else 'there'} {stamp}"
     if row and row["stamp"] == stamp:
         facts = {column: row[column] for column in FACTS}
         # With a checksum the manifest was believed, and the detail came from a journal.
@@ -194,21 +199,29 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _sources(paths: RunPaths) -> Iterator[Path]:
+def _manifests(paths: RunPaths) -> Iterator[tuple[CheckpointName, str]]:
+    """Every checkpoint's name and where its manifest lies: text, for there may be many."""
+    base = str(paths.checkpoints)
+    for name in paths.list_checkpoint_names():
+        yield name, f"{base}/{name}/{MANIFEST}"
+
+
+def _sources(paths: RunPaths) -> Iterator[str]:
     """Every file that rows are built from."""
-    yield paths.spec
-    yield from paths.list_journals()
+    yield str(paths.spec)
+    yield from map(str, paths.list_journals())
     for attempt in paths.list_attempts():
-        yield attempt.directory
-        yield from (attempt.request, attempt.submission, attempt.claim, attempt.outcome)
-    yield from sorted(paths.tombstones.glob("*.json"))
-    yield from (directory / MANIFEST for directory in paths.list_checkpoints())
+        yield str(attempt.directory)
+        own = (attempt.request, attempt.submission, attempt.claim, attempt.outcome)
+        yield from map(str, own)
+    yield from map(str, sorted(paths.tombstones.glob("*.json")))
+    yield from (manifest for _, manifest in _manifests(paths))
 
 
-def _stamp(path: Path) -> str:
+def _stamp(path: str) -> str:
     """Size and time of the last change, empty when there is no such file."""
     try:
-        status = path.stat()
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     # A directory's time and size say what lies beside our files; that it exists is enough.

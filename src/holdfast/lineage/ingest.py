@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Table, and_, bindparam, delete, func, select
+from sqlalchemy import Connection, Table, and_, bindparam, delete, select
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
@@ -23,7 +23,7 @@ from holdfast.lineage.disk import (
     read_lines,
     take_fingerprint,
 )
-from holdfast.lineage.metric_ingest import has_news, write_metrics
+from holdfast.lineage.metric_ingest import follow_metrics, write_metrics
 from holdfast.lineage.rows import attempt_of, build_rows, clean, in_order
 from holdfast.lineage.tables import (
     ATTEMPTS,
@@ -35,6 +35,7 @@ from holdfast.lineage.tables import (
     JOURNALS,
     NODES,
     RUNS,
+    lock_run,
     upsert,
 )
 
@@ -51,14 +52,11 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
         )
-    is_current = not fresh and _is_current(database, paths, record.uid)
-    if is_current and not has_news(database, paths, record.uid):
+    if not fresh and _is_current(database, paths, record.uid):
+        follow_metrics(database, paths, record.uid)
         return
     with database.writing() as connection:
-        _lock(connection, record.uid)
-        if is_current:
-            write_metrics(connection, paths, record.uid)
-            return
+        lock_run(connection, record.uid)
         if fresh:
             connection.execute(delete(RUNS).where(RUNS.c.uid == record.uid))
         # Another run once had this folder; on disk it is no more.
@@ -76,7 +74,7 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
 def forget_run(database: Database, uid: str) -> None:
     """Delete all rows of a run whose folder is gone."""
     with database.writing() as connection:
-        _lock(connection, uid)
+        lock_run(connection, uid)
         connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
 
 
@@ -84,15 +82,6 @@ def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
     with database.reading() as connection:
         stored = connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
     return bool(stored) and stored == take_fingerprint(paths)
-
-
-def _lock(connection: Connection, uid: str) -> None:
-    """Keep other ingests of this run out until the transaction ends.
-
-    SQLite has one writer at a time anyway, and this transaction is it already.
-    """
-    if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
 
 
 def _write_run(connection: Connection, paths: RunPaths, uid: str) -> None:

@@ -10,10 +10,18 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.lineage.database import Database
 from holdfast.lineage.disk import list_metrics
 from holdfast.lineage.metric_rows import LOSS, SPARK_POINTS, Bucket, MetricSeries, thin
-from holdfast.lineage.tables import METRIC_FILES, METRICS, Row, upsert
+from holdfast.lineage.tables import METRIC_FILES, METRICS, Row, lock_run, upsert
 
 
-def has_news(database: Database, paths: RunPaths, uid: str) -> bool:
+def follow_metrics(database: Database, paths: RunPaths, uid: str) -> None:
+    """Take in what a run that is in the index has logged since; costs little if it is nothing."""
+    if _has_news(database, paths, uid):
+        with database.writing() as connection:
+            lock_run(connection, uid)
+            write_metrics(connection, paths, uid)
+
+
+def _has_news(database: Database, paths: RunPaths, uid: str) -> bool:
     """True when a file of metrics grew, came or went since it was read."""
     with database.reading() as connection:
         offsets = {key: row["offset"] for key, row in _known(connection, uid).items()}

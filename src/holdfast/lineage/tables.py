@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from sqlalchemy import JSON, Connection, Table
+from sqlalchemy import JSON, Connection, Table, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
@@ -29,6 +29,15 @@ NODES: Final[Any] = models.AttemptNode.__table__
 FILES: Final[Any] = models.CheckpointFile.__table__
 METRIC_FILES: Final[Any] = models.MetricFile.__table__
 METRICS: Final[Any] = models.Metric.__table__
+
+
+def lock_run(connection: Connection, uid: str) -> None:
+    """Keep other ingests of this run out until the transaction ends.
+
+    SQLite has one writer at a time anyway, and this transaction is it already.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
 
 
 def upsert(connection: Connection, table: Table, rows: Iterable[Row]) -> None:

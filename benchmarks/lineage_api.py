@@ -1,0 +1,74 @@
+"""The same questions by way of the server's routes: JSON over HTTP, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from fastapi import FastAPI
+
+from holdfast.api.app import create_app
+from holdfast.api.hub import Hub
+from holdfast.api.security import Exposure
+from holdfast.api.services import Services
+from holdfast.api.store import Store
+from holdfast.api.tokens import TokenStore
+from holdfast.api.watch import Watch
+from holdfast.lineage.database import URL_VARIABLE
+from holdfast.lineage.index import Index
+
+PREFIX: Final = "/api/v1"
+HEADERS: Final = {"host": "127.0.0.1"}
+
+
+def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, list[float]]:
+    """Milliseconds of each ask, by its name; an ask is the paths that a page gets when it opens."""
+    os.environ[URL_VARIABLE] = url
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
+        return asyncio.run(_ask_all(_app(Path(folder)), asks))
+
+
+def _app(home: Path) -> FastAPI:
+    """The application with no runs on disk to follow, and no one to start any."""
+
+    def refuse(*_given: Any) -> dict[str, Any]:
+        raise RuntimeError("the benchmark starts no run")
+
+    store, hub = Store(Index()), Hub()
+    return create_app(
+        Services(
+            store=store,
+            watch=Watch(store, hub, (home,)),
+            hub=hub,
+            exposure=Exposure(needs_token=False),
+            tokens=TokenStore(home / "tokens.json"),
+            roots=(home,),
+            user="bench",
+            start=refuse,
+            fork=refuse,
+        )
+    )
+
+
+async def _ask_all(app: FastAPI, asks: dict[str, list[list[str]]]) -> dict[str, list[float]]:
+    transport = httpx.ASGITransport(app=app)
+    told: dict[str, list[float]] = {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        for name, samples in asks.items():
+            await _get(client, samples[0])
+            told[name] = [await _get(client, paths) for paths in samples]
+    return told
+
+
+async def _get(client: httpx.AsyncClient, paths: list[str]) -> float:
+    """Get one after another; returns milliseconds."""
+    started = time.perf_counter()
+    for path in paths:
+        answer = await client.get(PREFIX + path, headers=HEADERS, timeout=120)
+        answer.raise_for_status()
+    return 1000 * (time.perf_counter() - started)
