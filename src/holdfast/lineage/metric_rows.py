@@ -54,6 +54,7 @@ class MetricSeries:
     stride: int = 1
     buckets: dict[int, Bucket] = field(default_factory=dict)
     touched: set[int] = field(default_factory=set)
+    buckets_max: int = BUCKETS_MAX
 
     def read(self, path: Path) -> None:
         """Take in the whole lines that follow; those that are no metrics are passed over."""
@@ -76,7 +77,7 @@ class MetricSeries:
         else:
             self.buckets[start] = line
         self.touched.add(start)
-        while len(self.buckets) > BUCKETS_MAX:
+        while len(self.buckets) > self.buckets_max:
             self._widen()
 
     def lasts(self, metric: str) -> list[float]:
