@@ -9,6 +9,7 @@ reading goes on: the ranks hold together, and the verdict is reached by all of t
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from bisect import bisect_right
@@ -25,6 +26,7 @@ from numpy.lib.stride_tricks import as_strided
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.trainer.loading.node import HALVES, Node
+from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache
 from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
@@ -42,7 +44,6 @@ from holdfast.trainer.loading.targets import Target, Wants
 READERS: Final = 4
 PARTS_MAX: Final = 256
 PART_BYTES_MIN: Final = 4096
-VECTORS_MAX: Final = 1024
 
 Placed = list[tuple[Series, Target]]
 
@@ -209,17 +210,17 @@ class _Reader:
             unit = _trim(unit, parts)
         running = new_checksum() if unit.digest is not None else None
         with self._noting(unit.path), self._open(unit.path) as handle:
+            is_direct = go_past_cache(handle, unit.start, unit.size)
             for start, size in pieces(unit):
                 here = _clip_all(parts, start, size)
-                views = scatter(here, start, size, self._scratch())
-                direct = views is not None
-                views = views if views is not None else [self._scratch()[:size]]
-                self._read(handle, views, start, running)
-                if direct:
+                views = None if is_direct else scatter(here, start, size, self._scratch())
+                if views is not None:
+                    self._read(handle, views, start, running)
                     for series, target in here:
                         target.took(series.bytes)
                 else:
-                    copy_out(here, views[0], start)
+                    self._read_piece(handle, self._scratch(), start, size, running, is_direct)
+                    copy_out(here, self._scratch(), start)
             self._compare(number, running)
 
     def read_shared(self, turns: Sequence[Turn], node: Node) -> None:
@@ -230,9 +231,11 @@ class _Reader:
             running = None
             if unit.digest is not None:
                 running = self._running.setdefault(number, new_checksum())
+            bytes_ahead = sum(turn.size for turn in turns)
+            is_direct = go_past_cache(handle, turns[0].start, bytes_ahead)
             for turn in turns:
-                slot = node.slot(turn.owner, turn.half, turn.slot)[: turn.size]
-                self._read(handle, [slot], turn.start, running)
+                slot = node.slot(turn.owner, turn.half, turn.slot)
+                self._read_piece(handle, slot, turn.start, turn.size, running, is_direct)
             if turns[-1].start + turns[-1].size == unit.start + unit.size:
                 self._compare(number, running)
 
@@ -252,6 +255,22 @@ class _Reader:
                 if found != entry.checksum:
                     self.problems.append(f"{entry.path}: {entry.describe(0, found)}")
 
+    def _read_piece(
+        self,
+        handle: int,
+        memory: memoryview,
+        start: int,
+        size: int,
+        running: RunningDigest | None,
+        is_direct: bool,
+    ) -> None:
+        """Fill the beginning of a piece's `memory` with `size` bytes from `start` on."""
+        if not is_direct:
+            self._read(handle, [memory[:size]], start, running)
+            return
+        fill_aligned(handle, memory, start, size)
+        self._took(memory[:size], running)
+
     def _read(
         self,
         handle: int,
@@ -261,11 +280,14 @@ class _Reader:
     ) -> None:
         """Fill `views` one after another with the bytes from `start` on."""
         fill(handle, views, start)
+        for view in views:
+            self._took(view, running)
+
+    def _took(self, content: memoryview, running: RunningDigest | None) -> None:
         if running is not None:
-            for view in views:
-                running.update(view)
+            running.update(content)
         with self._lock:
-            self.bytes_read += sum(map(len, views))
+            self.bytes_read += len(content)
 
     def _compare(self, number: int, running: RunningDigest | None) -> None:
         unit = self.catalogue.unit(number)
@@ -305,7 +327,8 @@ class _Reader:
     def _scratch(self) -> memoryview:
         """This thread's own memory for one piece."""
         if not hasattr(self._own, "scratch"):
-            self._own.scratch = memoryview(bytearray(PIECE_BYTES))
+            # Of whole pages, as direct reads need it.
+            self._own.scratch = memoryview(mmap.mmap(-1, PIECE_BYTES))
         scratch: memoryview = self._own.scratch
         return scratch
 
@@ -328,20 +351,6 @@ def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[m
     if at < start + size:
         views.append(scratch[at - start : size])
     return views
-
-
-def fill(handle: int, views: Sequence[memoryview], start: int) -> None:
-    """Fill all `views` from the file; raises `EOFError` when it ends before them."""
-    waiting, at = list(views), start
-    while waiting:
-        count = os.preadv(handle, waiting[:VECTORS_MAX], at)
-        if count == 0:
-            raise EOFError(f"ends at byte {at}, expected more")
-        at += count
-        while waiting and count >= len(waiting[0]):
-            count -= len(waiting.pop(0))
-        if count:
-            waiting[0] = waiting[0][count:]
 
 
 def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
