@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.digests import FileChecksum
+from holdfast.contracts.direct import Output
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry, read_manifest
@@ -230,11 +231,11 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecks
     temporary = path.with_name(f"{path.name}.tmp")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
+        output = Output(handle, len(content))
         for start in range(0, len(content), WRITE_BYTES_MAX):
             piece = content[start : start + WRITE_BYTES_MAX]
             checksum.update(piece)
-            while piece:
-                piece = piece[os.write(handle, piece) :]
+            output.write(piece)
         os.fsync(handle)
         os.rename(temporary, path)
     except OSError as error:

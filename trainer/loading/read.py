@@ -9,7 +9,6 @@ reading goes on: the ranks hold together, and the verdict is reached by all of t
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from bisect import bisect_right
@@ -26,7 +25,7 @@ from numpy.lib.stride_tricks import as_strided
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.trainer.loading.node import HALVES, Node
-from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache
+from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
 from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
@@ -268,8 +267,11 @@ class _Reader:
         if not is_direct:
             self._read(handle, [memory[:size]], start, running)
             return
-        fill_aligned(handle, memory, start, size)
-        self._took(memory[:size], running)
+        scratch = self._scratch()
+        fill_aligned(handle, scratch, start, size)
+        self._took(scratch[:size], running)
+        if memory is not scratch:
+            memory[:size] = scratch[:size]
 
     def _read(
         self,
@@ -327,8 +329,7 @@ class _Reader:
     def _scratch(self) -> memoryview:
         """This thread's own memory for one piece."""
         if not hasattr(self._own, "scratch"):
-            # Of whole pages, as direct reads need it.
-            self._own.scratch = memoryview(mmap.mmap(-1, PIECE_BYTES))
+            self._own.scratch = huge_memory(PIECE_BYTES)
         scratch: memoryview = self._own.scratch
         return scratch
 

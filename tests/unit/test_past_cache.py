@@ -1,19 +1,18 @@
-"""Reading past the page cache: the same bytes, wherever they are and whatever the disk can do."""
+"""Past the page cache: the same bytes, wherever they are and whatever the disk can do."""
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.contracts.direct import ALIGNMENT, DIRECT_BYTES_MIN, Output
 from holdfast.trainer.loading.past_cache import (
-    ALIGNMENT,
-    DIRECT_BYTES_MIN,
     fill_aligned,
     go_past_cache,
+    huge_memory,
     is_in_memory,
 )
 
@@ -56,7 +55,7 @@ def test_the_bytes_are_the_file_s(
     # Where the file system has no direct reads, none are promised.
     assert went == is_direct(handle)
     assert not (went and was_in_memory)
-    memory = memoryview(mmap.mmap(-1, SIZE + 2 * ALIGNMENT))
+    memory = huge_memory(SIZE + 2 * ALIGNMENT)
     memory[size + ALIGNMENT :] = b"." * (len(memory) - size - ALIGNMENT)
     fill_aligned(handle, memory, start, size)
     assert memory[:size] == content[start : start + size]
@@ -84,7 +83,7 @@ def test_a_direct_read_that_is_refused_goes_through_the_cache(
     monkeypatch.setattr(os, "preadv", refusing)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     go_past_cache(handle, 0, SIZE)
-    memory = memoryview(mmap.mmap(-1, SIZE + ALIGNMENT))
+    memory = huge_memory(SIZE + ALIGNMENT)
     fill_aligned(handle, memory, 0, SIZE)
     assert memory[:SIZE] == content
     assert not is_direct(handle)
@@ -93,6 +92,45 @@ def test_a_direct_read_that_is_refused_goes_through_the_cache(
 def test_a_file_that_ends_early_is_an_error(handle: int) -> None:
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     go_past_cache(handle, 0, SIZE)
-    memory = memoryview(mmap.mmap(-1, SIZE + 2 * ALIGNMENT))
+    memory = huge_memory(SIZE + 2 * ALIGNMENT)
     with pytest.raises(EOFError, match="expected more"):
         fill_aligned(handle, memory, 0, SIZE + 1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_written_is_in_the_file(tmp_path: Path, first: int) -> None:
+    """In pieces, the last of which ends within a page; also from memory that begins within one."""
+    memory = huge_memory(SIZE + 1)
+    memory[:] = os.urandom(len(memory))
+    content = memory[first : first + SIZE]
+    opened = os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT)
+    try:
+        output = Output(opened, SIZE)
+        for start in range(0, SIZE, DIRECT_BYTES_MIN):
+            output.write(content[start : start + DIRECT_BYTES_MIN])
+        assert not is_direct(opened)
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+    assert (tmp_path / "written").read_bytes() == content
+
+
+def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, content = os.write, huge_memory(SIZE)
+    content[:] = os.urandom(SIZE)
+    lengths: list[int] = []
+
+    def short(opened: int, piece: memoryview) -> int:
+        # As a signal, or a disk that is nearly full, may end one.
+        lengths.append(write(opened, piece[: 2 * ALIGNMENT + 7 * (len(lengths) == 3)]))
+        return lengths[-1]
+
+    opened = os.open(tmp_path / "written", os.O_WRONLY | os.O_CREAT)
+    try:
+        monkeypatch.setattr(os, "write", short)
+        Output(opened, SIZE).write(content)
+    finally:
+        monkeypatch.undo()
+        os.close(opened)
+    assert len(lengths) > SIZE // (3 * ALIGNMENT)
+    assert (tmp_path / "written").read_bytes() == content
