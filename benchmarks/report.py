@@ -32,6 +32,8 @@ to pair, so that each act comes after each other one equally often: a write righ
 meets a slower disk. Ratios are taken pair by pair; the table has their median, smallest, largest.
 The slowest rank counts.
 
+- The raw write and the raw read go through the page cache, as those of any program do. Holdfast's
+  go past it where the file system is this machine's own, so that a ratio may be below 1.
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
   save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
