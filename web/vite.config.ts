@@ -19,5 +19,5 @@ export default defineConfig({
       },
     },
   },
-  server: { proxy: { "/api": process.env.HOLDFAST_SERVER ?? "http://127.0.0.1:8765" } },
+  server: { proxy: { "/api": process.env.HOLDFAST_SERVER ?? "http://127.0.0.1:8470" } },
 });

@@ -16,6 +16,7 @@ export function figure(value: number | null | undefined): string {
   if (!Number.isFinite(value)) return String(value);
   if (value === 0) return "0";
   const size = Math.abs(value);
+  if (size >= 1e4 && size < 1e7) return count(value);
   return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : Number(value.toPrecision(4)) + "";
 }
 

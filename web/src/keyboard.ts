@@ -15,8 +15,14 @@ const isTyping = (target: EventTarget | null): boolean =>
 
 const hasModifier = (event: KeyboardEvent) => event.ctrlKey || event.metaKey || event.altKey;
 
+type Go = (path: string, search?: Record<string, string>) => void;
+
+/** Something that Enter itself opens. */
+const isOwn = (target: EventTarget | null): boolean =>
+  target instanceof HTMLElement && target.closest("a, button, summary, [role=dialog]") !== null;
+
 /** The keys that hold on every page. */
-export function useKeys(go: (path: string) => void, help: () => void) {
+export function useKeys(go: Go, help: () => void) {
   useEffect(() => {
     let armed = 0;
     const press = (event: KeyboardEvent) => {
@@ -35,11 +41,11 @@ export function useKeys(go: (path: string) => void, help: () => void) {
   }, [go, help]);
 }
 
-function focusSearch(event: KeyboardEvent, go: (path: string) => void) {
+function focusSearch(event: KeyboardEvent, go: Go) {
   event.preventDefault();
   const box = document.querySelector<HTMLInputElement>("input[type=search]");
   if (box) box.focus();
-  else go("/?focus=search");
+  else go("/", { focus: "search" });
 }
 
 /** j, k and Enter over `count` rows of which `at` is selected. */
@@ -54,7 +60,7 @@ export function useListKeys(
       if (hasModifier(event) || isTyping(event.target) || count === 0) return;
       if (event.key === "j") select(Math.min(count - 1, at + 1));
       else if (event.key === "k") select(Math.max(0, at - 1));
-      else if (event.key === "Enter" && at >= 0 && event.target === document.body) open(at);
+      else if (event.key === "Enter" && at >= 0 && !isOwn(event.target)) open(at);
     };
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);

@@ -1,5 +1,5 @@
 // The page's beginning: data, routes, clock.
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { QueryCache, QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { RouterProvider } from "@tanstack/react-router";
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
@@ -13,7 +13,15 @@ import "./styles/parts.css";
 const STALE_MS = 2_000;
 const TRIES = 2;
 
-const client = new QueryClient({
+const client: QueryClient = new QueryClient({
+  // A session that ended shows on any request; then the log-in comes.
+  queryCache: new QueryCache({
+    onError: (error, { queryKey: [kind] }) => {
+      if (error instanceof ApiError && error.status === 401 && kind !== "session") {
+        void client.invalidateQueries({ queryKey: ["session"] });
+      }
+    },
+  }),
   defaultOptions: {
     queries: {
       staleTime: STALE_MS,

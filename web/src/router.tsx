@@ -101,6 +101,9 @@ const nodes = createRoute({
   getParentRoute: () => root,
   path: "/nodes",
   component: lazyRouteComponent(() => import("./pages/Nodes"), "Nodes"),
+  validateSearch: (given: Record<string, unknown>): { host?: string } => ({
+    host: text(given.host),
+  }),
 });
 
 const storage = createRoute({

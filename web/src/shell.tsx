@@ -65,7 +65,6 @@ function ThemeChoice() {
 
 function Bar({ help }: { help: () => void }) {
   const { connection } = useConnection();
-  const path = useRouterState({ select: (state) => state.location.pathname });
   const session = useSession();
   const logOut = useLogOut();
   const [state, word] = WORDS[connection];
@@ -77,7 +76,7 @@ function Bar({ help }: { help: () => void }) {
       </Link>
       <nav aria-label="Pages">
         {PAGES.map(([to, name]) => (
-          <Link key={to} to={to} aria-current={path === to ? "page" : undefined}>
+          <Link key={to} to={to} activeOptions={{ exact: true, includeSearch: false }}>
             {name}
           </Link>
         ))}
@@ -125,7 +124,10 @@ export function Shell() {
   useLive();
   const help = useDialogStore();
   const navigate = useNavigate();
-  const go = useCallback((path: string) => void navigate({ to: path }), [navigate]);
+  const go = useCallback(
+    (to: string, search: Record<string, string> = {}) => void navigate({ to, search }),
+    [navigate],
+  );
   useKeys(go, help.show);
   const session = useSession();
   const main = useRef<HTMLElement>(null);

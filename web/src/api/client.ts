@@ -10,13 +10,12 @@ export function setChangeWord(word: string | null) {
   changeWord = word;
 }
 
-/** A refusal: what the server said and what it advises. */
+/** A refusal, in the server's words. */
 export class ApiError extends Error {
   constructor(
     readonly status: number,
     readonly title: string,
     message: string,
-    readonly advice: string | null = null,
   ) {
     super(message);
   }
@@ -30,7 +29,7 @@ const TITLES: Record<number, string> = {
   403: "Your role does not allow this.",
   404: "There is no such thing.",
   409: "Somebody else was first.",
-  422: "The request was not understood.",
+  422: "This is not possible as it was asked.",
   429: "Too many tries.",
 };
 
@@ -48,28 +47,11 @@ export function tellReach(reached: boolean) {
   for (const listener of listeners) listener(reached);
 }
 
-interface Refusal {
-  detail?: unknown;
-  message?: unknown;
-  error?: unknown;
-  advice?: unknown;
-}
-
-function explain(body: Refusal): string {
-  const told = body.message ?? body.detail ?? body.error;
-  if (typeof told === "string") return told;
-  if (Array.isArray(told)) {
-    return told.map((one: { msg?: string; loc?: unknown[] }) =>
-      `${(one.loc ?? []).join(".")}: ${one.msg ?? "not as expected"}`).join("; ");
-  }
-  return told ? JSON.stringify(told) : "";
-}
-
 async function refusal(response: Response): Promise<ApiError> {
-  const body = (await response.json().catch(() => ({}))) as Refusal;
+  const body = (await response.json().catch(() => ({}))) as { message?: unknown };
   const title = TITLES[response.status] ?? `The server answered ${response.status}.`;
-  const advice = typeof body.advice === "string" ? body.advice : null;
-  return new ApiError(response.status, title, explain(body) || response.statusText, advice);
+  const told = typeof body.message === "string" ? body.message : response.statusText;
+  return new ApiError(response.status, title, told);
 }
 
 async function send(path: string, init: RequestInit): Promise<Response> {

@@ -1,13 +1,17 @@
 // Live updates: the server's event stream, and polling where a stream does not come through.
-import { useQueryClient, type QueryClient } from "@tanstack/react-query";
+import { useQueryClient, type Query, type QueryClient } from "@tanstack/react-query";
 import { useEffect, useSyncExternalStore } from "react";
+import { runOf } from "../format";
 import { onReach } from "./client";
 
 export type Connection = "connecting" | "live" | "polling" | "away";
 
 const POLL_MS = 2_000;
 const TRY_AGAIN_MS = 5_000;
-const GATHER_MS = 250;
+const GATHER_MS = 200;
+const ROUND_MS = 1_000;
+const LATE_MS = 5_000;
+const EVENTS = ["journal", "run", "beat", "reset"] as const;
 
 let current: { connection: Connection; since: number } = {
   connection: "connecting",
@@ -35,41 +39,76 @@ export function useConnection() {
 /** How often a query asks by itself: never while the stream tells. */
 export const pollMs = (): number | false => (current.connection === "live" ? false : POLL_MS);
 
-/** Marks as old what the server has news of; several lines at once cost one round of requests. */
+interface News {
+  run?: string;
+  uid?: string;
+}
+
+// A heartbeat moves these views of its own run; lines and states move all that is about a run.
+const BEATING = new Set(["show", "heartbeats"]);
+const UNMOVED = new Set(["session", "compare"]);
+
+/** Marks as old what the server has news of; much at once costs one round of requests. */
 class Gatherer {
-  private runs = new Set<string>();
+  private told = new Set<string>();
+  private beats = new Set<string>();
+  private all = false;
   private timer: number | undefined;
+  private flushedAt = 0;
 
   constructor(private readonly client: QueryClient) {}
 
-  tell(run: string | null) {
-    this.runs.add(run ?? "");
-    this.timer ??= window.setTimeout(() => this.flush(), GATHER_MS);
-  }
-
-  private flush() {
-    const runs = this.runs;
-    this.runs = new Set();
-    this.timer = undefined;
-    void this.client.invalidateQueries({
-      predicate: ({ queryKey: [kind, run] }) =>
-        kind !== "run" || typeof run !== "string" || runs.has(run) || runs.has(""),
-    });
+  tell({ run, uid }: News, isBeat: boolean) {
+    const names = isBeat ? this.beats : this.told;
+    if (run) names.add(run);
+    if (uid) names.add(uid);
+    if (!run && !uid) this.all = true;
+    this.wait();
   }
 
   stop() {
     clearTimeout(this.timer);
   }
+
+  private wait() {
+    if (this.timer !== undefined) return;
+    const next = Math.max(GATHER_MS, this.flushedAt + ROUND_MS - Date.now());
+    this.timer = window.setTimeout(() => this.flush(), next);
+  }
+
+  private flush() {
+    this.timer = undefined;
+    const late = Date.now() - this.flushedAt > LATE_MS;
+    // What is under way may have missed the news, and to begin it anew each time would starve it.
+    if (this.client.isFetching() > 0 && !late) {
+      this.timer = window.setTimeout(() => this.flush(), GATHER_MS);
+      return;
+    }
+    const { told, beats, all } = this;
+    this.told = new Set();
+    this.beats = new Set();
+    this.all = false;
+    this.flushedAt = Date.now();
+    const predicate = ({ queryKey: [kind, name, view] }: Query) => {
+      if (UNMOVED.has(String(kind))) return false;
+      if (all) return true;
+      if (kind === "run") {
+        return told.has(String(name)) || (beats.has(String(name)) && BEATING.has(String(view)));
+      }
+      if (kind === "checkpoint") return told.has(runOf(String(name)));
+      return told.size > 0;
+    };
+    void this.client.invalidateQueries({ predicate }, { cancelRefetch: false });
+  }
 }
 
-const runOfMessage = (data: string): string | null => {
+function read(data: string): News {
   try {
-    const told = JSON.parse(data) as { run?: unknown };
-    return typeof told.run === "string" ? told.run : null;
+    return JSON.parse(data) as News;
   } catch {
-    return null;
+    return {};
   }
-};
+}
 
 function listen(client: QueryClient): () => void {
   const gatherer = new Gatherer(client);
@@ -77,18 +116,21 @@ function listen(client: QueryClient): () => void {
   let again: number | undefined;
   const connect = () => {
     source = new EventSource("/api/v1/events");
-    const news = (message: MessageEvent<string>) => gatherer.tell(runOfMessage(message.data));
     source.onopen = () => {
       become("live");
       // Whatever happened while nobody listened.
-      gatherer.tell(null);
+      gatherer.tell({}, false);
     };
-    source.onmessage = news;
-    for (const name of ["journal", "run", "beat", "reset"]) {
-      source.addEventListener(name, news as EventListener);
+    for (const name of EVENTS) {
+      source.addEventListener(name, (message: MessageEvent<string>) =>
+        gatherer.tell(read(message.data), name === "beat"));
     }
     source.onerror = () => {
-      if (current.connection !== "away") become("polling");
+      if (current.connection === "live") {
+        become("polling");
+        // One round now; its answers set the clocks of the next.
+        gatherer.tell({}, false);
+      } else if (current.connection === "connecting") become("polling");
       if (source?.readyState !== EventSource.CLOSED) return;
       again = window.setTimeout(connect, TRY_AGAIN_MS);
     };

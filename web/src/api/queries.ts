@@ -1,15 +1,15 @@
 // What each view asks the server, under which key, and how it is kept up to date.
-import { keepPreviousData, useInfiniteQuery, useQueries, useQuery } from "@tanstack/react-query";
+import { keepPreviousData, useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { get, withQuery } from "./client";
 import { pollMs } from "./live";
 import type {
-  Checkpoint, CheckpointDetail, Comparison, Event, Graph, Heartbeats, LogFile, LogPart, Metrics,
-  NodeRow, Page, Run, RunRow, StorageRow,
+  Ancestor, Checkpoint, CheckpointDetail, Comparison, Event, Graph, Heartbeats, LogFile, LogPart,
+  NodeFault, NodeRow, Page, Run, RunRow, Series, StorageRow,
 } from "./types";
 
 const PAGE = 50;
-const PAGES_MAX = 40;
-const CHECKPOINTS_PAGE = 500;
+const CHECKPOINTS_PAGE = 100;
+const CHECKPOINTS_DRAWN = 500;
 const BEAT_MS = 2_000;
 
 const at = (run: string) => `/runs/${encodeURIComponent(run)}`;
@@ -29,34 +29,26 @@ export const useRuns = (where: { search?: string; state?: string }) =>
 export const useRun = (run: string) =>
   useQuery({ queryKey: ["run", run, "show"], queryFn: () => get<Run>(at(run)), refetchInterval });
 
-/** Several runs whole, each asked for by itself; undefined where one has not come yet. */
-export const useRunDetails = (runs: string[]) =>
-  useQueries({
-    queries: runs.map((run) => ({
-      queryKey: ["run", run, "show"],
-      queryFn: () => get<Run>(at(run)),
-      refetchInterval,
-    })),
-    combine: (results) => results.map((one) => one.data),
+const checkpointsOf = (run: string, limit: number, after: string | null = null) =>
+  get<Page<Checkpoint>>(
+    withQuery(`${at(run)}/checkpoints`, { newest_first: "true", limit, after }),
+  );
+
+/** A run's checkpoints by pages, newest first. */
+export const useCheckpoints = (run: string) =>
+  useInfiniteQuery({
+    queryKey: ["run", run, "checkpoints"],
+    queryFn: ({ pageParam }) => checkpointsOf(run, CHECKPOINTS_PAGE, pageParam),
+    initialPageParam: null as string | null,
+    getNextPageParam: (page) => page.next,
+    refetchInterval,
   });
 
-/** All checkpoints of a run, oldest first; so many pages at most that the browser bears them. */
-export const useAllCheckpoints = (run: string) =>
+/** The newest checkpoints of a run, enough of them for its time line. */
+export const useNewestCheckpoints = (run: string) =>
   useQuery({
-    queryKey: ["run", run, "checkpoints"],
-    queryFn: async () => {
-      const found: Checkpoint[] = [];
-      let after: string | null = null;
-      for (let page = 0; page < PAGES_MAX; page += 1) {
-        const part: Page<Checkpoint> = await get(
-          withQuery(`${at(run)}/checkpoints`, { after, limit: CHECKPOINTS_PAGE }),
-        );
-        found.push(...part.items);
-        after = part.next;
-        if (!after) break;
-      }
-      return found;
-    },
+    queryKey: ["run", run, "newest checkpoints"],
+    queryFn: async () => (await checkpointsOf(run, CHECKPOINTS_DRAWN)).items,
     refetchInterval,
   });
 
@@ -74,7 +66,7 @@ export const useEvents = (run: string, kind: string) =>
 export const useMetrics = (run: string) =>
   useQuery({
     queryKey: ["run", run, "metrics"],
-    queryFn: () => get<Metrics>(`${at(run)}/metrics`),
+    queryFn: () => get<Series[]>(`${at(run)}/metrics`),
     refetchInterval,
   });
 
@@ -117,7 +109,7 @@ export const useCheckpoint = (id: string) =>
 export const useAncestry = (id: string) =>
   useQuery({
     queryKey: ["checkpoint", id, "ancestry"],
-    queryFn: () => get<Checkpoint[]>(`${ofCheckpoint(id)}/ancestry`),
+    queryFn: () => get<Ancestor[]>(`${ofCheckpoint(id)}/ancestry`),
     refetchInterval,
   });
 
@@ -130,6 +122,14 @@ export const useComparison = (a: string | undefined, b: string | undefined) =>
 
 export const useNodes = () =>
   useQuery({ queryKey: ["nodes"], queryFn: () => get<Page<NodeRow>>("/nodes"), refetchInterval });
+
+/** The newest ends of attempts that a machine is blamed for. */
+export const useFaults = (host: string) =>
+  useQuery({
+    queryKey: ["nodes", host],
+    queryFn: () => get<{ faults: NodeFault[] }>(`/nodes/${encodeURIComponent(host)}`),
+    refetchInterval,
+  });
 
 export const useStorage = () =>
   useQuery({

@@ -45,12 +45,12 @@ export interface RunRow {
   created_by: string;
   created_at: string;
   ended_at: string | null;
-  // What a list adds, where the server knows it.
+  // What the list of runs adds to a summary.
+  updated_at?: string;
+  committed_at?: string | null;
   steps_total?: number | null;
-  eta_s?: number | null;
   goodput?: Goodput | null;
-  loss?: number[] | null;
-  last_checkpoint_at?: string | null;
+  spark?: number[];
 }
 
 export interface Incarnation {
@@ -92,7 +92,27 @@ export interface Attempt {
   traceback: string | null;
 }
 
+export interface Noticed {
+  kind: string;
+  attempt: number | null;
+  at: number;
+  text: string;
+}
+
+export interface FailedSave {
+  checkpoint: string;
+  step: number;
+  error: string;
+  at: number;
+}
+
 export interface Run extends Omit<RunRow, "attempts" | "goodput"> {
+  on_disk?: boolean;
+  failed_saves?: FailedSave[];
+  noticed?: Noticed[];
+  live_step?: number | null;
+  gpus_min?: number | null;
+  gpus_max?: number | null;
   spec: Record<string, unknown>;
   spec_digest: string;
   command_digest: string | null;
@@ -164,6 +184,12 @@ export interface Graph {
   edges: GraphEdge[];
 }
 
+/** One checkpoint of an ancestry, which may be very long. */
+export type Ancestor = Pick<
+  Checkpoint,
+  "id" | "run" | "step" | "attempt" | "state" | "parent" | "world_size" | "bytes" | "committed_at"
+>;
+
 export interface Verdict {
   checkpoint: string;
   step: number;
@@ -226,6 +252,16 @@ export interface Heartbeats {
   clock_problems: string[];
 }
 
+/** An action that takes a while; `result` is there once `state` is "done". */
+export interface Job {
+  id: string;
+  state: "waiting" | "running" | "done" | "failed";
+  done_bytes: number;
+  total_bytes: number | null;
+  result: { ok?: boolean; damaged?: unknown[] } | null;
+  error: string | null;
+}
+
 export interface LogFile {
   attempt: number;
   node: string;
@@ -248,21 +284,36 @@ export interface LogPart {
   ended: boolean;
 }
 
-export interface Series {
-  name: string;
-  x: number[];
-  y: (number | null)[];
+export interface Point {
+  step: number;
+  time: string;
+  time_s: number;
+  steps_per_s: number | null;
+  values: Record<string, { last: number | null; low: number | null; high: number | null }>;
 }
 
-export type Metrics = Series[];
+/** What one launch of torchrun logged, oldest first. */
+export interface Series {
+  attempt: number;
+  incarnation: number;
+  points: Point[];
+}
 
 export interface NodeRow {
   host: string;
   attempts: number;
   failures: number;
-  faults?: Record<string, number> | null;
-  last_failure_at?: string | null;
-  last_seen_at?: string | null;
+  faults: Record<string, number>;
+  last_started_at: string | null;
+  last_failed_at: string | null;
+}
+
+export interface NodeFault {
+  run: string;
+  attempt: number;
+  cause: string;
+  started_at: string | null;
+  ended_at: string | null;
 }
 
 export interface StorageRow {
@@ -281,7 +332,19 @@ export interface StorageRow {
   would_prune_bytes: number;
 }
 
+/** The same thing of two checkpoints; `is_same` is null when one of them does not say. */
+export interface Fact {
+  name: string;
+  one: unknown;
+  other: unknown;
+  is_same: boolean | null;
+}
+
 export interface Comparison {
-  a: Record<string, unknown>;
-  b: Record<string, unknown>;
+  one: string;
+  other: string;
+  common_ancestor: string | null;
+  facts: Fact[];
+  config: Fact[];
+  metrics: Fact[];
 }

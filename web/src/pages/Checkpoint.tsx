@@ -1,14 +1,18 @@
 // One checkpoint: what it is made of, where it came from, how to go on from it.
 import { Link, useParams } from "@tanstack/react-router";
+import { useState } from "react";
 import { useMayAct } from "../api/session";
 import { useAncestry, useCheckpoint } from "../api/queries";
-import type { CheckpointDetail } from "../api/types";
+import type { Ancestor, CheckpointDetail } from "../api/types";
+import { Verify } from "../parts/Verify";
 import { bytes, checkpointWords, count, figure, runOf, span } from "../format";
 import { ActionButton, type Action } from "../parts/Confirm";
 import { Copy, Empty, Facts, Loaded, State, Time, useTitle } from "../parts/basics";
 import { plain } from "../states";
 
 const FILES_SHOWN = 200;
+const ANCESTORS_SHOWN = 20;
+const MORE = 200;
 
 function actionsOf(one: CheckpointDetail): Action[] {
   const base = `/checkpoints/${encodeURIComponent(one.id)}`;
@@ -29,31 +33,41 @@ function actionsOf(one: CheckpointDetail): Action[] {
   ];
 }
 
+function AncestorLine({ one, of: id }: { one: Ancestor; of: string }) {
+  return (
+    <li>
+      {one.id === id ? <strong>{checkpointWords(one.id)}</strong> : (
+        <Link to="/checkpoints/$id" params={{ id: one.id }}>{checkpointWords(one.id)}</Link>
+      )}{" "}
+      <span className="muted">
+        {one.run} · {one.world_size ?? "?"} GPUs · {plain(one.state)}
+      </span>
+      {one.id === id ? null : (
+        <>
+          {" · "}
+          <Link to="/compare" search={{ a: one.id, b: id }}>compare</Link>
+        </>
+      )}
+    </li>
+  );
+}
+
 function Ancestry({ id }: { id: string }) {
   const query = useAncestry(id);
+  const [shown, setShown] = useState(ANCESTORS_SHOWN);
   return (
     <Loaded query={query}>
       {(chain) => (
-        <ol>
-          {chain.map((one) => (
-            <li key={one.id}>
-              {one.id === id ? <strong>{checkpointWords(one.id)}</strong> : (
-                <Link to="/checkpoints/$id" params={{ id: one.id }}>
-                  {checkpointWords(one.id)}
-                </Link>
-              )}{" "}
-              <span className="muted">
-                {one.run} · {one.world_size ?? "?"} GPUs · {plain(one.state)}
-              </span>
-              {one.id === id ? null : (
-                <>
-                  {" · "}
-                  <Link to="/compare" search={{ a: one.id, b: id }}>compare</Link>
-                </>
-              )}
-            </li>
-          ))}
-        </ol>
+        <>
+          <ol>
+            {chain.slice(0, shown).map((one) => <AncestorLine key={one.id} one={one} of={id} />)}
+          </ol>
+          {chain.length > shown ? (
+            <button type="button" onClick={() => setShown(shown + MORE)}>
+              Show more of {count(chain.length)}
+            </button>
+          ) : null}
+        </>
       )}
     </Loaded>
   );
@@ -152,6 +166,7 @@ export function CheckpointPage() {
               {one.pinned ? <span>pinned</span> : null}
               {one.rolled_back ? <span className="muted">rolled back</span> : null}
               <div className="actions">
+                {mayAct && one.state !== "deleted" ? <Verify id={one.id} /> : null}
                 {mayAct ? actionsOf(one).map((action) => (
                   <ActionButton key={action.word} action={action} />
                 )) : null}

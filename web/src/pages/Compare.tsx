@@ -2,12 +2,13 @@
 import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import { useState } from "react";
 import { useComparison } from "../api/queries";
-import { bytes, count, exact, figure, span, when } from "../format";
-import { Empty, Loaded, useTitle } from "../parts/basics";
+import type { Fact } from "../api/types";
+import { bytes, checkpointWords, count, exact, figure, span, when } from "../format";
+import { Empty, Facts, Loaded, useTitle } from "../parts/basics";
 import { plain } from "../states";
 
 const SIZES = new Set(["bytes"]);
-const SPANS = /_s$/;
+const SPANS = /(?<!_per)_s$/;
 const TIMES = /_at$/;
 
 /** A fact as text; digests stay whole, since telling them apart is the point. */
@@ -22,29 +23,18 @@ function show(name: string, value: unknown): string {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-interface Row {
-  name: string;
-  a: unknown;
-  b: unknown;
+function Rows({ facts, all }: { facts: Fact[]; all: boolean }) {
+  return facts
+    .filter((fact) => all || !fact.is_same)
+    .map(({ name, one, other, is_same: same }) => (
+      <tr key={name} className={same === false ? "differs" : undefined}>
+        <td className="nowrap">{plain(name)}</td>
+        <td className="prose">{show(name, one)}</td>
+        <td className="prose">{show(name, other)}</td>
+        <td className="nowrap">{same === null ? "not known" : same ? "same" : "differs"}</td>
+      </tr>
+    ));
 }
-
-const isObject = (value: unknown): value is Record<string, unknown> =>
-  typeof value === "object" && value !== null && !Array.isArray(value);
-
-/** The facts of two things by name, nested ones by their path. */
-function rowsOf(a: Record<string, unknown>, b: Record<string, unknown>, prefix = ""): Row[] {
-  const names = [...new Set([...Object.keys(a), ...Object.keys(b)])];
-  return names.flatMap((name): Row[] => {
-    const [left, right] = [a[name], b[name]];
-    const path = prefix ? `${prefix}.${name}` : name;
-    if (isObject(left) || isObject(right)) {
-      return rowsOf(isObject(left) ? left : {}, isObject(right) ? right : {}, path);
-    }
-    return [{ name: path, a: left, b: right }];
-  });
-}
-
-const differs = (row: Row): boolean => JSON.stringify(row.a) !== JSON.stringify(row.b);
 
 function Choose({ a, b }: { a?: string; b?: string }) {
   const navigate = useNavigate({ from: "/compare" });
@@ -85,12 +75,22 @@ function Outcome({ a, b }: { a: string; b: string }) {
   return (
     <Loaded query={query}>
       {(told) => {
-        const rows = rowsOf(told.a, told.b);
-        const different = rows.filter(differs);
+        const facts = [...told.facts, ...told.metrics];
+        const different = facts.filter((fact) => fact.is_same === false);
         return (
           <>
+            <Facts
+              facts={[
+                ["Facts that differ", `${different.length} of ${facts.length}`],
+                ["Common ancestor", told.common_ancestor ? (
+                  <Link to="/checkpoints/$id" params={{ id: told.common_ancestor }}>
+                    {checkpointWords(told.common_ancestor)}
+                  </Link>
+                ) : "none"],
+                ["Settings that differ", count(told.config.length)],
+              ]}
+            />
             <div className="toolbar">
-              <span>{different.length} of {rows.length} facts differ.</span>
               <label>
                 <input type="checkbox" checked={all}
                   onChange={(event) => setAll(event.target.checked)} />
@@ -102,21 +102,17 @@ function Outcome({ a, b }: { a: string; b: string }) {
                 <thead>
                   <tr>
                     <th scope="col">Fact</th>
-                    {[a, b].map((id) => (
-                      <th key={id} scope="col">
+                    {[told.one, told.other].map((id, side) => (
+                      <th key={`${side}${id}`} scope="col">
                         <Link to="/checkpoints/$id" params={{ id }}>{id}</Link>
                       </th>
                     ))}
+                    <th scope="col">Verdict</th>
                   </tr>
                 </thead>
                 <tbody>
-                  {(all ? rows : different).map((row) => (
-                    <tr key={row.name} className={differs(row) ? "differs" : undefined}>
-                      <td>{plain(row.name)}</td>
-                      <td className="prose">{show(row.name, row.a)}</td>
-                      <td className="prose">{show(row.name, row.b)}</td>
-                    </tr>
-                  ))}
+                  <Rows facts={facts} all={all} />
+                  <Rows facts={told.config} all={all} />
                 </tbody>
               </table>
             </div>

@@ -1,8 +1,8 @@
 // What all the runs' time was spent on and what preemptions cost.
 import { Link } from "@tanstack/react-router";
 import { useMemo } from "react";
-import { useRuns, useRunDetails } from "../api/queries";
-import type { Goodput, Run } from "../api/types";
+import { useRuns } from "../api/queries";
+import type { Goodput, RunRow } from "../api/types";
 import { count, money, percent, span } from "../format";
 import { GoodputBar, PartLegend, type Parts } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
@@ -14,12 +14,14 @@ const ADDED = [
 
 type Total = Record<(typeof ADDED)[number], number>;
 
-const sum = (runs: Run[]): Total =>
+type Counted = RunRow & { goodput: Goodput };
+
+const sum = (runs: Counted[]): Total =>
   Object.fromEntries(
     ADDED.map((name) => [name, runs.reduce((all, { goodput }) => all + (goodput[name] ?? 0), 0)]),
   ) as Total;
 
-const moneyOf = (runs: Run[], name: "cost" | "preemption_cost" | "saved"): string => {
+const moneyOf = (runs: Counted[], name: "cost" | "preemption_cost" | "saved"): string => {
   const told = runs.filter(({ goodput }) => goodput[name] !== null);
   const currencies = new Set(told.map(({ goodput }) => goodput.currency));
   if (told.length === 0) return "no price given";
@@ -29,8 +31,8 @@ const moneyOf = (runs: Run[], name: "cost" | "preemption_cost" | "saved"): strin
     .join(" + ");
 };
 
-function Line({ run }: { run: Run }) {
-  const goodput: Goodput = run.goodput;
+function Line({ run }: { run: Counted }) {
+  const { goodput } = run;
   return (
     <tr>
       <td>
@@ -49,7 +51,7 @@ function Line({ run }: { run: Run }) {
   );
 }
 
-function Totals({ runs }: { runs: Run[] }) {
+function Totals({ runs }: { runs: Counted[] }) {
   const total = useMemo(() => sum(runs), [runs]);
   const parts: Parts = total;
   return (
@@ -75,17 +77,16 @@ function Totals({ runs }: { runs: Run[] }) {
 export function GoodputPage() {
   useTitle("Goodput and cost");
   const list = useRuns({});
-  const names = useMemo(
-    () => list.data?.pages.flatMap((page) => page.items.map((run) => run.uid)) ?? [],
+  const runs = useMemo(
+    () => list.data?.pages.flatMap((page) => page.items)
+      .filter((run): run is Counted => Boolean(run.goodput)),
     [list.data],
   );
-  const details = useRunDetails(names);
-  const runs = details.filter((run) => run !== undefined);
   return (
     <>
       <div className="head"><h1>Goodput and cost</h1></div>
-      <Loaded query={{ data: list.data && runs, error: list.error }}>
-        {(told) => names.length === 0 ? (
+      <Loaded query={{ data: runs, error: list.error }}>
+        {(told) => told.length === 0 ? (
           <Empty title="No runs, no costs">
             <p>Every second of a run is accounted for here once there is one.</p>
           </Empty>

@@ -9,6 +9,7 @@ import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
 import { plain } from "../states";
+import { timeLeft } from "../progress";
 
 const STATES = ["running", "queued", "waiting", "paused", "completed", "failed", "cancelled"];
 const TYPING_MS = 250;
@@ -37,11 +38,11 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     cell: ({ row: { original } }) => <Name run={original} /> },
   { id: "step", header: "Progress", accessorKey: "step",
     cell: ({ row: { original: run } }) => (
-      <Progress step={run.step} total={run.steps_total} eta={run.eta_s} />
+      <Progress step={run.step} total={run.steps_total} eta={timeLeft(run)} />
     ) },
   { id: "goodput", header: "Goodput", meta: { wide: true },
     accessorFn: (run) => run.goodput?.ettr ?? -1,
-    cell: ({ row: { original: run } }) => run.goodput ? (
+    cell: ({ row: { original: run } }) => run.goodput && run.goodput.ettr > 0 ? (
       <>
         <GoodputBar parts={run.goodput} />
         <div className="second">{percent(run.goodput.ettr)} productive</div>
@@ -49,7 +50,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     ) : <span className="muted">–</span> },
   { id: "loss", header: "Loss", meta: { wide: true }, enableSorting: false,
     cell: ({ row: { original: run } }) => (
-      <Spark values={run.loss ?? []} label={`loss, now ${figure(run.loss?.at(-1))}`} />
+      <Spark values={run.spark ?? []} label={`loss, now ${figure(run.spark?.at(-1))}`} />
     ) },
   { id: "gpus", header: "GPUs", meta: { wide: true, number: true },
     accessorFn: (run) => run.world_size ?? 0,
@@ -57,12 +58,12 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "attempts", header: "Attempts", accessorKey: "attempts",
     meta: { wide: true, number: true } },
   { id: "checkpoint", header: "Last checkpoint", meta: { number: true, wide: true },
-    accessorFn: (run) => when(run.last_checkpoint_at) ?? 0,
-    cell: ({ row: { original: run } }) => <Time at={run.last_checkpoint_at} /> },
+    accessorFn: (run) => when(run.committed_at) ?? 0,
+    cell: ({ row: { original: run } }) => <Time at={run.committed_at} /> },
   { id: "cost", header: "Cost", meta: { wide: true, number: true },
     accessorFn: (run) => run.goodput?.cost ?? -1,
     cell: ({ row: { original: run } }) => money(run.goodput?.cost, run.goodput?.currency) },
-  { id: "created", header: "Began", meta: { number: true },
+  { id: "created", header: "Began", meta: { number: true, wide: true },
     accessorFn: (run) => when(run.created_at) ?? 0,
     cell: ({ row: { original: run } }) => <Time at={run.created_at} /> },
 ];

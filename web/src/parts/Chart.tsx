@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { figure } from "../format";
+import { count, figure } from "../format";
 
 export interface Mark {
   x: number;
@@ -21,8 +21,15 @@ interface Props {
 const HEIGHT = 220;
 const MARK_GAP_PX = 14;
 
-const colour = (name: string): string =>
-  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const probe = document.createElement("span");
+probe.hidden = true;
+
+/** A colour of the style sheet as the canvas takes it, in the theme that holds now. */
+function colour(name: string): string {
+  if (!probe.isConnected) document.body.append(probe);
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
 
 /** Vertical lines with their words; words that would overlap are left out, lines never. */
 function drawMarks(marks: Mark[]) {
@@ -31,6 +38,7 @@ function drawMarks(marks: Mark[]) {
     const ratio = window.devicePixelRatio || 1;
     let free = Number.NEGATIVE_INFINITY;
     ctx.save();
+    ctx.textAlign = "left";
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     for (const mark of marks) {
       const x = Math.round(plot.valToPos(mark.x, "x", true));
@@ -47,7 +55,7 @@ function drawMarks(marks: Mark[]) {
         : x + 4 * ratio;
       if (left < free) continue;
       ctx.fillStyle = colour("ink");
-      ctx.fillText(mark.word, left, bbox.top + 11 * ratio);
+      ctx.fillText(mark.word, left, bbox.top - 5 * ratio);
       free = left + width + MARK_GAP_PX * ratio;
     }
     ctx.restore();
@@ -69,15 +77,15 @@ function options({ label, xLabel, marks }: Props, width: number): uPlot.Options 
   return {
     width,
     height: HEIGHT,
-    padding: [16, 12, 0, 4],
+    padding: [22, 12, 0, 4],
     scales: { x: { time: false } },
     cursor: { points: { size: 7 } },
     axes: [
-      axis(xLabel),
+      { ...axis(xLabel), values: (_, ticks) => ticks.map((tick) => count(tick)) },
       { ...axis(""), size: 62, values: (_, ticks) => ticks.map((tick) => figure(tick)) },
     ],
     series: [
-      { label: xLabel, value: (_, value) => (value == null ? "–" : String(Math.round(value))) },
+      { label: xLabel, value: (_, value) => count(value) },
       {
         label,
         stroke: () => colour("training"),

@@ -4,7 +4,7 @@ import {
 } from "@ariakit/react";
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
-import { post } from "../api/client";
+import { ApiError, post } from "../api/client";
 import { Problem } from "./basics";
 
 interface Field {
@@ -23,6 +23,8 @@ export interface Action {
   field?: Field;
   explanation: ReactNode;
   disabled?: string | null;
+  /** Whether a second operator may insist while the first one's request is under way. */
+  forceable?: boolean;
 }
 
 const valueOf = (field: Field, text: string): unknown =>
@@ -34,9 +36,10 @@ export function ActionButton({ action }: { action: Action }) {
   const client = useQueryClient();
   const [text, setText] = useState(action.field?.initial ?? "");
   const mutation = useMutation({
-    mutationFn: () => {
+    mutationFn: (force: boolean) => {
       const own = action.field ? { [action.field.name]: valueOf(action.field, text) } : {};
-      return post<{ message?: string } | undefined>(action.path, { ...action.body, ...own });
+      const all = { ...action.body, ...own, ...(force ? { force } : {}) };
+      return post<{ message?: string } | undefined>(action.path, all);
     },
     onSuccess: () => client.invalidateQueries(),
   });
@@ -46,6 +49,8 @@ export function ActionButton({ action }: { action: Action }) {
     dialog.show();
   };
   const field = action.field;
+  const { error } = mutation;
+  const conflicts = Boolean(action.forceable) && error instanceof ApiError && error.status === 409;
   return (
     <>
       <button
@@ -60,7 +65,7 @@ export function ActionButton({ action }: { action: Action }) {
         unmountOnHide>
         <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
         <DialogDescription render={<div />}>{action.explanation}</DialogDescription>
-        {mutation.isError ? <Problem error={mutation.error} /> : null}
+        {error ? <Problem error={error} /> : null}
         {mutation.isSuccess ? (
           <div className="choices">
             <p role="status">{mutation.data?.message ?? "Done."}</p>
@@ -70,7 +75,7 @@ export function ActionButton({ action }: { action: Action }) {
           <form
             onSubmit={(event) => {
               event.preventDefault();
-              mutation.mutate();
+              mutation.mutate(conflicts);
             }}
           >
             {field ? (
@@ -90,7 +95,8 @@ export function ActionButton({ action }: { action: Action }) {
             <div className="choices">
               <DialogDismiss>Not now</DialogDismiss>
               <button type="submit" className="primary" disabled={mutation.isPending}>
-                {mutation.isPending ? "Asking…" : action.word}
+                {mutation.isPending ? "Asking…"
+                  : conflicts ? `${action.word} all the same` : action.word}
               </button>
             </div>
           </form>

@@ -51,7 +51,7 @@ export function Progress({ step, total, eta }: {
       <span className="nowrap">
         {count(step)}
         {total ? <span className="muted"> of {count(total)}</span> : null}
-        {eta ? <span className="muted"> · {span(eta)} left</span> : null}
+        {eta ? <span className="muted wide-only"> · {span(eta)} left</span> : null}
       </span>
       {share === null ? null : (
         <div

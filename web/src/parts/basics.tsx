@@ -90,12 +90,10 @@ export function Empty({ title, children }: { title: string; children?: ReactNode
 /** What went wrong with a request, in the server's own words. */
 export function Problem({ error }: { error: unknown }) {
   const text = error instanceof Error ? error.message : String(error);
-  const advice = error instanceof ApiError ? error.advice : null;
   return (
     <div className="problem" role="alert">
       <strong>{error instanceof ApiError ? error.title : "This could not be shown."}</strong>
       <p>{text}</p>
-      {advice ? <p className="muted">{advice}</p> : null}
     </div>
   );
 }
@@ -126,7 +124,7 @@ export function Copy({ text, label }: { text: string; label: string }) {
   };
   return (
     <div className="copy">
-      <code tabIndex={0} aria-label={label}>{text}</code>
+      <div tabIndex={0} role="group" aria-label={label}><code>{text}</code></div>
       <button type="button" onClick={() => void copy()} aria-label={`Copy: ${label}`}>
         {copied ? "Copied" : "Copy"}
       </button>

@@ -1,8 +1,8 @@
 // The checkpoints of a run: which are there, why each is kept or gone, what saving cost.
 import { Link, useNavigate, useParams } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
-import { useCallback } from "react";
-import { useAllCheckpoints } from "../../api/queries";
+import { useCallback, useMemo } from "react";
+import { useCheckpoints } from "../../api/queries";
 import type { Checkpoint } from "../../api/types";
 import { bytes, count, span, when } from "../../format";
 import { Empty, Loaded, State, Time } from "../../parts/basics";
@@ -49,21 +49,30 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
 
 export function Checkpoints() {
   const { run } = useParams({ from: "/runs/$run" });
-  const query = useAllCheckpoints(run);
+  const query = useCheckpoints(run);
+  const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   const navigate = useNavigate();
   const open = useCallback(
     (one: Checkpoint) => void navigate({ to: "/checkpoints/$id", params: { id: one.id } }),
     [navigate],
   );
   return (
-    <Loaded query={query}>
+    <Loaded query={{ data: rows, error: query.error }}>
       {(all) => all.length === 0 ? (
         <Empty title="No checkpoint yet">
           <p>The first one appears here when its manifest is durable, and not before.</p>
         </Empty>
       ) : (
-        <Table label="Checkpoints" rows={all.toReversed()} columns={COLUMNS}
-          keyOf={(one) => one.id} open={open} />
+        <>
+          <Table label="Checkpoints" rows={all} columns={COLUMNS} keyOf={(one) => one.id}
+            open={open} />
+          {query.hasNextPage ? (
+            <p>
+              <button type="button" disabled={query.isFetchingNextPage}
+                onClick={() => void query.fetchNextPage()}>Show older ones</button>
+            </p>
+          ) : null}
+        </>
       )}
     </Loaded>
   );

@@ -3,6 +3,7 @@ import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { useEvents } from "../../api/queries";
 import type { Event } from "../../api/types";
+import { exact } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
 import { plain } from "../../states";
 
@@ -14,12 +15,26 @@ const KINDS = [
 ];
 const WORDS_MAX = 280;
 
-/** The facts of a line in one line; nested ones as JSON. */
+const DIGEST = /^[0-9a-f]{32,}$/;
+const DIGEST_SHOWN = 12;
+
+/** A fact for people: times as such, digests by their beginning, nested things as JSON. */
+function show(key: string, value: unknown): string {
+  if (typeof value === "number" && key.endsWith("_at")) return exact(value * 1000);
+  if (Array.isArray(value) && value.every((one) => typeof one === "string")) {
+    return value.join("; ");
+  }
+  if (typeof value === "object") return JSON.stringify(value);
+  const text = String(value);
+  return DIGEST.test(text) ? `${text.slice(0, DIGEST_SHOWN)}…` : text;
+}
+
+/** The facts of a line in one line; the attempt has a column of its own. */
 function words(data: Record<string, unknown>): string {
   const told = Object.entries(data)
+    .filter(([key]) => key !== "attempt")
     .filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && !value[0]))
-    .map(([key, value]) =>
-      `${plain(key)} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`);
+    .map(([key, value]) => `${plain(key)} ${show(key, value)}`);
   const text = told.join(" · ");
   return text.length > WORDS_MAX ? `${text.slice(0, WORDS_MAX)}…` : text;
 }
@@ -31,7 +46,7 @@ function Line({ event }: { event: Event }) {
       <td className="nowrap">{plain(event.kind)}</td>
       <td className="number wide-only">{event.attempt ?? ""}</td>
       <td><span className="prose">{words(event.data)}</span></td>
-      <td className="wide-only muted">{event.journal.replace(/^.*\/|\.jsonl$/g, "")}</td>
+      <td className="wide-only muted nowrap">{event.journal.replace(/^.*\/|\.jsonl$/g, "")}</td>
     </tr>
   );
 }

@@ -67,6 +67,7 @@ function Log({ run, file }: { run: string; file: LogFile }) {
         className="log"
         ref={place}
         tabIndex={0}
+        role="region"
         aria-label={wordsOf(file)}
         onScroll={({ currentTarget: at }) => {
           follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < AT_END_PX;

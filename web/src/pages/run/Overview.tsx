@@ -1,13 +1,16 @@
 // What happened to a run, at one look: its attempts against time, its curves, where time went.
 import { useParams } from "@tanstack/react-router";
 import { useMemo } from "react";
-import { useAllCheckpoints, useMetrics, useRun } from "../../api/queries";
+import { stitch } from "../../curves";
+import { useMetrics, useNewestCheckpoints, useRun } from "../../api/queries";
 import type { Run } from "../../api/types";
 import { Chart, type Mark } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
 import { Copy, Empty, Loaded } from "../../parts/basics";
 import { plain } from "../../states";
 import { Attempts, Timeline } from "./Timeline";
+
+const NOTICES_MAX = 5;
 
 /** Where an attempt ended or the size changed, at the step where the next one went on. */
 function marksOf(run: Run): Mark[] {
@@ -26,11 +29,12 @@ function marksOf(run: Run): Mark[] {
 
 function Curves({ run }: { run: Run }) {
   const query = useMetrics(run.run);
+  const curves = useMemo(() => query.data && stitch(query.data), [query.data]);
   const marks = useMemo(() => marksOf(run), [run]);
   return (
-    <Loaded query={query}>
-      {(series) => {
-        const told = series.filter((one) => one.x.length > 1);
+    <Loaded query={{ data: curves, error: query.error }}>
+      {(all) => {
+        const told = all.filter((one) => one.x.length > 1);
         if (told.length === 0) {
           return (
             <Empty title="No curves yet">
@@ -50,14 +54,28 @@ function Curves({ run }: { run: Run }) {
   );
 }
 
+/** What somebody should know who looks now: lost folders, failed saves, what the watch noticed. */
+function Notices({ run }: { run: Run }) {
+  const told = [
+    ...(run.on_disk === false
+      ? ["The run's folder is gone, or its root is not mounted. This is what the index last knew."]
+      : []),
+    ...(run.failed_saves ?? []).slice(-NOTICES_MAX)
+      .map((one) => `The save of step ${one.step} was not committed: ${one.error}`),
+    ...(run.noticed ?? []).slice(-NOTICES_MAX).map((one) => one.text),
+  ];
+  return told.map((text) => <p key={text} className="problem">{text}</p>);
+}
+
 export function Overview() {
   const { run: name } = useParams({ from: "/runs/$run" });
   const query = useRun(name);
-  const checkpoints = useAllCheckpoints(name);
+  const checkpoints = useNewestCheckpoints(name);
   return (
     <Loaded query={query}>
       {(run) => (
         <>
+          <Notices run={run} />
           <section className="section">
             <h2>Attempts</h2>
             <Timeline attempts={run.attempts} checkpoints={checkpoints.data ?? []} />

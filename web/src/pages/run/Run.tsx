@@ -1,5 +1,5 @@
 // One run: what it is, how it stands, what may be done to it; below, one of its views.
-import { Link, Outlet, useParams, useRouterState } from "@tanstack/react-router";
+import { Link, Outlet, useParams } from "@tanstack/react-router";
 import { useMayAct } from "../../api/session";
 import { useRun } from "../../api/queries";
 import type { Run } from "../../api/types";
@@ -7,6 +7,7 @@ import { count, money, percent, span } from "../../format";
 import { ActionButton, type Action } from "../../parts/Confirm";
 import { Facts, Loaded, State, Time, useTitle } from "../../parts/basics";
 import { isLive } from "../../states";
+import { timeLeft } from "../../progress";
 
 const TABS = [
   ["", "Overview"],
@@ -17,6 +18,11 @@ const TABS = [
   ["/events", "Events"],
 ] as const;
 
+function sizeWords({ gpus_min: least, gpus_max: most }: Run): string {
+  const range = least && most ? ` (${least} to ${most})` : "";
+  return `GPUs of the next attempt${range}`;
+}
+
 function actionsOf(run: Run): Action[] {
   const base = `/runs/${encodeURIComponent(run.run)}`;
   const live = isLive(run.state);
@@ -25,7 +31,7 @@ function actionsOf(run: Run): Action[] {
     word: "Relaunch",
     title: `Relaunch ${run.run}`,
     path: `${base}/relaunch`,
-    field: { name: "gpus", label: "GPUs of the next attempt", type: "number", required: true,
+    field: { name: "gpus", label: sizeWords(run), type: "number", required: true,
       initial: size ? String(size) : "" },
     explanation: (
       <p>
@@ -57,13 +63,15 @@ function actionsOf(run: Run): Action[] {
     explanation: <p>It ends for good, without waiting for a last checkpoint. What it has
       committed is kept.</p>,
   };
-  return [relaunch, pause, stop, cancel];
+  return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
 }
 
 function Head({ run }: { run: Run }) {
   const mayAct = useMayAct();
   const { goodput } = run;
   const last = run.attempts.at(-1);
+  // A heartbeat knows a later step than the last line that was ingested.
+  const step = Math.max(run.live_step ?? -1, run.step ?? -1);
   return (
     <>
       <div className="head">
@@ -77,14 +85,14 @@ function Head({ run }: { run: Run }) {
       </div>
       <Facts
         facts={[
-          ["Step", run.steps_total ? `${count(run.step)} of ${count(run.steps_total)}`
-            : count(run.step)],
-          ["Time left", run.eta_s ? span(run.eta_s) : null],
+          ["Step", run.steps_total ? `${count(step)} of ${count(run.steps_total)}`
+            : step < 0 ? "none yet" : count(step)],
+          ["Time left", span(timeLeft(run))],
           ["GPUs", count(run.world_size ?? last?.world_size)],
           ["Attempts", count(run.attempts.length)],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
           ["Steps trained twice", count(goodput.steps_lost)],
-          ["Last checkpoint", run.last_checkpoint_at ? <Time at={run.last_checkpoint_at} /> : null],
+          ["Committed step", count(last?.committed_step)],
           ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
           ["Began", <Time at={run.created_at} />],
           ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
@@ -99,8 +107,6 @@ function Head({ run }: { run: Run }) {
 }
 
 function Tabs({ run }: { run: string }) {
-  const path = useRouterState({ select: (state) => state.location.pathname });
-  const base = `/runs/${encodeURIComponent(run)}`;
   return (
     <nav className="tabs" aria-label="Views of this run">
       {TABS.map(([end, name]) => (
@@ -108,7 +114,7 @@ function Tabs({ run }: { run: string }) {
           key={name}
           to={`/runs/$run${end}`}
           params={{ run }}
-          aria-current={path.replace(/\/$/, "") === base + end ? "page" : undefined}
+          activeOptions={{ exact: true, includeSearch: false }}
         >
           {name}
         </Link>

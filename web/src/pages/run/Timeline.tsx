@@ -11,6 +11,7 @@ const LEFT = 96;
 const TOP = 8;
 const AXIS = 22;
 const TICK_PX = 130;
+const MARK_PX = 8;
 
 function useWidth() {
   const place = useRef<HTMLDivElement>(null);
@@ -29,6 +30,23 @@ const clock = (time: number, wide: boolean): string => {
   const text = exact(time);
   return wide ? text.slice(5, 16) : text.slice(11, 19);
 };
+
+/** An attempt's checkpoints and where each stands; of those that would overlap, the newest. */
+function thinned(
+  checkpoints: Checkpoint[],
+  attempt: number,
+  x: (time: number) => number,
+): [Checkpoint, number][] {
+  let free = Number.POSITIVE_INFINITY;
+  return checkpoints.flatMap((one): [Checkpoint, number][] => {
+    const at = one.attempt === attempt ? when(one.committed_at) : null;
+    const left = at === null ? Number.NaN : Math.round(x(at));
+    // Newest first, so places go down; one without a time has no place.
+    if (!(left >= LEFT && left <= free)) return [];
+    free = left - MARK_PX;
+    return [[one, left]];
+  });
+}
 
 interface Props {
   attempts: Attempt[];
@@ -51,7 +69,8 @@ export function Timeline({ attempts, checkpoints }: Props) {
   const to = Math.max(...all.map((one) => one.to), from + 1000);
   const x = (time: number) => LEFT + ((time - from) / (to - from)) * (width - LEFT - 12);
   const height = TOP + rows.length * ROW + AXIS;
-  const marks = ticks(from, to, Math.max(2, Math.floor((width - LEFT) / TICK_PX)));
+  const marks = ticks(from, to, Math.max(2, Math.floor((width - LEFT) / TICK_PX)))
+    .filter((mark) => x(mark) < width - TICK_PX / 3);
   const used = PARTS.filter((part) => all.some((one) => one.part === part));
   return (
     <div ref={place}>
@@ -93,19 +112,11 @@ export function Timeline({ attempts, checkpoints }: Props) {
                 </title>
               </rect>
             ))}
-            {checkpoints
-              .filter((one) => one.attempt === attempt.number)
-              .map((one) => ({ one, at: when(one.committed_at) }))
-              .filter(({ at }) => at !== null && at >= from && at <= to)
-              .map(({ one, at }) => (
-                <path
-                  key={one.id}
-                  className="checkpoint"
-                  d={`M${x(at ?? 0)} ${ROW - 7}l3.5 6h-7z`}
-                >
-                  <title>{`checkpoint of step ${count(one.step)}, ${one.state}`}</title>
-                </path>
-              ))}
+            {thinned(checkpoints, attempt.number, x).map(([one, left]) => (
+              <path key={one.id} className="checkpoint" d={`M${left} ${ROW - 7}l3.5 6h-7z`}>
+                <title>{`checkpoint of step ${count(one.step)}, ${one.state}`}</title>
+              </path>
+            ))}
           </g>
         ))}
       </svg>
@@ -136,7 +147,7 @@ export function Attempts({ attempts }: { attempts: Attempt[] }) {
             <th scope="col" className="number">Steps</th>
             <th scope="col" className="wide-only">Nodes</th>
             <th scope="col" className="number wide-only">Signal to commit</th>
-            <th scope="col" className="number">Began</th>
+            <th scope="col" className="number wide-only">Began</th>
             <th scope="col" className="number wide-only">Lasted</th>
           </tr>
         </thead>
@@ -179,14 +190,17 @@ function AttemptRow({ attempt }: { attempt: Attempt }) {
         ) : null}
       </td>
       <td className="number">
-        {count(attempt.first_step)} – {count(attempt.last_step)}
+        {count(attempt.first_step)} – {attempt.last_step === null && attempt.ended_at === null
+          ? "…" : count(attempt.last_step)}
         <div className="second">committed {count(attempt.committed_step)}</div>
       </td>
       <td className="wide-only clip" title={attempt.nodes.join(", ")}>
         {attempt.nodes.join(", ")}
       </td>
       <td className="number wide-only">{span(attempt.signal_to_commit_s)}</td>
-      <td className="number"><Time at={attempt.started_at ?? attempt.submitted_at} /></td>
+      <td className="number wide-only">
+        <Time at={attempt.started_at ?? attempt.submitted_at} />
+      </td>
       <td className="number wide-only">{span(lasted(attempt, now))}</td>
     </tr>
   );

@@ -1,0 +1,83 @@
+import { describe, expect, it } from "vitest";
+import type { Graph, GraphEdge, GraphNode } from "./api/types";
+import { fold, isFold, SHOWN_MAX, type Shown } from "./fold";
+
+const id = (step: number, attempt = 1) =>
+  `gpt:step-${String(step).padStart(8, "0")}.a000${attempt}.i01`;
+
+/** One attempt with `count` checkpoints, each the parent of the next. */
+function line(count: number): Graph {
+  const nodes: GraphNode[] = [
+    { id: "gpt", kind: "run", run: "gpt", state: "running" },
+    { id: "gpt:attempt-1", kind: "attempt", run: "gpt", number: 1, state: "running" },
+  ];
+  const edges: GraphEdge[] = [];
+  for (let step = 1; step <= count; step += 1) {
+    nodes.push({ id: id(step), kind: "checkpoint", run: "gpt", state: "committed", step });
+    if (step > 1) edges.push({ from: id(step), to: id(step - 1), kind: "parent" });
+  }
+  return { nodes, edges };
+}
+
+const folds = (nodes: Shown[]) => nodes.filter(isFold);
+const members = (nodes: Shown[]) => folds(nodes).flatMap((one) => one.members);
+
+describe("fold", () => {
+  it("hides an eventless line of ten thousand but for its ends", () => {
+    const { nodes, edges } = fold(line(10_000), new Set());
+    expect(nodes.map((one) => one.kind).toSorted()).toEqual(
+      ["attempt", "checkpoint", "checkpoint", "fold", "run"]);
+    expect(folds(nodes)[0]).toMatchObject({ first_step: 2, last_step: 9_999 });
+    // Run, attempt, first, fold, last: one path.
+    expect(edges.map((edge) => edge.kind)).toEqual(["parent", "parent", "made", "made"]);
+  });
+
+  it("never hides a pin, a fork's parent, a rollback's end or an export", () => {
+    const graph = line(60);
+    for (const one of graph.nodes) {
+      if (one.id === id(20)) one.pinned = true;
+      if (one.step && one.step > 50) one.rolled_back = true;
+    }
+    graph.nodes.push({ id: "gpt-b", kind: "run", run: "gpt-b" });
+    graph.nodes.push({ id: "/out/gpt.pt", kind: "export" });
+    graph.edges.push({ from: "gpt-b", to: id(30), kind: "forked_from" });
+    graph.edges.push({ from: id(40), to: "/out/gpt.pt", kind: "exported_to" });
+    const hidden = new Set(members(fold(graph, new Set()).nodes));
+    expect([1, 20, 30, 40, 60].filter((step) => hidden.has(id(step)))).toEqual([]);
+    // What was rolled back and what was not are never in one fold.
+    for (const one of folds(fold(graph, new Set()).nodes)) {
+      expect(one.first_step > 50 || one.last_step <= 50).toBe(true);
+    }
+  });
+
+  it("opens step by step and never shows very many at once", () => {
+    const graph = line(10_000);
+    const open = new Set<string>();
+    const seen: number[] = [];
+    for (let depth = 0; depth < 6; depth += 1) {
+      const { nodes } = fold(graph, open);
+      seen.push(nodes.length);
+      const hidden = members(nodes);
+      const shown = nodes.filter((one) => one.kind === "checkpoint").length;
+      expect(hidden.length + shown).toBe(10_000);
+      const next = folds(nodes)[0];
+      if (!next) break;
+      open.add(next.id);
+    }
+    expect(Math.max(...seen)).toBeLessThan(5 * (SHOWN_MAX + 5));
+  });
+
+  it("keeps every edge between what is shown", () => {
+    const { nodes, edges } = fold(line(500), new Set());
+    const there = new Set(nodes.map((one) => one.id));
+    expect(edges.every((edge) => there.has(edge.from) && there.has(edge.to))).toBe(true);
+  });
+
+  it("bears a circle, which damaged manifests may tell of", () => {
+    const graph = line(30);
+    graph.edges.push({ from: id(1), to: id(30), kind: "parent" });
+    const { nodes } = fold(graph, new Set());
+    const shown = nodes.filter((one) => one.kind === "checkpoint").length;
+    expect(members(nodes).length + shown).toBe(30);
+  });
+});
