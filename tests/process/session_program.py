@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -74,13 +75,21 @@ def main() -> None:
             session.log(loss=mean)
             late.steps = step
             write(record, step=step, ids=ids.tolist(), loss=mean, world=session.world_size)
-            time.sleep(settings.get("sleep_s", 0.0))
+            time.sleep(pause_s(settings, step))
         write(record, end=session.step, weights=weights_digest(model), stop=session.should_stop)
     if is_joined:
         # A group that lives until the interpreter's end may end the process by SIGABRT.
         assert group is not None
         assert group() is None
         dist.destroy_process_group()
+
+
+def pause_s(settings: dict[str, Any], step: int) -> float:
+    """How long to sleep: longer from some step on, `slow`, until the file `hurry` is there."""
+    since, slow_s = settings.get("slow", (math.inf, 0.0))
+    hurry = Path(settings["directory"]).parent / "hurry"
+    is_slow = step >= since and not hurry.exists()
+    return float(slow_s if is_slow else settings.get("sleep_s", 0.0))
 
 
 def make_model(settings: dict[str, Any]) -> nn.Module:

@@ -62,7 +62,9 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
     wait_for("Prefect's state", lambda: runs.flow_state(taken["flow_run"]) == "COMPLETED")
 
 
+@pytest.mark.storm
 def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None:
+    """By default the flow of a Slurm job is killed; here a worker is shut down with its flow."""
     spec = runs.write_spec("survivor", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
@@ -82,9 +84,11 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
     assert submissions(paths) == 1
 
 
+@pytest.mark.storm
 def test_a_cancelled_flow_leaves_the_job_to_flush_and_its_row_ends(
     runs: FlowRuns,
 ) -> None:
+    """By default the flow of a Slurm job is cancelled, whose flush takes its time."""
     # Steps of 5 s: the job is still on its way to the agreed step when its flow has long gone.
     paths = runs.deploy_run(runs.write_spec("cancelled", {"steps": 500, "sleep_s": 5.0}))
     wait_for("step 1", lambda: step_of(paths) >= 1)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,9 +108,7 @@ def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
     executor = executor_for("local")
     submission = read_document(Submission, attempt.submission)
     assert submission is not None
-    began = time.monotonic()
     executor.cancel(request_of(run), submission)
-    assert time.monotonic() - began < 30
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
     executor.cancel(request_of(run), submission)
     view = run.wait_for_end()

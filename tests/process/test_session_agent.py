@@ -23,6 +23,7 @@ from holdfast.trainer.keeper import FlusherKeeper
 PROGRAM = Path(__file__).with_name("session_program.py")
 STEPS = 60
 WAIT_S = 150.0
+SLOW_S = 0.5
 FREE_PORT = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
 
 
@@ -121,7 +122,7 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
     ignore_signals()
     try:
         torchrun = ("--nproc-per-node", "2", "--signals-to-handle=SIGQUIT")
-        process = start(run, env, *torchrun, *FREE_PORT)
+        process = start(run, env, *torchrun, *FREE_PORT, slow=[15, SLOW_S])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -151,10 +152,10 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
 
 def test_nodes_without_an_agent_stop_together(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "run")
-    nodes = start_nodes(run, {"HOLDFAST_CHECKPOINT_INTERVAL": "10"})
+    nodes = start_nodes(run, {"HOLDFAST_CHECKPOINT_INTERVAL": "10"}, slow=[8, SLOW_S])
     try:
         wait_for_step(run, 8, nodes[0])
-        os.kill(rank_pid(run, 1), signal.SIGTERM)
+        os.kill(rank_pid(run, 1), signal.SIGUSR2)
         assert [node.wait(WAIT_S) for node in nodes] == [0, 0]
     finally:
         for node in nodes:
@@ -164,5 +165,6 @@ def test_nodes_without_an_agent_stop_together(tmp_path: Path) -> None:
     assert len(steps_of(run, 1)) == stopped == newest_committed(run)
     events, _ = read_journal(run.attempt(0).rank_journal)
     kinds = [event.kind for event in events]
-    assert EventKind.SIGNAL in kinds
+    told = next(event for event in events if event.kind is EventKind.SIGNAL)
+    assert told.data["name"] == "SIGUSR2"
     assert EventKind.STOP_AGREED in kinds
