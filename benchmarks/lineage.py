@@ -3,7 +3,8 @@
 `python benchmarks/lineage.py [--database sqlite|postgresql] [--page FILE]`: rows of a large site
 are made inside the database, then the questions that pages ask are asked of them, then run folders
 are made on disk and ingested. PostgreSQL is a server of this program's own, with its usual
-durability, gone afterwards. Prints JSON; `--page` writes it as a page, too.
+durability, gone afterwards. Prints JSON, each stage's on standard error as it ends; `--page` writes
+it as a page, too.
 """
 
 from __future__ import annotations
@@ -91,16 +92,22 @@ def database_url(kind: str) -> Iterator[str]:
 
 def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, Any]:
     """Ingest first, while the database is empty, then the large one's pages."""
-    said = {"machine": f"{os.cpu_count()} cores, Python {platform.python_version()}"}
+    figures: dict[str, Any] = {
+        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
+        "rows": {"runs": runs, "checkpoints": checkpoints},
+    }
     with open_database(url) as database:
-        figures = {**said, "ingest": measure_ingest(database, url, folders)}
-        started = time.monotonic()
-        fill(database, runs, checkpoints)
-        figures["fill_s"] = round(time.monotonic() - started, 1)
-        figures["rows"] = {"runs": runs, "checkpoints": checkpoints}
-        figures["load"] = round(os.getloadavg()[0], 1)
-        figures["pages_ms"] = measure_pages(database, runs)
-        figures["api_ms"] = measure_api(url, runs)
+        stages: dict[str, Callable[[], Any]] = {
+            "ingest": lambda: measure_ingest(database, url, folders),
+            "fill_s": lambda: round(stopwatch(lambda: fill(database, runs, checkpoints)), 1),
+            "load": lambda: round(os.getloadavg()[0], 1),
+            "pages_ms": lambda: measure_pages(database, runs),
+            "api_ms": lambda: measure_api(url, runs),
+        }
+        for name, stage in stages.items():
+            figures[name] = stage()
+            # A run that is cut short has told what it had found.
+            print(json.dumps({name: figures[name]}), file=sys.stderr, flush=True)
     return figures
 
 
