@@ -35,13 +35,13 @@ HANG_LOOK_S: Final = 1.0
 HELD_S: Final = 0.12
 FREE_S: Final = 0.04
 # A rank is named once it was slow for three windows of ten seconds; then some for the machine.
-STRAGGLER_S_MAX: Final = 90.0
+STRAGGLER_S_MAX: Final = 150.0
 STRAGGLER_AGAIN_S: Final = 5.0
 LOOKS_EVERY: Final = 10
 # Above what a process has: room for small things, not for what a step asks for.
 MEMORY_LEFT_BYTES: Final = 8 << 20
-MEMORY_S_MAX: Final = 30.0
-POISON_S_MAX: Final = 30.0
+MEMORY_S_MAX: Final = 120.0
+POISON_S_MAX: Final = 120.0
 MEMORY_PAUSE_S: Final = 0.1
 
 

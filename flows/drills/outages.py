@@ -24,10 +24,10 @@ from holdfast.flows.drills.subject import Subject
 
 PREFECT_GAP_STEPS: Final = 50
 DATABASE_GAP_S: Final = 1.5
-DATABASE_BACK_S: Final = 30.0
+DATABASE_BACK_S: Final = 120.0
 # What a full disk leaves for journals and logs: no checkpoint of a stand fits in it.
 LEFT_BYTES: Final = 1 << 20
-SAVE_FAILS_S: Final = 60.0
+SAVE_FAILS_S: Final = 180.0
 
 
 def fill_disk(scene: Scene) -> str:

@@ -45,7 +45,7 @@ POLL_S: Final = 0.5
 # Steps take 40 ms here: what is silent for so long hangs, however busy the machine is.
 SILENCE_S: Final = {"train": 6.0}
 REFERENCE_S_MAX: Final = 600.0
-END_S: Final = 60.0
+END_S: Final = 180.0
 
 
 @dataclass

@@ -24,7 +24,8 @@ from holdfast.workers.agent.flusher_keeper import MODULE
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
-WAIT_S: Final = 120.0
+# On a busy machine a start takes minutes.
+WAIT_S: Final = 300.0
 POLL_S: Final = 0.05
 # Steps after which a run that was started anew counts as training.
 STEPS_SETTLED: Final = 3
