@@ -21,19 +21,22 @@ if TYPE_CHECKING:
     from holdfast.flows.drills.results import DrillResult
 
 
-class _Page:
-    """The page at `path`, if one is wanted, and the earlier drills that it tells of."""
+class _Report:
+    """What comes of a drill: the answer, and the page at `path` if one is wanted, which tells of
+    earlier drills too."""
 
-    def __init__(self, path: Path | None, after: list[Path]) -> None:
+    def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
         self.path, self._former = path, [_read(one) for one in after]
+        self._as_json = as_json
 
     def write(self, result: DrillResult) -> None:
-        """Replace the page, if there is anything to put on it."""
+        """Replace the page, if there is anything to put on it, and answer."""
         result.command = shlex.join(["holdfast", *sys.argv[1:]])
         if self.path is not None and result.faults:
             from holdfast.flows.drills.report import write_report
 
             write_report(self.path, [*self._former, result])
+        answer(result.as_json(), self._as_json, _render)
 
 
 def _read(path: Path) -> DrillResult:
@@ -87,14 +90,13 @@ def drill(
     """Rehearse faults on a run and check what must always hold; status 1 when it does not."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
-    page = _Page(report, after or [])
+    page = _Report(report, after or [], as_json)
     if run is not None:
         result = _drill_live(run, root, wanted, count, seed, within_s)
         page.write(result)
     else:
         settings = {"count": count, "seed": seed, "within_s": within_s, "at_once": at_once}
         result = _drill_throw_away(wanted, settings, directory, page)
-    answer(result.as_json(), as_json, _render)
     if result.broken:
         raise typer.Exit(1)
 
@@ -111,10 +113,10 @@ def _drill_live(
 
 
 def _drill_throw_away(
-    wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Page
+    wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Report
 ) -> DrillResult:
-    """A drill on runs of its own, told on standard error as it goes; cut short, it has a report
-    too."""
+    """A drill on runs of its own, told on standard error as it goes; cut short, it has an answer
+    and a page too."""
     from holdfast.flows.drills.campaign import Plan, drill_throw_away
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.results import DrillResult
