@@ -9,6 +9,7 @@ world size write the same lines, however often one of them was interrupted.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -23,7 +24,9 @@ from holdfast.contracts.digests import digest_of
 from holdfast.contracts.environment import ATTEMPT, INCARNATION
 from holdfast.trainer import Session
 from holdfast.trainer.config import config
+from holdfast.trainer.data.order import DataOrder, Ids, parse_skips
 
+SEED: Final = 7
 SAMPLES: Final = 4096
 GLOBAL_BATCH: Final = 16
 WIDTH: Final = 32
@@ -35,8 +38,9 @@ SCRATCH_BYTES: Final = 64 << 20
 def main() -> None:
     """Train for `steps` steps of at least `step_s` seconds, recorded in the folder `records`.
 
-    `padding_bytes` more are in every checkpoint. Whoever makes the file `poison` spoils one step.
-    Raises `SpecError` without settings.
+    `padding_bytes` more are in every checkpoint. Whoever writes `weights` or `loss` into the file
+    `poison` spoils one step. With `windows`, pairs of first step and steps, data is passed over
+    from the start, by no doing of the session. Raises `SpecError` without settings.
     """
     settings = config()
     dist.init_process_group("gloo")
@@ -46,40 +50,55 @@ def main() -> None:
     model.register_buffer("padding", torch.zeros(padding))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     directory, poison = settings.get("directory"), Path(settings["poison"])
+    windows = parse_skips(settings.get("windows") or ())
+    order = DataOrder(samples=SAMPLES, global_batch=GLOBAL_BATCH, seed=SEED, skips=windows)
     with (
-        Session(model, optimizer, seed=7, directory=directory) as session,
+        Session(model, optimizer, seed=SEED, directory=directory) as session,
         open_record(Path(settings["records"]), session.rank) as record,
     ):
         for step in session.steps(int(settings["steps"])):
             began = time.monotonic()
-            line = train_step(model, optimizer, session, poison)
-            session.log(loss=line["loss"])
+            spoiled = take_word(poison) if session.rank == 0 else ""
+            ids = (
+                order.rank_ids(step, session.rank, session.world_size)
+                if windows
+                else session.batch(SAMPLES, GLOBAL_BATCH)
+            )
+            line = train_step(model, optimizer, ids, spoiled == "weights")
+            session.log(loss=math.nan if spoiled == "loss" else line["loss"])
             record.write(json.dumps({"time": time.time(), "step": step, **line}) + "\n")
             record.flush()
             time.sleep(max(0.0, began + float(settings["step_s"]) - time.monotonic()))
     dist.destroy_process_group()
 
 
+def take_word(place: Path) -> str:
+    """What the file at `place` says, which is then gone; empty without one."""
+    if not place.exists():
+        return ""
+    word = place.read_text()
+    place.unlink()
+    return word
+
+
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, session: Session, poison: Path
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Ids, is_spoiled: bool
 ) -> dict[str, Any]:
     """One optimizer step; its loss, and digests of this rank's sample ids and of the weights.
 
-    With a file at `poison` the inputs are no numbers for once, as after an error of a device.
+    Spoiled, its inputs are no numbers, as after an error of a device.
     """
-    ids = session.batch(SAMPLES, GLOBAL_BATCH)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     inputs = features(torch.as_tensor(ids))
-    if session.rank == 0 and poison.exists():
-        poison.unlink()
-        inputs = inputs * float("nan")
+    if is_spoiled:
+        inputs = inputs * math.nan
     loss = F.mse_loss(model(inputs), inputs[:, :4].flip(1))
     del scratch
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     parameters = [p for p in model.parameters() if p.grad is not None]
     flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-    flat = torch.cat([flat, loss.detach().reshape(1)]) / session.world_size
+    flat = torch.cat([flat, loss.detach().reshape(1)]) / dist.get_world_size()
     dist.all_reduce(flat)
     means = torch.split(flat[:-1], [p.numel() for p in parameters])
     for parameter, mean in zip(parameters, means, strict=True):

@@ -105,20 +105,21 @@ class Campaign:
         """The uninterrupted run first, then the drilled ones, each in a thread."""
         needs_disk = any(kind.name == "disk-full" for kind in self.plan.kinds)
         with contextlib.ExitStack() as opened:
-            stands = []
+            stands: list[Stand] = []
             for number in range(self.plan.at_once):
                 place = folder / f"place-{number + 1}"
                 place.mkdir()
-                stands.append(opened.enter_context(throw_away(place, with_small_disk=needs_disk)))
+                stand = throw_away(place, with_small_disk=needs_disk, number=number)
+                stands.append(opened.enter_context(stand))
             self.tell(f"the uninterrupted run: {self.steps_max} steps")
-            stands[0].make_reference(self.steps_max)
+            reference = stands[0].train_reference(self.steps_max)
             pool = opened.enter_context(ThreadPoolExecutor(len(stands)))
             # Set before the pool waits for its threads, and before the stands are ended.
             opened.callback(self.is_cut.set)
             lanes: list[Future[None]] = []
-            for stand in stands:
-                stand.reference = stands[0].reference
-                lanes.append(pool.submit(Lane(self, stand).work))
+            for one in stands:
+                one.reference = reference
+                lanes.append(pool.submit(Lane(self, one).work))
             for lane in as_completed(lanes):
                 lane.result()
 

@@ -17,13 +17,13 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.flows.drills import census, invariants
+from holdfast.flows.drills.comparison import Comparison
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.scene import Scene
 from holdfast.flows.drills.stand import INTERVAL_STEPS, SNAPSHOT_STEPS, Stand
-from holdfast.flows.drills.steps import difference, gaps
 from holdfast.flows.drills.subject import Mark, Subject
 from holdfast.lineage.database import database_url
 from holdfast.workers import operator
@@ -51,6 +51,7 @@ class Rehearsal:
         self._seen = set(result.broken)
         self._whole: set[str] = set()
         self._compared = 0
+        self._comparison = Comparison(scene.stand.reference if scene.stand else {})
 
     def rehearse(self, kind: Kind) -> FaultResult:
         """One fault, its recovery, and the invariants; what is wrong goes to the result."""
@@ -170,6 +171,9 @@ class Rehearsal:
         """Every invariant, now that the run has settled again."""
         subject = self._subject
         subject.look()
+        # What these steps were trained on is journaled by now: the next look reads it.
+        known = len(subject.steps)
+        subject.look()
         paths, events = subject.paths, subject.events
         broken = [
             *invariants.check_checkpoints(paths, events, whole=self._whole),
@@ -177,7 +181,7 @@ class Rehearsal:
             *invariants.check_submissions(paths, events),
             *invariants.check_endings(load_history(paths).attempts, events),
             *invariants.check_commands(events),
-            *self._check_steps(),
+            *self._check_steps(known),
             *self._check_orphans(),
         ]
         try:
@@ -186,17 +190,15 @@ class Rehearsal:
             broken.append(Broken(invariants.INDEX_IS_DISK, str(error)))
         return broken
 
-    def _check_steps(self) -> list[Broken]:
-        """Steps that were not compared before are the uninterrupted run's."""
-        stand, steps = self.scene.stand, self._subject.steps
-        if stand is None:
+    def _check_steps(self, known: int) -> list[Broken]:
+        """Of the first `known` steps those that were not compared before."""
+        subject = self._subject
+        if self.scene.stand is None:
             return []
-        new, self._compared = steps[self._compared :], len(steps)
+        new, self._compared = subject.steps[self._compared : known], known
         if self.scene.is_poisoned:
             new = [one for one in new if not math.isnan(one.loss)]
-        self.result.uncompared += sum((one.rank, one.step) not in stand.reference for one in new)
-        wrong = [words for one in new if (words := difference(one, stand.reference))]
-        wrong += gaps(new)
+        wrong = self._comparison.look(new, subject.events)
         return [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
 
     def _check_orphans(self) -> list[Broken]:
@@ -223,12 +225,18 @@ class Rehearsal:
         except (HoldfastError, OSError) as error:
             broken.append(Broken(invariants.RECOVERS, f"{paths.name}: {error}"))
         broken += self.check()
+        try:
+            wrong = self._comparison.finish(self._subject.events, stand.train_reference)
+            broken += [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
+        except ServiceError as error:
+            broken.append(Broken(invariants.STEPS_ARE_RIGHT, str(error)))
         broken += [
             Broken(invariants.NO_ORPHANS, f"socket {name} is left")
             for name in census.sockets_left(load_history(paths).record.uid)
         ]
         self.result.broken += [one for one in broken if one not in self._seen]
         self.result.steps += len({s.step for s in self._subject.steps})
+        self.result.uncompared += self._comparison.uncompared
 
 
 def drill_live(

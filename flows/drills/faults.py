@@ -16,10 +16,12 @@ import psutil
 
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
+from holdfast.contracts.spec import Numerics
 from holdfast.flows.drills import outages
 from holdfast.flows.drills.kinds import Recovery
 from holdfast.flows.drills.scene import Scene
 from holdfast.flows.drills.steps import place_of
+from holdfast.flows.drills.subject import Subject
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import descendants
 
@@ -42,6 +44,13 @@ LOOKS_EVERY: Final = 10
 MEMORY_LEFT_BYTES: Final = 8 << 20
 MEMORY_S_MAX: Final = 120.0
 POISON_S_MAX: Final = 120.0
+# A stand's runs have it but for what comes of such a loss.
+POLICY: Final = Numerics()
+AFTER_NAN: Final[Mapping[str, Recovery]] = {
+    "stop": Recovery.NEW_ATTEMPT,
+    "rollback": Recovery.IN_PLACE,
+    "skip": Recovery.UNDISTURBED,
+}
 MEMORY_PAUSE_S: Final = 0.1
 
 
@@ -197,14 +206,39 @@ def _stragglers(scene: Scene, since: float) -> list[Event]:
 
 
 def poison_step(scene: Scene) -> str:
-    """Spoil the inputs of one step: its loss, and the weights after it, are no numbers."""
-    records = scene.subject.records
+    """Spoil one step: its loss is no number, and so are the weights after it.
+
+    Of a run that is to skip, the loss that is told alone: it trains on as it is. A rank is quiet
+    about another one for a while, and one right after a rollback is not the data's fault.
+    """
+    subject, stand, records = scene.subject, scene.need_stand(), scene.subject.records
     if records is None:
         raise ServiceError("only a throw-away run's program lets its steps be spoiled")
-    scene.is_poisoned = True
-    records.poison.touch()
-    scene.subject.wait_for("a spoiled step", lambda: not records.poison.exists(), POISON_S_MAX)
-    return "the inputs of one step were no numbers"
+    before = _numerics(subject, 0.0)
+    reached = max((int(line.data["step"]) for line in before), default=-POLICY.window)
+    subject.wait_for(
+        "a step far beyond the last spoiled one",
+        lambda: subject.newest and subject.newest.step > reached + POLICY.window,
+    )
+    since = scene.acted_at = time.time()
+    what = "loss" if stand.on_nan == "skip" else "weights"
+    scene.is_poisoned = what == "weights"
+    records.spoil_step(what)
+    told = subject.wait_for(
+        "the ranks' word on a spoiled step", lambda: _numerics(subject, since), POISON_S_MAX
+    )
+    action = str(told[0].data.get("action"))
+    expected = stand.on_nan if len(before) < POLICY.changes_max else "stop"
+    if action != expected:
+        raise ServiceError(f"expected {expected} of a spoiled step, got {action}: {told[0].data}")
+    scene.recovery = AFTER_NAN[action]
+    return f"one step's {what} were no numbers: {action}"
+
+
+def _numerics(subject: Subject, since: float) -> list[Event]:
+    """What the ranks said of losses that were no numbers; a spike is something else."""
+    told = subject.events_of(EventKind.NUMERICS, since)
+    return [line for line in told if line.data.get("problem") == "nan"]
 
 
 def _continue(process: psutil.Process) -> None:

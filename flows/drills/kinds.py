@@ -161,7 +161,8 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="nan",
-        words="the inputs of one step are no numbers, and so are its loss and the weights",
+        words="the inputs of one step are no numbers, and so are its loss and the weights; a run "
+        "stops, goes back or skips data by its policy",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.NUMERICS}),

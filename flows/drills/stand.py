@@ -12,7 +12,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,7 @@ from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec import NumericsAction, RunSpec
 from holdfast.contracts.states import Cause
 from holdfast.flows import detached
 from holdfast.flows.drills.cloud import CLOUD, CloudService
@@ -39,6 +40,7 @@ SNAPSHOT_STEPS: Final = 5
 KEEP_LAST: Final = 4
 PADDING_BYTES: Final = 3 << 20
 DISK_MB: Final = 96
+ON_NAN: Final[tuple[NumericsAction, ...]] = ("stop", "rollback", "skip")
 STEPS_UNBOUNDED: Final = 1_000_000
 UNLIMITED: Final = 1_000_000
 POLL_S: Final = 0.5
@@ -50,10 +52,13 @@ END_S: Final = 180.0
 
 @dataclass
 class Stand:
-    """One throw-away place. `reference` has the uninterrupted run's steps."""
+    """One throw-away place of several. `reference` has the uninterrupted run's steps, `on_nan` is
+    what the newest run does about a loss that is no number: each run has another policy."""
 
     folder: Path
     root: Path
+    number: int = 0
+    on_nan: NumericsAction = "stop"
     reference: Reference = field(default_factory=dict)
     cloud: CloudService = field(default_factory=CloudService)
     _prefect: PrefectServer | None = None
@@ -71,17 +76,17 @@ class Stand:
         own = {"HOLDFAST_HOME": str(self.home), "HOLDFAST_ROOT": str(self.root)}
         return {**os.environ, **own}
 
-    def make_reference(self, steps: int) -> None:
-        """Train `steps` steps without an interruption, as fast as they go.
+    def train_reference(self, steps: int, windows: Sequence[tuple[int, int]] = ()) -> Reference:
+        """Train `steps` steps without an interruption, as fast as they go; data is passed over as
+        `windows` say, pairs of first step and steps.
 
         Raises `ServiceError` when the program fails.
         """
-        folder = self.folder / "reference"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
         command += [f"--log-dir={folder / 'logs'}", *PROGRAM]
-        settings = self._settings(folder / "records", steps=steps, step_s=0.0)
+        settings = self._settings(folder / "records", steps=steps, step_s=0.0, windows=[*windows])
         variables = {
             **self.environment,
             "OMP_NUM_THREADS": "1",
@@ -95,17 +100,22 @@ class Stand:
             )
         try:
             status = process.wait(REFERENCE_S_MAX)
+        except subprocess.TimeoutExpired:
+            words = f"the uninterrupted run of {steps} steps took over {REFERENCE_S_MAX:.0f} s"
+            raise ServiceError(words) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait(END_S)
         if status != 0:
             words = (folder / "output.log").read_text(errors="replace")[-2000:]
             raise ServiceError(f"the uninterrupted run failed with status {status}:\n{words}")
-        self.reference = reference_of(folder / "records")
+        return reference_of(folder / "records")
 
     def begin_run(self) -> Subject:
         """A new run with its flow; the one before must have ended."""
         number = len(self._runs) + 1
+        self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
         records = self.folder / f"records-{number:02d}"
         records.mkdir()
         spec = RunSpec.model_validate(
@@ -128,6 +138,7 @@ class Stand:
                     "heartbeat_s": 0.25,
                     "silence_s": SILENCE_S,
                     "backoff_s": 0.0,
+                    "numerics": {"on_nan": self.on_nan},
                     "restarts_in_place": UNLIMITED,
                     "attempts_max": UNLIMITED,
                     "budgets": {c.value: UNLIMITED for c in Cause if c is not Cause.OPERATOR},
@@ -215,12 +226,12 @@ class Stand:
 
 
 @contextlib.contextmanager
-def throw_away(folder: Path, *, with_small_disk: bool) -> Iterator[Stand]:
+def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Iterator[Stand]:
     """A stand in `folder`, ended with the block; its files are left to whoever made the folder."""
     root = folder / "runs"
     root.mkdir()
     with small_disk(root) if with_small_disk else contextlib.nullcontext():
-        stand = Stand(folder=folder, root=root)
+        stand = Stand(folder=folder, root=root, number=number)
         stand.home.mkdir()
         try:
             yield stand

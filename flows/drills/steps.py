@@ -7,6 +7,7 @@ killed rank may leave a torn last line, which is no step.
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,8 +57,14 @@ class Records:
 
     @property
     def poison(self) -> Path:
-        """Where a file spoils the next step; the program takes it away."""
+        """Where a file says what of the next step is to be spoiled; the program takes it away."""
         return self.folder / "poison"
+
+    def spoil_step(self, what: str) -> None:
+        """Have the program spoil the `weights` or the `loss` of its next step."""
+        new = self.folder / "poison.new"
+        new.write_text(what)
+        os.replace(new, self.poison)
 
     def read_new(self) -> list[Step]:
         """Steps that were written since the last call, file by file."""

@@ -48,10 +48,23 @@ def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
 
 
 @pytest.mark.storm
+@pytest.mark.timeout(900)
+def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_data(
+    tmp_path: Path,
+) -> None:
+    """Three runs, each with a policy of its own; all steps are those of runs with the same data."""
+    answer = drill(tmp_path, "--count", "3", "--kinds", "nan", "--at-once", "3")
+    came = {fault["recovery"]: fault["steps_lost"] for fault in answer["faults"]}
+    assert set(came) == {"new attempt", "in place", "undisturbed"}
+    assert came["in place"] > 0
+
+
+@pytest.mark.storm
 @pytest.mark.timeout(STORM_S)
 def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
-    arguments = ("--count", str(STORM_FAULTS), "--seed", "7", "--report", str(page))
+    arguments = ("--count", str(STORM_FAULTS), "--seed", "7", "--at-once", "3")
+    arguments += ("--report", str(page))
     answer = drill(tmp_path, *arguments, timeout_s=STORM_S)
     assert answer["broken"] == []
     assert len(answer["faults"]) == STORM_FAULTS

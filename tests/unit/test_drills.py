@@ -21,17 +21,18 @@ from holdfast.contracts.errors import ServiceError, SpecError
 from holdfast.contracts.ettr import Costs
 from holdfast.contracts.goodput import Launch, Span, account
 from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills import invariants
 from holdfast.flows.drills.campaign import Campaign, Plan
+from holdfast.flows.drills.comparison import Comparison
 from holdfast.flows.drills.ettr import Calibration, Trained, calibrate, compare, mean_of
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
 from holdfast.flows.drills.report import render_report, spread
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.steps import Place, Records, Step, difference, gaps
+from holdfast.flows.drills.steps import Place, Records, Reference, Step, difference, gaps
 from holdfast.flows.drills.subject import Cut, Subject
 from holdfast.workers.processes import name_process
 
@@ -245,6 +246,66 @@ def test_steps_of_an_incarnation_follow_one_another() -> None:
     assert gaps([STEP, later, replace(STEP, place=Place(1, 2))]) == []
     assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.i01 rank 0: step 7 after 5"]
     assert gaps([later, later]) == ["a0001.i01 rank 0: step 6 after 6"]
+
+
+def changed(kind: EventKind, place: Place, skip: list[list[int]]) -> Event:
+    """A rank's word on a loss that was no number."""
+    data = {"attempt": place.attempt, "incarnation": place.incarnation, "skip": skip}
+    return Event(writer="rank0", incarnation=1, sequence=0, time=0.0, kind=kind, data=data)
+
+
+def compare_steps(steps: Sequence[Step], events: Sequence[Event]) -> tuple[list[str], int]:
+    """What is wrong with steps of a run, the reference of which has weights `b`, and weights `w`
+    where windows were given; and how many were compared with nothing."""
+    asked: list[tuple[int, list[tuple[int, int]]]] = []
+
+    def train(count: int, windows: list[tuple[int, int]]) -> Reference:
+        asked.append((count, windows))
+        return {(0, step): replace(STEP, step=step, weights="w" * 32) for step in range(1, 40)}
+
+    reference = {(0, step): replace(STEP, step=step) for step in range(1, 40)}
+    comparison = Comparison(reference)
+    found = [*comparison.look(steps, events), *comparison.finish(events, train)]
+    assert len(asked) <= 1
+    return found, comparison.uncompared
+
+
+def steps_of(place: Place, first: int, last: int, weights: str) -> list[Step]:
+    return [
+        replace(STEP, place=place, step=step, weights=weights * 32)
+        for step in range(first, last + 1)
+    ]
+
+
+def test_after_a_rollback_steps_are_those_of_a_run_with_the_same_window() -> None:
+    event = changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]])
+    before = steps_of(Place(1, 1), 1, 12, "b")
+    right = [*steps_of(Place(1, 2), 5, 7, "b"), *steps_of(Place(1, 2), 8, 15, "w")]
+    assert compare_steps([*before, *right], [event]) == ([], 0)
+    found, _ = compare_steps([*before, *steps_of(Place(1, 2), 5, 8, "b")], [event])
+    assert found == [
+        "a0001.i02 rank 0 step 8: weights differ from the uninterrupted run's by some bits"
+    ]
+
+
+def test_a_skip_counts_in_its_own_incarnation() -> None:
+    event = changed(EventKind.NUMERICS, Place(1, 1), [[8, 10]])
+    right = [*steps_of(Place(1, 1), 1, 7, "b"), *steps_of(Place(1, 1), 8, 12, "w")]
+    assert compare_steps(right, [event]) == ([], 0)
+
+
+def test_steps_that_a_second_rollback_gave_up_have_nothing_to_be_compared_with() -> None:
+    events = [
+        changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]]),
+        changed(EventKind.ROLLED_BACK, Place(1, 2), [[20, 10]]),
+    ]
+    steps = [
+        *steps_of(Place(1, 1), 1, 12, "b"),
+        *steps_of(Place(1, 2), 8, 22, "w"),
+        *steps_of(Place(1, 3), 18, 25, "w"),
+    ]
+    # Steps 20 to 22 were done with the first window alone.
+    assert compare_steps(steps, events) == ([], 3)
 
 
 def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
