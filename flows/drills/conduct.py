@@ -32,6 +32,7 @@ MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5
 # Of a live run: so many faults that broke something, and no other one is begun.
 FAILURES_MAX: Final = 5
+CHECKPOINT_TRIES_MAX: Final = 5
 LOSS_STEPS: Final = {
     Loss.NOTHING: 0,
     Loss.SNAPSHOT: SNAPSHOT_STEPS,
@@ -174,12 +175,12 @@ class Rehearsal:
         # What these steps were trained on is journaled by now: the next look reads it.
         known = len(subject.steps)
         subject.look()
-        paths, events = subject.paths, subject.events
+        paths, events, history = subject.paths, subject.events, load_history(subject.paths)
         broken = [
-            *invariants.check_checkpoints(paths, events, whole=self._whole),
+            *self._check_checkpoints(),
             *invariants.check_resumes(paths, events),
             *invariants.check_submissions(paths, events),
-            *invariants.check_endings(load_history(paths).attempts, events),
+            *invariants.check_endings(history.attempts, history.events),
             *invariants.check_commands(events),
             *self._check_steps(known),
             *self._check_orphans(),
@@ -188,6 +189,17 @@ class Rehearsal:
             broken += invariants.check_index(self._url, paths)
         except HoldfastError as error:
             broken.append(Broken(invariants.INDEX_IS_DISK, str(error)))
+        return broken
+
+    def _check_checkpoints(self) -> list[Broken]:
+        """Looked at again when something is missing: the line that says why may be new, and a
+        checkpoint that is deleted meanwhile is gone before its line was read."""
+        subject, broken = self._subject, list[Broken]()
+        for _ in range(CHECKPOINT_TRIES_MAX):
+            broken = invariants.check_checkpoints(subject.paths, subject.events, whole=self._whole)
+            if not broken:
+                break
+            subject.look()
         return broken
 
     def _check_steps(self, known: int) -> list[Broken]:

@@ -197,7 +197,7 @@ class Subject:
 
     def flusher(self) -> psutil.Process:
         """The agent's child that writes the checkpoints."""
-        found = [p for p in self.agent().children() if MODULE in p.cmdline()]
+        found = [p for p in self.agent().children() if MODULE in _argv(p)]
         if not found:
             raise ServiceError(f"{self.paths.name}: its agent has no flusher now")
         return found[0]
@@ -228,3 +228,11 @@ class Subject:
             return process if mine and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
+
+
+def _argv(process: psutil.Process) -> list[str]:
+    """A process's arguments; none of one that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
