@@ -162,8 +162,13 @@ def _of_silence(word: str, said: Sequence[str]) -> tuple[Cause, list[str]]:
     return Cause.UNKNOWN, [silence, *said]
 
 
-def hung_ending(evidence: Sequence[str]) -> Ending:
-    """How training ended whose ranks were found to hang, by what proof."""
+def hung_ending(evidence: Sequence[str], stopped_for: str = "") -> Ending:
+    """How training ended whose ranks were found to hang, by what proof.
+
+    Ranks that had said before that they stop for a bad loss hung on their way out.
+    """
+    if stopped_for:
+        return _ending(Cause.NUMERICS, [stopped_for, *evidence])
     return _ending(Cause.HANG, evidence)
 
 

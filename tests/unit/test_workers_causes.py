@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.attempt import Outcome, StopRequest
+from holdfast.contracts.history import stopped_for_numerics
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.signals import judge
 from holdfast.workers.causes import (
@@ -15,6 +17,7 @@ from holdfast.workers.causes import (
     RankFailure,
     classify,
     classify_crash,
+    hung_ending,
 )
 from holdfast.workers.evidence import (
     TRACEBACK,
@@ -369,3 +372,23 @@ def test_what_a_signal_means(
     )
     assert judgement.cause is cause
     assert judgement.deadline == pytest.approx(NOW + deadline_in_s, abs=1)
+
+
+def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
+    reason = "the loss of step 9 is nan; the policy is to stop"
+    events = [
+        Event(
+            writer="rank0",
+            incarnation=number,
+            sequence=0,
+            time=0.0,
+            kind=EventKind.NUMERICS,
+            data={"attempt": 1, "incarnation": number, "action": action, "reason": reason},
+        )
+        for number, action in ((1, "rollback"), (2, "warn"), (2, "stop"))
+    ]
+    assert [stopped_for_numerics(events, 1, number) for number in (1, 2, 3)] == ["", reason, ""]
+    ending = hung_ending(["every rank silent"], reason)
+    assert (ending.state, ending.cause) == (AttemptState.FAILED, Cause.NUMERICS)
+    assert ending.evidence == (reason, "every rank silent")
+    assert hung_ending(["every rank silent"]).cause is Cause.HANG

@@ -15,8 +15,8 @@ from holdfast.contracts.attempt import IncarnationRecord, Outcome
 from holdfast.contracts.board import AT_START, NOWHERE
 from holdfast.contracts.channel import ChannelHost
 from holdfast.contracts.errors import AgreementError
-from holdfast.contracts.history import goes_on_after_numerics
-from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
+from holdfast.contracts.history import goes_on_after_numerics, stopped_for_numerics
+from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.early_save import EarlySave
@@ -27,7 +27,7 @@ from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.spares import SparePlan
 from holdfast.workers.agent.stops import StopWatch, StopWish
-from holdfast.workers.causes import hung_ending
+from holdfast.workers.causes import Ending, hung_ending
 from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
 
 POLL_S: Final = 0.05
@@ -438,20 +438,25 @@ class Lead:
     def _decide(self, ended: Ended, restarts: int) -> Decision:
         supervision = self.context.request.supervision
         return decide_in_place(
-            hung_ending(ended.hang) if ended.hang else ended.wreck.classify(self.lost)[0],
+            self.hung_ending() if ended.hang else ended.wreck.classify(self.lost)[0],
             restarts=restarts,
             restarts_max=supervision.restarts_in_place,
             lost_nodes=self.lost,
             gained_steps=ended.gained,
             hangs=sum(one.ending == "hung" for one in self.incarnations),
             hangs_max=supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
-            rolled_back=self._has_rolled_back(),
+            rolled_back=goes_on_after_numerics(*self._last_words()),
         )
 
-    def _has_rolled_back(self) -> bool:
-        """True when the ranks of the last incarnation left it to go on from before a bad loss."""
-        attempt, number = self.context.attempt, self.incarnations[-1].number
-        return goes_on_after_numerics(read_journal(attempt.rank_journal)[0], attempt.number, number)
+    def hung_ending(self) -> Ending:
+        """How the last incarnation ended, which was found to hang."""
+        assert self.last is not None
+        return hung_ending(self.last.hang, stopped_for_numerics(*self._last_words()))
+
+    def _last_words(self) -> tuple[list[Event], int, int]:
+        """What rank 0 journaled, and the attempt and the incarnation that ended last."""
+        attempt = self.context.attempt
+        return read_journal(attempt.rank_journal)[0], attempt.number, self.incarnations[-1].number
 
     def _take_number(self) -> int:
         """The next free incarnation number, taken by exclusive creation of its folder."""

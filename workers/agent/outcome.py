@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from holdfast.contracts.attempt import (
     IncarnationRecord,
@@ -15,7 +16,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.stops import StopWish
-from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure, hung_ending
+from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
 from holdfast.workers.checkpoints import newest_committed
 
 
@@ -63,7 +64,9 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if last.ending == "completed":
         return Ending(state=AttemptState.COMPLETED, cause=None), None
     if last.ending == "hung":
-        return hung_ending((*last.hang, *([lead.verdict] if lead.verdict else []))), None
+        hung = lead.hung_ending()
+        evidence = (*hung.evidence, *([lead.verdict] if lead.verdict else []))
+        return replace(hung, evidence=evidence), None
     if last.ending == "crashed" or wish is None:
         if wish is None and last.ending == "stopped":
             words = "the ranks stopped early, and nothing had asked this agent for it"

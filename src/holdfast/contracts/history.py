@@ -6,7 +6,7 @@ by clocks: a request of an operator names the last attempt that existed when it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,6 +160,18 @@ def goes_on_after_numerics(
 ) -> bool:
     """True when the ranks' last word on a bad loss, in an attempt or in one incarnation of it, was
     to train on from an earlier checkpoint."""
+    return _last_on_numerics(events, attempt, incarnation).get("action") == "rollback"
+
+
+def stopped_for_numerics(events: Iterable[Event], attempt: int, incarnation: int) -> str:
+    """Why, when the ranks' last word in an incarnation was to stop for a bad loss; else empty."""
+    said = _last_on_numerics(events, attempt, incarnation)
+    return str(said.get("reason")) if said.get("action") == "stop" else ""
+
+
+def _last_on_numerics(
+    events: Iterable[Event], attempt: int, incarnation: int | None
+) -> Mapping[str, Any]:
     said = [
         event.data
         for event in events
@@ -167,7 +179,7 @@ def goes_on_after_numerics(
         and event.data.get("attempt") == attempt
         and incarnation in {None, event.data.get("incarnation")}
     ]
-    return bool(said) and said[-1].get("action") == "rollback"
+    return said[-1] if said else {}
 
 
 def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
