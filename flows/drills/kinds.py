@@ -157,7 +157,6 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.PREEMPTION}),
-        told_by=frozenset({EventKind.RESUMED}),
     ),
     Kind(
         name="nan",

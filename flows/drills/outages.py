@@ -79,7 +79,7 @@ def corrupt_checkpoint(scene: Scene) -> str:
         at = scene.chance.randrange(path.stat().st_size)
         _flip(path, at)
     try:
-        since = scene.acted_at = time.time()
+        since = time.time()
         resumed = subject.wait_for("a resume", lambda: subject.events_of(EventKind.RESUMED, since))
     finally:
         _flip(path, at)

@@ -15,7 +15,8 @@ from typing import Final
 
 from holdfast.contracts.errors import ServiceError
 
-START_S_MAX: Final = 180.0
+# On a busy machine it takes minutes.
+START_S_MAX: Final = 420.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 2.0
 END_S: Final = 30.0

@@ -76,6 +76,13 @@ def drill(
     report: Annotated[
         Path | None, typer.Option(help="Also write the report as a page.", metavar="FILE")
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            help="With a report, first train without faults, and predict from it what share of "
+            "the time is trained."
+        ),
+    ] = True,
     after: Annotated[
         list[Path] | None,
         typer.Option(help="Earlier drills' JSON; the page tells of them too.", metavar="FILE"),
@@ -95,7 +102,13 @@ def drill(
         result = _drill_live(run, root, wanted, count, seed, within_s)
         page.write(result)
     else:
-        settings = {"count": count, "seed": seed, "within_s": within_s, "at_once": at_once}
+        settings = {
+            "count": count,
+            "seed": seed,
+            "within_s": within_s,
+            "at_once": at_once,
+            "calibrates": calibrate and report is not None,
+        }
         result = _drill_throw_away(wanted, settings, directory, page)
     if result.broken:
         raise typer.Exit(1)
@@ -131,7 +144,7 @@ def _drill_throw_away(
         folder = Path(name)
         missing = find_missing(folder)
         chosen = select_kinds(wanted, is_live=False, missing=missing)
-        plan = Plan(kinds=chosen, calibrates=page.path is not None, **settings)
+        plan = Plan(kinds=chosen, **settings)
         result = DrillResult(seed=plan.seed, at_once=plan.at_once, refused=missing)
         try:
             drill_throw_away(plan, result, folder, warn)
