@@ -11,10 +11,12 @@ import httpx
 import pytest
 from tests.api.conftest import Served, serving
 from tests.runs import RunFolder
+from typer.testing import CliRunner
 
 from holdfast.api.security import Exposure
 from holdfast.api.sessions import COOKIE, CSRF_HEADER, TRIES_MAX, Tries
 from holdfast.api.tokens import Role, TokenStore
+from holdfast.cli.main import app
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.journal import EventKind, read_journal
 
@@ -196,6 +198,27 @@ def test_tokens_are_kept_as_digests_for_their_owner_alone(tmp_path: Path) -> Non
     assert store.check(text) is None
     with pytest.raises(NotFoundError, match="no token"):
         store.revoke("ci")
+
+
+def test_tokens_are_made_by_the_command_and_asked_for_beyond_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    call = CliRunner().invoke
+    refused = call(app, ["serve", "--host", "0.0.0.0", "--port", "0"])
+    assert "holdfast token add" in str(refused.exception)
+    told = json.loads(call(app, ["token", "add", "ci", "--role", "operator", "--json"]).stdout)
+    checked = TokenStore().check(told["token"])
+    assert checked is not None
+    assert checked.role is Role.OPERATOR
+    listed = call(app, ["token", "list", "--json"]).stdout
+    assert [one["name"] for one in json.loads(listed)] == ["ci"]
+    assert told["token"] not in listed
+    assert "expected reader or operator" in str(
+        call(app, ["token", "add", "me", "--role", "root"]).exception
+    )
+    assert call(app, ["token", "revoke", "ci"]).exit_code == 0
+    assert TokenStore().check(told["token"]) is None
 
 
 def test_actions_stand_in_the_journal_with_who_did_them(served: Served) -> None:

@@ -75,6 +75,5 @@ def _at_least(role: Role) -> Callable[[Request], Caller]:
     return caller
 
 
-Reader = Annotated[Caller, Depends(_at_least(Role.READER))]
 Operator = Annotated[Caller, Depends(_at_least(Role.OPERATOR))]
 AS_READER: Any = Depends(_at_least(Role.READER))
