@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ class Local:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.root = folder / "home" / "runs"
+        self.flows: list[int] = []
         foreign = ("PREFECT_API_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_ROOT")
         self.environment = {k: v for k, v in os.environ.items() if k not in foreign}
         self.environment |= {
@@ -49,7 +51,10 @@ class Local:
     def json(self, *arguments: str) -> Any:
         done = self.call(*arguments, "--json")
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        told = json.loads(done.stdout)
+        if isinstance(told, dict) and told.get("pid"):
+            self.flows.append(told["pid"])
+        return told
 
     def write_spec(self, name: str, settings: dict[str, Any], **keys: Any) -> Path:
         """A spec of the small program; `keys` are further ones of its own."""
@@ -68,6 +73,9 @@ class Local:
 
     def end_all(self) -> None:
         """Leave neither flow nor job behind, whatever a failed test left running."""
+        for pid in self.flows:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         for paths in list_runs(self.root):
             for event in load_events(paths):
                 if event.kind is EventKind.SUPERVISED and psutil.pid_exists(event.data["pid"]):
