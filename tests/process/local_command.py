@@ -74,8 +74,11 @@ class Local:
     def end_all(self) -> None:
         """Leave neither flow nor job behind, whatever a failed test left running."""
         for pid in self.flows:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                # The number may be another's by now.
+                if str(self.root) in " ".join(process.cmdline()):
+                    process.terminate()
         for paths in list_runs(self.root):
             for event in load_events(paths):
                 if event.kind is EventKind.SUPERVISED and psutil.pid_exists(event.data["pid"]):
