@@ -102,7 +102,7 @@ def _checkpoints(api: httpx.Client) -> list[dict[str, Any]]:
 
 
 def _listen(url: str, heard: list[str]) -> None:
-    with httpx.stream("GET", f"{url}/events", timeout=None) as stream:
+    with httpx.stream("GET", f"{url}events", timeout=None) as stream:
         for line in stream.iter_lines():
             if line.startswith("event: "):
                 heard.append(line.removeprefix("event: "))
