@@ -1,7 +1,8 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page demo test test-all bench check lock clean slurm-up slurm-down
+.PHONY: help setup setup-cluster page screenshots demo test test-all bench check lock clean \
+	slurm-up slurm-down
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -22,6 +23,9 @@ setup-cluster:  ## The same, and Slurm and PostgreSQL for the tests (needs root 
 
 page:  ## The web page, from web/ into the package (needs Node 18 or newer)
 	@infra/setup/setup.sh --page
+
+screenshots: setup-cluster  ## Pictures of the web page, into docs/screenshots
+	PYTHONPATH=. $(PYTHON) -m tests.web.screenshots docs/screenshots
 
 demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: about 3 minutes
 	$(PYTHON) examples/demo.py $(ARGS)

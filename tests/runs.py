@@ -96,19 +96,26 @@ class RunFolder:
         self.tell("flow", EventKind.ATTEMPT_SUBMITTED, attempt=number, job_id=submission.job_id)
         return attempt
 
-    def claim(self, number: int, at: float) -> None:
+    def claim(self, number: int, at: float, host: str = "node-a") -> None:
         """The agent of node 0 begins."""
         claim = Claim(
             job_id=f"{100 + number}",
             pid=4000 + number,
             process_started_at=at,
             boot_id="boot",
-            host="node-a",
+            host=host,
             claimed_at=at,
         )
         write_document(self.paths.attempt(number).claim, claim)
 
-    def launch(self, number: int, incarnation: int, step: int, checkpoint: str | None) -> None:
+    def launch(
+        self,
+        number: int,
+        incarnation: int,
+        step: int,
+        checkpoint: str | None,
+        world_size: int = 2,
+    ) -> None:
         """torchrun is started and rank 0 says where it goes on."""
         attempt = self.paths.attempt(number)
         with JournalWriter(attempt.node_journal(0)) as journal:
@@ -122,7 +129,7 @@ class RunFolder:
                 step=step,
                 skipped=[],
                 command_digest=DIGEST,
-                world_size=2,
+                world_size=world_size,
             )
 
     def log(self, number: int, incarnation: int, steps: range, at: float) -> None:
@@ -144,6 +151,7 @@ class RunFolder:
         *,
         parent: str | None = None,
         at: float = T0,
+        world_size: int = 2,
         **fields: Any,
     ) -> str:
         """A committed checkpoint with one small file; returns its directory's name."""
@@ -160,11 +168,11 @@ class RunFolder:
             step=step,
             attempt=attempt,
             incarnation=incarnation,
-            world_size=2,
+            world_size=world_size,
             parent=parent,
             command_digest=DIGEST,
-            files=(entry,),
             **{
+                "files": (entry,),
                 "blocked_s": 0.5,
                 "flush_s": 1.25,
                 "staged_at": at - 1,
@@ -175,7 +183,11 @@ class RunFolder:
         write_bytes(directory / MANIFEST, to_json(manifest.model_dump(mode="json")))
         with JournalWriter(self.paths.attempt(attempt).journal / "rank0.jsonl") as journal:
             journal.append(
-                EventKind.COMMITTED, attempt=attempt, checkpoint=str(name), step=step, bytes=18
+                EventKind.COMMITTED,
+                attempt=attempt,
+                checkpoint=str(name),
+                step=step,
+                bytes=manifest.bytes,
             )
         return str(name)
 
@@ -186,6 +198,9 @@ class RunFolder:
         cause: Cause | None,
         last_step: int,
         at: float,
+        *,
+        world_size: int = 2,
+        host: str = "node-a",
         **fields: Any,
     ) -> None:
         """The agent says how the attempt ended and the flow believes it."""
@@ -193,13 +208,12 @@ class RunFolder:
             state=state,
             cause=cause,
             job_id=f"{100 + number}",
-            hosts=("node-a",),
-            world_size=2,
+            hosts=(host,),
+            world_size=world_size,
             command_digest=DIGEST,
             last_step=last_step,
-            started_at=at - 100,
             ended_at=at,
-            **fields,
+            **{"started_at": at - 100, **fields},
         )
         write_document(self.paths.attempt(number).outcome, outcome)
         self.tell_ended(number, state, cause, last_step, at)

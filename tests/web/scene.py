@@ -1,0 +1,286 @@
+"""What the page is looked at with: a week of a small team's runs, written as the parts write them.
+
+A live run that was preempted, resized and lost a node; its fork; a finished, a failed and a queued
+one. Times lie before `now`, so that the page tells of minutes and hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from tests.runs import RunFolder
+
+from holdfast.contracts.attempt import Submission, write_document
+from holdfast.contracts.durable import make_directory
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.manifest import FileEntry
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import AttemptState, Cause
+from holdfast.workers.heartbeats import NodeBeat, RankBeat
+
+MINUTE: Final = 60.0
+HOUR: Final = 3600.0
+STEP_S: Final = 1.2
+STATE_BYTES: Final = 1_083_000_000
+LIVE: Final = "gpt-90m"
+FIELDS: Final[dict[str, Any]] = {
+    "resources": {"gpus_per_node": 8},
+    "cost": {"gpu_hour": 2.1, "on_demand_per_gpu_hour": 4.2},
+    "config": {"steps": 20_000},
+    "checkpoint": {"interval": 500, "keep": {"last": 4}},
+}
+TRACEBACK: Final = """\
+Traceback (most recent call last):
+  File "train.py", line 41, in main
+    loss = criterion(model(batch), labels)
+ValueError: Expected input batch_size (32) to match target batch_size (16).
+"""
+
+
+@contextlib.contextmanager
+def clock(moment: float) -> Iterator[None]:
+    """Journals written inside bear this time, Unix seconds."""
+    with mock.patch("time.time", return_value=moment):
+        yield
+
+
+class Telling:
+    """One run told along the clock."""
+
+    def __init__(self, root: Path, name: str, uid: str, began: float, **fields: Any) -> None:
+        own = {key: fields.pop(key) for key in ("forked_from", "forked_uid") if key in fields}
+        self.run = RunFolder(root, name, uid * 32, FIELDS | fields, created_at=began, **own)
+        self.parent: str | None = own.get("forked_from")
+        self.step = 0
+
+    def tell(self, at: float, writer: str, kind: EventKind, **data: Any) -> None:
+        with clock(at):
+            self.run.tell(writer, kind, **data)
+
+    def begin(self, number: int, gpus: int, at: float, *, queued_s: float, host: str) -> None:
+        """An attempt that waits, starts and resumes from the newest checkpoint."""
+        with clock(at):
+            self.run.submit(number, gpus, at)
+        with clock(at + queued_s):
+            self.run.claim(number, at + queued_s, host)
+        with clock(at + queued_s + 20):
+            self.run.launch(number, 1, self.step, self.parent, gpus)
+
+    def train(self, number: int, gpus: int, until: int, at: float, every: int = 500) -> float:
+        """Steps up to `until`, a checkpoint at each `every`; returns when they are done."""
+        lines, began = [], self.step
+        for step in range(began + 1, until + 1):
+            moment = at + (step - began) * STEP_S
+            if step % 20 == 0:
+                lines.append({"step": step, "time": moment, **measured(step, gpus)})
+            if step % every == 0:
+                self.commit(step, number, moment, gpus)
+        path = self.run.paths.metrics_of(number, 1)
+        make_directory(path.parent)
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        self.step = until
+        return at + (until - began) * STEP_S
+
+    def commit(self, step: int, number: int, at: float, gpus: int) -> None:
+        facts: dict[str, Any] = {"world_size": gpus, "metrics": measured(step, gpus)}
+        files = shards(step, gpus)
+        with clock(at):
+            name = self.run.commit(step, number, parent=self.parent, at=at, files=files, **facts)
+        for entry in files:
+            path = self.run.paths.checkpoint(name) / entry.path
+            path.touch()
+            # Holes: the size of a real one, and none of its room.
+            os.truncate(path, entry.bytes)
+        self.parent = f"{self.run.name}:{name}"
+
+    def end(
+        self, number: int, state: AttemptState, cause: Cause | None, at: float, **fields: Any
+    ) -> None:
+        with clock(at):
+            self.run.finish(number, state, cause, self.step, at, **fields)
+
+
+def shards(step: int, gpus: int) -> tuple[FileEntry, ...]:
+    """What a manifest says of each rank's file."""
+    return tuple(
+        FileEntry(
+            path=f"__{rank}_0.distcp",
+            bytes=STATE_BYTES // gpus + 4096 * rank,
+            checksum=hashlib.blake2b(f"{step}/{rank}".encode(), digest_size=16).hexdigest(),
+        )
+        for rank in range(gpus)
+    )
+
+
+def measured(step: int, gpus: int) -> dict[str, float]:
+    """A loss that falls and shivers, and a pace that goes with the size."""
+    shiver = math.sin(step * 12.9898) * 43758.5453 % 1 - 0.5
+    loss = 2.6 + 8 * math.exp(-step / 1800) + shiver * 0.25
+    return {"loss": round(loss, 4), "tokens_per_s": round(gpus * 11_800 * (1 + shiver / 20))}
+
+
+def lay_out(root: Path, now: float) -> None:
+    """Write all runs under `root`."""
+    tell_live(root, now)
+    tell_fork(root, now)
+    tell_finished(root, now - 30 * HOUR)
+    tell_failed(root, now - 8 * HOUR)
+    tell_queued(root, now - 25 * MINUTE)
+
+
+def tell_live(root: Path, now: float) -> None:
+    """Preempted, gone on at half the size, lost a node, and at work again."""
+    told = Telling(root, LIVE, "a", now - 6 * HOUR)
+    told.tell(now - 6 * HOUR, "flow", EventKind.SUPERVISED, host="login", pid=7, flow_run="flow-1")
+    at = now - 6 * HOUR
+    told.begin(1, 8, at, queued_s=8 * MINUTE, host="gpu-03")
+    at = told.train(1, 8, 5_230, at + 9 * MINUTE)
+    told.commit(5_230, 1, at + 14, 8)
+    told.end(
+        1,
+        AttemptState.PREEMPTED,
+        Cause.PREEMPTION,
+        at + 20,
+        world_size=8,
+        host="gpu-03",
+        started_at=now - 6 * HOUR + 8 * MINUTE,
+        stop_requested_at=at,
+        stop_committed_at=at + 14,
+    )
+    decide(told, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
+    at += 2 * MINUTE
+    told.begin(2, 4, at, queued_s=11 * MINUTE, host="gpu-11")
+    told.tell(at + 15 * MINUTE, "cli", EventKind.PINNED, by="mia", note="for the paper", **first())
+    at = told.train(2, 4, 8_930, at + 12 * MINUTE)
+    with clock(at):
+        told.run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
+    decide(told, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
+    told.step = 8_500
+    told.begin(3, 8, at + MINUTE, queued_s=3 * MINUTE, host="gpu-03")
+    start = at + 5 * MINUTE
+    told.train(3, 8, 8_500 + int((now - start) / STEP_S), start)
+    for name in ("step-00000500.a0001.i01", "step-00001000.a0001.i01"):
+        with clock(now - 3 * HOUR):
+            told.run.delete(name, "keep.last 4: it is older")
+    beat(told.run.paths, 3, told.step, now)
+    write_logs(told, 3)
+
+
+def first() -> dict[str, str]:
+    return {"checkpoint": "step-00005000.a0001.i01"}
+
+
+def decide(told: Telling, after: int, at: float, gpus: int | None, reason: str) -> None:
+    """What comes after an attempt: another one on so many GPUs, or none."""
+    action = "relaunch" if gpus else "stop"
+    data = {"after_attempt": after, "action": action, "gpus": gpus, "reason": reason}
+    told.tell(at, "flow", EventKind.DECISION, **data)
+
+
+def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
+    """The heartbeat of the one node."""
+    attempt = paths.attempt(number)
+    ranks = tuple(
+        RankBeat(
+            rank=rank,
+            step=step,
+            phase="train",
+            age_s=0.3 + rank / 10,
+            step_time_s=STEP_S,
+            pid=4200 + rank,
+            step_p50_s=STEP_S,
+            step_p99_s=STEP_S * 1.3,
+            own_s=STEP_S * 0.8 + rank / 100,
+            rss_bytes=9_400_000_000 + rank * 3_000_000,
+            cpu_percent=97.0 - rank,
+        )
+        for rank in range(8)
+    )
+    node = NodeBeat(
+        node=0,
+        host="gpu-03",
+        time=now,
+        attempt=number,
+        incarnation=1,
+        agent_pid=4000,
+        world_size=8,
+        ranks=ranks,
+        memory_percent=41.0,
+    )
+    make_directory(attempt.heartbeats)
+    attempt.heartbeat(0).write_text(node.model_dump_json())
+
+
+def write_logs(told: Telling, number: int) -> None:
+    """What two of the ranks wrote."""
+    attempt = told.run.paths.attempt(number)
+    for rank in (0, 1):
+        log = attempt.logs / "node-0000" / "i01" / f"rank-{rank:05d}.stdout.log"
+        make_directory(log.parent)
+        steps = range(max(1, told.step - 400), told.step, 20)
+        lines = [f"step {s} loss {measured(s, 8)['loss']:.4f} 8.3 it/s" for s in steps]
+        log.write_text("".join(f"{line}\n" for line in lines))
+
+
+def tell_fork(root: Path, now: float) -> None:
+    """Began from the pinned checkpoint of the live run, and trains on two GPUs."""
+    parent = f"{LIVE}:step-00005000.a0001.i01"
+    began = now - 50 * MINUTE
+    fork = Telling(root, "gpt-90m-8k", "b", began, forked_from=parent, forked_uid="a" * 32)
+    fork.step = 5_000
+    fork.begin(1, 2, began, queued_s=4 * MINUTE, host="gpu-05")
+    fork.train(1, 2, 5_000 + int(44 * MINUTE / STEP_S), began + 5 * MINUTE)
+
+
+def tell_finished(root: Path, began: float) -> None:
+    """One attempt from beginning to end."""
+    told = Telling(root, "vit-l-ablation", "c", began, config={"steps": 9_000})
+    told.begin(1, 4, began, queued_s=2 * MINUTE, host="gpu-07")
+    at = told.train(1, 4, 9_000, began + 3 * MINUTE, every=1_500)
+    facts: dict[str, Any] = {"world_size": 4, "host": "gpu-07", "started_at": began + 2 * MINUTE}
+    told.end(1, AttemptState.COMPLETED, None, at + 5, **facts)
+    told.tell(at + 6, "flow", EventKind.RUN_ENDED, state="completed", reason="the program finished")
+
+
+def tell_queued(root: Path, began: float) -> None:
+    """Submitted on another machine, whose scheduler nobody here can ask."""
+    told = Telling(root, "llama-3b-instruct", "f", began)
+    with clock(began):
+        attempt = told.run.submit(1, 16, began)
+    where = Submission(job_id="88", executor="local", submitted_at=began, host="login")
+    write_document(attempt.submission, where)
+
+
+def tell_failed(root: Path, began: float) -> None:
+    """A mistake in the program, which no relaunch would mend."""
+    told = Telling(root, "bert-classifier", "d", began)
+    told.begin(1, 2, began, queued_s=MINUTE, host="gpu-05")
+    told.step = 3
+    told.end(
+        1,
+        AttemptState.FAILED,
+        Cause.USER_ERROR,
+        began + 3 * MINUTE,
+        traceback=TRACEBACK,
+        failed_rank=1,
+        host="gpu-05",
+        started_at=began + MINUTE,
+    )
+    why = "the program's own error: another attempt would end the same way"
+    decide(told, 1, began + 4 * MINUTE, None, why)
+    told.tell(began + 4 * MINUTE + 1, "flow", EventKind.RUN_ENDED, state="failed", reason=why)
+
+
+if __name__ == "__main__":
+    import sys
+
+    lay_out(Path(sys.argv[1]), time.time())

@@ -1,0 +1,168 @@
+"""The page in a real browser, over a real server and a real database."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pytest
+from playwright.sync_api import Browser, Page, ViewportSize, expect
+from tests.runs import RunFolder
+from tests.web import stand
+from tests.web.scene import LIVE
+from tests.web.stand import CHECKOUT, Site
+
+from holdfast.contracts.durable import write_bytes
+from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+
+AXE: Final = CHECKOUT / "web" / "node_modules" / "axe-core" / "axe.min.js"
+PINNED: Final = f"{LIVE}:step-00005000.a0001.i01"
+LAST: Final = f"{LIVE}:step-00008500.a0002.i01"
+# Each page, and a text that is there once its data are.
+PAGES: Final = {
+    "/": "vit-l-ablation",
+    f"/runs/{LIVE}": "Where the time went",
+    f"/runs/{LIVE}/checkpoints": "keep.last 4: it is older",
+    f"/runs/{LIVE}/lineage": "preemption · 8 GPUs",
+    f"/runs/{LIVE}/ranks": "Step, median",
+    f"/runs/{LIVE}/logs": "Following",
+    f"/runs/{LIVE}/events": "a preemption is always forgiven",
+    "/runs/bert-classifier": "Traceback of rank 1",
+    f"/checkpoints/{PINNED}": "Ancestry",
+    f"/compare?a={PINNED}&b={LAST}": "Facts that differ",
+    "/goodput": "Productive",
+    "/nodes": "gpu-11",
+    "/storage": "Would be pruned",
+}
+RULES: Final = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
+View = tuple[Literal["light", "dark"], ViewportSize]
+NARROW: Final[ViewportSize] = {"width": 390, "height": 844}
+WIDE: Final[ViewportSize] = {"width": 1440, "height": 900}
+# Contrast goes with the theme and room with the width: two views show both, four all pairs.
+TWO: Final[tuple[View, ...]] = (("light", WIDE), ("dark", NARROW))
+FOUR: Final[tuple[View, ...]] = (*TWO, ("light", NARROW), ("dark", WIDE))
+
+
+def violations(page: Page) -> list[str]:
+    """What axe finds against WCAG AA on the page as it is now."""
+    found: dict[str, Any] = page.evaluate("rules => axe.run(document, rules)", RULES)
+    return [
+        f"{one['id']}: {one['help']}: {node['html'][:160]}"
+        for one in found["violations"]
+        for node in one["nodes"][:3]
+    ]
+
+
+@pytest.mark.parametrize(
+    "views",
+    [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.storm)],
+)
+@pytest.mark.parametrize("path", PAGES)
+def test_each_page_is_sound_in_both_themes_and_widths(
+    site: Site, browser: Browser, path: str, views: tuple[View, ...]
+) -> None:
+    with stand.looking(browser, site) as (page, complaints):
+        page.goto(path)
+        expect(page.get_by_text(PAGES[path]).first).to_be_visible()
+        # The content policy forbids scripts of others in the page; a debugger may bring them.
+        page.evaluate(AXE.read_text())
+        found = []
+        for theme, size in views:
+            page.set_viewport_size(size)
+            page.emulate_media(color_scheme=theme)
+            seen = f"{theme} {size['width']}"
+            found += [f"{seen}: {one}" for one in violations(page)]
+            overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            found += [f"{seen}: {overflow} px too wide"] if overflow > 0 else []
+        assert not found, "\n".join(found)
+        assert not complaints, "\n".join(complaints)
+
+
+def test_a_commit_shows_while_one_looks(site: Site, browser: Browser) -> None:
+    paths = RunPaths(site.root / "gpt-90m-8k")
+    with stand.looking(browser, site) as (page, complaints):
+        page.goto("/runs/gpt-90m-8k/checkpoints")
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        expect(page.get_by_role("link", name="5\u202f500", exact=True)).to_be_visible()
+        fresh = page.get_by_role("link", name="90\u202f000", exact=True)
+        expect(fresh).to_have_count(0)
+        commit_again(paths, 90_000)
+        expect(fresh).to_be_visible()
+        assert not complaints
+
+
+def commit_again(paths: RunPaths, step: int) -> None:
+    """The newest checkpoint's files once more, committed as a later step's."""
+    newest = max(paths.list_checkpoints(), key=lambda path: path.name)
+    name = CheckpointName(step, 1, 1)
+    document = json.loads((newest / MANIFEST).read_bytes())
+    document |= {"name": str(name), "step": step, "parent": f"{paths.name}:{newest.name}"}
+    target = paths.checkpoint(name)
+    target.mkdir()
+    for path in newest.glob("*.distcp"):
+        (target / path.name).hardlink_to(path)
+    write_bytes(target / MANIFEST, json.dumps(document).encode())
+    with JournalWriter(paths.attempt(1).journal / "rank0.jsonl") as journal:
+        journal.append(EventKind.COMMITTED, attempt=1, checkpoint=str(name), step=step, bytes=18)
+
+
+def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser) -> None:
+    with stand.looking(browser, site) as (page, complaints):
+        page.goto(f"/checkpoints/{LAST}")
+        page.get_by_role("button", name="Pin", exact=True).click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Why, for the records").fill("the last before the node was lost")
+        dialog.get_by_role("button", name="Pin").click()
+        expect(dialog.get_by_role("status")).to_be_visible()
+        dialog.get_by_role("button", name="Close").click()
+        expect(page.get_by_role("button", name="Unpin")).to_be_visible()
+        assert not complaints
+    events = [e for e in load_events(RunPaths(site.root / LIVE)) if e.kind is EventKind.PINNED]
+    assert events[-1].data["note"] == "the last before the node was lost"
+    assert events[-1].data["checkpoint"] == LAST.partition(":")[2]
+
+
+def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
+    with stand.looking(browser, site) as (page, complaints):
+        page.goto("/")
+        expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
+        page.keyboard.press("/")
+        page.keyboard.type("vit")
+        expect(page.get_by_role("link", name=LIVE, exact=True)).to_have_count(0)
+        expect(page).to_have_url(f"{site.url}/?search=vit")
+        page.keyboard.press("Escape")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        expect(page).to_have_url(f"{site.url}/runs/vit-l-ablation")
+        page.keyboard.press("g")
+        page.keyboard.press("n")
+        expect(page.get_by_role("heading", name="Nodes")).to_be_visible()
+        page.go_back()
+        expect(page.get_by_role("heading", name="vit-l-ablation")).to_be_visible()
+        page.keyboard.press("/")
+        expect(page.get_by_role("searchbox")).to_be_focused()
+        assert not complaints
+
+
+def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_path: Path) -> None:
+    token = stand.call(tmp_path, "token", "add", "ann")
+    RunFolder(tmp_path / "runs", "only", "e" * 32)
+    with (
+        stand.serving(tmp_path, "--require-token") as site,
+        stand.looking(browser, site) as (page, _),
+    ):
+        page.goto("/")
+        page.get_by_label("Token").fill("hf_wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        page.get_by_label("Token").fill(token)
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_role("link", name="only").click()
+        # A reader looks and does not touch.
+        expect(page.get_by_text("You may look; an operator may act.")).to_be_visible()
+        site.end()
+        expect(page.get_by_text("The server has not answered since")).to_be_visible()
+        expect(page.get_by_role("heading", name="only")).to_be_visible()

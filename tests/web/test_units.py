@@ -1,0 +1,23 @@
+"""The page's pure parts: folding, curves, the time line, words for numbers."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Final
+
+from tests.web.stand import CHECKOUT
+
+LIMIT_S: Final = 240
+
+
+def test_the_pages_pure_parts() -> None:
+    web = CHECKOUT / "web"
+    assert (web / "node_modules").is_dir(), f"{web}: no node_modules; `make page` brings them"
+    done = subprocess.run(
+        ["npm", "run", "--silent", "test"],
+        cwd=web,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
