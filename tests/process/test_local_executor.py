@@ -17,6 +17,9 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers import attempts
 from holdfast.workers.executors import executor_for
+from holdfast.workers.executors.local import CONTROLLER
+from holdfast.workers.request import build_request
+from holdfast.workers.runs import read_record
 
 # What a flow does, in a process that is then killed with all its group.
 SUBMITTER = """
@@ -114,6 +117,22 @@ def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
     view = run.wait_for_end()
     assert view.state in {AttemptState.LOST, AttemptState.PREEMPTED}
     assert view.cause in {Cause.UNKNOWN, Cause.PREEMPTION}
+
+
+def test_a_job_whose_launcher_was_taken_for_it_is_not_given_up(run: LocalRun) -> None:
+    """A flow that is killed while the launcher runs leaves its number to the next one to find."""
+    attempt, executor = run.paths.attempt(1), executor_for("local")
+    record = read_record(run.paths)
+    request = build_request(record, run.spec, attempt=1, gpus=1, reason="a test")
+    launcher = Submission(job_id="1", executor="local", submitted_at=0.0, pid=2**22 + 1, boot_id="")
+    command = [sys.executable, "-c", "input()", CONTROLLER, str(attempt.logs)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as controller:
+        found = executor.find(request)
+        assert found is not None
+        assert found.pid == controller.pid
+        assert executor.status(request, launcher).state is AttemptState.PENDING
+        controller.communicate(b"\n")
+    assert executor.status(request, launcher).has_ended
 
 
 def test_a_number_used_again_is_not_the_job(run: LocalRun) -> None:

@@ -31,6 +31,9 @@ from holdfast.workers.processes import (
 )
 
 LAUNCH_TIMEOUT_S: Final = 120.0
+LAUNCHER: Final = "holdfast.workers.executors.local_launch"
+# submitit's, above the agent.
+CONTROLLER: Final = "submitit.local._local"
 # The flusher may have a sealed step to write when the job is cancelled by force.
 CANCEL_TERM_WAIT_S: Final = 2.0
 
@@ -43,7 +46,7 @@ class LocalExecutor(Executor):
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         make_directory(paths.logs)
         python = request.launch.python or sys.executable
-        command = [python, "-m", "holdfast.workers.executors.local_launch", str(paths.request)]
+        command = [python, "-m", LAUNCHER, str(paths.request)]
         log = paths.logs / "launch.log"
         try:
             with log.open("ab") as stream:
@@ -79,17 +82,20 @@ class LocalExecutor(Executor):
             return Submission(
                 job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
             )
-        for process in psutil.process_iter():
-            if _is_controller_of(process, paths):
-                return Submission(
-                    job_id=str(process.pid),
-                    executor=self.kind,
-                    submitted_at=process.create_time(),
-                    pid=process.pid,
-                    process_started_at=process.create_time(),
-                    boot_id=boot_id(),
-                )
-        return None
+        found = [p for p in psutil.process_iter() if _is_of(p, CONTROLLER, paths)]
+        # The launcher ends soon; what it has started by then is the job.
+        found = found or [p for p in psutil.process_iter() if _is_of(p, LAUNCHER, paths)]
+        if not found:
+            return None
+        process = min(found, key=lambda one: (one.create_time(), one.pid))
+        return Submission(
+            job_id=str(process.pid),
+            executor=self.kind,
+            submitted_at=process.create_time(),
+            pid=process.pid,
+            process_started_at=process.create_time(),
+            boot_id=boot_id(),
+        )
 
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
         paths = _paths(request)
@@ -100,11 +106,12 @@ class LocalExecutor(Executor):
         if any(is_alive(name) for name in names):
             state = AttemptState.RUNNING if claim else AttemptState.PENDING
             return JobStatus(state=state, raw="running", nodes=(socket.gethostname(),))
-        if submission is None and claim is None:
-            found = self.find(request)
-            if found is not None:
+        if claim is None:
+            # A submission that was cut short may name the launcher, which has ended since.
+            if self.find(request) is not None:
                 return JobStatus(state=AttemptState.PENDING, raw="running")
-            return JobStatus(state=None, detail="the job was not started yet")
+            if submission is None:
+                return JobStatus(state=None, detail="the job was not started yet")
         gone = [f"process {name.pid} of the local job is gone" for name in names]
         has_rebooted = any(name.boot_id != boot_id() for name in names)
         if has_rebooted:
@@ -156,18 +163,16 @@ def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessNa
     return names
 
 
-def _is_controller_of(process: psutil.Process, paths: AttemptPaths) -> bool:
-    """True for submitit's controller, or the launcher before it, of this very attempt."""
+def _is_of(process: psutil.Process, module: str, paths: AttemptPaths) -> bool:
+    """True for a process that runs `module` for this very attempt."""
     if process.pid == os.getpid():
         return False
     try:
         arguments: list[str] = process.cmdline()
     except psutil.Error:
         return False
-    modules = {"submitit.local._local", "holdfast.workers.executors.local_launch"}
-    return bool(modules & set(arguments)) and bool(
-        {str(paths.logs), str(paths.request)} & set(arguments)
-    )
+    own = {str(paths.logs), str(paths.request)}
+    return module in arguments and bool(own & set(arguments))
 
 
 def _last_line(log: Path) -> str:
