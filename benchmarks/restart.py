@@ -225,6 +225,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--train-s", type=float, default=20.0)
     given = parser.parse_args()
+    # Whoever ends the measurement ends its jobs too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chance = random.Random(SEED)
     found: dict[str, list[dict[str, float]]] = {}
     with (
