@@ -53,6 +53,11 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     assert (forked["run"], forked["state"]) == ("second", "completed")
     attempt = local.json("show", "second")["attempts"][0]
     assert (attempt["resumed_from"], attempt["first_step"]) == (middle, 31)
+    weights = str(local.root.parent / "weights.safetensors")
+    exported = local.json("export", middle, "--to", "safetensors", "--output", weights)
+    assert (exported["checkpoint"], exported["path"]) == (middle, weights)
+    edges = local.json("lineage", "first")["edges"]
+    assert any(e["kind"] == "exported_to" and e["to"] == weights for e in edges)
     edges = local.json("lineage", "second")["edges"]
     assert any(e["kind"] == "forked_from" and e["to"] == middle for e in edges)
     assert local.call("fork", middle, "--name", "second").returncode == 2

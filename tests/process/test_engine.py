@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.trainer.export.__main__ import main as export
 
 RANKS_S = 240.0
 
@@ -80,6 +82,28 @@ def test_stock_dcp_reads_what_we_wrote(saved: Path, folder: Path, keeper: Keeper
     converted = torch.load(folder / "converted.pt")
     assert_same(expected, converted)
     assert converted["rng"]["rank00001"].tolist() == [1] * 9
+
+
+def test_an_export_holds_what_was_committed_or_does_not_appear(saved: Path, folder: Path) -> None:
+    for form, name in (("torch", "export.pt"), ("dcp", "export")):
+        assert export([str(saved), "--to", form, "--output", str(folder / name)]) == 0
+    assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / "export.pt"))
+    assert {path.name for path in (folder / "export").iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    dcp_to_torch_save(folder / "export", folder / "exported.pt")
+    assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / "exported.pt"))
+    shutil.copytree(saved, folder / "other" / "checkpoints" / saved.name)
+    damaged = folder / "other" / "checkpoints" / saved.name / "__1_0.distcp"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    for form in ("torch", "dcp", "hf"):
+        output = folder / f"damaged-{form}"
+        assert export([str(damaged.parent), "--to", form, "--output", str(output)]) == 1
+        assert not output.exists()
 
 
 def test_we_read_what_stock_dcp_wrote(folder: Path, keeper: Keeper) -> None:

@@ -13,6 +13,7 @@ from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
 from holdfast.contracts.manifest import find_damage, read_manifest
+from holdfast.trainer.export.__main__ import main as export
 from holdfast.trainer.planning.metadata import parse_metadata
 
 RANKS_S = 240.0
@@ -43,6 +44,13 @@ def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_pat
         assert {key for key in metadata.state_dict_metadata if key.startswith("rng.")} == {
             f"rng.rank{2 * stage + rank:05d}" for rank in (0, 1)
         }
+    # What others are given has no stages.
+    whole = tmp_path / "whole"
+    assert export([str(directory), "--to", "dcp", "--output", str(whole)]) == 0
+    for stage in (0, 1):
+        expected = torch.load(tmp_path / f"stage{stage}.pt")
+        # What single ranks have for themselves is nobody else's.
+        check_stage(whole, {part: expected[part] for part in expected if part != "rng"})
 
 
 def check_stage(directory: Path, expected: dict[str, Any]) -> None:

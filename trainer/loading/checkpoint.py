@@ -88,11 +88,11 @@ def _held(directory: Path, ranks: Ranks) -> Iterator[None]:
         if is_ours and ranks.rank == 0:
             held.enter_context(reading(directory))
         # No rank reads before the lease stands; loading ends with a word from every rank.
-        ranks.gather(lambda: _check_committed(directory) if is_ours else None)
+        ranks.gather(lambda: check_committed(directory) if is_ours else None)
         yield
 
 
-def _check_committed(directory: Path) -> None:
+def check_committed(directory: Path) -> None:
     """`NotFoundError` for a run's save without a manifest, by which alone it could be verified.
 
     Without this it would be taken for one of stock DCP, which has none. To be called under the

@@ -81,14 +81,17 @@ def verify(
     from holdfast.workers import verification
 
     find = partial(_damage, show=not as_json)
-    facts = verification.verify(_directory_of(checkpoint, root), find)
+    facts = verification.verify(directory_of(checkpoint, root), find)
     answer(facts, as_json, _render_verify)
     if not facts["ok"]:
         raise typer.Exit(1)
 
 
-def _directory_of(checkpoint: str, root: str | None) -> Path:
-    """The directory meant; any that exists will do, for copies lie outside of runs."""
+def directory_of(checkpoint: str, root: str | None) -> Path:
+    """The directory meant; any that exists will do, for copies lie outside of runs.
+
+    Raises `NotFoundError` when there is none, with what became of it where that is known.
+    """
     path = Path(checkpoint).expanduser()
     if path.is_dir():
         return path.resolve()

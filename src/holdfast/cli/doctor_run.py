@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from typing import Any, Final
 
@@ -11,11 +9,11 @@ import typer
 
 from holdfast.cli.index import locate_checkpoint, locate_run
 from holdfast.cli.output import bytes_text, print_facts
-from holdfast.contracts.errors import CheckpointError, NotFoundError, PreflightError
+from holdfast.cli.trainer_call import ask_trainer
+from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 
-SHAPE_S_MAX: Final = 300.0
 # What `python -m holdfast.trainer.shape` calls them → what people read.
 PARTS: Final = {
     "parameters": "parameters",
@@ -38,7 +36,9 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     paths = locate_run(run, root)
     spec = load_history(paths).spec
     directory = paths.checkpoint(_choose(paths, checkpoint, root))
-    shape = _ask_trainer(spec.launch.python or sys.executable, str(directory), gpus)
+    shape = ask_trainer(
+        spec.launch.python or sys.executable, "shape", str(directory), "--gpus", str(gpus)
+    )
     problem = problem_with(spec, gpus) or shape.pop("problem")
     return {
         "ok": problem is None,
@@ -73,28 +73,3 @@ def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
             raise NotFoundError(f"{checkpoint}: a checkpoint of {owner.name}, not of {paths.name}")
         return name
     return newest_of_branch(paths, load_history(paths)).name
-
-
-def _ask_trainer(python: str, directory: str, gpus: int) -> dict[str, Any]:
-    """What the job's own environment says: torch is needed to read a checkpoint's metadata."""
-    command = [python, "-m", "holdfast.trainer.shape", directory, "--gpus", str(gpus), "--json"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SHAPE_S_MAX, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PreflightError(
-            f"{python} could not be asked about the checkpoint ({error}); see that the spec's "
-            "launch.python can be run on this machine"
-        ) from error
-    try:
-        found: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:
-        told = done.stderr.strip().rpartition("\n")[2]
-        if told.startswith("holdfast: "):
-            raise CheckpointError(told.removeprefix("holdfast: ")) from None
-        raise PreflightError(
-            f"{python} cannot read checkpoints: {told or 'it said nothing'}; install "
-            "`holdfast[trainer]` there, or ask from a machine that has the job's environment"
-        ) from None
-    return found

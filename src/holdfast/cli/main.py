@@ -19,6 +19,7 @@ from holdfast.cli import (
     deploy,
     doctor,
     drill,
+    export,
     logs,
     operate,
     serve,
@@ -36,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for module in (
-    *(submit, views, logs, operate, checkpoints, serve),
+    *(submit, views, logs, operate, checkpoints, export, serve),
     *(database, deploy, doctor, bench, drill),
 ):
     module.register(app)

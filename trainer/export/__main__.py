@@ -1,0 +1,90 @@
+"""A committed checkpoint, or one of stock DCP, written in a form that others read.
+
+    python -m holdfast.trainer.export DIRECTORY --to FORM --output PATH [--json]
+
+It needs neither a GPU nor the program that trained, and no process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from holdfast.contracts.errors import CheckpointError, NotFoundError
+from holdfast.contracts.leases import reading
+from holdfast.contracts.paths import CheckpointName
+from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
+from holdfast.trainer.export.whole import open_source
+from holdfast.trainer.loading.checkpoint import check_committed
+
+# What forms of nothing but weights take where nothing else is asked for.
+WEIGHTS_ONLY: Final = {"safetensors": ("model",), "hf": ("model",)}
+TYPES: Final = ("float64", "float32", "float16", "bfloat16")
+SHARD_BYTES: Final = 5 * 10**9
+
+
+def export(given: argparse.Namespace) -> dict[str, Any]:
+    """Write the export; what it holds. Raises `CheckpointError` for what cannot be exported."""
+    directory, output = given.directory.resolve(), Path(given.output)
+    with ExitStack() as held:
+        place = held.enter_context(appearing(output))
+        if CheckpointName.parse(directory.name) is not None:
+            held.enter_context(reading(directory))
+            check_committed(directory)
+        source = open_source(
+            directory,
+            include=given.include or WEIGHTS_ONLY.get(given.to, ()),
+            rename=dict(given.rename),
+            dtype=getattr(torch, given.dtype) if given.dtype else None,
+        )
+        FORMS[given.to](source, place, given.shard_bytes)
+    return {
+        "path": str(output.absolute()),
+        "format": given.to,
+        "tensors": sum(entry.is_tensor for entry in source.entries),
+        "bytes": bytes_in(output),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 written, 1 the checkpoint is bad or storage refused, 2 the call was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.export", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--to", choices=sorted(FORMS), required=True)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--include", action="append", default=[])
+    parser.add_argument("--rename", action="append", type=_rule, default=[])
+    parser.add_argument("--dtype", choices=TYPES)
+    parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    if given.shard_bytes < 1:
+        parser.error(f"--shard-bytes {given.shard_bytes}: expected 1 or more")
+    try:
+        facts = export(given)
+    except (CheckpointError, NotFoundError) as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"holdfast: {given.output}: not written: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(facts) if given.json else f"{facts['path']}: {facts['tensors']} tensors")
+    return 0
+
+
+def _rule(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not (old and equals and new):
+        raise argparse.ArgumentTypeError(f"{text}: expected SAVED=WRITTEN, such as model.a.*=b.*")
+    return old, new
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The four forms that an export can have, each written beside its place and then moved there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
+
+from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
+from holdfast.contracts.manifest import find_damage
+from holdfast.trainer.export.whole import Entry, Source, batches, weights_of
+from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.planning.metadata import METADATA
+
+# As Hugging Face's own libraries name them.
+HF_WHOLE: Final = "model.safetensors"
+HF_SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
+HF_INDEX: Final = "model.safetensors.index.json"
+
+
+def write_torch(source: Source, place: Path, _: int) -> None:
+    """One file for `torch.load(path, weights_only=True)`: nested dictionaries, as DCP's converter.
+
+    The whole of it is in memory at once.
+    """
+    torch.save(_nested(source), place)
+    _sync(place)
+
+
+def write_safetensors(source: Source, place: Path, _: int) -> None:
+    """One safetensors file of the tensors, all in memory at once."""
+    _write_tensors(source, weights_of(source), place)
+
+
+def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
+    """A folder for `from_pretrained`: safetensors of at most `shard_bytes`, and their index.
+
+    One shard is in memory at a time. The configuration and the tokenizer are the user's to add.
+    """
+    place.mkdir()
+    shards = list(batches(weights_of(source), shard_bytes))
+    if len(shards) == 1:
+        _write_tensors(source, shards[0], place / HF_WHOLE)
+        return
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = HF_SHARD.format(number=number, count=len(shards))
+        _write_tensors(source, shard, place / name)
+        where |= {entry.name: name for entry in shard}
+    total = sum(entry.bytes for shard in shards for entry in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+    _write_text(place / HF_INDEX, json.dumps(index, indent=2) + "\n")
+    fsync_directory(place)
+
+
+def write_dcp(source: Source, place: Path, _: int) -> None:
+    """A folder of stock DCP's, without anything of Holdfast's.
+
+    The files are copied as they are when all is wanted as it was saved; else, and where several
+    pipeline stages are to become one, the state goes through memory and stock DCP's own writer.
+    """
+    if _is_whole(source):
+        _copy_files(source, place)
+        return
+    with warnings.catch_warnings():
+        # Stock DCP warns of a save without process group, which is what one process wants.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save_with_dcp(_nested(source), checkpoint_id=place, no_dist=True)
+    for path in place.iterdir():
+        _sync(path)
+    fsync_directory(place)
+
+
+FORMS: Final[dict[str, Callable[[Source, Path, int], None]]] = {
+    "torch": write_torch,
+    "safetensors": write_safetensors,
+    "hf": write_hf,
+    "dcp": write_dcp,
+}
+
+
+@contextmanager
+def appearing(output: Path) -> Iterator[Path]:
+    """A place to write to; `output` appears, whole and durable, when the block ends well.
+
+    Raises `CheckpointError` when there is an `output` already; nothing is ever overwritten.
+    """
+    _refuse_existing(output)
+    make_directory(output.absolute().parent)
+    scratch = Path(tempfile.mkdtemp(dir=output.absolute().parent, prefix=f".{output.name}."))
+    try:
+        yield scratch / output.name
+        # An empty directory in the way would be replaced without a word.
+        _refuse_existing(output)
+        os.rename(scratch / output.name, output)
+        fsync_directory(output.absolute().parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def bytes_in(output: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    files = [output] if output.is_file() else [path for path in output.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def _refuse_existing(output: Path) -> None:
+    if output.exists() or output.is_symlink():
+        raise CheckpointError(
+            f"{output}: exists already and is not overwritten; name another --output, or remove it"
+        )
+
+
+def _nested(source: Source) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    values = source.read(source.entries)
+    for entry in source.entries:
+        set_element(state, entry.path, values[entry.name])
+    return state
+
+
+def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:
+    # Not everybody who trains has it installed; whoever exports to it needs it.
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise CheckpointError(
+            "safetensors is not installed in the job's environment; install "
+            "`holdfast[trainer]` there, or write --to torch"
+        ) from error
+    save_file(source.read(entries), place, metadata={"format": "pt"})
+    _sync(place)
+
+
+def _is_whole(source: Source) -> bool:
+    """True when the files hold just what is wanted: one stage, every key, no other name or type."""
+    metadata = source.opened.metadata
+    saved = metadata.state_dict_metadata
+    folders = {"/" in info.relative_path for info in (metadata.storage_data or {}).values()}
+    is_all = {entry.key for entry in source.entries} == {
+        key for key in saved if not is_of_one_rank(key)
+    }
+    same = all(
+        entry.name == entry.key and _type_saved(saved[entry.key]) == entry.dtype
+        for entry in source.entries
+    )
+    return is_all and same and folders <= {False}
+
+
+def _type_saved(entry: STORAGE_TYPES) -> torch.dtype | None:
+    return entry.properties.dtype if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _copy_files(source: Source, place: Path) -> None:
+    """Copy data files and `.metadata`, which must still be what was committed."""
+    manifest = source.opened.manifest
+    storage = source.opened.metadata.storage_data or {}
+    names = sorted({info.relative_path for info in storage.values()})
+    if manifest is not None and (damaged := find_damage(source.directory, manifest)):
+        raise DamagedCheckpointError(
+            f"{source.directory}: {'; '.join(damaged)}; export another checkpoint", damaged=damaged
+        )
+    place.mkdir()
+    for name in [*names, METADATA]:
+        shutil.copyfile(source.directory / name, place / name)
+        _sync(place / name)
+    fsync_directory(place)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
