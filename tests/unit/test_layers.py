@@ -28,6 +28,7 @@ PARTS = {
 LIBRARIES = {
     "torch": {"trainer"},
     "fsspec": {"trainer"},
+    "safetensors": {"trainer"},
     "s3fs": {"trainer"},
     "prefect": {"flows", "cli"},
     "sqlalchemy": {"lineage", "migrations"},
@@ -36,7 +37,9 @@ LIBRARIES = {
 }
 CLOSED = {
     "contracts": {"holdfast", "pydantic", "xxhash"},
-    "trainer": {"holdfast", "pydantic", "torch", "numpy", "psutil", "fsspec", "s3fs"},
+    "trainer": {
+        *("holdfast", "pydantic", "torch", "numpy", "psutil", "fsspec", "s3fs", "safetensors"),
+    },
 }
 
 
