@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import pytest
 
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.history import load_events, load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.flow_lock import FlowLock, is_supervised
-from holdfast.flows.supervise import JOURNAL, REFUSALS_MAX, Supervisor
+from holdfast.flows.supervise import REFUSALS_MAX, Supervisor, submit_next
 from holdfast.lineage import queries
 from holdfast.lineage.index import Index
 from holdfast.workers import operator
-from holdfast.workers.attempts import reserve, submit_attempt
+from holdfast.workers.attempts import reserve
 from holdfast.workers.runs import create_run
 
 WAIT_S = 180.0
@@ -52,22 +52,8 @@ def make_run(folder: Path, program: str, **more: Any) -> RunPaths:
     return create_run(RunSpec.model_validate(spec), folder / "runs", created_by="tester")
 
 
-def submit(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
-    history = load_history(paths)
-    with JournalWriter(paths.journal_of(JOURNAL)) as journal:
-        return submit_attempt(
-            paths,
-            history.spec,
-            history.record,
-            gpus=gpus,
-            reason=reason,
-            exclude=exclude,
-            journal=journal,
-        )
-
-
 def supervise_in_thread(paths: RunPaths, index: Index) -> tuple[threading.Thread, Supervisor]:
-    supervisor = Supervisor(paths=paths, index=index, log=LOG, submit=submit)
+    supervisor = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next)
     thread = threading.Thread(target=supervisor.run, daemon=True)
     thread.start()
     return thread, supervisor
@@ -86,13 +72,13 @@ def kinds(paths: RunPaths) -> list[EventKind]:
 
 def test_a_job_is_carried_to_its_end_and_into_the_index(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
-    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert history.state is RunState.COMPLETED
     assert kinds(paths).count(EventKind.DECISION) == 2
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
     shown = queries.show_run(index.open(), str(paths.directory))
     assert shown["state"] == "completed"
-    again = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    again = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert len(again.attempts) == 1
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
 
@@ -153,7 +139,7 @@ def test_a_job_that_cannot_be_started_fails_with_the_schedulers_words(
         launch={"working_directory": str(tmp_path), "python": str(python)},
         supervision={"poll_s": 0.05, "backoff_s": 0.0, "budgets": {"infrastructure": 1}},
     )
-    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert history.state is RunState.FAILED
     assert [a.state for a in history.attempts] == [AttemptState.FAILED] * 2
     assert history.attempts[0].cause is Cause.INFRASTRUCTURE
@@ -166,7 +152,7 @@ def test_what_a_dead_flow_left_half_done_is_finished(tmp_path: Path, index: Inde
     paths = make_run(tmp_path, "print('hello')\n")
     # The flow died right after it had reserved a number: no request, so no job.
     assert reserve(paths, 1) is not None
-    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit).run()
+    history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert [a.state for a in history.attempts] == [AttemptState.LOST, AttemptState.COMPLETED]
     assert history.state is RunState.COMPLETED
 

@@ -231,15 +231,8 @@ class NodeRuntime(BoardPort):
     def _release_spare(self, incarnation: int, port: int) -> Torchrun | None:
         """The torchrun of a spare for this incarnation and port; any other is ended."""
         spare = self._spare
-        if (
-            spare is None
-            or not spare.is_alive
-            or (spare.incarnation, spare.port)
-            != (
-                incarnation,
-                port,
-            )
-        ):
+        wanted = (incarnation, port)
+        if spare is None or not spare.is_alive or (spare.incarnation, spare.port) != wanted:
             self._discard_spare()
             return None
         self._spare, self._released = None, spare
