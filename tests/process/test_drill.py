@@ -63,7 +63,7 @@ def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_da
 @pytest.mark.timeout(STORM_S)
 def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
-    arguments = ("--count", str(STORM_FAULTS), "--seed", "7", "--at-once", "3")
+    arguments: tuple[str, ...] = ("--count", str(STORM_FAULTS), "--seed", "7", "--at-once", "3")
     arguments += ("--report", str(page))
     answer = drill(tmp_path, *arguments, timeout_s=STORM_S)
     assert answer["broken"] == []

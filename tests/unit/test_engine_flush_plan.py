@@ -11,7 +11,13 @@ SEALED, COPYING, DONE = SlotState.SEALED, SlotState.COPYING, SlotState.DONE
 
 
 def view(
-    local_rank: int, step: int, state: SlotState = SEALED, *, slot: int = 0, incarnation: int = 1
+    local_rank: int,
+    step: int,
+    state: SlotState = SEALED,
+    *,
+    slot: int = 0,
+    incarnation: int = 1,
+    is_former: bool = False,
 ) -> SlotView:
     return SlotView(
         key=(incarnation, local_rank, slot),
@@ -20,6 +26,7 @@ def view(
         local_rank=local_rank,
         local_ranks=2,
         checkpoint=f"step-{step:08d}.a0001.i{incarnation:02d}",
+        is_former=is_former,
     )
 
 
@@ -44,6 +51,8 @@ def outline(views: list[SlotView], departures: Departures) -> tuple[list[int], l
         ([view(0, 5)], Departures(skipped={(1, 1): 6}), ([], [5])),
         ([view(0, 5), view(1, 6, COPYING)], Departures(), ([], [5])),
         ([view(0, 5), view(1, 4, DONE)], Departures(), ([], [])),
+        ([view(0, 1, slot=2), view(1, 2, DONE, is_former=True)], Departures(), ([], [])),
+        ([view(0, 5, is_former=True), view(1, 6, COPYING)], Departures(), ([], [5])),
         ([view(0, 5)], Departures(newest_incarnation=2), ([], [5])),
         ([view(0, 5), view(1, 5)], Departures(newest_incarnation=2), ([5], [])),
         (

@@ -27,7 +27,7 @@ class HeldSlot:
         state, step = self.slot.state, self.slot.step
         is_readable = state is SlotState.SEALED or (state is SlotState.SNAPSHOT and is_deserted)
         if not is_readable:
-            return SlotView(key=key, state=state, step=step, local_rank=self.local_rank)
+            return self._bare_view(key, state, step)
         try:
             table = self.slot.table
             self.local_rank = int(table["local_rank"])
@@ -38,7 +38,17 @@ class HeldSlot:
                 local_rank=self.local_rank,
                 local_ranks=int(table["local_ranks"]),
                 checkpoint=str(table["checkpoint"]),
+                is_former=self.is_orphan,
             )
         except (ValueError, KeyError) as error:
             self.slot.fail(f"its table cannot be read: {error}")
-            return SlotView(key=key, state=SlotState.FAILED, step=step, local_rank=self.local_rank)
+            return self._bare_view(key, SlotState.FAILED, step)
+
+    def _bare_view(self, key: SlotKey, state: SlotState, step: int) -> SlotView:
+        return SlotView(
+            key=key,
+            state=state,
+            step=step,
+            local_rank=self.local_rank,
+            is_former=self.is_orphan,
+        )

@@ -20,7 +20,10 @@ _HAS_STEP = frozenset(SlotState) - {SlotState.EMPTY}
 
 @dataclass(frozen=True, kw_only=True)
 class SlotView:
-    """One slot at one moment. The names of a step are known once it is sealed."""
+    """One slot at one moment. The names of a step are known once it is sealed.
+
+    Its rank will not fill one that `is_former` again: it has others, or it is gone.
+    """
 
     key: SlotKey
     state: SlotState
@@ -28,6 +31,7 @@ class SlotView:
     local_rank: int | None = None
     local_ranks: int = 0
     checkpoint: str = ""
+    is_former: bool = False
 
     @property
     def incarnation(self) -> int:
@@ -102,6 +106,8 @@ def _why_never(
                 if v.incarnation == group.incarnation
                 and v.local_rank == local
                 and v.state in _HAS_STEP
+                # What an engine before this one saved says nothing about this one's steps.
+                and not v.is_former
             ),
             default=group.step,
         )

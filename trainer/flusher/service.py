@@ -179,6 +179,7 @@ class Flusher:
         """New slots for a rank; those it had before are let go once they are written."""
         for key in link.slots:
             self._held[key].is_orphan = True
+        self._skipped.pop((link.incarnation, link.local_rank), None)
         who = (link.incarnation, link.rank)
         first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
         keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
