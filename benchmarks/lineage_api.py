@@ -12,7 +12,7 @@ from typing import Any, Final
 import httpx
 from fastapi import FastAPI
 
-from holdfast.api.app import create_app
+from holdfast.api.app import create_app, settle_memory
 from holdfast.api.hub import Hub
 from holdfast.api.security import Exposure
 from holdfast.api.services import Services
@@ -30,7 +30,9 @@ def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, list[float]
     """Milliseconds of each ask, by its name; an ask is the paths that a page gets when it opens."""
     os.environ[URL_VARIABLE] = url
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        return asyncio.run(_ask_all(_app(Path(folder)), asks))
+        app = _app(Path(folder))
+        settle_memory()
+        return asyncio.run(_ask_all(app, asks))
 
 
 def _app(home: Path) -> FastAPI:

@@ -168,6 +168,9 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
     ]
     last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.i01"))
     assert [c["step"] for c in last] == [200, 120, 100, 50]
+    assert [c["path"] for c in last] == [
+        c["path"] for c in queries.list_checkpoints(database, "gpt")[::-1] if not c["rolled_back"]
+    ]
     for run in ("gpt", "gpt-b"):
         graph = queries.lineage_graph(database, run)
         ids = [node["id"] for node in graph["nodes"]]

@@ -63,7 +63,7 @@ def serve(
     """
     import uvicorn
 
-    from holdfast.api.app import create_app
+    from holdfast.api.app import create_app, settle_memory
 
     exposure = _exposure(host, name or (), require_token=require_token)
     listening = _listen(host, port)
@@ -88,6 +88,7 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     scheme = "https" if is_secure else "http"
     warn(f"holdfast: serving {scheme}://{shown}:{listening.getsockname()[1]}/")
+    settle_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
 

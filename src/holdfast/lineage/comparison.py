@@ -9,9 +9,9 @@ from typing import Any, Final
 from sqlalchemy import Connection, select
 
 from holdfast.lineage import reports, views
+from holdfast.lineage.ancestry import descent
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, checkpoint_row, rows_of
-from holdfast.lineage.queries import ancestors
 from holdfast.lineage.tables import ATTEMPTS, FILES
 
 FILES_MAX: Final = 1000
@@ -32,16 +32,19 @@ def compare(
     """
     with database.reading() as connection:
         sides = [_side(connection, identity, root) for identity in (one, other)]
-        lines = [
-            {(a["run_uid"], a["name"]): a for a in ancestors(connection, c["run_uid"], c["name"])}
-            for _, c, _ in sides
-        ]
-    shared = next((row for key, row in lines[0].items() if key in lines[1]), None)
+        line, other_line = (
+            {
+                (stretch.uid, row.name): f"{stretch.run}:{row.name}"
+                for stretch in descent(connection, checkpoint["run_uid"], checkpoint["name"])
+                for row in stretch.rows
+            }
+            for _, checkpoint, _ in sides
+        )
     left, right = (_facts(*side) for side in sides)
     return reports.Comparison(
         one=f"{sides[0][0]['run']}:{sides[0][1]['name']}",
         other=f"{sides[1][0]['run']}:{sides[1][1]['name']}",
-        common_ancestor=f"{shared['run']}:{shared['name']}" if shared else None,
+        common_ancestor=next((line[key] for key in line if key in other_line), None),
         facts=[
             reports.Fact(name=name, one=value, other=right[name], is_same=_same(value, right[name]))
             for name, value in left.items()

@@ -15,12 +15,12 @@ from holdfast.contracts.goodput import Span, account, prices_of
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
-from holdfast.lineage import reports, views
+from holdfast.lineage import views
+from holdfast.lineage.ancestry import ancestry, descent
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import (
     Row,
     RunRef,
-    checkpoint_row,
     find_checkpoint,
     find_run,
     plain_root,
@@ -33,11 +33,6 @@ from holdfast.lineage.retained import reasons_of
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
 
 EVENTS_MAX: Final = 1000
-# Ancestries are long: no more of each than a line about it needs.
-ANCESTOR_COLUMNS: Final = (
-    *("run_uid", "name", "step", "attempt", "state", "parent", "parent_uid", "parent_name"),
-    *("world_size", "bytes", "checksum", "committed_at", "path", "pinned", "rolled_back"),
-)
 
 __all__ = (
     "RunRef",
@@ -154,7 +149,12 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
             for one in checkpoints
             if one["parent_uid"] not in {None, row["uid"]}
         }
-        foreign = [one for key in sorted(parents) for one in ancestors(connection, *key)]
+        foreign = [
+            one
+            for key in sorted(parents)
+            for stretch in descent(connection, *key)
+            for one in stretch.mappings()
+        ]
     nodes = [
         views.run_node(row),
         *(views.attempt_node_of(row["run"], attempt) for attempt in attempts),
@@ -175,19 +175,6 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
     known = list({node["id"]: None for node in nodes} | dict.fromkeys(by_id))
     unique = {tuple(edge.values()): edge for edge in shown}
     return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
-
-
-def ancestry(
-    database: Database, checkpoint_id: str, *, root: Path | None = None
-) -> list[reports.Ancestor]:
-    """A checkpoint, its parent, that one's parent and so on, through forks, to the first.
-
-    Raises `NotFoundError` when the index has no such checkpoint.
-    """
-    with database.reading() as connection:
-        _, row = checkpoint_row(connection, checkpoint_id, root)
-        chain = ancestors(connection, row["run_uid"], row["name"])
-    return [reports.ancestor(one["run"], one) for one in chain]
 
 
 def list_events(
@@ -280,30 +267,3 @@ def _other_node(identity: str, *, is_export: bool) -> views.Node:
     if name.startswith("attempt-"):
         return views.Node(id=identity, kind="attempt", run=run)
     return views.Node(id=identity, kind="run", run=identity)
-
-
-def ancestors(connection: Connection, uid: str, name: str) -> list[Row]:
-    """A checkpoint and its ancestors, each with its run's folder name, from young to old.
-
-    The database lets no checkpoint be its own ancestor, so the way has an end.
-    """
-    columns = [CHECKPOINTS.c[column] for column in ANCESTOR_COLUMNS]
-    start = select(*columns).where(CHECKPOINTS.c.run_uid == uid, CHECKPOINTS.c.name == name)
-    chain = start.cte("chain", recursive=True)
-    older = CHECKPOINTS.alias("older")
-    chain = chain.union_all(
-        select(*(older.c[column] for column in ANCESTOR_COLUMNS)).join(
-            chain, and_(older.c.run_uid == chain.c.parent_uid, older.c.name == chain.c.parent_name)
-        )
-    )
-    found = {(row["run_uid"], row["name"]): row for row in rows_of(connection, select(chain))}
-    uids = {row["run_uid"] for row in found.values()}
-    named = select(RUNS.c.uid, RUNS.c.run).where(RUNS.c.uid.in_(uids))
-    runs = {row.uid: row.run for row in connection.execute(named)}
-    line: list[Row] = []
-    key = (uid, name)
-    while key in found:
-        line.append(found.pop(key))
-        line[-1]["run"] = runs[key[0]]
-        key = (line[-1]["parent_uid"], line[-1]["parent_name"])
-    return line

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path as FilePath
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Path, Request, Response
+from pydantic_core import to_json
 
 from holdfast.api.access import AS_READER, Operator
 from holdfast.api.audit import audited
@@ -65,10 +66,12 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
     return cast(CheckpointDetail, {**row, **more})
 
 
-@router.get("/{checkpoint}/ancestry")
-def show_ancestry(request: Request, checkpoint: CheckpointId) -> list[reports.Ancestor]:
+@router.get("/{checkpoint}/ancestry", response_model=list[reports.Ancestor])
+def show_ancestry(request: Request, checkpoint: CheckpointId) -> Response:
     """A checkpoint, its parent, that one's parent and so on, through forks, to the first."""
-    return services_of(request).store.ancestry(checkpoint)
+    # Ten thousand of them: what was just built is written as it is, and not looked over again.
+    line = services_of(request).store.ancestry(checkpoint)
+    return Response(to_json(line), media_type="application/json")
 
 
 @router.post("/{checkpoint}/pin")
