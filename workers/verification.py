@@ -8,14 +8,16 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.workers import mirrors
 
 # A checkpoint in a mirror is read whole, over whatever lies in between.
 MIRROR_TIMEOUT_S: Final = 6 * 3600.0
+DAMAGED_TOLD_MAX: Final = 50
 
 Watched = Callable[[Path, Manifest], list[str]]
 
@@ -52,6 +54,27 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
         "bytes": manifest.bytes if manifest else 0,
         "damaged": damaged,
     }
+
+
+def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cli") -> None:
+    """Note the verdict of `verify` in the journal of the run that the checkpoint belongs to.
+
+    A copy outside of its run is passed over. Raises `OSError` when the journal cannot be written.
+    """
+    paths = RunPaths(directory.parent.parent)
+    known = read_document(RunRecord, paths.spec)
+    name = CheckpointName.parse(directory.name)
+    if known is None or name is None or paths.checkpoint(name) != directory:
+        return
+    with JournalWriter(paths.journal_of(writer)) as journal:
+        journal.append(
+            EventKind.VERIFIED,
+            checkpoint=directory.name,
+            ok=facts["ok"],
+            by=by,
+            bytes=facts["bytes"],
+            damaged=facts["damaged"][:DAMAGED_TOLD_MAX],
+        )
 
 
 def directory_to_verify(paths: RunPaths, name: str) -> Path:

@@ -12,10 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import WAIT_S, Served
+from tests.api.conftest import WAIT_S, Served, wait_for
 
 from holdfast.cli.lineage_formats import dot, mermaid
 from holdfast.contracts.durable import make_directory
+from holdfast.contracts.journal import EventKind
 from holdfast.lineage import queries
 
 CHECKPOINT = "gpt:step-00000200.a0003.i01"
@@ -201,3 +202,48 @@ def test_health_and_figures_are_told(api: httpx.Client) -> None:
     assert 'holdfast_runs{state="completed"} 1.0' in figures
     assert 'holdfast_run_gpus{run="gpt-b"' in figures
     assert "Holdfast" in api.get("/").text
+
+
+def test_staged_durable_verified_and_mirrored_are_told_apart(
+    api: httpx.Client, served: Served
+) -> None:
+    fork = served.runs["gpt-b"]
+    parent = "gpt-b:step-00000150.a0001.i01"
+    mirrored, staged = "step-00000150.a0001.i01", "step-00000170.a0001.i01"
+    fork.tell("node-0", EventKind.MIRRORED, checkpoint=mirrored, step=150, url="s3://a/b")
+    fork.tell("rank0", EventKind.STAGED, checkpoint=staged, step=170, bytes=18, blocked_s=0.1)
+
+    def node(name: str) -> dict[str, Any]:
+        graph = get(api, "/runs/gpt-b/lineage")
+        return next((one for one in graph["nodes"] if one["id"] == f"gpt-b:{name}"), {})
+
+    wait_for(lambda: node(staged).get("state") == "staged" and node(mirrored).get("mirrored"))
+    assert not node(mirrored)["verified"]
+    edges = get(api, "/runs/gpt-b/lineage")["edges"]
+    assert [one["kind"] for one in edges if one["from"] == f"gpt-b:{staged}"] == ["parent"]
+
+    job = api.post(f"/api/v1/checkpoints/{parent}/verify", json={}).json()
+    wait_for(lambda: get(api, f"/jobs/{job['id']}")["state"] == "done")
+    wait_for(lambda: node(mirrored).get("verified"))
+    told = get(api, f"/checkpoints/{parent}")
+    assert (told["verified_ok"], told["verified_by"]) == (True, "ann")
+    assert told["mirrored_at"] > told["committed_at"]
+    (row,) = get(api, "/runs/gpt-b/checkpoints", step_from=150, step_to=150)["items"]
+    assert row["verified_at"] == told["verified_at"]
+    fork.commit(170, 1, parent=parent, at=time.time())
+    wait_for(lambda: node(staged).get("state") == "committed")
+
+
+def test_answers_are_compressed_and_the_stream_is_not(api: httpx.Client) -> None:
+    packed = {"Accept-Encoding": "gzip"}
+    listed = api.get("/api/v1/runs/gpt/events", headers=packed)
+    assert listed.headers["content-encoding"] == "gzip"
+    assert "accept-encoding" in listed.headers["vary"].lower()
+    plain = api.get("/api/v1/runs/gpt/events", headers={"Accept-Encoding": "identity"})
+    assert "content-encoding" not in plain.headers
+    assert plain.json() == listed.json()
+    assert int(listed.headers["content-length"]) < len(plain.content) / 2
+    with api.stream("GET", "/api/v1/events", headers=packed) as stream:
+        assert "content-encoding" not in stream.headers
+        # The first line comes by itself, with nothing after it.
+        assert next(stream.iter_lines()).startswith("event: ")

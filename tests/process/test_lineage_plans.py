@@ -20,6 +20,7 @@ from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
+from holdfast.lineage.stages import read_proofs, tell_stages
 
 TABLES = {model.__tablename__ for model in models.TABLES}
 CHECKPOINT = "gpt:step-00000200.a0003.i01"
@@ -82,6 +83,8 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: queries.show_run(database, str(root / "gpt")),
         lambda: queries.list_checkpoints(database, "gpt"),
         lambda: queries.lineage_graph(database, "gpt"),
+        lambda: tell_stages(database, "gpt-b", queries.lineage_graph(database, "gpt-b")),
+        lambda: read_proofs(database, "gpt", ["step-00000200.a0003.i01"]),
         lambda: queries.ancestry(database, CHECKPOINT),
         lambda: queries.list_events(database, "gpt"),
     ]

@@ -21,9 +21,9 @@ from tests.runs import RunFolder
 
 from holdfast.contracts.attempt import Submission, write_document
 from holdfast.contracts.durable import make_directory
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.heartbeats import NodeBeat, RankBeat
 
@@ -102,6 +102,22 @@ class Telling:
             os.truncate(path, entry.bytes)
         self.parent = f"{self.run.name}:{name}"
 
+    def mirror(self, upto: int, at: float) -> None:
+        """The mirror has every checkpoint up to a step."""
+        for name in self.run.paths.list_checkpoint_names():
+            if name.step <= upto:
+                facts = {"url": "s3://team-runs/gpt-90m", "bytes": STATE_BYTES, "seconds": 41.5}
+                kind = EventKind.MIRRORED
+                self.tell(at, "mirror", kind, checkpoint=str(name), step=name.step, **facts)
+
+    def stage(self, step: int, number: int, at: float) -> None:
+        """A save that is in memory and on its way."""
+        name = CheckpointName(step, number, 1)
+        journal = self.run.paths.attempt(number).journal / "rank0.jsonl"
+        with clock(at), JournalWriter(journal) as writer:
+            facts: dict[str, Any] = {"bytes": STATE_BYTES, "blocked_s": 0.21, "reason": "interval"}
+            writer.append(EventKind.STAGED, checkpoint=str(name), step=step, **facts)
+
     def end(
         self, number: int, state: AttemptState, cause: Cause | None, at: float, **fields: Any
     ) -> None:
@@ -171,6 +187,12 @@ def tell_live(root: Path, now: float) -> None:
     for name in ("step-00000500.a0001.i01", "step-00001000.a0001.i01"):
         with clock(now - 3 * HOUR):
             told.run.delete(name, "keep.last 4: it is older")
+    told.mirror(told.step - 600, now - 4 * MINUTE)
+    told.stage(told.step, 3, now - 4)
+    facts = {"ok": True, "by": "mia", "bytes": STATE_BYTES, "damaged": []}
+    told.tell(now - 2 * HOUR, "cli", EventKind.VERIFIED, **first(), **facts)
+    export = {"format": "safetensors", "path": "/exports/gpt-90m-5000"}
+    told.tell(now - 100 * MINUTE, "cli", EventKind.EXPORTED, **first(), **export)
     beat(told.run.paths, 3, told.step, now)
     write_logs(told, 3)
 

@@ -2,6 +2,7 @@
 // picture of a few dozen. A fold hides only what is alike and eventless: every pin, fork, export,
 // resume, rollback and end stays in sight. Pure.
 import type { Graph, GraphEdge, GraphNode } from "./api/types";
+import { stageOfNode } from "./stages";
 
 export interface Fold extends GraphNode {
   kind: "fold";
@@ -51,7 +52,8 @@ interface Chain {
   members: GraphNode[];
 }
 
-const look = (node: GraphNode): string => `${node.state}|${node.rolled_back}|${node.run}`;
+const look = (node: GraphNode): string =>
+  [stageOfNode(node), node.mirrored ?? false, node.rolled_back, node.run].join("|");
 
 /** Maximal stretches of checkpoints that hang on nothing but their neighbours. */
 export function chains(nodes: GraphNode[], edges: GraphEdge[]): Chain[] {
@@ -101,6 +103,8 @@ function foldOf(members: GraphNode[]): Fold {
     kind: "fold",
     run: first?.run,
     state: first?.state,
+    verified: first?.verified,
+    mirrored: first?.mirrored,
     rolled_back: first?.rolled_back,
     members: members.map((one) => one.id),
     first_step: first?.step ?? 0,

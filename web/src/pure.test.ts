@@ -1,8 +1,9 @@
 import { describe, expect, it } from "vitest";
-import type { Attempt, Point, Series } from "./api/types";
+import type { Attempt, Checkpoint, Point, Series } from "./api/types";
 import { stitch } from "./curves";
 import { bytes, checkpointWords, count, percent, relative, runOf, span, when } from "./format";
 import { timeLeft } from "./progress";
+import { reachedStages, stageOf } from "./stages";
 import { segmentsOf, ticks } from "./timeline";
 
 describe("format", () => {
@@ -108,5 +109,23 @@ describe("small decisions", () => {
     expect(timeLeft({ ...run, state: "waiting" })).toBeNull();
     expect(timeLeft({ ...run, steps_total: null })).toBeNull();
     expect(timeLeft({ ...run, step: 400 })).toBeNull();
+  });
+});
+
+describe("stages", () => {
+  it.each([
+    ["staged", undefined, "staged"], ["committed", null, "durable"],
+    ["committed", true, "verified"], ["committed", false, "damaged"],
+    ["deleted", true, "deleted"], ["damaged", true, "damaged"],
+  ] as const)("%s with the verdict %s is %s", (state, verdict, stage) => {
+    expect(stageOf(state, verdict)).toBe(stage);
+  });
+
+  it("are told in their order, with whoever read it back", () => {
+    const one = { state: "committed", staged_at: "a", committed_at: "b", verified_ok: true,
+      verified_at: "c", verified_by: "resume", mirrored_at: null } as Checkpoint;
+    expect(reachedStages(one).map(({ word, at, note }) => [word, at, note])).toEqual([
+      ["staged", "a", null], ["durable", "b", null], ["verified", "c", "by a resume"],
+      ["mirrored", null, null]]);
   });
 });

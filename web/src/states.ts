@@ -1,7 +1,8 @@
 // What a word of state looks like: a tone and a shape, so that no one needs to see the colour.
 
 export type Tone = "live" | "good" | "warn" | "bad" | "idle" | "note";
-export type Shape = "dot" | "ring" | "check" | "cross" | "bars" | "down" | "diamond" | "slash";
+export type Shape =
+  | "dot" | "ring" | "check" | "cross" | "bars" | "down" | "diamond" | "slash" | "copies";
 
 const LOOKS: Record<string, [Tone, Shape]> = {
   running: ["live", "dot"],
@@ -26,7 +27,7 @@ const LOOKS: Record<string, [Tone, Shape]> = {
   committed: ["live", "dot"],
   durable: ["live", "dot"],
   verified: ["good", "check"],
-  mirrored: ["good", "check"],
+  mirrored: ["good", "copies"],
   damaged: ["bad", "cross"],
   deleted: ["idle", "slash"],
   silent: ["bad", "diamond"],

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
+from fastapi.middleware.gzip import GZipMiddleware
 
 from holdfast import __version__
 from holdfast.api import problems
@@ -17,6 +18,9 @@ from holdfast.api.security import Guard
 from holdfast.api.services import Services
 
 PREFIX: Final = "/api/v1"
+COMPRESSED_BYTES_MIN: Final = 1000
+# Beyond it there is little to gain, and lists are compressed anew for each who asks.
+LEVEL: Final = 5
 
 
 def create_app(services: Services) -> FastAPI:
@@ -40,6 +44,8 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
+    # The stream of news is passed on as it is: what is compressed waits for more.
+    app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)
     app.add_middleware(Guard, exposure=services.exposure, answered=services.measures.answered)
     return app
 

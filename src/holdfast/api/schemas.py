@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
-from holdfast.lineage import reports, views
+from holdfast.lineage import reports, stages, views
 
 T = TypeVar("T")
 
@@ -88,7 +88,11 @@ class RunDetail(views.RunView):
     gpus_max: int | None
 
 
-class CheckpointDetail(views.CheckpointView):
+class CheckpointRow(views.CheckpointView, stages.Proof):
+    """A line of `holdfast checkpoints RUN`, and whether the checkpoint was read back and copied."""
+
+
+class CheckpointDetail(CheckpointRow):
     """One checkpoint, what its manifest says, and how to continue from it."""
 
     on_disk: bool

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from holdfast.api.redaction import HIDDEN, is_secret, secrets_of
-from holdfast.api.schemas import Page
+from holdfast.api.schemas import CheckpointRow, Page
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import KINDS
-from holdfast.lineage import comparison, nodes, pages, queries, reports, series, views
+from holdfast.lineage import comparison, nodes, pages, queries, reports, series, stages, views
 from holdfast.lineage.cursors import PAGE_MAX
 from holdfast.lineage.cursors import Page as IndexPage
 from holdfast.lineage.index import Index
@@ -101,19 +101,20 @@ class Store:
         newest_first: bool,
         after: str | None,
         limit: int,
-    ) -> Page[views.CheckpointView]:
-        """A run's checkpoints by step."""
+    ) -> Page[CheckpointRow]:
+        """A run's checkpoints by step, with what proves each."""
+        uid = self.find_run(run).uid
         found = pages.list_checkpoints(
             self.index.open(),
-            self.find_run(run).uid,
+            uid,
             where,
             newest_first=newest_first,
             after=after,
             limit=limit,
         )
-        return _page(found)
+        return Page(items=self._with_proofs(uid, found.items), next=found.next)
 
-    def show_checkpoint(self, identity: str) -> views.CheckpointView:
+    def show_checkpoint(self, identity: str) -> CheckpointRow:
         """One checkpoint. Raises `NotFoundError`."""
         run, name = self.find_checkpoint(identity)
         parsed = CheckpointName.parse(name)
@@ -122,7 +123,7 @@ class Store:
         found = pages.list_checkpoints(self.index.open(), run.uid, where, limit=PAGE_MAX)
         for row in found.items:
             if row["id"].endswith(f":{name}"):
-                return row
+                return self._with_proofs(run.uid, [row])[0]
         raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
 
     def list_files(self, identity: str) -> list[reports.FileView]:
@@ -176,7 +177,16 @@ class Store:
 
     def lineage(self, run: str) -> views.Graph:
         """What a run came from and what came of it."""
-        return queries.lineage_graph(self.index.open(), self.find_run(run).uid)
+        index, uid = self.index.open(), self.find_run(run).uid
+        return stages.tell_stages(index, uid, queries.lineage_graph(index, uid))
+
+    def _with_proofs(self, uid: str, rows: Sequence[views.CheckpointView]) -> list[CheckpointRow]:
+        names = [row["id"].rpartition(":")[2] for row in rows]
+        proofs = stages.read_proofs(self.index.open(), uid, names)
+        return [
+            CheckpointRow(**row, **proofs.get(name, stages.NO_PROOF))
+            for name, row in zip(names, rows, strict=True)
+        ]
 
     def openlineage(self, run: str) -> list[dict[str, Any]]:
         """A run as OpenLineage events."""

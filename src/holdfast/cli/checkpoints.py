@@ -81,7 +81,12 @@ def verify(
     from holdfast.workers import verification
 
     find = partial(_damage, show=not as_json)
-    facts = verification.verify(directory_of(checkpoint, root), find)
+    directory = directory_of(checkpoint, root)
+    facts = verification.verify(directory, find)
+    try:
+        verification.record(directory, facts, by=user_name())
+    except OSError as error:
+        typer.echo(f"the run's journal has no line of this: {error}", err=True)
     answer(facts, as_json, _render_verify)
     if not facts["ok"]:
         raise typer.Exit(1)

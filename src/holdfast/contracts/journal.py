@@ -63,6 +63,7 @@ class EventKind(StrEnum):
     MIRRORED = "mirrored"  # checkpoint, step, url, bytes, seconds
     MIRROR_FAILED = "mirror_failed"  # checkpoint, step, url, error
     FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
+    VERIFIED = "verified"  # checkpoint, ok, by, bytes, damaged: every byte was read
     NODE_LOST = "node_lost"  # node, host
     GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
     HANG_SUSPECTED = "hang_suspected"  # incarnation, silent, finding, dumps

@@ -193,6 +193,8 @@ class Node(TypedDict, total=False):
     pinned: bool
     rolled_back: bool
     path: str
+    verified: bool | None
+    mirrored: bool
 
 
 # The functional form, because `from` is a word of the language.

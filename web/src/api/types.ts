@@ -146,6 +146,11 @@ export interface Checkpoint {
   pinned: boolean;
   rolled_back: boolean;
   metrics: Record<string, number>;
+  // The last time that every byte was read, by whom, or by a resume; and the copy elsewhere.
+  verified_ok?: boolean | null;
+  verified_at?: string | null;
+  verified_by?: string | null;
+  mirrored_at?: string | null;
 }
 
 export interface Event {
@@ -171,6 +176,8 @@ export interface GraphNode {
   pinned?: boolean;
   rolled_back?: boolean;
   path?: string;
+  verified?: boolean | null;
+  mirrored?: boolean;
 }
 
 export interface GraphEdge {

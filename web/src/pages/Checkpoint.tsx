@@ -7,7 +7,9 @@ import type { Ancestor, CheckpointDetail } from "../api/types";
 import { Verify } from "../parts/Verify";
 import { bytes, checkpointWords, count, figure, runOf, span } from "../format";
 import { ActionButton, type Action } from "../parts/Confirm";
-import { Copy, Empty, Facts, Loaded, State, Time, useTitle } from "../parts/basics";
+import { Copy, Empty, Facts, Loaded, Time, useTitle } from "../parts/basics";
+import { StageLine, StageState } from "../parts/Stages";
+import { stageOfCheckpoint } from "../stages";
 import { plain } from "../states";
 
 const FILES_SHOWN = 200;
@@ -110,6 +112,7 @@ function Body({ one }: { one: CheckpointDetail }) {
   const metrics = Object.entries(one.metrics);
   return (
     <>
+      <StageLine one={one} />
       <Facts
         facts={[
           ["Why it is kept or gone", one.reason],
@@ -120,8 +123,6 @@ function Body({ one }: { one: CheckpointDetail }) {
           ["Files", count(one.files)],
           ["Held training up", span(one.blocked_s)],
           ["Flush", span(one.flush_s)],
-          ["Staged", one.staged_at ? <Time at={one.staged_at} /> : null],
-          ["Durable", one.committed_at ? <Time at={one.committed_at} /> : null],
           ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
           ["Mirror", one.mirror],
           ...metrics.map(([name, value]): [string, string] => [name, figure(value)]),
@@ -162,7 +163,7 @@ export function CheckpointPage() {
           <>
             <div className="head">
               <h1>{checkpointWords(one.id)}</h1>
-              <State state={one.state} />
+              <StageState stage={stageOfCheckpoint(one)} mirrored={Boolean(one.mirrored_at)} />
               {one.pinned ? <span>pinned</span> : null}
               {one.rolled_back ? <span className="muted">rolled back</span> : null}
               <div className="actions">

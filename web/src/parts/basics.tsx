@@ -2,9 +2,9 @@
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
 import { ApiError } from "../api/client";
 import { exact, relative, when } from "../format";
-import { lookOf, plain, type Shape } from "../states";
+import { lookOf, plain, type Shape as ShapeName } from "../states";
 
-const SHAPES: Record<Shape, ReactNode> = {
+const SHAPES: Record<ShapeName, ReactNode> = {
   dot: <circle cx="6" cy="6" r="4.5" fill="currentColor" />,
   ring: <circle cx="6" cy="6" r="4" fill="none" stroke="currentColor" strokeWidth="1.8" />,
   check: <path d="M1.5 6.5l3 3 6-7" fill="none" stroke="currentColor" strokeWidth="2.2" />,
@@ -12,6 +12,12 @@ const SHAPES: Record<Shape, ReactNode> = {
   bars: <path d="M3.5 1.5v9M8.5 1.5v9" fill="none" stroke="currentColor" strokeWidth="2.4" />,
   down: <path d="M1 2.5h10L6 11z" fill="currentColor" />,
   diamond: <path d="M6 .5L11.5 6 6 11.5.5 6z" fill="currentColor" />,
+  copies: (
+    <g fill="none" stroke="currentColor" strokeWidth="1.5">
+      <path d="M3.5 8.5h-2v-7h7v2" />
+      <rect x="4" y="4" width="7" height="7" />
+    </g>
+  ),
   slash: (
     <g fill="none" stroke="currentColor" strokeWidth="1.6">
       <circle cx="6" cy="6" r="4.4" />
@@ -20,16 +26,22 @@ const SHAPES: Record<Shape, ReactNode> = {
   ),
 };
 
-/** A state: its shape in its tone, and the word, never the colour alone. */
-export function State({ state, children }: { state: string; children?: ReactNode }) {
+/** The shape of a state in its tone; the word stands beside it. */
+export function Shape({ state }: { state: string }) {
   const [tone, shape] = lookOf(state);
   const pulse = state === "running" ? " pulse" : "";
   return (
+    <svg width="12" height="12" viewBox="0 0 12 12" aria-hidden className={`tone-${tone}${pulse}`}>
+      {SHAPES[shape]}
+    </svg>
+  );
+}
+
+/** A state: its shape in its tone, and the word, never the colour alone. */
+export function State({ state, children }: { state: string; children?: ReactNode }) {
+  return (
     <span className="state">
-      <svg width="12" height="12" viewBox="0 0 12 12" aria-hidden
-        className={`tone-${tone}${pulse}`}>
-        {SHAPES[shape]}
-      </svg>
+      <Shape state={state} />
       <span>{children ?? plain(state)}</span>
     </span>
   );

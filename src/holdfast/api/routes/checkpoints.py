@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Annotated, Any, cast
 
@@ -11,7 +12,7 @@ from pydantic_core import to_json
 from holdfast.api.access import AS_READER, Operator
 from holdfast.api.audit import audited
 from holdfast.api.jobs import Job
-from holdfast.api.problems import Refusal
+from holdfast.api.problems import LOG, Refusal
 from holdfast.api.schemas import (
     AskFork,
     AskPin,
@@ -112,9 +113,7 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
     with audited(paths, "verify", caller, checkpoint=name):
         begun = services.jobs.start(
             job,
-            lambda advance: verification.verify(
-                directory, lambda where, what: find_damage(where, what, progress=advance)
-            ),
+            lambda advance: _verify(directory, caller.name, advance),
         )
     return JobRow.model_validate(vars(begun))
 
@@ -135,6 +134,18 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
         facts = services.fork(paths, name, body.name, overrides, caller.name)
     services.watch.touch(paths)
     return Forked.model_validate({**facts, "forked_from": f"{paths.name}:{name}"})
+
+
+def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dict[str, Any]:
+    """The verdict on a checkpoint, which its run's journal keeps where it can be written."""
+    facts = verification.verify(
+        directory, lambda where, what: find_damage(where, what, progress=advance)
+    )
+    try:
+        verification.record(directory, facts, by=by, writer=WRITER)
+    except OSError as error:
+        LOG.warning("%s: verified, and no line of it: %s", directory, error)
+    return facts
 
 
 def _on_disk(services: Services, checkpoint: str) -> tuple[RunPaths, str]:

@@ -10,7 +10,7 @@ from pydantic import StringConstraints
 from holdfast.api.access import AS_READER
 from holdfast.api.logs import STRETCH_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
 from holdfast.api.redaction import redact, redact_text, secrets_of
-from holdfast.api.schemas import Heartbeats, LogFile, LogPart, Page, Prune, RunDetail
+from holdfast.api.schemas import CheckpointRow, Heartbeats, LogFile, LogPart, Page, Prune, RunDetail
 from holdfast.api.services import services_of
 from holdfast.api.vitals import live_step, read_nodes
 from holdfast.contracts.paths import RunPaths
@@ -91,7 +91,7 @@ def list_checkpoints(
     newest_first: bool = False,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
-) -> Page[views.CheckpointView]:
+) -> Page[CheckpointRow]:
     """A run's checkpoints, oldest first, each with the reason that keeps it, or why it is gone."""
     where = CheckpointFilter(
         states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to

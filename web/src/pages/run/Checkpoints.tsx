@@ -5,8 +5,10 @@ import { useCallback, useMemo } from "react";
 import { useCheckpoints } from "../../api/queries";
 import type { Checkpoint } from "../../api/types";
 import { bytes, count, span, when } from "../../format";
-import { Empty, Loaded, State, Time } from "../../parts/basics";
+import { Empty, Loaded, Time } from "../../parts/basics";
+import { StageState } from "../../parts/Stages";
 import { Table } from "../../parts/Table";
+import { stageOfCheckpoint } from "../../stages";
 import { plain } from "../../states";
 
 const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
@@ -17,7 +19,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
   { id: "state", header: "State", accessorKey: "state",
     cell: ({ row: { original: one } }) => (
       <>
-        <State state={one.state} />
+        <StageState stage={stageOfCheckpoint(one)} mirrored={Boolean(one.mirrored_at)} />
         {one.pinned ? <span className="second"> · pinned</span> : null}
         {one.rolled_back ? <div className="second">rolled back</div> : null}
       </>

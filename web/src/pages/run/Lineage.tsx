@@ -11,7 +11,9 @@ import type { GraphEdge } from "../../api/types";
 import { fold, isFold, type Folded, type Shown } from "../../fold";
 import { bytes, count } from "../../format";
 import { layOut, type Places } from "../../layout";
-import { Empty, Facts, Loaded, Problem, State, Time } from "../../parts/basics";
+import { Empty, Facts, Loaded, Problem, Shape, Time } from "../../parts/basics";
+import { StageIcon, StageLegend, StageLine } from "../../parts/Stages";
+import { stageOfNode } from "../../stages";
 import { plain } from "../../states";
 
 type GraphNodeType = Node<{ shown: Shown; selected: boolean }, "shown">;
@@ -31,12 +33,14 @@ function title(shown: Shown): string {
 function subtitle(shown: Shown): string {
   if (isFold(shown)) return `steps ${count(shown.first_step)} – ${count(shown.last_step)}; open`;
   const told = [
+    shown.kind === "checkpoint" && shown.state ? stageOfNode(shown) : null,
     shown.pinned ? "pinned" : null,
     shown.rolled_back ? "rolled back" : null,
     shown.cause ? plain(shown.cause) : null,
     shown.world_size ? `${shown.world_size} GPU${shown.world_size === 1 ? "" : "s"}` : null,
     shown.kind === "export" ? "export" : null,
     shown.kind === "run" ? "run" : null,
+    shown.kind === "run" && shown.state ? plain(shown.state) : null,
   ];
   return told.filter(Boolean).join(" · ");
 }
@@ -49,13 +53,19 @@ function GraphCard({ data: { shown, selected } }: NodeProps<GraphNodeType>) {
   return (
     <div className={classes.filter(Boolean).join(" ")} title={shown.id}>
       <Handle type="target" position={Position.Left} isConnectable={false} />
-      {shown.state ? <State state={shown.state}><b>{title(shown)}</b></State>
-        : <b>{title(shown)}</b>}
-      <small>{subtitle(shown) || shown.state}</small>
+      <span className="state">
+        {isSaved(shown) ? <StageIcon stage={stageOfNode(shown)} mirrored={shown.mirrored} />
+          : shown.state ? <Shape state={shown.state} /> : null}
+        <b>{title(shown)}</b>
+      </span>
+      <small>{subtitle(shown)}</small>
       <Handle type="source" position={Position.Right} isConnectable={false} />
     </div>
   );
 }
+
+const isSaved = (shown: Shown): boolean =>
+  shown.state !== undefined && (isFold(shown) || shown.kind === "checkpoint");
 
 const NODE_TYPES = { shown: GraphCard };
 
@@ -93,14 +103,14 @@ function Details({ id }: { id: string }) {
         {(one) => (
           <>
             <h2>Step {count(one.step)}</h2>
+            <StageLine one={one} />
             <Facts
               facts={[
-                ["State", <State state={one.state} />],
                 ["Why", one.reason],
                 ["Attempt", `${one.attempt}.${one.incarnation}`],
                 ["GPUs", count(one.world_size)],
                 ["Size", bytes(one.bytes)],
-                ["Committed", <Time at={one.committed_at} />],
+                ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
               ]}
             />
             <p>
@@ -170,8 +180,9 @@ export function Lineage() {
   const choose = useCallback(
     (node: Shown) => {
       if (isFold(node)) setOpen((old) => new Set([...old, node.id]));
-      else if (node.kind === "checkpoint") void navigate({ search: { at: node.id } });
-      else if (node.kind === "run" && node.run) {
+      else if (node.kind === "checkpoint" && node.state !== "staged") {
+        void navigate({ search: { at: node.id } });
+      } else if (node.kind === "run" && node.run) {
         void navigate({ to: "/runs/$run", params: { run: node.run } });
       }
     },
@@ -192,6 +203,7 @@ export function Lineage() {
               <button type="button" onClick={() => setOpen(new Set())}>Fold all</button>
             ) : null}
           </div>
+          <StageLegend />
           <div className={at ? "split" : undefined}>
             <ReactFlowProvider>
               <Canvas folded={folded} at={at} choose={choose} />

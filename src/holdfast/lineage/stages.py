@@ -1,0 +1,182 @@
+"""How safe each checkpoint is: staged in memory, durable, read back whole, copied to the mirror.
+
+A row of the index is durable, for its manifest stands. The rest is in the journals: a save that
+was staged and is not committed yet, a resume or a `verify` that read every byte, a mirror that
+has the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+from sqlalchemy import Connection, func, select
+from typing_extensions import TypedDict
+
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import CheckpointName, checkpoint_id
+from holdfast.contracts.states import RunState
+from holdfast.lineage import views
+from holdfast.lineage.database import Database
+from holdfast.lineage.find import Row, rows_of, run_row
+from holdfast.lineage.models import EdgeKind
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS
+
+# A resume that loaded a checkpoint has compared every byte of it with its manifest.
+RESUME: Final = "resume"
+STAGED: Final = "staged"
+PROOFS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIRRORED)
+# A run has two slots a rank; what was staged before these is committed or gone.
+STAGED_MAX: Final = 8
+
+
+class Proof(TypedDict):
+    """What is known of a checkpoint beyond its manifest; `verified_ok` is the last one's verdict.
+
+    `verified_by` is who asked for it, or `resume`.
+    """
+
+    verified_ok: bool | None
+    verified_at: str | None
+    verified_by: str | None
+    mirrored_at: str | None
+
+
+NO_PROOF: Final = Proof(verified_ok=None, verified_at=None, verified_by=None, mirrored_at=None)
+
+
+def read_proofs(
+    database: Database, run: str, names: Collection[str] | None = None
+) -> dict[str, Proof]:
+    """What proves a run's checkpoints, by directory's name; of these alone when they are given."""
+    with database.reading() as connection:
+        return _read_proofs(connection, run_row(connection, run, None), names)
+
+
+def tell_stages(database: Database, run: str, graph: views.Graph) -> views.Graph:
+    """The graph with what proves the run's checkpoints, and with saves that are in memory only."""
+    with database.reading() as connection:
+        row = run_row(connection, run, None)
+        proofs = _read_proofs(connection, row, None)
+        staged = _staged(connection, row) if RunState(row["state"]).is_live else []
+    nodes = [_proven(node, proofs, row["run"]) for node in graph["nodes"]]
+    edges = list(graph["edges"])
+    newest = _newest(nodes, row["run"])
+    for node in staged:
+        nodes.append(node)
+        if newest is not None:
+            edges.append({"from": node["id"], "to": newest, "kind": EdgeKind.PARENT.value})
+        newest = node["id"]
+    return views.Graph(nodes=nodes, edges=edges)
+
+
+def proofs_of(told: Iterable[tuple[str, float, Mapping[str, Any]]], run: str) -> dict[str, Proof]:
+    """Proofs from (kind, Unix seconds, data) of journal lines, oldest first. Pure."""
+    found: dict[str, Proof] = {}
+    for kind, time, data in told:
+        folder, _, name = str(data.get("checkpoint") or "").rpartition(":")
+        if not name or folder not in {"", run}:
+            continue
+        proof = found.setdefault(name, {**NO_PROOF})
+        if kind == EventKind.MIRRORED:
+            proof["mirrored_at"] = views.iso(time)
+            continue
+        is_resume = kind == EventKind.RESUMED
+        proof["verified_ok"] = is_resume or data.get("ok") is True
+        proof["verified_at"] = views.iso(time)
+        proof["verified_by"] = RESUME if is_resume else str(data.get("by") or "") or None
+    return found
+
+
+def _read_proofs(
+    connection: Connection, run: Row, names: Collection[str] | None
+) -> dict[str, Proof]:
+    columns = EVENTS.c
+    of = columns.data["checkpoint"].as_string()
+    # No more of a line than is looked at: a resume's is long.
+    query = (
+        select(
+            columns.kind,
+            columns.time,
+            of,
+            columns.data["ok"].as_boolean(),
+            columns.data["by"].as_string(),
+        )
+        .where(columns.run_uid == run["uid"], columns.kind.in_([str(kind) for kind in PROOFS]))
+        .order_by(columns.time, columns.journal, columns.incarnation, columns.sequence)
+    )
+    if names is not None:
+        query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))
+    told = (
+        (kind, time, {"checkpoint": checkpoint, "ok": ok, "by": by})
+        for kind, time, checkpoint, ok, by in connection.execute(query)
+    )
+    return proofs_of(told, run["run"])
+
+
+def _staged(connection: Connection, run: Row) -> list[views.Node]:
+    """Saves of the newest launch that were staged and neither committed nor given up."""
+    columns = EVENTS.c
+    query = (
+        select(columns.kind, columns.data)
+        .where(columns.run_uid == run["uid"])
+        .where(columns.kind.in_([str(EventKind.STAGED), str(EventKind.SAVE_FAILED)]))
+        .order_by(columns.time.desc(), columns.sequence.desc())
+        .limit(STAGED_MAX)
+    )
+    told = connection.execute(query).all()
+    named = {str(data.get("checkpoint")): data for kind, data in told if kind == EventKind.STAGED}
+    given_up = {str(data.get("checkpoint")) for kind, data in told if kind != EventKind.STAGED}
+    there = rows_of(
+        connection,
+        select(CHECKPOINTS.c.name).where(
+            CHECKPOINTS.c.run_uid == run["uid"], CHECKPOINTS.c.name.in_(named)
+        ),
+    )
+    gone = given_up | {row["name"] for row in there}
+    parsed = [name for name in map(CheckpointName.parse, named) if name is not None]
+    launch = _newest_launch(connection, run)
+    return [
+        views.Node(
+            id=checkpoint_id(run["run"], str(one)),
+            kind="checkpoint",
+            run=run["run"],
+            step=one.step,
+            state=STAGED,
+            pinned=False,
+            rolled_back=False,
+        )
+        for one in sorted(parsed, key=lambda one: one.step)
+        if (one.attempt, one.incarnation) == launch and str(one) not in gone
+    ]
+
+
+def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
+    """(attempt, incarnation) of the launch that runs now, if one does."""
+    columns = INCARNATIONS.c
+    query = select(columns.attempt, columns.number).where(columns.run_uid == run["uid"])
+    newest = query.order_by(columns.attempt.desc(), columns.number.desc()).limit(1)
+    launch = connection.execute(newest).first()
+    attempts = select(func.max(ATTEMPTS.c.number)).where(ATTEMPTS.c.run_uid == run["uid"])
+    if launch is None or launch.attempt != connection.scalar(attempts):
+        return None
+    return launch.attempt, launch.number
+
+
+def _proven(node: views.Node, proofs: Mapping[str, Proof], run: str) -> views.Node:
+    proof = proofs.get(node["id"].rpartition(":")[2])
+    if node["kind"] != "checkpoint" or node.get("run") != run or proof is None:
+        return node
+    is_mirrored = proof["mirrored_at"] is not None
+    return {**node, "verified": proof["verified_ok"], "mirrored": is_mirrored}
+
+
+def _newest(nodes: Iterable[views.Node], run: str) -> str | None:
+    """The id of the newest checkpoint on the run's branch."""
+    own = [
+        node
+        for node in nodes
+        if node["kind"] == "checkpoint" and node.get("run") == run and "step" in node
+    ]
+    on_branch = [node for node in own if not node.get("rolled_back")]
+    return max(on_branch, key=lambda node: node["step"])["id"] if on_branch else None

@@ -1,0 +1,63 @@
+// How safe a checkpoint is, at a glance: icons for lists and graphs, a line of stages for one.
+import { when } from "../format";
+import { lookOf } from "../states";
+import { STAGE_WORDS, reachedStages, type Stage } from "../stages";
+import type { Checkpoint } from "../api/types";
+import { Shape, Time } from "./basics";
+
+const LEGEND = ["staged", "durable", "verified", "mirrored", "damaged", "deleted"] as const;
+
+/** The icon of a stage, and a second one for a copy elsewhere; the words are for every reader. */
+export function StageIcon({ stage, mirrored }: { stage: Stage; mirrored?: boolean | null }) {
+  const words = mirrored ? `${STAGE_WORDS[stage]}; ${STAGE_WORDS.mirrored}` : STAGE_WORDS[stage];
+  return (
+    <span className="stage" title={words}>
+      <Shape state={stage} />
+      {mirrored ? <Shape state="mirrored" /> : null}
+    </span>
+  );
+}
+
+/** The stage in words, as a table's cell has it. */
+export function StageState({ stage, mirrored }: { stage: Stage; mirrored?: boolean | null }) {
+  return (
+    <span className="state">
+      <StageIcon stage={stage} mirrored={mirrored ?? null} />
+      <span>{stage}{mirrored ? ", mirrored" : ""}</span>
+    </span>
+  );
+}
+
+export function StageLegend() {
+  return (
+    <ul className="legend">
+      {LEGEND.map((one) => (
+        <li key={one} title={STAGE_WORDS[one]} className="state"><Shape state={one} /> {one}</li>
+      ))}
+    </ul>
+  );
+}
+
+/** Staged, durable, verified, mirrored: when each came about, or that it did not yet. */
+export function StageLine({ one }: { one: Checkpoint }) {
+  return (
+    <ol className="stages" aria-label="How safe it is">
+      {reachedStages(one).map(({ word, at, note }) => {
+        const reached = when(at) !== null || (word === "damaged");
+        const [tone] = lookOf(word);
+        return (
+          <li key={word} className={reached ? `reached tone-edge-${tone}` : undefined}>
+            <span className="state">
+              {reached ? <Shape state={word} /> : <span className="muted" aria-hidden>–</span>}
+              <strong>{word}</strong>
+            </span>
+            <span className="muted">
+              {reached && at ? <Time at={at} /> : reached ? "found by a resume" : "not yet"}
+              {note ? ` ${note}` : ""}
+            </span>
+          </li>
+        );
+      })}
+    </ol>
+  );
+}
