@@ -24,7 +24,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.drills.steps import place_of
 from holdfast.lineage import queries
 from holdfast.lineage.database import Database, open_database
-from holdfast.lineage.disk import take_fingerprint
+from holdfast.lineage.disk import survey
 from holdfast.lineage.ingest import ingest_run
 
 COMMITTED_STAYS: Final = "no committed checkpoint is lost"
@@ -185,7 +185,7 @@ def check_index(url: str, paths: RunPaths) -> list[Broken]:
     """
     now = time.time()
     for _ in range(INDEX_TRIES_MAX):
-        before = take_fingerprint(paths)
+        before = survey(paths).fingerprint
         with open_database(url) as database:
             ingest_run(database, paths)
             kept = _rows_of(database, paths, now)
@@ -195,7 +195,7 @@ def check_index(url: str, paths: RunPaths) -> list[Broken]:
         ):
             ingest_run(fresh, paths, fresh=True)
             anew = _rows_of(fresh, paths, now)
-        if take_fingerprint(paths) == before:
+        if survey(paths).fingerprint == before:
             return [Broken(INDEX_IS_DISK, words) for words in _differing(kept, anew)]
     return []
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.attempt import RunRecord
+from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.spec import Keep
 from holdfast.lineage.reasons import explain
 from holdfast.lineage.rows import Origins, clean
@@ -70,11 +71,13 @@ def test_rules(keep: Keep, reason: str) -> None:
     ],
 )
 def test_ids_are_resolved(identity: str | None, found: tuple[str | None, ...]) -> None:
-    assert Origins(record("base:step-9"), {"step-1"}).find(identity) == found
+    assert (
+        Origins(record("base:step-9"), {"step-1": CheckpointName(1, 1, 1)}).find(identity) == found
+    )
 
 
 def test_a_fork_of_a_namesake_in_another_root() -> None:
-    origins = Origins(record("gpt:step-9"), {"step-1"})
+    origins = Origins(record("gpt:step-9"), {"step-1": CheckpointName(1, 1, 1)})
     assert origins.find("gpt:step-9") == ("origin", "gpt", "step-9")
     assert origins.find("gpt:step-1") == ("own", "gpt", "step-1")
 

@@ -20,13 +20,15 @@ BLOCKS_MAX: Final = 256
 DIGEST_HEX: Final = 32
 READ_BYTES_MAX: Final = 1024 * 1024
 
+_CANONICAL: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
 Content = bytes | bytearray | memoryview
 RunningDigest = xxhash.xxh3_128
 
 
 def canonical_json(document: Any) -> bytes:
     """JSON with sorted keys and no spaces: equal documents give equal bytes."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = _CANONICAL.encode(document)
     # Arguments that are no UTF-8 hold lone surrogates; they stay distinct.
     return text.encode(errors="surrogatepass")
 

@@ -159,10 +159,9 @@ class Manifest(BaseModel):
     @field_validator("files")
     @classmethod
     def _files_are_listed_once(cls, value: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-        counts = Counter(entry.path for entry in value)
-        twice = next((path for path, count in counts.items() if count > 1), None)
-        if twice is not None:
-            raise ValueError(f"{twice!r} is listed {counts[twice]} times, expected once")
+        if len({entry.path for entry in value}) < len(value):
+            ((twice, count),) = Counter(entry.path for entry in value).most_common(1)
+            raise ValueError(f"{twice!r} is listed {count} times, expected once")
         return value
 
     @field_validator("metrics", mode="before")
@@ -206,7 +205,8 @@ def read_manifest(directory: Path) -> Manifest | None:
     another format, or of another checkpoint than the directory's name says. Raises `OSError` when
     storage does not let it be read.
     """
-    path = directory / MANIFEST
+    # Text, for a run may have ten thousand of them.
+    path = f"{directory}/{MANIFEST}"
     try:
         content = read_bounded(path, MANIFEST_BYTES_MAX)
     except (FileNotFoundError, NotADirectoryError):
@@ -236,7 +236,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     return manifest
 
 
-def _check_digest(path: Path, content: bytes) -> None:
+def _check_digest(path: str, content: bytes) -> None:
     """Raise `DamagedCheckpointError` when bytes differ from the digest at the manifest's end.
 
     Manifests of before had none.

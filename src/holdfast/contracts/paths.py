@@ -16,7 +16,10 @@ REMOVING = ".removing"
 MIRRORED = "mirrored.json"
 FETCHING = "fetching.json"
 
-_CHECKPOINT = re.compile(r"step-([0-9]{8,})\.a([0-9]{4,})\.i([0-9]{2,})")
+# One spelling for each: `step-000000007` would be read as a directory that is not there.
+_CHECKPOINT = re.compile(
+    r"step-([0-9]{8}|[1-9][0-9]{8,})\.a([0-9]{4}|[1-9][0-9]{4,})\.i([0-9]{2}|[1-9][0-9]{2,})"
+)
 _ATTEMPT = re.compile(r"[0-9]{4,}")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -47,9 +50,7 @@ class CheckpointName:
     def parse(cls, name: str) -> CheckpointName | None:
         """The parts of `name`, or None when it is not a checkpoint directory's name."""
         match = _CHECKPOINT.fullmatch(name)
-        parsed = cls(*(int(part) for part in match.groups())) if match else None
-        # One spelling for each: `step-000000007` would be read as a directory that is not there.
-        return parsed if str(parsed) == name else None
+        return cls(int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def lease_path(checkpoint: Path, holder: str) -> Path:

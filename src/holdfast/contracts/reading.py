@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def read_bounded(path: Path, bytes_max: int) -> bytes:
+def read_bounded(path: Path | str, bytes_max: int) -> bytes:
     """The bytes of a regular file of at most `bytes_max` bytes.
 
     Raises `OSError` as `open` and `read` do, and `ValueError` for a pipe or device, which might

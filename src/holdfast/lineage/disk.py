@@ -1,7 +1,7 @@
 """What a run's folder holds for the index: its checkpoints, its journal lines, its fingerprint.
 
-Reads, and decides nothing. A folder may change while it is read; the fingerprint is therefore
-taken first, so that whatever changed after it is seen the next time.
+Reads, and decides nothing. A folder may change while it is read; the survey is therefore made
+first, so that whatever changed after it is seen the next time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +41,27 @@ FACTS: Final = (
 FileFacts = tuple[tuple[str, int, str], ...]
 
 
+@dataclass(frozen=True)
+class CommitRecord:
+    """A manifest or a tombstone, and its size and time when it was seen, before it was read."""
+
+    name: CheckpointName
+    path: str
+    stamp: str
+    is_deleted: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was seen in a run's folder at one look.
+
+    The fingerprint changes when anything in the folder that rows are built from changes.
+    """
+
+    fingerprint: str
+    records: tuple[CommitRecord, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
     """A checkpoint that has a manifest, or had one: `facts` are the columns of `FACTS`.
@@ -64,38 +85,49 @@ class JournalLines:
     events: tuple[Event, ...]
 
 
-def take_fingerprint(paths: RunPaths) -> str:
-    """A digest that changes when anything in the folder that rows are built from changes."""
-    base = f"{paths.directory}/"
+def survey(paths: RunPaths) -> Survey:
+    """Look at everything in the folder that rows are built from, and read none of it.
+
+    A directory without a manifest is no checkpoint and is passed over.
+    """
+    base = len(f"{paths.directory}/")
     seen: list[tuple[str, str]] = []
-    for path in _sources(paths):
+    records: dict[CheckpointName, CommitRecord] = {}
+
+    def look(path: str) -> str:
         stamp = _stamp(path)
         if stamp:
-            seen.append((path.removeprefix(base), stamp))
-    return document_digest([INGEST_VERSION, str(paths.directory), seen])
+            seen.append((path[base:], stamp))
+        return stamp
+
+    for path in _documents(paths):
+        look(path)
+    for tombstone in sorted(paths.tombstones.glob("*.json")):
+        name, stamp = CheckpointName.parse(tombstone.stem), look(str(tombstone))
+        if name and stamp:
+            records[name] = CommitRecord(name, str(tombstone), stamp, True)
+    folder = str(paths.checkpoints)
+    for name in paths.list_checkpoint_names():
+        path = f"{folder}/{name}/{MANIFEST}"
+        # The manifest is what commits: while it stands, a deletion was not carried through.
+        if stamp := look(path):
+            records[name] = CommitRecord(name, path, stamp, False)
+    return Survey(
+        document_digest([INGEST_VERSION, str(paths.directory), seen]),
+        tuple(one for one in records.values() if one.name.step <= INTEGER_MAX),
+    )
 
 
-def read_checkpoints(paths: RunPaths, known: Mapping[str, Row]) -> list[FoundCheckpoint]:
+def read_checkpoints(
+    records: Sequence[CommitRecord], known: Mapping[str, Row]
+) -> list[FoundCheckpoint]:
     """Every checkpoint that was ever committed here and left a manifest or a tombstone.
 
     `known` are rows from an earlier reading, by name: a manifest that has not changed since is
-    not read again. A directory without a manifest is no checkpoint and is passed over.
+    not read again.
     """
-    found: dict[str, FoundCheckpoint] = {}
-    for path in sorted(paths.tombstones.glob("*.json")):
-        name = CheckpointName.parse(path.stem)
-        stamp = _stamp(str(path))
-        if name and stamp and name.step <= INTEGER_MAX:
-            found[path.stem] = _found(name, path, known.get(path.stem), stamp, is_deleted=True)
-    for name, manifest in _manifests(paths):
-        stamp = _stamp(manifest)
-        # The manifest is what commits: while it stands, a deletion was not carried through.
-        if stamp and name.step <= INTEGER_MAX:
-            own = str(name)
-            found[own] = _found(name, Path(manifest), known.get(own), stamp, is_deleted=False)
-    return sorted(
-        found.values(), key=lambda one: (one.name.step, one.name.attempt, one.name.incarnation)
-    )
+    found = [_found(one, known) for one in records]
+    return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.incarnation))
 
 
 def read_lines(paths: RunPaths) -> list[JournalLines]:
@@ -130,11 +162,11 @@ def empty_facts(detail: str | None) -> Row:
     return {**dict.fromkeys(FACTS), **documents, "detail": detail}
 
 
-def _found(
-    name: CheckpointName, path: Path, row: Row | None, stamp: str, *, is_deleted: bool
-) -> FoundCheckpoint:
-    """What lies at `path`, or what `row` says of it when that was written of the same file."""
-    stamp = f"{'deleted' if is_deleted else 'there'} {stamp}"
+def _found(record: CommitRecord, known: Mapping[str, Row]) -> FoundCheckpoint:
+    """What a record says, or what was known of it where that was read from the same file."""
+    name, is_deleted = record.name, record.is_deleted
+    stamp = f"{'deleted' if is_deleted else 'there'} {record.stamp}"
+    row = known.get(str(name)) if known else None
     if row and row["stamp"] == stamp:
         facts = {column: row[column] for column in FACTS}
         # With a checksum the manifest was believed, and the detail came from a journal.
@@ -142,7 +174,8 @@ def _found(
         return FoundCheckpoint(
             name=name, facts=facts, stamp=stamp, is_deleted=is_deleted, files=None
         )
-    said = _read_tombstone(path) if is_deleted else _read(path.parent)
+    path = record.path
+    said = _read_tombstone(path) if is_deleted else _read(path.removesuffix(f"/{MANIFEST}"))
     if isinstance(said, str):
         return FoundCheckpoint(
             name=name, facts=empty_facts(said), stamp=stamp, is_deleted=is_deleted
@@ -156,10 +189,10 @@ def _found(
     )
 
 
-def _read(directory: Path) -> Manifest | str:
+def _read(directory: str) -> Manifest | str:
     """The manifest in a directory, or why it cannot be believed."""
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(Path(directory))
     except DamagedCheckpointError as error:
         return "; ".join(error.damaged) or str(error)
     except OSError as error:
@@ -167,9 +200,9 @@ def _read(directory: Path) -> Manifest | str:
     return manifest or f"{MANIFEST}: gone while it was read"
 
 
-def _read_tombstone(path: Path) -> Manifest | str:
+def _read_tombstone(path: str) -> Manifest | str:
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(Path(path).read_bytes())
     except (ValidationError, OSError):
         return "its manifest could not be read"
 
@@ -199,23 +232,14 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _manifests(paths: RunPaths) -> Iterator[tuple[CheckpointName, str]]:
-    """Every checkpoint's name and where its manifest lies: text, for there may be many."""
-    base = str(paths.checkpoints)
-    for name in paths.list_checkpoint_names():
-        yield name, f"{base}/{name}/{MANIFEST}"
-
-
-def _sources(paths: RunPaths) -> Iterator[str]:
-    """Every file that rows are built from."""
+def _documents(paths: RunPaths) -> Iterator[str]:
+    """Every file that rows are built from, but those that stand for one checkpoint."""
     yield str(paths.spec)
     yield from map(str, paths.list_journals())
     for attempt in paths.list_attempts():
         yield str(attempt.directory)
         own = (attempt.request, attempt.submission, attempt.claim, attempt.outcome)
         yield from map(str, own)
-    yield from map(str, sorted(paths.tombstones.glob("*.json")))
-    yield from (manifest for _, manifest in _manifests(paths))
 
 
 def _stamp(path: str) -> str:

@@ -21,7 +21,7 @@ from holdfast.lineage.disk import (
     Row,
     read_checkpoints,
     read_lines,
-    take_fingerprint,
+    survey,
 )
 from holdfast.lineage.metric_ingest import follow_metrics, write_metrics
 from holdfast.lineage.rows import attempt_of, build_rows, clean, in_order
@@ -81,24 +81,27 @@ def forget_run(database: Database, uid: str) -> None:
 def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
     with database.reading() as connection:
         stored = connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
-    return bool(stored) and stored == take_fingerprint(paths)
+    return bool(stored) and stored == survey(paths).fingerprint
 
 
 def _write_run(connection: Connection, paths: RunPaths, uid: str) -> None:
-    fingerprint = take_fingerprint(paths)
-    checkpoints = _stored(connection, CHECKPOINTS, uid)
-    found = read_checkpoints(paths, {row["name"]: row for row in checkpoints})
+    seen = survey(paths)
+    # Without its own row a run has no others, and they need not be asked for.
+    known = connection.scalar(select(RUNS.c.uid).where(RUNS.c.uid == uid))
+    checkpoints = _stored(connection, CHECKPOINTS, known)
+    found = read_checkpoints(seen.records, {row["name"]: row for row in checkpoints})
     lines = read_lines(paths)
-    events = [one.event for one in in_order(lines)]
-    rows = build_rows(load_history(paths, events), found, lines, fingerprint)
+    told = in_order(lines)
+    history = load_history(paths, [one.event for one in told])
+    rows = build_rows(history, found, told, seen.fingerprint)
     upsert(connection, RUNS, [clean(rows.run)])
-    _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, uid))
-    _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, uid))
-    _sync(connection, NODES, rows.nodes, _stored(connection, NODES, uid))
+    _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, known))
+    _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, known))
+    _sync(connection, NODES, rows.nodes, _stored(connection, NODES, known))
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
     _write_files(connection, uid, found, bool(checkpoints))
-    _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, uid))
-    _write_lines(connection, uid, lines)
+    _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, known))
+    _write_lines(connection, uid, lines, _stored(connection, JOURNALS, known))
 
 
 def _write_files(
@@ -126,12 +129,14 @@ def _write_files(
             for one in read
             for number, (path, size, checksum) in enumerate(one.files or ())
         ),
+        is_new=not is_known,
     )
 
 
-def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]) -> None:
+def _write_lines(
+    connection: Connection, uid: str, lines: Sequence[JournalLines], stored: Sequence[Row]
+) -> None:
     """Add the journal lines that are new; lines are only ever added to a journal."""
-    stored = _stored(connection, JOURNALS, uid)
     counts = {row["journal"]: row["lines"] for row in stored}
     wanted = [{"run_uid": uid, "journal": j.journal, "lines": len(j.events)} for j in lines]
     shrunk = [j.journal for j in lines if len(j.events) < counts.get(j.journal, 0)]
@@ -161,10 +166,13 @@ def _write_lines(connection: Connection, uid: str, lines: Sequence[JournalLines]
             for part in lines
             for event in part.events[begins[part.journal] :]
         ),
+        is_new=not stored,
     )
 
 
-def _stored(connection: Connection, table: Table, uid: str) -> list[Row]:
+def _stored(connection: Connection, table: Table, uid: str | None) -> list[Row]:
+    if uid is None:
+        return []
     found = connection.execute(select(table).where(table.c.run_uid == uid))
     return [dict(row) for row in found.mappings()]
 
@@ -183,4 +191,5 @@ def _sync(
             delete(table).where(and_(*matches)),
             [{f"key_{key}": value for key, value in one.items()} for one in gone],
         )
-    upsert(connection, table, [row for key, row in rows.items() if there.get(key) != row])
+    changed = [row for key, row in rows.items() if there.get(key) != row]
+    upsert(connection, table, changed, is_new=not there)

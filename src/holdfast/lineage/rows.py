@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -53,13 +53,11 @@ class Told:
 def build_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    lines: Sequence[JournalLines],
+    told: Sequence[Told],
     fingerprint: str,
 ) -> RunRows:
-    """Every row of the run, but for the events themselves."""
-    told = in_order(lines)
-    names = {str(one.name) for one in found}
-    origins = Origins(history.record, names)
+    """Every row of the run, but for the events themselves; `told` are these `in_order`."""
+    origins = Origins(history.record, {str(one.name): one.name for one in found})
     checkpoints = _checkpoint_rows(history, found, told, origins)
     incarnations = _incarnation_rows(history, told, origins)
     attempts = [
@@ -103,11 +101,28 @@ def whole(value: object) -> int | None:
 
 
 def clean(value: Any) -> Any:
-    """`value` as every database can store it.
+    """`value` as every database can store it; itself where it can be stored as it is.
 
     PostgreSQL takes neither NUL characters nor NaN in a document; programs' tracebacks and
     metrics have both.
     """
+    return value if _is_clean(value) else _cleaned(value)
+
+
+def _is_clean(value: Any) -> bool:
+    kind = type(value)
+    if value is None or kind is int or kind is bool:
+        return True
+    if kind is str:
+        return "\0" not in value
+    if kind is float:
+        return math.isfinite(value)
+    if kind is dict:
+        return all(map(_is_clean, value)) and all(map(_is_clean, value.values()))
+    return kind is list and all(map(_is_clean, value))
+
+
+def _cleaned(value: Any) -> Any:
     kind = type(value)
     if value is None or kind is int or kind is bool:
         return value
@@ -116,18 +131,18 @@ def clean(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, dict):
-        return {clean(str(key)): clean(item) for key, item in value.items()}
+        return {_cleaned(str(key)): _cleaned(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
+        return [_cleaned(item) for item in value]
     return value
 
 
 class Origins:
     """Whose checkpoint an id means: ids name a run's folder, and folders' names can repeat."""
 
-    def __init__(self, record: RunRecord, own_names: set[str]) -> None:
+    def __init__(self, record: RunRecord, own: Mapping[str, CheckpointName]) -> None:
         self._record = record
-        self._own = own_names
+        self._own = own
 
     def name(self, identity: object) -> str | None:
         """`identity` as an id, `run:directory`; a bare directory's name is the run's own."""
@@ -152,7 +167,7 @@ class Origins:
         attempt or incarnation: whatever else a manifest says would make circles.
         """
         uid, _, name = self.find(self.name(identity))
-        parent = CheckpointName.parse(name or "")
+        parent = self._own.get(name or "") or CheckpointName.parse(name or "")
         if uid is None or parent is None or parent.step > child.step:
             return None
         is_own = uid == self._record.uid
@@ -361,9 +376,11 @@ def _checkpoint_rows(
         if event.kind is EventKind.CHECKPOINT_DELETED
     }
     complaints = _complaints(events)
+    folder = f"{history.paths.checkpoints}/"
     rows = []
     for one in [*found, *_only_journaled(found, deletions)]:
-        name, deletion = str(one.name), deletions.get(str(one.name))
+        name = str(one.name)
+        deletion = deletions.get(name)
         detail = one.facts["detail"]
         if detail is None and not one.is_deleted and name not in excluded:
             detail = complaints.get(name)
@@ -381,7 +398,7 @@ def _checkpoint_rows(
                 "incarnation": one.name.incarnation,
                 "state": str(CheckpointState.DELETED if one.is_deleted else state),
                 "detail": detail,
-                "path": str(history.paths.checkpoint(one.name)),
+                "path": folder + name,
                 "parent": origins.name(one.facts["parent"]),
                 "parent_uid": parent[0] if parent else None,
                 "parent_name": str(parent[1]) if parent else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Final
 
 from sqlalchemy import JSON, Connection, Table, func, select
@@ -40,48 +41,49 @@ def lock_run(connection: Connection, uid: str) -> None:
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
 
 
-def upsert(connection: Connection, table: Table, rows: Iterable[Row]) -> None:
-    """Insert rows, or replace those with the same key; of rows of one key the last stands."""
+def upsert(
+    connection: Connection, table: Table, rows: Iterable[Row], *, is_new: bool = False
+) -> None:
+    """Insert rows, or replace those with the same key; of rows of one key the last stands.
+
+    `is_new` says that the table has no row with any of these keys, which costs less.
+    """
     keys = [column.name for column in table.primary_key]
     unique = list({tuple(row[key] for key in keys): row for row in rows}.values())
     if connection.dialect.name == "postgresql" and len(unique) >= COPY_ROWS_MIN:
-        _copy(connection, table, unique)
+        _copy(connection, table, unique, is_new=is_new)
         return
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     statement = dialect.insert(table)
-    others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
-    statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
+    if not is_new:
+        others = {c.name: statement.excluded[c.name] for c in table.columns if c.name not in keys}
+        statement = statement.on_conflict_do_update(index_elements=keys, set_=others)
     for start in range(0, len(unique), ROWS_PER_STATEMENT_MAX):
         connection.execute(statement, unique[start : start + ROWS_PER_STATEMENT_MAX])
 
 
-def _copy(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
+def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: bool) -> None:
     """Many rows at once by PostgreSQL's COPY, several times as fast as statements with values.
 
-    COPY cannot replace rows, so it fills a temporary table, from which one statement does.
+    COPY cannot replace rows. So unless they are new it fills a temporary table, from which one
+    statement does.
     """
     names = [f'"{column.name}"' for column in table.columns]
     keys = [f'"{column.name}"' for column in table.primary_key]
     listing, key, incoming = ", ".join(names), ", ".join(keys), f'"incoming_{table.name}"'
     changes = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
-    documents = [isinstance(column.type, JSON) for column in table.columns]
-    columns = list(zip([column.name for column in table.columns], documents, strict=True))
     # The driver's own connection: SQLAlchemy has no words for COPY.
     driver: Any = connection.connection.driver_connection
     try:
         with driver.cursor() as cursor:
+            if is_new:
+                _send(cursor, f'COPY "{table.name}" ({listing}) FROM STDIN', table, rows)
+                return
             cursor.execute(
                 f'CREATE TEMPORARY TABLE IF NOT EXISTS {incoming} (LIKE "{table.name}") '
                 "ON COMMIT DELETE ROWS"
             )
-            with cursor.copy(f"COPY {incoming} ({listing}) FROM STDIN") as copy:
-                for row in rows:
-                    copy.write_row(
-                        [
-                            json.dumps(row[n]) if is_document else row[n]
-                            for n, is_document in columns
-                        ]
-                    )
+            _send(cursor, f"COPY {incoming} ({listing}) FROM STDIN", table, rows)
             cursor.execute(
                 f'INSERT INTO "{table.name}" ({listing}) SELECT {listing} FROM {incoming} '
                 f"ON CONFLICT ({key}) DO UPDATE SET {changes}"
@@ -89,3 +91,15 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row]) -> None:
             cursor.execute(f"DELETE FROM {incoming}")
     except connection.dialect.loaded_dbapi.Error as error:
         raise DBAPIError(f"COPY {table.name}", None, error) from error
+
+
+def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
+    """Send rows to a COPY, documents as JSON."""
+    values = itemgetter(*(column.name for column in table.columns))
+    documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, JSON)]
+    with cursor.copy(statement) as copy:
+        for row in rows:
+            sent = list(values(row))
+            for index in documents:
+                sent[index] = json.dumps(sent[index])
+            copy.write_row(sent)
