@@ -17,6 +17,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.spec import RunSpec
+from holdfast.workers.code_files import files_under, is_open_here
 
 GIT_TIMEOUT_S: Final = 10.0
 DIFF_BYTES_MAX: Final = 64 * 1024 * 1024
@@ -70,8 +71,8 @@ def describe_code(folder: Path) -> tuple[str | None, str | None]:
 
 
 def digest_of_folder(folder: Path) -> str | None:
-    """SHA-256 over names and contents of a folder's files, hidden ones' folders left out."""
-    return _digest_of_files(folder, _files_under(folder))
+    """SHA-256 over names and contents of what `files_under` finds."""
+    return _digest_of_files(folder, files_under(folder))
 
 
 def describe_data(data: Any, folder: Path) -> list[tuple[str, int, int]]:
@@ -114,14 +115,6 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     return done.stdout if is_good else None
 
 
-def _files_under(folder: Path) -> Iterator[str]:
-    """The regular files of a folder by name, hidden folders and caches left out."""
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(n for n in folders if not n.startswith(".") and n != "__pycache__")
-        for name in sorted(files):
-            yield os.path.relpath(os.path.join(place, name), folder)
-
-
 def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
     """SHA-256 over names, sizes and contents; None when there are too many, too big, or none.
 
@@ -131,7 +124,7 @@ def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
     for name in names:
         path = folder / name
         try:
-            if path.is_symlink() or not path.is_file():
+            if path.is_symlink() or not path.is_file() or is_open_here(path):
                 continue
             size = path.stat().st_size
             # What claims to be empty and is not, as in /proc, might never end.

@@ -19,6 +19,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RUN_NAME, RunPaths, list_runs
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.workers.code_files import is_open_here
 
 GENERATIONS_MAX: Final = 10_000
 GIT_TIMEOUT_S: Final = 60.0
@@ -183,6 +184,7 @@ def _copy_code(source: Path, target: Path) -> None:
             for path in sorted(source.rglob("*"))
             if path.is_file() and not _NOT_CODE & set(path.relative_to(source).parts)
         ]
+    files = [name for name in files if not is_open_here(source / name)]
     total = sum((source / name).stat().st_size for name in files)
     if total > CODE_BYTES_MAX:
         raise PreflightError(

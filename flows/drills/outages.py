@@ -21,9 +21,9 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName
 from holdfast.flows.drills.scene import Scene
 from holdfast.flows.drills.subject import Subject
+from holdfast.lineage.heal import MAGIC, set_aside
 
 PREFECT_GAP_STEPS: Final = 50
-DATABASE_GAP_S: Final = 1.5
 DATABASE_BACK_S: Final = 120.0
 # What a full disk leaves for journals and logs: no checkpoint of a stand fits in it.
 LEFT_BYTES: Final = 1 << 20
@@ -48,22 +48,32 @@ def fill_disk(scene: Scene) -> str:
 
 
 def take_database(scene: Scene) -> str:
-    """Overwrite the index with what is no database, then remove it; its flow makes it anew.
+    """Overwrite the index; who opens it next sets it aside, and its flow fills a new one.
 
     Written over in place and not cut short: who has these files in memory may still read them.
     """
     home = scene.need_stand().home
     index = home / "holdfast.db"
-    names = [path for path in (index, home / "holdfast.db-wal") if path.is_file()]
-    for path in names:
-        with open(path, "r+b") as stream:
-            stream.write(b"not a database " * (path.stat().st_size // 15))
-    time.sleep(DATABASE_GAP_S)
-    # The index itself goes last: while it is there, nobody makes a new one with files of its own.
-    for path in sorted(home.glob("holdfast.db*"), reverse=True):
-        path.unlink(missing_ok=True)
+    overwritten = 0
+    for path in (index, home / "holdfast.db-wal"):
+        if path.is_file():
+            _overwrite(path)
+            overwritten += 1
+    # As the next one to open it does; the flow reads its own pages from memory.
+    aside = set_aside(index)
+    if aside is None:
+        raise ServiceError(f"{index} was overwritten, and taken for an index")
     scene.subject.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
-    return f"{len(names)} files of the index overwritten, and removed {DATABASE_GAP_S} s later"
+    for path in home.glob(f"{aside.name}*"):
+        path.unlink(missing_ok=True)
+    return f"{overwritten} files of the index overwritten; they were set aside"
+
+
+def _overwrite(path: Path) -> None:
+    """Leave only the words that a SQLite file begins with."""
+    with open(path, "r+b") as stream:
+        stream.seek(len(MAGIC))
+        stream.write(b"not a database " * (max(0, path.stat().st_size - len(MAGIC)) // 15))
 
 
 def corrupt_checkpoint(scene: Scene) -> str:

@@ -1,29 +1,88 @@
-"""The index as a flow uses it: one that was removed is made anew."""
+"""The index as a flow uses it: one that was removed or damaged is made anew."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tests.runs import storied_run
+from tests.runs import RunFolder, storied_run
 
+from holdfast.contracts.errors import LineageError
 from holdfast.lineage import queries
 from holdfast.lineage.database import URL_VARIABLE, open_database
+from holdfast.lineage.heal import MAGIC, set_aside
 from holdfast.lineage.index import Index
 
 
 def test_a_file_that_was_removed_under_an_open_index_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand: tuple[RunFolder, Path],
 ) -> None:
-    (tmp_path / "runs").mkdir()
-    run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
-    url = f"sqlite:///{tmp_path}/index.db"
-    monkeypatch.setenv(URL_VARIABLE, url)
+    run, path = stand
     with Index() as index:
         index.update(run.paths)
-        for path in tmp_path.glob("index.db*"):
-            path.unlink()
+        for name in path.parent.glob("index.db*"):
+            name.unlink()
         index.update(run.paths)
-    with open_database(url) as database:
+    with open_database(f"sqlite:///{path}") as database:
         shown = queries.show_run(database, str(run.paths.directory), now=0.0)
     assert shown["run"]
+
+
+def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
+    stand: tuple[RunFolder, Path],
+) -> None:
+    run, path = stand
+    with Index() as index, Index() as other:
+        index.update(run.paths)
+        other.update(run.paths)
+        damage(path)
+        # What the connections have in memory is as sound as it was.
+        index.open().engine.dispose()
+        with pytest.warns(UserWarning, match="set aside as"):
+            index.update(run.paths)
+        other.update(run.paths)
+        assert (index.files, other.files) == (2, 2)
+        for one in (index, other):
+            assert queries.show_run(one.open(), str(run.paths.directory), now=0.0)["run"]
+    assert path.with_name("index.db.damaged").is_file()
+    assert set_aside(path) is None, "the new one is sound, and stays"
+
+
+def test_many_processes_meet_a_damaged_file(stand: tuple[RunFolder, Path]) -> None:
+    run, path = stand
+    path.write_bytes(MAGIC + b"and then nothing that fits" * 4096)
+    words = f"from pathlib import Path; from holdfast.lineage.index import Index; \
+from holdfast.contracts.paths import RunPaths; \
+Index().update(RunPaths(Path({str(run.paths.directory)!r})))"
+    command = [sys.executable, "-W", "ignore::UserWarning", "-c", words]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    ended = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, ended
+    with Index() as index:
+        assert queries.show_run(index.open(), str(run.paths.directory), now=0.0)["run"]
+    assert set_aside(path) is None
+
+
+def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LineageError, match="cannot be set aside"):
+        set_aside(tmp_path / "gone" / "index.db")
+
+
+@pytest.fixture
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, Path]:
+    """A run with a story, and where its index is."""
+    (tmp_path / "runs").mkdir()
+    run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    path = tmp_path / "index.db"
+    monkeypatch.setenv(URL_VARIABLE, f"sqlite:///{path}")
+    return run, path
+
+
+def damage(path: Path) -> None:
+    """Write over all but the first page of the file, and over its log."""
+    for name, start in ((path, 4096), (Path(f"{path}-wal"), 0)):
+        with open(name, "r+b") as stream:
+            stream.seek(start)
+            stream.write(b"\xa5" * max(0, name.stat().st_size - start))

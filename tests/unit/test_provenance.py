@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from holdfast.contracts.attempt import Provenance
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers.provenance import take_provenance
+from holdfast.workers.runs import create_run
 
 DIGESTS = frozenset(Provenance.model_fields)
 
@@ -98,3 +102,34 @@ def test_a_folder_without_git_is_its_files(tmp_path: Path) -> None:
     assert changed(first, take_provenance(spec(), tmp_path)) == {"code_digest"}
     nowhere = take_provenance(spec(), tmp_path / "nowhere")
     assert (nowhere.code_commit, nowhere.code_digest) == (None, None)
+
+
+@pytest.mark.parametrize("has_git", [False, True])
+def test_a_database_that_is_open_here_keeps_its_locks(tmp_path: Path, has_git: bool) -> None:
+    """Another process cannot write it while this one does; see `workers/code_files.py`."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text("print(1)\n")
+    if has_git:
+        git(folder, "init", "--quiet")
+        git(folder, "add", ".")
+        git(folder, "commit", "--quiet", "-m", "first")
+    path = folder / "index.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for words in ("PRAGMA journal_mode=WAL", "CREATE TABLE t (a)", "BEGIN IMMEDIATE"):
+            connection.execute(words)
+        take_provenance(spec(), folder)
+        snapshot = {"code": "snapshot", "working_directory": str(folder)}
+        create_run(spec(launch=snapshot), tmp_path / "runs", created_by="test")
+        assert "locked" in write_elsewhere(path)
+        connection.execute("COMMIT")
+    assert write_elsewhere(path) == ""
+
+
+def write_elsewhere(path: Path) -> str:
+    """What another process is told that would write a database at once."""
+    words = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
+    done = subprocess.run(
+        [sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.stderr

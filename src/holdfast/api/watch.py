@@ -64,6 +64,7 @@ class Watch:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._urgent: set[Path] = set()
+        self._files = store.index.files
         self._threads: list[threading.Thread] = []
         self.problems: dict[str, str] = {}
         self.round_ended_at: float | None = None
@@ -96,6 +97,7 @@ class Watch:
         """One round: everything that is due."""
         began = time.monotonic()
         self._find_runs(began)
+        self._notice_new_index()
         due = [path for path, seen in self._runs.items() if seen.is_live]
         urgent, self._urgent = self._urgent, set()
         for path in dict.fromkeys([*urgent, *due, *self._next_quiet()]):
@@ -140,6 +142,15 @@ class Watch:
             if (path / "spec.json").is_file():
                 is_live = path in live or not is_start
                 self._runs[path] = _Seen(RunPaths(path), is_live=is_live)
+
+    def _notice_new_index(self) -> None:
+        """Look at every run again when the index is another file: its rows come from disk."""
+        files = self._store.index.files
+        if files != self._files:
+            for seen in self._runs.values():
+                if seen.stamp is not None:
+                    seen.stamp, seen.is_live = (), True
+            self._files = files
 
     def _next_quiet(self) -> list[Path]:
         """Ended runs whose turn it is."""

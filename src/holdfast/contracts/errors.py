@@ -18,6 +18,7 @@ HoldfastError
 ├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
 ├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
 ├── LineageError (RuntimeError)          the database cannot be used
+│   └── DamagedIndexError                its SQLite file is damaged
 ├── QueryError (ValueError)              a page, a sort or a filter that nothing can answer
 ├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
 └── AgreementError (RuntimeError)        ranks could not agree on a step in time
@@ -135,6 +136,10 @@ class NumericsError(HoldfastError, ArithmeticError):
 
 class LineageError(HoldfastError, RuntimeError):
     """The lineage database cannot be used as it is."""
+
+
+class DamagedIndexError(LineageError):
+    """The SQLite file of the index is damaged, or is no database."""
 
 
 class QueryError(HoldfastError, ValueError):

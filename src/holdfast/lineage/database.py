@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -20,8 +21,9 @@ from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from holdfast.contracts.errors import LineageError
+from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.paths import holdfast_home
+from holdfast.lineage.heal import says_damage, set_aside, was_database
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
 BUSY_TIMEOUT_S: Final = 60
@@ -50,10 +52,14 @@ def database_url() -> str:
 
 
 class Database:
-    """A database whose schema is this version's; every error of it is a `LineageError`."""
+    """A database whose schema is this version's; every error of it is a `LineageError`.
+
+    `damage` is the one that said that its file is damaged: better not used again.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.damage: DamagedIndexError | None = None
 
     @property
     def name(self) -> str:
@@ -67,7 +73,7 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection in a transaction that sees one state of the database."""
-        with _said(self.engine.url), self.engine.connect() as connection:
+        with self._guarded(), self.engine.connect() as connection:
             level = "REPEATABLE READ" if self.is_postgresql else None
             if level:
                 connection = connection.execution_options(isolation_level=level)
@@ -77,10 +83,19 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """A connection in a transaction that may write; SQLite lets one in at a time."""
-        with _said(self.engine.url), self.engine.connect() as connection:
+        with self._guarded(), self.engine.connect() as connection:
             connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
                 yield connection
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            with _said(self.engine.url):
+                yield
+        except DamagedIndexError as error:
+            self.damage = error
+            raise
 
     def close(self) -> None:
         """Give all connections back."""
@@ -96,20 +111,41 @@ class Database:
 def open_database(url: str | None = None) -> Database:
     """The database at `url`, or at `database_url()`, ready for ingest and queries.
 
-    A SQLite file is created and its schema brought up to date; the schema of PostgreSQL, which
-    others use too, changes by `holdfast db upgrade` alone. Raises `LineageError` with what to do
-    when the database cannot be reached or its schema is not this version's.
+    A SQLite file is created and its schema brought up to date, and one that is damaged is set
+    aside first; the schema of PostgreSQL, which others use too, changes by `holdfast db upgrade`
+    alone. Raises `LineageError` with what to do when the database cannot be reached or its schema
+    is not this version's.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
         _prepare_file(parsed)
-        if _revision(parsed) != head_revision():
-            upgrade(url)
+        try:
+            _bring_up_to_date(parsed, url)
+        except DamagedIndexError as error:
+            # Any other file is somebody's, and a URL that is wrong.
+            if not was_database(Path(parsed.database or "")):
+                raise
+            replace_damaged(parsed, error)
+            _bring_up_to_date(parsed, url)
     else:
         found = _revision(parsed)
         if found != head_revision():
             raise LineageError(_schema_words(parsed, found))
     return Database(_engine(parsed))
+
+
+def replace_damaged(url: URL, error: LineageError) -> None:
+    """Make room for a new SQLite file where `error` says that the old one is damaged.
+
+    One that is sound by SQLite's own check stays. Raises `LineageError` when it cannot be moved.
+    """
+    aside = set_aside(Path(url.database or ""))
+    if aside is not None:
+        warnings.warn(
+            f"{error}. It was set aside as {aside}, and a new one is made: its rows come back "
+            "from disk as runs are looked at, all of a root's at once by `holdfast reindex ROOT`",
+            stacklevel=2,
+        )
 
 
 def upgrade(url: str | None = None, revision: str = "head") -> str:
@@ -256,6 +292,11 @@ def _use_wal(connection: sqlite3.Connection) -> None:
             time.sleep(WAL_PAUSE_S)
 
 
+def _bring_up_to_date(parsed: URL, url: str | None) -> None:
+    if _revision(parsed) != head_revision():
+        upgrade(url)
+
+
 def _revision(url: URL) -> str | None:
     engine = _engine(url, poolclass=NullPool)
     try:
@@ -313,4 +354,5 @@ def _said(url: URL) -> Iterator[None]:
             else "see that the file is a database and can be written; it is an index only: move "
             "it away and run `holdfast reindex ROOT` to build a new one"
         )
-        raise LineageError(f"{name}: {words}; {advice} ({URL_VARIABLE})") from error
+        kind = DamagedIndexError if says_damage(getattr(error, "orig", None)) else LineageError
+        raise kind(f"{name}: {words}; {advice} ({URL_VARIABLE})") from error
