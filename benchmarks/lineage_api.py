@@ -12,13 +12,14 @@ from typing import Any, Final
 import httpx
 from fastapi import FastAPI
 
-from holdfast.api.app import create_app, settle_memory
+from holdfast.api.app import create_app
 from holdfast.api.hub import Hub
 from holdfast.api.security import Exposure
 from holdfast.api.services import Services
 from holdfast.api.store import Store
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
+from holdfast.contracts.collector import settle_memory
 from holdfast.lineage.database import URL_VARIABLE
 from holdfast.lineage.index import Index
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -48,16 +47,6 @@ def create_app(services: Services) -> FastAPI:
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)
     app.add_middleware(Guard, exposure=services.exposure, answered=services.measures.answered)
     return app
-
-
-def settle_memory() -> None:
-    """Have the garbage collector pass over what is there now, which stays until the process ends.
-
-    For a program that only serves, before it begins. A full pass looks at every object of every
-    module, for a tenth of a second in the midst of some answer.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @contextlib.asynccontextmanager

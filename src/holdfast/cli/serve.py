@@ -11,6 +11,7 @@ import typer
 
 from holdfast.cli.index import choose_root, user_name
 from holdfast.cli.output import AsJson, answer, print_table, time_text, warn
+from holdfast.contracts.collector import settle_memory
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
@@ -63,7 +64,7 @@ def serve(
     """
     import uvicorn
 
-    from holdfast.api.app import create_app, settle_memory
+    from holdfast.api.app import create_app
 
     exposure = _exposure(host, name or (), require_token=require_token)
     listening = _listen(host, port)

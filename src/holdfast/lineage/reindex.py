@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,8 @@ from holdfast.lineage.database import Database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.tables import RUNS
 
+# Each takes a connection, of which there are fifteen.
+RUNS_AT_ONCE: Final = 4
 # What foreign or damaged bytes in a run's folder can raise while they are read.
 UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
 
@@ -47,8 +50,7 @@ def reindex(
         raise NotFoundError(f"{root}: no such folder; give the root that holds the runs' folders")
     report = ReindexReport(root=str(root))
     found = list_runs(root)
-    for paths in found:
-        failure = _ingest(database, paths)
+    for paths, failure in zip(found, _ingest_all(database, found), strict=True):
         if failure:
             report.failed[paths.name] = failure
         else:
@@ -64,6 +66,20 @@ def reindex(
             forget_run(database, uid)
             report.removed.append(run)
     return report
+
+
+def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
+    """Read each run anew; gives in turn why it could not be read, empty when it was."""
+    if not database.is_postgresql:
+        # SQLite lets one in at a time.
+        yield from (_ingest(database, paths) for paths in found)
+        return
+    # While the server works on the rows of one run, the folder of another is read.
+    with ThreadPoolExecutor(RUNS_AT_ONCE, thread_name_prefix="reindex") as pool:
+        try:
+            yield from pool.map(lambda paths: _ingest(database, paths), found)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _ingest(database: Database, paths: RunPaths) -> str:
