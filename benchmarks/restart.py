@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -45,9 +46,13 @@ VICTIM: Final = 1
 STEP_S: Final = 0.05
 INTERVAL_STEPS: Final = 20
 SNAPSHOT_STEPS: Final = 5
-RECOVERY_S_MAX: Final = 300.0
+RECOVERY_S_MAX: Final = 120.0
 POLL_S: Final = 0.01
 SEED: Final = 7
+
+
+class HungError(RuntimeError):
+    """A job trained no step within `RECOVERY_S_MAX`."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +97,14 @@ class Job(ABC):
         return sorted(found, key=lambda step: step.time)
 
     def wait_for_step(self, since: float) -> Step:
-        """The first step that ended after `since`."""
+        """The first step that ended after `since`. Raises `HungError`."""
         give_up = time.monotonic() + RECOVERY_S_MAX
         while time.monotonic() < give_up:
             for step in self.steps():
                 if step.time > since:
                     return step
             time.sleep(POLL_S)
-        raise SystemExit(f"{self.folder.name}: no step within {RECOVERY_S_MAX:.0f} s")
+        raise HungError(f"{self.folder.name}: no step within {RECOVERY_S_MAX:.0f} s")
 
     def kill_rank(self) -> dict[str, float]:
         """Kill the rank in the middle of training; what its recovery took."""
@@ -198,26 +203,52 @@ class Bare(Job):
         self._process.wait()
 
 
-@contextlib.contextmanager
-def jobs_in(folder: Path) -> Iterator[dict[str, Job]]:
-    """One job of each way, ended with the block."""
-    made: dict[str, Job] = {}
-    try:
-        made["spare"] = Held(folder / "spare", 0.0)
-        made["no_spare"] = Held(folder / "no_spare", "off")
-        made["torchrun"] = Bare(folder / "torchrun")
-        yield made
-    finally:
-        for job in made.values():
+WAYS: Final[dict[str, Callable[[Path], Job]]] = {
+    "spare": lambda folder: Held(folder, 0.0),
+    "no_spare": lambda folder: Held(folder, "off"),
+    "torchrun": Bare,
+}
+
+
+class Jobs:
+    """One job of each way; one that hangs is ended, and another takes its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Job] = {}
+        self.hung = dict.fromkeys(WAYS, 0)
+
+    def start(self) -> None:
+        """Start all of them; they train when this returns."""
+        for name, make in WAYS.items():
+            self._made[name] = make(self._folder / name)
+        for job in self._made.values():
+            job.wait_for_step(0.0)
+
+    def kill_rank(self, name: str) -> dict[str, float] | None:
+        """What the recovery from one killed rank took; None where the job never trained again."""
+        try:
+            return self._made[name].kill_rank()
+        except HungError as error:
+            print(error, file=sys.stderr, flush=True)
+        self.hung[name] += 1
+        self._made[name].end()
+        self._made[name] = WAYS[name](self._folder / f"{name}-{self.hung[name]}")
+        self._made[name].wait_for_step(0.0)
+        return None
+
+    def end(self) -> None:
+        """Leave nothing of them behind."""
+        for job in self._made.values():
             job.end()
 
 
-def summary(recoveries: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians, and the longest time to the first new step."""
+def summary(recoveries: list[dict[str, float]], hung: int) -> dict[str, Any]:
+    """Medians, the longest time to the first new step, and how many never trained again."""
     names = sorted({name for one in recoveries for name in one})
     middle = {n: round(median(o[n] for o in recoveries if n in o), 2) for n in names}
-    longest = round(max(one["first_step"] for one in recoveries), 2)
-    return {**middle, "longest": longest, "kills": len(recoveries)}
+    longest = round(max((one["first_step"] for one in recoveries), default=math.inf), 2)
+    return {**middle, "longest": longest, "kills": len(recoveries) + hung, "hung": hung}
 
 
 def main() -> int:
@@ -228,19 +259,20 @@ def main() -> int:
     # Whoever ends the measurement ends its jobs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chance = random.Random(SEED)
-    found: dict[str, list[dict[str, float]]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="holdfast-restart-") as folder,
-        jobs_in(Path(folder)) as jobs,
-    ):
-        for job in jobs.values():
-            job.wait_for_step(0.0)
-        for _ in range(given.kills):
-            for name, job in jobs.items():
-                time.sleep(given.train_s / len(jobs) + chance.uniform(0.0, 1.0))
-                found.setdefault(name, []).append(job.kill_rank())
-                print(name, found[name][-1], file=sys.stderr, flush=True)
-    print(json.dumps({name: summary(recoveries) for name, recoveries in found.items()}))
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    with tempfile.TemporaryDirectory(prefix="holdfast-restart-") as folder:
+        jobs = Jobs(Path(folder))
+        try:
+            jobs.start()
+            for _ in range(given.kills):
+                for name in WAYS:
+                    time.sleep(given.train_s / len(WAYS) + chance.uniform(0.0, 1.0))
+                    if recovery := jobs.kill_rank(name):
+                        found[name].append(recovery)
+                        print(name, recovery, file=sys.stderr, flush=True)
+        finally:
+            jobs.end()
+    print(json.dumps({name: summary(found[name], jobs.hung[name]) for name in WAYS}))
     return 0
 
 

@@ -19,7 +19,6 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.timeline import spans_of
 from holdfast.flows.drills.kinds import KINDS, Loss, Recovery
 from holdfast.flows.drills.stand import INTERVAL_STEPS, POLL_S, SILENCE_S, SNAPSHOT_STEPS
-from holdfast.workers.agent.lead import RESTART_PAUSE_S
 
 # What the settings of a stand say of how soon a fault is seen, none of it measured.
 DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}
@@ -195,7 +194,8 @@ def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Faul
     """What the formula takes of one fault: nothing where training was not interrupted."""
     if recovery is Recovery.UNDISTURBED:
         return []
-    wait_s = RESTART_PAUSE_S if recovery is Recovery.IN_PLACE else calibration.relaunch_s
+    # No pause before a restart in place: every fault comes after steps that were gained.
+    wait_s = 0.0 if recovery is Recovery.IN_PLACE else calibration.relaunch_s
     if kind == "kill-flow":
         # The attempt had ended when the flow was killed: another one must first begin.
         wait_s += calibration.flow_s

@@ -369,8 +369,8 @@ def trained(*faults: tuple[str, Recovery]) -> Trained:
         ((("kill-flusher", Recovery.UNDISTURBED),), 54.0),
         ((("sigterm", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 2.5),
         ((("kill-flow", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 3.0 + 2.5),
-        ((("kill-rank", Recovery.IN_PLACE),), 54.0 + 0.5 + 5 / 2 * 0.05 + 1.0 + 2.5),
-        ((("hang", Recovery.IN_PLACE),), 54.0 + 6.0 + 5 / 2 * 0.05 + 1.0 + 2.5),
+        ((("kill-rank", Recovery.IN_PLACE),), 54.0 + 0.5 + 5 / 2 * 0.05 + 2.5),
+        ((("hang", Recovery.IN_PLACE),), 54.0 + 6.0 + 5 / 2 * 0.05 + 2.5),
         ((("node-loss", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 20 / 2 * 0.05 + 1.5 + 2.5),
     ],
 )

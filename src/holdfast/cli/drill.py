@@ -89,7 +89,13 @@ def drill(
     ] = None,
     directory: Annotated[
         Path | None,
-        typer.Option(help="Where the throw-away run lies; a temporary one.", metavar="DIR"),
+        typer.Option(
+            help="An existing folder where the throw-away run is to lie; a temporary one.",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            writable=True,
+        ),
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
