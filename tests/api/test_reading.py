@@ -63,6 +63,12 @@ def test_runs_are_found_by_state_and_by_name(api: httpx.Client) -> None:
 def test_ancestry_goes_through_forks(api: httpx.Client) -> None:
     line = get(api, "/checkpoints/gpt-b:step-00000150.a0001.i01/ancestry")
     assert [one["step"] for one in line] == [150, 100, 50]
+    path = "/api/v1/checkpoints/gpt-b:step-00000150.a0001.i01/ancestry"
+    for encoding in ("gzip", "identity"):
+        answer = api.get(path, headers={"accept-encoding": encoding})
+        assert answer.json() == line
+        assert answer.headers.get("content-encoding", "identity") == encoding
+        assert answer.headers["vary"] == "Accept-Encoding"
 
 
 def test_a_log_is_read_by_stretches_and_never_outside_of_the_run(

@@ -228,8 +228,7 @@ def iso(time: float | None) -> str | None:
 
 def iso_time(time: float) -> str:
     """Unix seconds, known to be there, as ISO-8601 in UTC, to the millisecond."""
-    text = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
-    return text.removesuffix("+00:00") + "Z"
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
 def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:

@@ -7,11 +7,11 @@ from pathlib import Path as FilePath
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Path, Request, Response
-from pydantic_core import to_json
 
 from holdfast.api.access import AS_READER, Operator
 from holdfast.api.audit import audited
 from holdfast.api.jobs import Job
+from holdfast.api.long_answers import long_answer
 from holdfast.api.problems import LOG, Refusal
 from holdfast.api.schemas import (
     AskFork,
@@ -70,9 +70,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
 @router.get("/{checkpoint}/ancestry", response_model=list[reports.Ancestor])
 def show_ancestry(request: Request, checkpoint: CheckpointId) -> Response:
     """A checkpoint, its parent, that one's parent and so on, through forks, to the first."""
-    # Ten thousand of them: what was just built is written as it is, and not looked over again.
-    line = services_of(request).store.ancestry(checkpoint)
-    return Response(to_json(line), media_type="application/json")
+    return long_answer(request, services_of(request).store.ancestry(checkpoint))
 
 
 @router.post("/{checkpoint}/pin")
