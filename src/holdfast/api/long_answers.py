@@ -15,8 +15,9 @@ _GZIP: Final = 16 + zlib.MAX_WBITS
 
 def long_answer(request: Request, value: Any) -> Response:
     """`value` as JSON, not checked against its model again: it must have been built to it."""
-    content, headers = to_json(value), {"vary": "Accept-Encoding"}
+    content = to_json(value)
+    headers = {}
     if "gzip" in request.headers.get("accept-encoding", ""):
         content = zlib.compress(content, LEVEL, _GZIP)
-        headers["content-encoding"] = "gzip"
+        headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
     return Response(content, media_type="application/json", headers=headers)
