@@ -143,7 +143,11 @@ class Launcher:
                 address = f"127.0.0.1:{probe.getsockname()[1]}"
             module = [str(self.python), "-u", "-m", "dlrover.python.master.main"]
             where = ["--port", address.split(":")[1], "--node_num", "1"]
-            self.more = {**self.more, "JOB_NAME": name, "DLROVER_MASTER_ADDR": address}
+            self.more = {
+                **self.more,
+                "ELASTIC_JOB_NAME": name,
+                "DLROVER_MASTER_ADDR": address,
+            }
             self._start([*module, *where, "--job_name", name, "--platform", "local"])
             ends_at = time.monotonic() + PORT_S_MAX
             while not _answers(address) and time.monotonic() < ends_at:

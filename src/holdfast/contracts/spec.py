@@ -275,7 +275,7 @@ class Supervision(SpecPart):
         default=3, description="restarts of torchrun inside one attempt"
     )
     spare_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
-        default=10.0,
+        default=3.0,
         description="seconds of training after which a second torchrun loads and then waits",
     )
     hangs: bool = Field(default=True, description="whether silent ranks are looked into and ended")
