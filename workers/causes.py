@@ -162,14 +162,20 @@ def _of_silence(word: str, said: Sequence[str]) -> tuple[Cause, list[str]]:
     return Cause.UNKNOWN, [silence, *said]
 
 
-def hung_ending(evidence: Sequence[str], stopped_for: str = "") -> Ending:
-    """How training ended whose ranks were found to hang, by what proof.
-
-    Ranks that had said before that they stop for a bad loss hung on their way out.
-    """
-    if stopped_for:
-        return _ending(Cause.NUMERICS, [stopped_for, *evidence])
+def hung_ending(evidence: Sequence[str]) -> Ending:
+    """How training ended whose ranks were found to hang, by what proof."""
     return _ending(Cause.HANG, evidence)
+
+
+def on_the_way_out(ending: Ending, stopped_for: str) -> Ending:
+    """`ending`, of ranks that had said before, or not, that they stop for a bad loss.
+
+    If they had, that is the cause: they hung on their way out, or one was killed for being slow
+    to go. A node that was lost on the way has its own.
+    """
+    if not stopped_for or ending.cause in {Cause.NUMERICS, Cause.NODE_FAILURE}:
+        return ending
+    return _ending(Cause.NUMERICS, [stopped_for, *ending.evidence])
 
 
 def _is_hang_up(heard: dict[str, Any]) -> bool:

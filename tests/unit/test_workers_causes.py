@@ -18,6 +18,7 @@ from holdfast.workers.causes import (
     classify,
     classify_crash,
     hung_ending,
+    on_the_way_out,
 )
 from holdfast.workers.evidence import (
     TRACEBACK,
@@ -388,7 +389,13 @@ def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
         for number, action in ((1, "rollback"), (2, "warn"), (2, "stop"))
     ]
     assert [stopped_for_numerics(events, 1, number) for number in (1, 2, 3)] == ["", reason, ""]
-    ending = hung_ending(["every rank silent"], reason)
-    assert (ending.state, ending.cause) == (AttemptState.FAILED, Cause.NUMERICS)
-    assert ending.evidence == (reason, "every rank silent")
-    assert hung_ending(["every rank silent"]).cause is Cause.HANG
+    hung = hung_ending(["every rank silent"])
+    killed, _ = classify_crash([RankFailure(rank=1, exit_code=-9)])
+    assert (hung.cause, killed.cause) == (Cause.HANG, Cause.INFRASTRUCTURE)
+    for ending in (hung, killed):
+        stopped = on_the_way_out(ending, reason)
+        assert (stopped.state, stopped.cause) == (AttemptState.FAILED, Cause.NUMERICS)
+        assert stopped.evidence == (reason, *ending.evidence)
+        assert on_the_way_out(ending, "") == ending
+    lost, _ = classify_crash([], lost_nodes=["n1"])
+    assert on_the_way_out(lost, reason) == lost

@@ -27,7 +27,7 @@ from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.spares import SparePlan
 from holdfast.workers.agent.stops import StopWatch, StopWish
-from holdfast.workers.causes import Ending, hung_ending
+from holdfast.workers.causes import Ending, RankFailure, hung_ending, on_the_way_out
 from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
 
 POLL_S: Final = 0.05
@@ -438,7 +438,7 @@ class Lead:
     def _decide(self, ended: Ended, restarts: int) -> Decision:
         supervision = self.context.request.supervision
         return decide_in_place(
-            self.hung_ending() if ended.hang else ended.wreck.classify(self.lost)[0],
+            self.bad_ending(ended)[0],
             restarts=restarts,
             restarts_max=supervision.restarts_in_place,
             lost_nodes=self.lost,
@@ -448,10 +448,12 @@ class Lead:
             rolled_back=goes_on_after_numerics(*self._last_words()),
         )
 
-    def hung_ending(self) -> Ending:
-        """How the last incarnation ended, which was found to hang."""
-        assert self.last is not None
-        return hung_ending(self.last.hang, stopped_for_numerics(*self._last_words()))
+    def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:
+        """How the last incarnation ended, which crashed or hung, and the rank that failed first."""
+        ending, first = (
+            (hung_ending(ended.hang), None) if ended.hang else ended.wreck.classify(self.lost)
+        )
+        return on_the_way_out(ending, stopped_for_numerics(*self._last_words())), first
 
     def _last_words(self) -> tuple[list[Event], int, int]:
         """What rank 0 journaled, and the attempt and the incarnation that ended last."""

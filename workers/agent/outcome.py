@@ -63,17 +63,13 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     assert last is not None
     if last.ending == "completed":
         return Ending(state=AttemptState.COMPLETED, cause=None), None
-    if last.ending == "hung":
-        hung = lead.hung_ending()
-        evidence = (*hung.evidence, *([lead.verdict] if lead.verdict else []))
-        return replace(hung, evidence=evidence), None
-    if last.ending == "crashed" or wish is None:
-        if wish is None and last.ending == "stopped":
-            words = "the ranks stopped early, and nothing had asked this agent for it"
-            return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
-        ending, first = last.wreck.classify(lead.lost)
+    if wish is None and last.ending == "stopped":
+        words = "the ranks stopped early, and nothing had asked this agent for it"
+        return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
+    if last.ending in {"crashed", "hung"} or wish is None:
+        ending, first = lead.bad_ending(last)
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
-        return Ending(state=ending.state, cause=ending.cause, evidence=evidence), first
+        return replace(ending, evidence=evidence), first
     if last.ending == "killed":
         words = "training had not ended at the deadline and was killed"
         hang = f"training hung: {'; '.join(last.hang)}" if last.hang else ""
