@@ -37,7 +37,7 @@ The slowest rank counts.
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
   save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
-  whichever is worse; then SIGTERM to every rank in the middle of a step, and the time until the
+  whichever is worse, each of them between two plain copies of the tensors; then SIGTERM to every rank in the middle of a step, and the time until the
   final checkpoint is committed ÷ (the rest of that step + a copy + a raw write, measured in the
   same program).
 - Before the first step `Session` starts its flusher and plans the saves: *making the session*.

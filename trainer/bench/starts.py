@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from holdfast.trainer.bench.files import ready_pages, remove, share_out, sizes_of, write_files
 from holdfast.trainer.bench.ranks import Image, Memcpy, Program, Trained
-from holdfast.trainer.bench.saves import Saver
+from holdfast.trainer.bench.saves import Save, Saver
 
 STEADY_SAVES: Final = 3
 STEPS_MAX: Final = 10_000
 # A fraction of what lies between two saves of any real run.
 FIRST_INTERVAL_S: Final = 10.0
+# Room for a rank's share of the files, which are larger than its tensors by their headers.
+FILES_PER_TENSORS: Final = 1.25
 
 
 def main() -> None:
@@ -31,41 +33,48 @@ def main() -> None:
     trained = Trained(program.settings["state_bytes"])
     saver = Saver(program, trained, program.directory / "start")
     program.note(prepare=saver.prepared)
-    train_before_first_save(program, trained)
-    first = saver.save()
+    image = Image(trained.tensors(), round(tensor_bytes(trained) * FILES_PER_TENSORS))
+    train_before_first_save(program)
+    first, copied = save_beside_copies(program, trained, saver, image)
     program.note(**{"first.blocked": first.blocked, "first.committed": first.committed})
-    measure_steady(program, trained, saver)
+    program.note(**{"first.memcpy": copied})
+    measure_steady(program, trained, saver, image)
     ends = train_until_stopped(program, saver)
     program.facts["step_ends"] = ends
     program.finish()
 
 
-def train_before_first_save(program: Program, trained: Trained) -> None:
-    """A short interval of steps, and then all that comes before any other save.
-
-    The steps leave the processors alone, as those of an accelerator do.
-    """
+def train_before_first_save(program: Program) -> None:
+    """A short interval of steps, which leave the processors alone, as an accelerator's do."""
     for _ in range(math.ceil(FIRST_INTERVAL_S / program.settings["step_s"])):
         time.sleep(program.settings["step_s"])
         program.meet()
+
+
+def save_beside_copies(
+    program: Program, trained: Trained, saver: Saver, image: Image
+) -> tuple[Save, float]:
+    """A save, and the seconds of a plain copy of the same tensors right before and after it.
+
+    The first save and the steady ones are made in this one way, so that what differs is theirs.
+    """
     trained.update()
-    ready_pages(sum(tensor.nbytes for tensor in trained.tensors()))
+    ready_pages(tensor_bytes(trained))
+    memcpy = Memcpy(program, image)
+    memcpy.measure()
+    saved = saver.save()
+    memcpy.measure()
+    return saved, memcpy.seconds
 
 
-def measure_steady(program: Program, trained: Trained, saver: Saver) -> None:
+def measure_steady(program: Program, trained: Trained, saver: Saver, image: Image) -> None:
     """Saves after the first, each beside the limits of the same moment; pages are left ready."""
     sizes = sizes_of(saver.run.latest.resolve())
     share = share_out(sizes, program.ranks)[program.rank]
-    image = Image(trained.tensors(), sum(share.values()))
     for number in range(STEADY_SAVES):
-        trained.update()
-        ready_pages(sum(share.values()))
-        memcpy = Memcpy(program, image)
-        memcpy.measure()
-        done = saver.save()
-        memcpy.measure()
+        done, copied = save_beside_copies(program, trained, saver, image)
         program.note(**{"save.blocked": done.blocked, "save.committed": done.committed})
-        program.note(memcpy=memcpy.seconds)
+        program.note(memcpy=copied)
         raw = program.directory / f"raw-{number}"
         if program.rank == 0:
             raw.mkdir()
@@ -76,6 +85,11 @@ def measure_steady(program: Program, trained: Trained, saver: Saver) -> None:
             remove(raw)
         saver.keep_only(done.directory)
     ready_pages(sum(share.values()))
+
+
+def tensor_bytes(trained: Trained) -> int:
+    """What this rank's tensors take."""
+    return sum(tensor.nbytes for tensor in trained.tensors())
 
 
 def train_until_stopped(program: Program, saver: Saver) -> list[float]:
