@@ -37,9 +37,9 @@ The slowest rank counts.
 - *committed* is the moment when the manifest and its name are durable.
 - *first save* and *signal* are measured in programs started afresh, once for each pair: the first
   save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
-  whichever is worse, each of them between two plain copies of the tensors; then SIGTERM to every rank in the middle of a step, and the time until the
-  final checkpoint is committed ÷ (the rest of that step + a copy + a raw write, measured in the
-  same program).
+  whichever is worse, each of them between two plain copies of the tensors; then SIGTERM to every
+  rank in the middle of a step, and the time until the final checkpoint is committed ÷ (the rest
+  of that step + a copy + a raw write, measured in the same program).
 - Before the first step `Session` starts its flusher and plans the saves: *making the session*.
   The memory of its slots, two images of the state, comes beside the first steps, which only
   sleep here, as the processors do while an accelerator works. A save that is wanted sooner waits
