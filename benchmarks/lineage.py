@@ -15,12 +15,15 @@ import json
 import os
 import platform
 import random
+import shlex
+import sqlite3
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -28,11 +31,13 @@ from typing import Any, Final
 sys.path.append(str(Path(__file__).parents[1]))
 
 from benchmarks.lineage_api import took_ms
-from benchmarks.lineage_fill import CHAIN, checkpoint_name, fill, run_uid
+from benchmarks.lineage_fill import CHAIN, RUNS_WITH_METRICS, T0, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
+from benchmarks.lineage_report import render
 from tests.postgres import postgres_server
 
-from holdfast.contracts.paths import list_runs
+from holdfast.contracts.collector import settle_memory
+from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 from holdfast.lineage import cursors, pages, queries
 from holdfast.lineage.comparison import compare
@@ -43,7 +48,8 @@ from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
 
 SAMPLES: Final = 100
-SAMPLES_LARGE: Final = 10
+SAMPLES_LARGE: Final = 40
+REPEATS: Final = 3
 MANIFESTS: Final = 500
 PROCESSES: Final = 2
 SERVER: Final = {
@@ -52,9 +58,8 @@ SERVER: Final = {
     "max_wal_size": "4GB",
     "work_mem": "16MB",
 }
-# What must hold, in milliseconds at the 95th percentile.
-LIMITS_MS: Final = {"runs": 50.0, "run": 50.0, "ancestry": 100.0}
 SEED: Final = 7
+PACKAGES: Final = ("sqlalchemy", "psycopg", "fastapi", "pydantic")
 
 
 def main() -> None:
@@ -66,7 +71,12 @@ def main() -> None:
     parser.add_argument("--folders", type=int, default=20, help="run folders that are ingested")
     parser.add_argument("--page", type=Path)
     chosen = parser.parse_args()
-    told = {}
+    told: dict[str, Any] = {
+        "measured_at": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": f"python benchmarks/lineage.py {shlex.join(sys.argv[1:])}".strip(),
+        "machine": machine(),
+        "repeats": REPEATS,
+    }
     for kind in ("sqlite", "postgresql"):
         if chosen.database in (None, kind):
             with database_url(kind) as url:
@@ -93,22 +103,52 @@ def database_url(kind: str) -> Iterator[str]:
 def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, Any]:
     """Ingest first, while the database is empty, then the large one's pages."""
     figures: dict[str, Any] = {
-        "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
+        "cores": os.cpu_count(),
         "rows": {"runs": runs, "checkpoints": checkpoints},
+        "load": {},
     }
+    settle_memory()
     with open_database(url) as database:
+        figures["version"] = version_of(database)
         stages: dict[str, Callable[[], Any]] = {
             "ingest": lambda: measure_ingest(database, url, folders),
             "fill_s": lambda: round(stopwatch(lambda: fill(database, runs, checkpoints)), 1),
-            "load": lambda: round(os.getloadavg()[0], 1),
             "pages_ms": lambda: measure_pages(database, runs),
             "api_ms": lambda: measure_api(url, runs),
         }
         for name, stage in stages.items():
+            figures["load"][name.partition("_")[0]] = round(os.getloadavg()[0], 1)
             figures[name] = stage()
             # A run that is cut short has told what it had found.
             print(json.dumps({name: figures[name]}), file=sys.stderr, flush=True)
     return figures
+
+
+def machine() -> str:
+    """What it is measured on, in words."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    processor = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    return (
+        f"{os.cpu_count()} cores ({processor}), {memory:.0f} GiB, Linux {platform.release()}; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def version_of(database: Database) -> str:
+    """The database's own version."""
+    if not database.is_postgresql:
+        return f"SQLite {sqlite3.sqlite_version}"
+    with database.reading() as connection:
+        said = connection.exec_driver_sql("SHOW server_version").scalar()
+    return f"PostgreSQL {str(said).split()[0]}"
 
 
 def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
@@ -152,17 +192,23 @@ def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
 def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
     """Milliseconds of what the server's routes answer, as `measure_pages`."""
     draw = random.Random(SEED)
-    uids = [run_uid(draw.randrange(1, runs)) for _ in range(SAMPLES)]
+    uids = [run_uid(draw.randrange(1, min(runs, RUNS_WITH_METRICS))) for _ in range(SAMPLES)]
     newest = f"{run_uid(0)}:{checkpoint_name(CHAIN - 1)}"
+    order = pages.RUN_ORDERS["created"]
+    places = [
+        cursors.write_cursor(order, {"created_at": T0 + draw.randrange(runs), "uid": uid})
+        for uid in uids
+    ]
+    parts = {"": "", ", checkpoints": "/checkpoints", ", events": "/events", ", curves": "/metrics"}
     asks = {
         "runs": [["/runs"]] * SAMPLES,
+        "runs, a later page": [[f"/runs?after={place}"] for place in places],
+        "runs, last changed first": [["/runs?sort=updated"]] * SAMPLES,
         "runs, by state": [["/runs?state=running"]] * SAMPLES,
         "runs, by a text in the name": [[f"/runs?search=-{i * 97:06d}"] for i in range(SAMPLES)],
-        "run": [[f"/runs/{uid}"] for uid in uids],
-        "run with checkpoints, events and curves": [
-            [f"/runs/{uid}{part}" for part in ("", "/checkpoints", "/events", "/metrics")]
-            for uid in uids
-        ],
+        **{f"run{name}": [[f"/runs/{uid}{part}"] for uid in uids] for name, part in parts.items()},
+        "run, all four": [[f"/runs/{uid}{part}" for part in parts.values()] for uid in uids],
+        "run, of 10,000 checkpoints": [[f"/runs/{run_uid(0)}"]] * SAMPLES_LARGE,
         "ancestry, 10,000 deep": [[f"/checkpoints/{newest}/ancestry"]] * SAMPLES_LARGE,
     }
     return {name: cuts(took) for name, took in took_ms(url, asks).items()}
@@ -199,28 +245,66 @@ def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         root = Path(folder)
         make_folders(root, count, MANIFESTS)
-        total = count * MANIFESTS
-        read_s = stopwatch(lambda: read_all(root))
-        ingest_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
-        again_s = stopwatch(lambda: ingest_all(url, [str(p.directory) for p in list_runs(root)]))
-        reindex_s = stopwatch(lambda: reindex(database, root))
-        with database.writing() as connection:
-            connection.exec_driver_sql("DELETE FROM runs")
+        os.sync()
         folders = [str(paths.directory) for paths in list_runs(root)]
         halves = [folders[index::PROCESSES] for index in range(PROCESSES)]
+
+        def rate(act: Callable[[], object], before: Callable[[], object]) -> int:
+            return round(count * MANIFESTS / seconds(act, before))
+
+        def empty() -> None:
+            clear(database)
+
+        def empty_and_let_go() -> None:
+            clear(database)
+            let_go(root)
+
         with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
             list(pool.map(ingest_all, [url] * PROCESSES, [[]] * PROCESSES))
-            both_s = stopwatch(lambda: list(pool.map(ingest_all, [url] * PROCESSES, halves)))
-        with database.writing() as connection:
-            connection.exec_driver_sql("DELETE FROM runs")
-    return {
-        "manifests": total,
-        "manifests_per_s": round(total / ingest_s),
-        "manifests_per_s_two_processes": round(total / both_s),
-        "unchanged_manifests_per_s": round(total / again_s),
-        "reindex_s": round(reindex_s, 2),
-        "raw_read_s": round(read_s, 2),
-    }
+            told = {
+                "manifests": float(count * MANIFESTS),
+                "manifests/s, one process": rate(lambda: ingest_all(url, folders), empty),
+                "manifests/s, one process, again": rate(
+                    lambda: ingest_all(url, folders), lambda: None
+                ),
+                "manifests/s, two processes": rate(
+                    lambda: list(pool.map(ingest_all, [url] * PROCESSES, halves)), empty
+                ),
+            }
+        told |= {
+            "manifests/s, reindex": rate(lambda: reindex(database, root), empty),
+            "reindex over the same rows, s": seconds(lambda: reindex(database, root), lambda: None),
+            "reindex, cold, s": seconds(lambda: reindex(database, root), empty_and_let_go),
+            "raw read, cold, s": seconds(lambda: read_all(root), lambda: let_go(root)),
+            "raw read, warm, s": seconds(lambda: read_all(root), lambda: None),
+        }
+        empty()
+    return {name: round(value, 2) if value < 100 else round(value) for name, value in told.items()}
+
+
+def seconds(act: Callable[[], object], before: Callable[[], object]) -> float:
+    """The median of some runs of `act`, each after `before`."""
+    took = []
+    for _ in range(REPEATS):
+        before()
+        took.append(stopwatch(act))
+    return statistics.median(took)
+
+
+def clear(database: Database) -> None:
+    """Empty the index."""
+    words = "TRUNCATE runs CASCADE" if database.is_postgresql else "DELETE FROM runs"
+    with database.writing() as connection:
+        connection.exec_driver_sql(words)
+
+
+def let_go(root: Path) -> None:
+    """Have the machine forget the contents of every file under `root`."""
+    for place, _, names in os.walk(root):
+        for name in names:
+            handle = os.open(f"{place}/{name}", os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
 
 
 def stopwatch(act: Callable[[], object]) -> float:
@@ -232,8 +316,7 @@ def stopwatch(act: Callable[[], object]) -> float:
 
 def ingest_all(url: str, folders: list[str]) -> None:
     """Ingest runs one after another, as a flow or a server does."""
-    from holdfast.contracts.paths import RunPaths
-
+    settle_memory()
     with open_database(url) as database:
         for folder in folders:
             ingest_run(database, RunPaths(Path(folder)))
@@ -246,43 +329,6 @@ def read_all(root: Path) -> int:
         for place, _, names in os.walk(root)
         for name in names
     )
-
-
-def render(told: dict[str, Any]) -> str:
-    """The figures as a page."""
-    lines = [
-        "# The index at a million checkpoints",
-        "",
-        "Written by `python benchmarks/lineage.py --page docs/benchmarks-lineage.md`.",
-        "",
-    ]
-    for kind, figures in told.items():
-        rows = figures["rows"]
-        size = f"{rows['checkpoints']:,} checkpoints in {rows['runs']:,} runs"
-        lines += [
-            f"## {kind}",
-            "",
-            f"{figures['machine']}; {size}, made in {figures['fill_s']:.0f} s.",
-            f"Other programs ran beside it: load average {figures['load']}.",
-            "",
-            "| answer | median ms | p95 ms | limit at the API |",
-            "|---|---:|---:|---:|",
-        ]
-        for where in ("api_ms", "pages_ms"):
-            lines += [row_of(where, name, took) for name, took in figures[where].items()]
-        lines += ["", "| ingest from disk | |", "|---|---:|"]
-        lines += [f"| {k.replace('_', ' ')} | {v:,} |" for k, v in figures["ingest"].items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def row_of(where: str, name: str, took: dict[str, float]) -> str:
-    """One line of the table of answers."""
-    is_api = where == "api_ms"
-    limit = LIMITS_MS.get(name.split(",")[0]) if is_api else None
-    told_limit = f"{limit:.0f}" if limit else ""
-    place = "API" if is_api else "index"
-    return f"| {place}: {name} | {took['p50']:.1f} | {took['p95']:.1f} | {told_limit} |"
 
 
 if __name__ == "__main__":

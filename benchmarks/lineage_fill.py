@@ -103,7 +103,7 @@ _RUNS = (
     f"'/runs/run-' || {_pad('i', 6)}, CASE i % 20 WHEN 0 THEN 'running' WHEN 1 THEN 'failed' ELSE "
     f"'completed' END, CAST('{{spec}}' AS {{json}}), {_DIGEST}, {T0} + i, 'bench', {{each}} * "
     f'{STEP}, {T0} + 2 * i, {T0} + 2 * i, CAST(\'{{"ettr": 0.9, "total_s": 1000.0}}\' AS '
-    "{json}), '' FROM n"
+    "{json}), 'filled' FROM n"
 ).replace("{last}", "{runs} - 1")
 
 _ATTEMPTS = (

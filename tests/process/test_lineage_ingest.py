@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,7 @@ from tests.postgres import PostgresServer
 from tests.runs import RunFolder, storied_run
 
 from holdfast.contracts.errors import NotFoundError
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, RunPaths, list_runs
 from holdfast.lineage import models, queries, views
 from holdfast.lineage.database import Database, open_database, upgrade
@@ -354,3 +355,20 @@ def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path:
         queries.find_run(database, "sane")
     with pytest.raises(NotFoundError, match="expected <run>:step"):
         queries.find_checkpoint(database, "same:latest")
+
+
+def test_the_account_of_a_live_run_follows_its_lines(database: Database, tmp_path: Path) -> None:
+    now = time.time()
+    folder = RunFolder(tmp_path, "lives", "a" * 32, created_at=now - 100)
+    attempt = folder.submit(1, 2, now - 90)
+    folder.claim(1, now - 80)
+    folder.launch(1, 1, 0, None)
+    for saves in (1, 2):
+        time.sleep(0.05)
+        with JournalWriter(attempt.rank_journal) as journal:
+            journal.append(EventKind.STAGED, attempt=1, incarnation=1, blocked_s=0.02)
+        ingest_run(database, folder.paths)
+        for until in (now + 1000, now + 2000):
+            goodput = queries.show_run(database, "lives", now=until)["goodput"]
+            assert goodput["blocked_s"] == pytest.approx(0.02 * saves)
+            assert goodput["total_s"] == pytest.approx(until - now + 100)

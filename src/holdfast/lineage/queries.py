@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, Select, and_, func, or_, select
 
 from holdfast.contracts.goodput import Span, account, prices_of
 from holdfast.contracts.paths import CheckpointName
@@ -33,6 +33,14 @@ from holdfast.lineage.retained import reasons_of
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
 
 EVENTS_MAX: Final = 1000
+# Those of ten thousand saves take a megabyte.
+SPANS_MAX: Final = 32
+_SPANS: Final[dict[tuple[str, str], Sequence[Span]]] = {}
+# What of a checkpoint is drawn in a graph.
+_DRAWN: Final = (
+    *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
+    *("parent", "parent_uid", "parent_name"),
+)
 
 __all__ = (
     "RunRef",
@@ -97,7 +105,7 @@ def show_run(
         launches = _launches(connection, row)
         is_live = RunState(row["state"]).is_live
         goodput = None if is_live else row["goodput"]
-        spans = [] if goodput else _spans(connection, row, attempts, launches)
+        spans = [] if goodput else _known_spans(connection, row, attempts, launches)
     # The account of an ended run stands in its row; the others' goes on until now.
     goodput = goodput or asdict(
         account(
@@ -120,7 +128,7 @@ def list_checkpoints(
     """All checkpoints that were ever committed in a run, oldest first, the deleted ones too."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
-        checkpoints = _checkpoints(connection, row)
+        checkpoints = rows_of(connection, _in_order(row))
         reasons = reasons_of(connection, row, checkpoints)
     return [
         views.checkpoint_view(row["run"], checkpoint, reason)
@@ -136,7 +144,8 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
     """
     with database.reading() as connection:
         row = run_row(connection, run, root)
-        checkpoints = _checkpoints(connection, row)
+        drawn = [CHECKPOINTS.c[name] for name in _DRAWN]
+        checkpoints = rows_of(connection, _in_order(row).with_only_columns(*drawn))
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
         edges = _edges_about(connection, row)
         children = _children(connection, row)
@@ -171,7 +180,8 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
     by_id = {node["id"]: node for node in reversed(nodes)}
     for edge in shown:
         for end, is_export in ((edge["from"], False), (edge["to"], edge["kind"] == "exported_to")):
-            by_id.setdefault(end, _other_node(end, is_export=is_export))
+            if end not in by_id:
+                by_id[end] = _other_node(end, is_export=is_export)
     known = list({node["id"]: None for node in nodes} | dict.fromkeys(by_id))
     unique = {tuple(edge.values()): edge for edge in shown}
     return views.Graph(nodes=[by_id[one] for one in known], edges=list(unique.values()))
@@ -190,10 +200,10 @@ def list_events(
     return [views.event_view(row["run"], event) for event in reversed(found)]
 
 
-def _checkpoints(connection: Connection, run: Row) -> list[Row]:
+def _in_order(run: Row) -> Select[Any]:
+    """A query for a run's checkpoints, oldest first."""
     columns = CHECKPOINTS.c
-    query = rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.incarnation)
-    return rows_of(connection, query)
+    return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.incarnation)
 
 
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
@@ -203,6 +213,24 @@ def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
     for row in rows_of(connection, query):
         launches[row["attempt"]].append(row)
     return launches
+
+
+def _known_spans(
+    connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
+) -> Sequence[Span]:
+    """`_spans`, or what they were when the run's folder was last asked about as it is now.
+
+    A long run has a line for each of its saves, and many pages are open on a run that lives.
+    """
+    # With a fingerprint the rows are those of the folder at one moment.
+    key = run["uid"], run["fingerprint"]
+    spans = _SPANS.get(key)
+    if spans is None or not run["fingerprint"]:
+        spans = tuple(_spans(connection, run, attempts, launches))
+        while len(_SPANS) >= SPANS_MAX:
+            _SPANS.pop(next(iter(_SPANS)), None)
+        _SPANS[key] = spans
+    return spans
 
 
 def _spans(
