@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Select, and_, func, or_, select
+from sqlalchemy import Connection, Engine, Select, and_, func, or_, select
 
 from holdfast.contracts.goodput import Span, account, prices_of
 from holdfast.contracts.paths import CheckpointName
@@ -35,7 +37,11 @@ from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARN
 EVENTS_MAX: Final = 1000
 # Those of ten thousand saves take a megabyte.
 SPANS_MAX: Final = 32
-_SPANS: Final[dict[tuple[str, str], Sequence[Span]]] = {}
+# By database, then by run's uid and fingerprint, the newest last.
+_SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] = (
+    WeakKeyDictionary()
+)
+_KEEPING_SPANS: Final = threading.Lock()
 # What of a checkpoint is drawn in a graph.
 _DRAWN: Final = (
     *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
@@ -224,12 +230,15 @@ def _known_spans(
     """
     # With a fingerprint the rows are those of the folder at one moment.
     key = run["uid"], run["fingerprint"]
-    spans = _SPANS.get(key)
+    with _KEEPING_SPANS:
+        kept = _SPANS.setdefault(connection.engine, {})
+        spans = kept.get(key)
     if spans is None or not run["fingerprint"]:
         spans = tuple(_spans(connection, run, attempts, launches))
-        while len(_SPANS) >= SPANS_MAX:
-            _SPANS.pop(next(iter(_SPANS)), None)
-        _SPANS[key] = spans
+        with _KEEPING_SPANS:
+            while len(kept) >= SPANS_MAX:
+                del kept[next(iter(kept))]
+            kept[key] = spans
     return spans
 
 
