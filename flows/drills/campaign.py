@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import threading
 import time
 from collections import deque
@@ -191,6 +192,8 @@ class Lane:
         stand.end_attempts()
         with contextlib.suppress(HoldfastError):
             campaign.trained.append(_account(scene.subject.paths, done))
+        # The place's disk is as small as one run needs it for a disk that fills up.
+        shutil.rmtree(scene.subject.paths.directory, ignore_errors=True)
 
     def _calibrate(self) -> None:
         """A run without faults, relaunched once by an operator, and ended by one."""
