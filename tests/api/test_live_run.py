@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -102,7 +103,11 @@ def _checkpoints(api: httpx.Client) -> list[dict[str, Any]]:
 
 
 def _listen(url: str, heard: list[str]) -> None:
-    with httpx.stream("GET", f"{url}events", timeout=None) as stream:
+    # The stream ends with the server.
+    with (
+        contextlib.suppress(httpx.TransportError),
+        httpx.stream("GET", f"{url}events", timeout=None) as stream,
+    ):
         for line in stream.iter_lines():
             if line.startswith("event: "):
                 heard.append(line.removeprefix("event: "))

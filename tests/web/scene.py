@@ -32,6 +32,9 @@ HOUR: Final = 3600.0
 STEP_S: Final = 1.2
 STATE_BYTES: Final = 1_083_000_000
 LIVE: Final = "gpt-90m"
+# The step that the live run is at; the one of three steps before is on its way to storage.
+NEWEST: Final = 16_503
+COPY_S: Final = 41.5
 FIELDS: Final[dict[str, Any]] = {
     "resources": {"gpus_per_node": 8},
     "cost": {"gpu_hour": 2.1, "on_demand_per_gpu_hour": 4.2},
@@ -61,6 +64,8 @@ class Telling:
         self.run = RunFolder(root, name, uid * 32, FIELDS | fields, created_at=began, **own)
         self.parent: str | None = own.get("forked_from")
         self.step = 0
+        # Unix seconds; nothing that is committed later is in the mirror.
+        self.mirrored_until = 0.0
 
     def tell(self, at: float, writer: str, kind: EventKind, **data: Any) -> None:
         with clock(at):
@@ -101,14 +106,10 @@ class Telling:
             # Holes: the size of a real one, and none of its room.
             os.truncate(path, entry.bytes)
         self.parent = f"{self.run.name}:{name}"
-
-    def mirror(self, upto: int, at: float) -> None:
-        """The mirror has every checkpoint up to a step."""
-        for name in self.run.paths.list_checkpoint_names():
-            if name.step <= upto:
-                facts = {"url": "s3://team-runs/gpt-90m", "bytes": STATE_BYTES, "seconds": 41.5}
-                kind = EventKind.MIRRORED
-                self.tell(at, "mirror", kind, checkpoint=str(name), step=name.step, **facts)
+        if at + COPY_S < self.mirrored_until:
+            copied = {"url": "s3://team-runs/gpt-90m", "bytes": STATE_BYTES, "seconds": COPY_S}
+            kind = EventKind.MIRRORED
+            self.tell(at + COPY_S, "mirror", kind, checkpoint=name, step=step, **copied)
 
     def stage(self, step: int, number: int, at: float) -> None:
         """A save that is in memory and on its way."""
@@ -156,6 +157,7 @@ def lay_out(root: Path, now: float) -> None:
 def tell_live(root: Path, now: float) -> None:
     """Preempted, gone on at half the size, lost a node, and at work again."""
     told = Telling(root, LIVE, "a", now - 6 * HOUR)
+    told.mirrored_until = now - 12 * MINUTE
     told.tell(now - 6 * HOUR, "flow", EventKind.SUPERVISED, host="login", pid=7, flow_run="flow-1")
     at = now - 6 * HOUR
     told.begin(1, 8, at, queued_s=8 * MINUTE, host="gpu-03")
@@ -174,21 +176,20 @@ def tell_live(root: Path, now: float) -> None:
     )
     decide(told, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
     at += 2 * MINUTE
-    told.begin(2, 4, at, queued_s=11 * MINUTE, host="gpu-11")
+    told.begin(2, 4, at, queued_s=5 * MINUTE, host="gpu-11")
     told.tell(at + 15 * MINUTE, "cli", EventKind.PINNED, by="mia", note="for the paper", **first())
-    at = told.train(2, 4, 8_930, at + 12 * MINUTE)
+    at = told.train(2, 4, 8_930, at + 6 * MINUTE)
     with clock(at):
         told.run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
     decide(told, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
     told.step = 8_500
-    told.begin(3, 8, at + MINUTE, queued_s=3 * MINUTE, host="gpu-03")
-    start = at + 5 * MINUTE
-    told.train(3, 8, 8_500 + int((now - start) / STEP_S), start)
+    told.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")
+    told.train(3, 8, NEWEST - 4, now - (NEWEST - 8_500) * STEP_S)
+    told.step = NEWEST
     for name in ("step-00000500.a0001.i01", "step-00001000.a0001.i01"):
         with clock(now - 3 * HOUR):
             told.run.delete(name, "keep.last 4: it is older")
-    told.mirror(told.step - 600, now - 4 * MINUTE)
-    told.stage(told.step, 3, now - 4)
+    told.stage(NEWEST - 3, 3, now - 4)
     facts = {"ok": True, "by": "mia", "bytes": STATE_BYTES, "damaged": []}
     told.tell(now - 2 * HOUR, "cli", EventKind.VERIFIED, **first(), **facts)
     export = {"format": "safetensors", "path": "/exports/gpt-90m-5000"}

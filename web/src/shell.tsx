@@ -13,7 +13,7 @@ import { useTheme, type Theme } from "./theme";
 
 const PAGES = [
   ["/", "Runs"],
-  ["/goodput", "Goodput & cost"],
+  ["/goodput", "Goodput"],
   ["/nodes", "Nodes"],
   ["/storage", "Storage"],
   ["/compare", "Compare"],

@@ -1,6 +1,6 @@
 // One checkpoint: what it is made of, where it came from, how to go on from it.
 import { Link, useParams } from "@tanstack/react-router";
-import { useState } from "react";
+import { Fragment, useState } from "react";
 import { useMayAct } from "../api/session";
 import { useAncestry, useCheckpoint } from "../api/queries";
 import type { Ancestor, CheckpointDetail } from "../api/types";
@@ -115,7 +115,7 @@ function Body({ one }: { one: CheckpointDetail }) {
       <StageLine one={one} />
       <Facts
         facts={[
-          ["Why it is kept or gone", one.reason],
+          ["Why it is kept or gone", <span className="whole">{one.reason}</span>],
           ["Saved for", one.saved_for ? plain(one.saved_for) : null],
           ["Attempt", `${one.attempt}, launch ${one.incarnation}`],
           ["GPUs", count(one.world_size)],
@@ -125,23 +125,27 @@ function Body({ one }: { one: CheckpointDetail }) {
           ["Flush", span(one.flush_s)],
           ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
           ["Mirror", one.mirror],
-          ...metrics.map(([name, value]): [string, string] => [name, figure(value)]),
+          ...metrics.map(([name, value]): [string, string] => [plain(name), figure(value)]),
           ["Checksum", one.checksum ? <code>{one.checksum}</code> : null],
         ]}
       />
       {commands.length > 0 ? (
         <section className="section">
           <h2>Go on from here</h2>
-          {commands.map(([name, command]) => (
-            <div key={name} className="section">
-              <h3>{plain(name)}</h3>
-              <Copy text={command} label={plain(name)} />
-            </div>
-          ))}
+          <div className="commands">
+            {commands.map(([name, command]) => (
+              <Fragment key={name}>
+                <h3>{plain(name)}</h3>
+                <Copy text={command} label={plain(name)} />
+              </Fragment>
+            ))}
+          </div>
         </section>
       ) : null}
-      <section className="section"><h2>Ancestry</h2><Ancestry id={one.id} /></section>
-      <section className="section"><h2>Files</h2><Files one={one} /></section>
+      <div className="halves">
+        <section className="section"><h2>Ancestry</h2><Ancestry id={one.id} /></section>
+        <section className="section"><h2>Files</h2><Files one={one} /></section>
+      </div>
     </>
   );
 }

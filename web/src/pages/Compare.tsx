@@ -23,15 +23,19 @@ function show(name: string, value: unknown): string {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
+const isTold = (value: unknown): boolean => value !== null && value !== undefined && value !== "";
+
 function Rows({ facts, all }: { facts: Fact[]; all: boolean }) {
   return facts
-    .filter((fact) => all || !fact.is_same)
+    .filter((fact) => all || (!fact.is_same && (isTold(fact.one) || isTold(fact.other))))
     .map(({ name, one, other, is_same: same }) => (
       <tr key={name} className={same === false ? "differs" : undefined}>
-        <td className="nowrap">{plain(name)}</td>
-        <td className="prose">{show(name, one)}</td>
-        <td className="prose">{show(name, other)}</td>
-        <td className="nowrap">{same === null ? "not known" : same ? "same" : "differs"}</td>
+        <td>{plain(name)}</td>
+        <td className="prose breaks">{show(name, one)}</td>
+        <td className="prose breaks">{show(name, other)}</td>
+        <td className="nowrap wide-only">
+          {same === null ? "not known" : same ? "same" : "differs"}
+        </td>
       </tr>
     ));
 }
@@ -98,16 +102,16 @@ function Outcome({ a, b }: { a: string; b: string }) {
               </label>
             </div>
             <div className="table-wrap" tabIndex={0} role="region" aria-label="Comparison">
-              <table>
+              <table className="sides">
                 <thead>
                   <tr>
                     <th scope="col">Fact</th>
                     {[told.one, told.other].map((id, side) => (
-                      <th key={`${side}${id}`} scope="col">
+                      <th key={`${side}${id}`} scope="col" className="breaks">
                         <Link to="/checkpoints/$id" params={{ id }}>{id}</Link>
                       </th>
                     ))}
-                    <th scope="col">Verdict</th>
+                    <th scope="col" className="wide-only">Verdict</th>
                   </tr>
                 </thead>
                 <tbody>

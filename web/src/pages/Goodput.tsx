@@ -38,8 +38,9 @@ function Line({ run }: { run: Counted }) {
       <td>
         <Link to="/runs/$run" params={{ run: run.run }}>{run.run}</Link>
         <div className="second"><State state={run.state} /></div>
+        <div className="narrow-only"><GoodputBar parts={goodput} /></div>
       </td>
-      <td><GoodputBar parts={goodput} /></td>
+      <td className="wide-only"><GoodputBar parts={goodput} /></td>
       <td className="number">{percent(goodput.ettr)}</td>
       <td className="number wide-only">{span(goodput.total_s)}</td>
       <td className="number wide-only">{span(goodput.lost_s)}</td>
@@ -61,11 +62,11 @@ function Totals({ runs }: { runs: Counted[] }) {
           ["Productive", percent(total.total_s > 0 ? total.training_s / total.total_s : null)],
           ["Time of all runs", span(total.total_s)],
           ["GPU hours", total.gpu_hours.toFixed(1)],
-          ["of these, spent on preemptions", total.preemption_gpu_hours.toFixed(1)],
+          ["GPU hours preempted", total.preemption_gpu_hours.toFixed(1)],
           ["Steps trained twice", count(total.steps_lost)],
           ["Cost", moneyOf(runs, "cost")],
           ["Cost of preemptions", moneyOf(runs, "preemption_cost")],
-          ["Saved against on-demand", moneyOf(runs, "saved")],
+          ["Saved on spot prices", moneyOf(runs, "saved")],
         ]}
       />
       <GoodputBar parts={parts} />
@@ -98,7 +99,7 @@ export function GoodputPage() {
                 <thead>
                   <tr>
                     <th scope="col">Run</th>
-                    <th scope="col">Where its time went</th>
+                    <th scope="col" className="wide-only">Where its time went</th>
                     <th scope="col" className="number">Productive</th>
                     <th scope="col" className="number wide-only">Time</th>
                     <th scope="col" className="number wide-only">Lost</th>

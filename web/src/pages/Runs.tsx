@@ -43,10 +43,10 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "goodput", header: "Goodput", meta: { wide: true },
     accessorFn: (run) => run.goodput?.ettr ?? -1,
     cell: ({ row: { original: run } }) => run.goodput && run.goodput.ettr > 0 ? (
-      <>
+      <div className="beside">
         <GoodputBar parts={run.goodput} />
-        <div className="second">{percent(run.goodput.ettr)} productive</div>
-      </>
+        <span>{percent(run.goodput.ettr)}</span>
+      </div>
     ) : <span className="muted">–</span> },
   { id: "loss", header: "Loss", meta: { wide: true }, enableSorting: false,
     cell: ({ row: { original: run } }) => (

@@ -71,7 +71,7 @@ function Line({ row }: { row: StorageRow }) {
           <div className="second wide-only clip" title={row.root}>{row.root}</div>
         </td>
         <td className="wide-only"><State state={row.state} /></td>
-        <td className="number">{count(row.kept)}</td>
+        <td className="number wide-only">{count(row.kept)}</td>
         <td className="number">{bytes(row.kept_bytes)}</td>
         <td className="number wide-only">{count(row.damaged)}</td>
         <td className="number wide-only">{count(row.deleted)}</td>
@@ -119,7 +119,7 @@ export function Storage() {
                   <tr>
                     <th scope="col">Run</th>
                     <th scope="col" className="wide-only">State</th>
-                    <th scope="col" className="number">Kept</th>
+                    <th scope="col" className="number wide-only">Kept</th>
                     <th scope="col" className="number">Size</th>
                     <th scope="col" className="number wide-only">Damaged</th>
                     <th scope="col" className="number wide-only">Deleted</th>

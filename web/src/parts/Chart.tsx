@@ -18,8 +18,9 @@ interface Props {
   marks: Mark[];
 }
 
-const HEIGHT = 220;
+const HEIGHT = 200;
 const MARK_GAP_PX = 14;
+const MARK_ROW_PX = 13;
 
 const probe = document.createElement("span");
 probe.hidden = true;
@@ -31,12 +32,12 @@ function colour(name: string): string {
   return getComputedStyle(probe).color;
 }
 
-/** Vertical lines with their words; words that would overlap are left out, lines never. */
+/** Vertical lines with their words; words that would overlap take a second row or are left out. */
 function drawMarks(marks: Mark[]) {
   return (plot: uPlot) => {
     const { ctx, bbox } = plot;
     const ratio = window.devicePixelRatio || 1;
-    let free = Number.NEGATIVE_INFINITY;
+    const free = [Number.NEGATIVE_INFINITY, Number.NEGATIVE_INFINITY];
     ctx.save();
     ctx.textAlign = "left";
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
@@ -53,10 +54,11 @@ function drawMarks(marks: Mark[]) {
       // A word at the right edge stands on the left of its line.
       const left = x + width + 8 * ratio > bbox.left + bbox.width ? x - width - 4 * ratio
         : x + 4 * ratio;
-      if (left < free) continue;
+      const row = free.findIndex((end) => left >= end);
+      if (row < 0) continue;
       ctx.fillStyle = colour("ink");
-      ctx.fillText(mark.word, left, bbox.top - 5 * ratio);
-      free = left + width + MARK_GAP_PX * ratio;
+      ctx.fillText(mark.word, left, bbox.top - (5 + row * MARK_ROW_PX) * ratio);
+      free[row] = left + width + MARK_GAP_PX * ratio;
     }
     ctx.restore();
   };
@@ -69,15 +71,15 @@ const axis = (label: string): uPlot.Axis => ({
   ticks: { stroke: () => colour("line"), width: 1 },
   font: "12px system-ui, sans-serif",
   labelFont: "12px system-ui, sans-serif",
-  labelSize: 18,
-  size: label ? 42 : 30,
+  labelSize: 14,
+  size: 28,
 });
 
 function options({ label, xLabel, marks }: Props, width: number): uPlot.Options {
   return {
     width,
     height: HEIGHT,
-    padding: [22, 12, 0, 4],
+    padding: [32, 12, 0, 4],
     scales: { x: { time: false } },
     cursor: { points: { size: 7 } },
     axes: [

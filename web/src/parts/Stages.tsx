@@ -7,8 +7,15 @@ import { Shape, Time } from "./basics";
 
 const LEGEND = ["staged", "durable", "verified", "mirrored", "damaged", "deleted"] as const;
 
+interface StageProps {
+  stage: Stage;
+  mirrored?: boolean | null | undefined;
+}
+
 /** The icon of a stage, and a second one for a copy elsewhere; the words are for every reader. */
-export function StageIcon({ stage, mirrored }: { stage: Stage; mirrored?: boolean | null }) {
+export function StageIcon({ stage, mirrored: copied }: StageProps) {
+  // Of a deleted one the copy is gone, too.
+  const mirrored = copied && stage !== "deleted";
   const words = mirrored ? `${STAGE_WORDS[stage]}; ${STAGE_WORDS.mirrored}` : STAGE_WORDS[stage];
   return (
     <span className="stage" title={words}>
@@ -19,11 +26,14 @@ export function StageIcon({ stage, mirrored }: { stage: Stage; mirrored?: boolea
 }
 
 /** The stage in words, as a table's cell has it. */
-export function StageState({ stage, mirrored }: { stage: Stage; mirrored?: boolean | null }) {
+export function StageState({ stage, mirrored }: StageProps) {
   return (
     <span className="state">
       <StageIcon stage={stage} mirrored={mirrored ?? null} />
-      <span>{stage}{mirrored ? ", mirrored" : ""}</span>
+      <span>
+        {stage}
+        {mirrored && stage !== "deleted" ? <span className="wide-only">, mirrored</span> : null}
+      </span>
     </span>
   );
 }

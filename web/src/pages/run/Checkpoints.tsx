@@ -28,7 +28,9 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
     cell: ({ row: { original: one } }) => (
       <>
         {one.reason}
-        <div className="second narrow-only">{bytes(one.bytes)}</div>
+        <div className="second narrow-only">
+          {bytes(one.bytes)} · <Time at={one.committed_at} />
+        </div>
       </>
     ) },
   { id: "saved_for", header: "Saved for", accessorKey: "saved_for", meta: { wide: true },
@@ -44,7 +46,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
     cell: ({ row: { original: one } }) => span(one.blocked_s) },
   { id: "flush", header: "Flush", accessorKey: "flush_s", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => span(one.flush_s) },
-  { id: "committed", header: "Committed", meta: { number: true },
+  { id: "committed", header: "Committed", meta: { number: true, wide: true },
     accessorFn: (one) => when(one.committed_at) ?? 0,
     cell: ({ row: { original: one } }) => <Time at={one.committed_at} /> },
 ];

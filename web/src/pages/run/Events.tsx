@@ -3,13 +3,14 @@ import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { useEvents } from "../../api/queries";
 import type { Event } from "../../api/types";
-import { exact } from "../../format";
+import { bytes, count, exact, figure, span } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
 import { plain } from "../../states";
 
 const KINDS = [
   "attempt_submitted", "attempt_state", "attempt_ended", "decision", "operator_request",
-  "resumed", "staged", "committed", "save_failed", "signal", "notice", "stop_agreed",
+  "resumed", "staged", "committed", "verified", "mirrored", "mirror_failed", "save_failed",
+  "signal", "notice", "stop_agreed",
   "rolled_back", "numerics", "hang_confirmed", "straggler", "node_lost", "node_silent", "pinned",
   "checkpoint_deleted", "exported", "forked", "note",
 ];
@@ -17,6 +18,7 @@ const WORDS_MAX = 280;
 
 const DIGEST = /^[0-9a-f]{32,}$/;
 const DIGEST_SHOWN = 12;
+const SECONDS = /(?<!_per)_s$|^seconds$/;
 
 /** A fact for people: times as such, digests by their beginning, nested things as JSON. */
 function show(key: string, value: unknown): string {
@@ -25,6 +27,11 @@ function show(key: string, value: unknown): string {
     return value.join("; ");
   }
   if (typeof value === "object") return JSON.stringify(value);
+  if (typeof value === "number") {
+    if (key === "bytes" || key.endsWith("_bytes")) return bytes(value);
+    if (SECONDS.test(key)) return span(value);
+    return Number.isInteger(value) ? count(value) : figure(value);
+  }
   const text = String(value);
   return DIGEST.test(text) ? `${text.slice(0, DIGEST_SHOWN)}…` : text;
 }
@@ -34,7 +41,7 @@ function words(data: Record<string, unknown>): string {
   const told = Object.entries(data)
     .filter(([key]) => key !== "attempt")
     .filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && !value[0]))
-    .map(([key, value]) => `${plain(key)} ${show(key, value)}`);
+    .map(([key, value]) => `${plain(key.replace(SECONDS, ""))} ${show(key, value)}`.trim());
   const text = told.join(" · ");
   return text.length > WORDS_MAX ? `${text.slice(0, WORDS_MAX)}…` : text;
 }
@@ -42,10 +49,13 @@ function words(data: Record<string, unknown>): string {
 function Line({ event }: { event: Event }) {
   return (
     <tr>
-      <td className="nowrap"><Time at={event.time} /></td>
-      <td className="nowrap">{plain(event.kind)}</td>
+      <td className="nowrap">
+        <Time at={event.time} />
+        <div className="narrow-only">{plain(event.kind)}</div>
+      </td>
+      <td className="nowrap wide-only">{plain(event.kind)}</td>
       <td className="number wide-only">{event.attempt ?? ""}</td>
-      <td><span className="prose">{words(event.data)}</span></td>
+      <td className="prose breaks">{words(event.data)}</td>
       <td className="wide-only muted nowrap">{event.journal.replace(/^.*\/|\.jsonl$/g, "")}</td>
     </tr>
   );
@@ -74,7 +84,7 @@ export function Events() {
               <thead>
                 <tr>
                   <th scope="col">When</th>
-                  <th scope="col">What</th>
+                  <th scope="col" className="wide-only">What</th>
                   <th scope="col" className="number wide-only">Attempt</th>
                   <th scope="col">Facts</th>
                   <th scope="col" className="wide-only">Written by</th>

@@ -1,7 +1,7 @@
 // The graph of a run's checkpoints over attempts, resizes, rollbacks, forks and exports.
 import {
-  Background, Controls, Handle, Position, ReactFlow, ReactFlowProvider, type Edge, type Node,
-  type NodeProps,
+  Background, BaseEdge, Controls, Handle, Position, ReactFlow, ReactFlowProvider, useReactFlow,
+  type Edge, type EdgeProps, type Node, type NodeProps,
 } from "@xyflow/react";
 import "@xyflow/react/dist/style.css";
 import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router";
@@ -10,13 +10,15 @@ import { useCheckpoint, useGraph } from "../../api/queries";
 import type { GraphEdge } from "../../api/types";
 import { fold, isFold, type Folded, type Shown } from "../../fold";
 import { bytes, count } from "../../format";
-import { layOut, type Places } from "../../layout";
+import { layOut, NODE_HEIGHT, type Layout, type Point } from "../../layout";
 import { Empty, Facts, Loaded, Problem, Shape, Time } from "../../parts/basics";
 import { StageIcon, StageLegend, StageLine } from "../../parts/Stages";
 import { stageOfNode } from "../../stages";
 import { plain } from "../../states";
 
-type GraphNodeType = Node<{ shown: Shown; selected: boolean }, "shown">;
+type GraphNodeType = Node<{ shown: Shown; selected: boolean; isDown: boolean }, "shown">;
+
+const numberIn = (id: string): number => Number(/:\D+(\d+)/.exec(id)?.[1]);
 
 const WORDS: Record<string, string> = {
   resumed_from: "resumed", forked_from: "forked", rolled_back: "rolled back to",
@@ -25,14 +27,16 @@ const WORDS: Record<string, string> = {
 
 function title(shown: Shown): string {
   if (isFold(shown)) return `${count(shown.members.length)} checkpoints`;
-  if (shown.kind === "attempt") return `attempt ${shown.number}`;
-  if (shown.kind === "checkpoint") return `step ${count(shown.step)}`;
+  // Of another run's the id alone may be known.
+  if (shown.kind === "attempt") return `attempt ${shown.number ?? numberIn(shown.id)}`;
+  if (shown.kind === "checkpoint") return `step ${count(shown.step ?? numberIn(shown.id))}`;
   return shown.id.length > 22 ? `…${shown.id.slice(-21)}` : shown.id;
 }
 
-function subtitle(shown: Shown): string {
+function subtitle(shown: Shown, run: string): string {
   if (isFold(shown)) return `steps ${count(shown.first_step)} – ${count(shown.last_step)}; open`;
   const told = [
+    shown.kind !== "run" && shown.run && shown.run !== run ? shown.run : null,
     shown.kind === "checkpoint" && shown.state ? stageOfNode(shown) : null,
     shown.pinned ? "pinned" : null,
     shown.rolled_back ? "rolled back" : null,
@@ -45,21 +49,24 @@ function subtitle(shown: Shown): string {
   return told.filter(Boolean).join(" · ");
 }
 
-function GraphCard({ data: { shown, selected } }: NodeProps<GraphNodeType>) {
+function GraphCard({ data: { shown, selected, isDown } }: NodeProps<GraphNodeType>) {
+  const { run } = useParams({ from: "/runs/$run" });
   const gone = shown.state === "deleted" || shown.rolled_back;
   const classes = [
     "graph-node", `kind-${shown.kind}`, selected && "is-selected", gone && "is-gone",
   ];
   return (
     <div className={classes.filter(Boolean).join(" ")} title={shown.id}>
-      <Handle type="target" position={Position.Left} isConnectable={false} />
+      <Handle type="target" position={isDown ? Position.Top : Position.Left}
+        isConnectable={false} />
       <span className="state">
         {isSaved(shown) ? <StageIcon stage={stageOfNode(shown)} mirrored={shown.mirrored} />
           : shown.state ? <Shape state={shown.state} /> : null}
         <b>{title(shown)}</b>
       </span>
-      <small>{subtitle(shown)}</small>
-      <Handle type="source" position={Position.Right} isConnectable={false} />
+      <small>{subtitle(shown, run)}</small>
+      <Handle type="source" position={isDown ? Position.Bottom : Position.Right}
+        isConnectable={false} />
     </div>
   );
 }
@@ -67,25 +74,91 @@ function GraphCard({ data: { shown, selected } }: NodeProps<GraphNodeType>) {
 const isSaved = (shown: Shown): boolean =>
   shown.state !== undefined && (isFold(shown) || shown.kind === "checkpoint");
 
+// The canvas: as wide as the page is, and so much of the window's height.
+const PAGE_WIDTH = 1600;
+const EDGE = 40;
+const CANVAS_SHARE = 0.66;
+const CANVAS_MIN = 320;
+const NARROW_PX = 640;
+const CORNER = 10;
+// Lines that go on in the next row turn to the left of the cards.
+const PADDING = { left: "80px", right: "40px", y: "24px" } as const;
+const FIT = { padding: PADDING, maxZoom: 1, minZoom: 0.5 };
+// More cards than these cannot be read at once: the newest come into sight first.
+const SEEN_MAX = 80;
+const SEEN_DOWN = 12;
+
 const NODE_TYPES = { shown: GraphCard };
 
-const drawEdge = ({ from, to, kind }: GraphEdge, index: number): Edge => ({
-  id: `${index}:${from}→${to}`,
-  source: from,
-  target: to,
-  label: WORDS[kind],
-  className: `edge-${kind}`,
-  focusable: false,
-});
+type WayEdge = Edge<{ way: Point[] }, "way">;
+
+/** A path through points, with round corners. */
+function pathOf(way: Point[]): string {
+  return way.map((at, index) => {
+    const [before, after] = [way[index - 1], way[index + 1]];
+    if (!before) return `M${at.x} ${at.y}`;
+    if (!after) return `L${at.x} ${at.y}`;
+    const toward = (to: Point) => {
+      const length = Math.hypot(to.x - at.x, to.y - at.y) || 1;
+      const share = Math.min(CORNER, length / 2) / length;
+      return `${at.x + (to.x - at.x) * share} ${at.y + (to.y - at.y) * share}`;
+    };
+    return `L${toward(before)}Q${at.x} ${at.y} ${toward(after)}`;
+  }).join("");
+}
+
+/** An edge along the way that was found for it together with the places. */
+function Way({ data, label, labelStyle }: EdgeProps<WayEdge>) {
+  const way = data?.way ?? [];
+  const [end, last] = [way.at(-2), way.at(-1)];
+  const labelled = end && last
+    ? { labelX: (end.x + last.x) / 2, labelY: (end.y + last.y) / 2 } : {};
+  return (
+    <BaseEdge path={pathOf(way)} label={label} labelStyle={labelStyle}
+      labelBgPadding={[2, 1]} {...labelled} />
+  );
+}
+
+const EDGE_TYPES = { way: Way };
+
+/** An edge; one that goes on in the next row takes the lane that was kept for it. */
+function drawEdge({ from, to, kind }: GraphEdge, index: number, layout: Layout): Edge {
+  const { places, ways, isDown } = layout;
+  const isBack = !isDown && (places.get(to)?.x ?? 0) <= (places.get(from)?.x ?? 0);
+  const way = ways.get(index);
+  const drawn: Edge = {
+    id: `${index}:${from}→${to}`,
+    source: from,
+    target: to,
+    className: `edge-${kind}`,
+    focusable: false,
+  };
+  if (isBack && way) Object.assign(drawn, { type: "way", data: { way } });
+  return WORDS[kind] ? { ...drawn, label: WORDS[kind], labelBgPadding: [2, 1] } : drawn;
+}
+
+/** How wide the canvas is for its height, before it is there; null where the line goes down. */
+function aspect(): number | null {
+  if (window.innerWidth < NARROW_PX) return null;
+  const width = Math.min(window.innerWidth, PAGE_WIDTH) - EDGE;
+  return width / Math.max(CANVAS_MIN, window.innerHeight * CANVAS_SHARE);
+}
+
+/** How high the canvas is for what stands on it, within what the window has. */
+function heightOf({ places }: Layout): number {
+  const bottom = Math.max(0, ...[...places.values()].map(({ y }) => y));
+  const most = Math.max(CANVAS_MIN, window.innerHeight * CANVAS_SHARE);
+  return Math.min(most, Math.max(CANVAS_MIN, bottom + NODE_HEIGHT + 2 * EDGE));
+}
 
 /** Places for what is shown; the old ones stay until the new are found. */
-function usePlaces(folded: Folded): [Places | null, Folded, unknown] {
-  const [placed, setPlaced] = useState<[Places | null, Folded]>([null, folded]);
+function useLayout(folded: Folded): [Layout | null, Folded, unknown] {
+  const [placed, setPlaced] = useState<[Layout | null, Folded]>([null, folded]);
   const [error, setError] = useState<unknown>(null);
   useEffect(() => {
     let current = true;
-    layOut(folded).then(
-      (places) => current && setPlaced([places, folded]),
+    layOut(folded, aspect()).then(
+      (layout) => current && setPlaced([layout, folded]),
       (reason: unknown) => current && setError(reason),
     );
     return () => {
@@ -125,33 +198,58 @@ function Details({ id }: { id: string }) {
   );
 }
 
+/** The newest cards of a graph that has too many to be read at once. */
+function seenFirst(nodes: GraphNodeType[], { isDown }: Layout): { id: string }[] {
+  const most = isDown ? SEEN_DOWN : SEEN_MAX;
+  if (nodes.length <= most) return nodes;
+  const step = ({ data: { shown } }: GraphNodeType) =>
+    isFold(shown) ? shown.last_step : (shown.step ?? 0);
+  return nodes.toSorted((one, other) => step(other) - step(one)).slice(0, most / 2);
+}
+
 interface CanvasProps {
+  run: string;
   folded: Folded;
+  opened: string[];
   at: string | undefined;
   choose: (node: Shown) => void;
 }
 
-function Canvas({ folded, at, choose }: CanvasProps) {
-  const [places, placed, error] = usePlaces(folded);
+function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
+  const [layout, placed, error] = useLayout(folded);
+  const places = layout?.places;
   const nodes = useMemo(
     () => placed.nodes.flatMap((shown): GraphNodeType[] => {
       const position = places?.get(shown.id);
       if (!position) return [];
-      const words = `${shown.kind} ${title(shown)}, ${shown.state ?? ""} ${subtitle(shown)}`;
-      return [{ id: shown.id, type: "shown", position, ariaLabel: words,
-        data: { shown, selected: shown.id === at } }];
+      const words = `${shown.kind} ${title(shown)}, ${subtitle(shown, run)}`;
+      const data = { shown, selected: shown.id === at, isDown: layout?.isDown ?? false };
+      return [{ id: shown.id, type: "shown", position, ariaLabel: words, data }];
     }),
-    [placed, places, at],
+    [placed, layout, places, at, run],
   );
-  const edges = useMemo(() => placed.edges.map(drawEdge), [placed]);
+  const edges = useMemo(
+    () => (layout ? placed.edges.map((edge, index) => drawEdge(edge, index, layout)) : []),
+    [placed, layout],
+  );
+  const flow = useReactFlow();
+  useEffect(() => {
+    // Whoever opened a stretch looks at it where it stands now.
+    const wanted = new Set(opened);
+    const there = placed.nodes
+      .filter((one) => places?.has(one.id))
+      .filter((one) => wanted.has(isFold(one) ? (one.members[0] ?? "") : one.id));
+    if (there.length > 0) void flow.fitView({ ...FIT, nodes: there });
+  }, [places, placed, opened, flow]);
   if (error) return <Problem error={error} />;
-  if (!places) return <p className="loading" role="status">Finding places for the nodes…</p>;
+  if (!layout) return <p className="loading" role="status">Finding places for the nodes…</p>;
   return (
-    <div className="graph">
+    <div className="graph" style={{ height: heightOf(layout) }}>
       <ReactFlow
         nodes={nodes}
         edges={edges}
         nodeTypes={NODE_TYPES}
+        edgeTypes={EDGE_TYPES}
         nodesDraggable={false}
         nodesConnectable={false}
         elementsSelectable
@@ -159,12 +257,12 @@ function Canvas({ folded, at, choose }: CanvasProps) {
         fitView
         minZoom={0.02}
         maxZoom={1.6}
-        fitViewOptions={{ maxZoom: 1 }}
+        fitViewOptions={{ ...FIT, nodes: seenFirst(nodes, layout) }}
         onNodeClick={(_, node) => choose(node.data.shown)}
         proOptions={{ hideAttribution: false }}
       >
         <Background />
-        <Controls showInteractive={false} />
+        <Controls position="top-right" showInteractive={false} />
       </ReactFlow>
     </div>
   );
@@ -176,11 +274,14 @@ export function Lineage() {
   const navigate = useNavigate({ from: "/runs/$run/lineage" });
   const query = useGraph(run);
   const [open, setOpen] = useState<ReadonlySet<string>>(new Set());
+  const [opened, setOpened] = useState<string[]>([]);
   const folded = useMemo(() => (query.data ? fold(query.data, open) : null), [query.data, open]);
   const choose = useCallback(
     (node: Shown) => {
-      if (isFold(node)) setOpen((old) => new Set([...old, node.id]));
-      else if (node.kind === "checkpoint" && node.state !== "staged") {
+      if (isFold(node)) {
+        setOpen((old) => new Set([...old, node.id]));
+        setOpened(node.members);
+      } else if (node.kind === "checkpoint" && node.state !== "staged") {
         void navigate({ search: { at: node.id } });
       } else if (node.kind === "run" && node.run) {
         void navigate({ to: "/runs/$run", params: { run: node.run } });
@@ -188,6 +289,10 @@ export function Lineage() {
     },
     [navigate],
   );
+  const foldAll = () => {
+    setOpen(new Set());
+    setOpened([]);
+  };
   return (
     <Loaded query={query}>
       {(graph) => graph.nodes.length < 2 || !folded ? (
@@ -200,13 +305,13 @@ export function Lineage() {
               is a stretch in which nothing happened; open it with a click.
             </span>
             {open.size > 0 ? (
-              <button type="button" onClick={() => setOpen(new Set())}>Fold all</button>
+              <button type="button" onClick={foldAll}>Fold all</button>
             ) : null}
           </div>
           <StageLegend />
           <div className={at ? "split" : undefined}>
             <ReactFlowProvider>
-              <Canvas folded={folded} at={at} choose={choose} />
+              <Canvas run={run} folded={folded} opened={opened} at={at} choose={choose} />
             </ReactFlowProvider>
             {at ? <Details id={at} /> : null}
           </div>

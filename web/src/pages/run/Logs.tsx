@@ -1,6 +1,6 @@
 // What a rank wrote, followed while it writes.
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useEffect, useRef, useState } from "react";
+import { useEffect, useRef, useState, type ReactNode } from "react";
 import { askLog, useLogFiles, useRun } from "../../api/queries";
 import type { LogFile } from "../../api/types";
 import { bytes } from "../../format";
@@ -83,7 +83,14 @@ function Log({ run, file }: { run: string; file: LogFile }) {
   );
 }
 
-function Files({ run, files, chosen }: { run: string; files: LogFile[]; chosen?: string }) {
+interface FilesProps {
+  run: string;
+  files: LogFile[];
+  chosen?: string;
+  leading: ReactNode;
+}
+
+function Files({ run, files, chosen, leading }: FilesProps) {
   const navigate = useNavigate({ from: "/runs/$run/logs" });
   // The newest launch's first rank says most; people choose the others.
   const newest = Math.max(...files.map((one) => one.incarnation));
@@ -91,14 +98,18 @@ function Files({ run, files, chosen }: { run: string; files: LogFile[]; chosen?:
   const file = files.find((one) => keyOf(one) === chosen) ?? usual;
   if (!file) {
     return (
-      <Empty title="No rank of this attempt has written anything">
-        <p>What the agent and torchrun wrote lies in the attempt's folder.</p>
-      </Empty>
+      <>
+        <div className="toolbar">{leading}</div>
+        <Empty title="No rank of this attempt has written anything">
+          <p>What the agent and torchrun wrote lies in the attempt's folder.</p>
+        </Empty>
+      </>
     );
   }
   return (
     <>
       <div className="toolbar">
+        {leading}
         <label>
           Output of
           <select
@@ -127,25 +138,23 @@ export function Logs() {
   if (attempts.length === 0) {
     return <Empty title="No attempt yet"><p>There is no output before the first one.</p></Empty>;
   }
+  const leading = (
+    <label>
+      Attempt
+      <select
+        value={attempt ?? ""}
+        onChange={(event) =>
+          void navigate({ search: { attempt: event.target.value || undefined } })
+        }
+      >
+        <option value="">newest</option>
+        {attempts.map((one) => <option key={one.number}>{one.number}</option>)}
+      </select>
+    </label>
+  );
   return (
-    <>
-      <div className="toolbar">
-        <label>
-          Attempt
-          <select
-            value={attempt ?? ""}
-            onChange={(event) =>
-              void navigate({ search: { attempt: event.target.value || undefined } })
-            }
-          >
-            <option value="">newest</option>
-            {attempts.map((one) => <option key={one.number}>{one.number}</option>)}
-          </select>
-        </label>
-      </div>
-      <Loaded query={query}>
-        {(files) => <Files run={name} files={files} chosen={file} />}
-      </Loaded>
-    </>
+    <Loaded query={query}>
+      {(files) => <Files run={name} files={files} chosen={file} leading={leading} />}
+    </Loaded>
   );
 }

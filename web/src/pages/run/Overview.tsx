@@ -7,6 +7,7 @@ import type { Run } from "../../api/types";
 import { Chart, type Mark } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
 import { Copy, Empty, Loaded } from "../../parts/basics";
+import { figure } from "../../format";
 import { plain } from "../../states";
 import { Attempts, Timeline } from "./Timeline";
 
@@ -43,12 +44,19 @@ function Curves({ run }: { run: Run }) {
             </Empty>
           );
         }
-        return told.map((one) => (
-          <div key={one.name} className="section">
-            <h3>{one.name}</h3>
-            <Chart x={one.x} y={one.y} label={one.name} xLabel="step" marks={marks} />
+        return (
+          <div className="curves">
+            {told.map((one) => (
+              <div key={one.name}>
+                <h3>
+                  {plain(one.name)}{" "}
+                  <strong>{figure(one.y.findLast((value) => value !== null))}</strong>
+                </h3>
+                <Chart x={one.x} y={one.y} label={plain(one.name)} xLabel="step" marks={marks} />
+              </div>
+            ))}
           </div>
-        ));
+        );
       }}
     </Loaded>
   );
@@ -82,13 +90,13 @@ export function Overview() {
             <Attempts attempts={run.attempts} />
           </section>
           <section className="section">
-            <h2>Curves over all attempts</h2>
-            <Curves run={run} />
-          </section>
-          <section className="section">
             <h2>Where the time went</h2>
             <GoodputBar parts={run.goodput} />
             <PartLegend parts={run.goodput} />
+          </section>
+          <section className="section">
+            <h2>Curves over all attempts</h2>
+            <Curves run={run} />
           </section>
         </>
       )}

@@ -77,7 +77,7 @@ function Head({ run }: { run: Run }) {
       <div className="head">
         <h1>{run.run}</h1>
         <State state={run.state} />
-        {run.reason ? <span className="muted">{run.reason}</span> : null}
+        <span className="muted">{run.reason ?? `by ${run.created_by}`}</span>
         <div className="actions">
           {mayAct ? actionsOf(run).map((one) => <ActionButton key={one.word} action={one} />)
             : <span className="muted">You may look; an operator may act.</span>}
@@ -85,7 +85,7 @@ function Head({ run }: { run: Run }) {
       </div>
       <Facts
         facts={[
-          ["Step", run.steps_total ? `${count(step)} of ${count(run.steps_total)}`
+          ["Step", run.steps_total ? `${count(step)} / ${count(run.steps_total)}`
             : step < 0 ? "none yet" : count(step)],
           ["Time left", span(timeLeft(run))],
           ["GPUs", count(run.world_size ?? last?.world_size)],
@@ -96,7 +96,6 @@ function Head({ run }: { run: Run }) {
           ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
           ["Began", <Time at={run.created_at} />],
           ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
-          ["By", run.created_by],
           ["Forked from", run.forked_from ? (
             <Link to="/checkpoints/$id" params={{ id: run.forked_from }}>{run.forked_from}</Link>
           ) : null],
