@@ -21,9 +21,9 @@ function actionsOf(one: CheckpointDetail): Action[] {
   const there = one.state !== "deleted";
   return [
     one.pinned
-      ? { word: "Unpin", title: "Unpin this checkpoint", path: `${base}/unpin`,
+      ? { id: "pin", word: "Unpin", title: "Unpin this checkpoint", path: `${base}/unpin`,
           explanation: <p>The keep rules alone decide from then on whether it stays.</p> }
-      : { word: "Pin", title: "Pin this checkpoint", path: `${base}/pin`,
+      : { id: "pin", word: "Pin", title: "Pin this checkpoint", path: `${base}/pin`,
           disabled: there ? null : "It is gone.",
           field: { name: "note", label: "Why, for the records", type: "text", initial: "" },
           explanation: <p>No rule deletes it while it is pinned.</p> },
@@ -173,7 +173,7 @@ export function CheckpointPage() {
               <div className="actions">
                 {mayAct && one.state !== "deleted" ? <Verify id={one.id} /> : null}
                 {mayAct ? actionsOf(one).map((action) => (
-                  <ActionButton key={action.word} action={action} />
+                  <ActionButton key={action.id ?? action.word} action={action} />
                 )) : null}
                 <Link to="/runs/$run/lineage" params={{ run }} search={{ at: id }}>
                   In the graph

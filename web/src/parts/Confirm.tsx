@@ -16,6 +16,8 @@ interface Field {
 }
 
 export interface Action {
+  /** What stays the same when the word changes: pin and unpin are one button. */
+  id?: string;
   word: string;
   title: string;
   path: string;
@@ -31,10 +33,12 @@ const valueOf = (field: Field, text: string): unknown =>
   text === "" ? null : field.type === "number" ? Number(text) : text;
 
 /** A button that asks first, then does; what the server answers is told in place. */
-export function ActionButton({ action }: { action: Action }) {
+export function ActionButton({ action: current }: { action: Action }) {
+  // What was asked for stays in the dialog, also once the button offers the opposite.
+  const [action, setAction] = useState(current);
   const dialog = useDialogStore();
   const client = useQueryClient();
-  const [text, setText] = useState(action.field?.initial ?? "");
+  const [text, setText] = useState("");
   const mutation = useMutation({
     mutationFn: (force: boolean) => {
       const own = action.field ? { [action.field.name]: valueOf(action.field, text) } : {};
@@ -45,7 +49,8 @@ export function ActionButton({ action }: { action: Action }) {
   });
   const show = () => {
     mutation.reset();
-    setText(action.field?.initial ?? "");
+    setAction(current);
+    setText(current.field?.initial ?? "");
     dialog.show();
   };
   const field = action.field;
@@ -56,10 +61,10 @@ export function ActionButton({ action }: { action: Action }) {
       <button
         type="button"
         onClick={show}
-        disabled={Boolean(action.disabled)}
-        title={action.disabled ?? undefined}
+        disabled={Boolean(current.disabled)}
+        title={current.disabled ?? undefined}
       >
-        {action.word}
+        {current.word}
       </button>
       <Dialog store={dialog} className="dialog" backdrop={<div className="backdrop" />}
         unmountOnHide>

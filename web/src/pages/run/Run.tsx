@@ -49,9 +49,9 @@ function actionsOf(run: Run): Action[] {
   };
   const paused = run.state === "paused";
   const pause: Action = paused
-    ? { word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
+    ? { id: "pause", word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
         explanation: <p>It goes on from its newest checkpoint as soon as it has its GPUs.</p> }
-    : { word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
+    : { id: "pause", word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
         disabled: live ? null : "The run is not live.",
         explanation: <p>It saves a last checkpoint and gives its GPUs back until it is
           resumed.</p> };
@@ -79,8 +79,9 @@ function Head({ run }: { run: Run }) {
         <State state={run.state} />
         <span className="muted">{run.reason ?? `by ${run.created_by}`}</span>
         <div className="actions">
-          {mayAct ? actionsOf(run).map((one) => <ActionButton key={one.word} action={one} />)
-            : <span className="muted">You may look; an operator may act.</span>}
+          {mayAct ? actionsOf(run).map((one) => (
+            <ActionButton key={one.id ?? one.word} action={one} />
+          )) : <span className="muted">You may look; an operator may act.</span>}
         </div>
       </div>
       <Facts
