@@ -1,5 +1,5 @@
 // Keys: `/` searches, `g` and a letter goes to a page, j and k walk a list, Enter opens, ? helps.
-import { useEffect } from "react";
+import { useEffect, useRef } from "react";
 
 export const GO: Record<string, [string, string]> = {
   r: ["/", "Runs"],
@@ -7,7 +7,7 @@ export const GO: Record<string, [string, string]> = {
   s: ["/storage", "Storage"],
   c: ["/goodput", "Goodput and cost"],
 };
-const CHORD_MS = 1200;
+const CHORD_MS = 2500;
 
 const isTyping = (target: EventTarget | null): boolean =>
   target instanceof HTMLElement &&
@@ -55,14 +55,20 @@ export function useListKeys(
   select: (index: number) => void,
   open: (index: number) => void,
 ) {
+  // Keys may come faster than the page is drawn: the next one must know what the last one did.
+  const now = useRef({ count, at, select, open });
+  now.current = { count, at, select, open };
   useEffect(() => {
     const press = (event: KeyboardEvent) => {
+      const { count, at, select, open } = now.current;
       if (hasModifier(event) || isTyping(event.target) || count === 0) return;
-      if (event.key === "j") select(Math.min(count - 1, at + 1));
-      else if (event.key === "k") select(Math.max(0, at - 1));
-      else if (event.key === "Enter" && at >= 0 && !isOwn(event.target)) open(at);
+      if (event.key === "j" || event.key === "k") {
+        const next = event.key === "j" ? Math.min(count - 1, at + 1) : Math.max(0, at - 1);
+        now.current.at = next;
+        select(next);
+      } else if (event.key === "Enter" && at >= 0 && !isOwn(event.target)) open(at);
     };
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);
-  }, [count, at, select, open]);
+  }, []);
 }
