@@ -23,22 +23,25 @@ const isOwn = (target: EventTarget | null): boolean =>
 
 /** The keys that hold on every page. */
 export function useKeys(go: Go, help: () => void) {
+  // Between the two keys of a chord the page may be drawn anew: what was pressed is kept.
+  const now = useRef({ go, help, armed: 0 });
+  now.current = { ...now.current, go, help };
   useEffect(() => {
-    let armed = 0;
     const press = (event: KeyboardEvent) => {
+      const { go, help, armed } = now.current;
       if (hasModifier(event) || isTyping(event.target)) return;
       const target = GO[event.key];
       if (Date.now() - armed < CHORD_MS && target) {
-        armed = 0;
+        now.current.armed = 0;
         event.preventDefault();
         go(target[0]);
-      } else if (event.key === "g") armed = Date.now();
+      } else if (event.key === "g") now.current.armed = Date.now();
       else if (event.key === "?") help();
       else if (event.key === "/") focusSearch(event, go);
     };
     window.addEventListener("keydown", press);
     return () => window.removeEventListener("keydown", press);
-  }, [go, help]);
+  }, []);
 }
 
 function focusSearch(event: KeyboardEvent, go: Go) {

@@ -73,18 +73,25 @@ function Search() {
   const navigate = useNavigate({ from: "/" });
   const [text, setText] = useState(search);
   const box = useRef<HTMLInputElement>(null);
+  const timer = useRef<number | undefined>(undefined);
   useEffect(() => {
     if (focus === "search") box.current?.focus();
   }, [focus]);
+  // What the address says, unless somebody is typing.
   useEffect(() => {
-    if (text === search) return undefined;
-    const timer = setTimeout(
-      () => void navigate({ search: (old) => ({ ...old, search: text || undefined }),
-        replace: true }),
-      TYPING_MS,
-    );
-    return () => clearTimeout(timer);
-  }, [text, search, navigate]);
+    if (timer.current === undefined) setText(search);
+  }, [search]);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  const type = (words: string) => {
+    setText(words);
+    clearTimeout(timer.current);
+    timer.current = window.setTimeout(() => {
+      timer.current = undefined;
+      // Another page may be on its way already: only what was typed here goes to the address.
+      if (window.location.pathname !== "/") return;
+      void navigate({ search: (old) => ({ ...old, search: words || undefined }), replace: true });
+    }, TYPING_MS);
+  };
   return (
     <div className="toolbar" role="search">
       <input
@@ -93,8 +100,13 @@ function Search() {
         aria-label="Search runs by name"
         placeholder="Search by name ( / )"
         value={text}
-        onChange={(event) => setText(event.target.value)}
-        onKeyDown={(event) => event.key === "Escape" && event.currentTarget.blur()}
+        onChange={(event) => type(event.target.value)}
+        onKeyDown={(event) => {
+          if (event.key !== "Escape") return;
+          // What was searched for stays; the keys go to the list.
+          event.preventDefault();
+          event.currentTarget.blur();
+        }}
       />
       <label>
         State
