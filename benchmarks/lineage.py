@@ -30,10 +30,10 @@ from typing import Any, Final
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks.lineage_api import Took, took_ms
+from benchmarks.lineage_api import took_ms
 from benchmarks.lineage_fill import CHAIN, RUNS_WITH_METRICS, T0, checkpoint_name, fill, run_uid
 from benchmarks.lineage_folders import make_folders
-from benchmarks.lineage_report import render
+from benchmarks.lineage_report import Took, computed_s, render
 from tests.postgres import postgres_server
 
 from holdfast.contracts.collector import settle_memory
@@ -48,7 +48,7 @@ from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
 
 SAMPLES: Final = 100
-SAMPLES_LARGE: Final = 40
+SAMPLES_LARGE: Final = 20
 REPEATS: Final = 3
 MANIFESTS: Final = 500
 PROCESSES: Final = 2
@@ -136,8 +136,9 @@ def machine() -> str:
         platform.machine(),
     )
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+    kernel = platform.release().partition("-")[0]
     return (
-        f"{os.cpu_count()} cores ({processor}), {memory:.0f} GiB, Linux {platform.release()}; "
+        f"{os.cpu_count()} cores ({processor}), {memory:.0f} GiB, Linux {kernel}; "
         f"Python {platform.python_version()}, {versions}"
     )
 
@@ -211,7 +212,7 @@ def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
         "run, of 10,000 checkpoints": [[f"/runs/{run_uid(0)}"]] * SAMPLES_LARGE,
         "ancestry, 10,000 deep": [[f"/checkpoints/{newest}/ancestry"]] * SAMPLES_LARGE,
     }
-    return {name: cuts(took) for name, took in took_ms(url, asks).items()}
+    return {name: took.cuts() for name, took in took_ms(url, asks).items()}
 
 
 def run_page(database: Database, uid: str) -> None:
@@ -226,20 +227,10 @@ def run_page(database: Database, uid: str) -> None:
 def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
     """Median and 95th percentile, milliseconds, after one that does not count."""
     ask(0)
-    took = []
+    by_clock, before_s = [], computed_s()
     for index in range(samples):
-        started, used = time.perf_counter(), time.process_time()
-        ask(index)
-        used = time.process_time() - used
-        took.append((1000 * (time.perf_counter() - started), 1000 * used))
-    return cuts(took)
-
-
-def cuts(took: list[Took]) -> dict[str, float]:
-    """Median and 95th percentile by the clock, and the median of what this process computed."""
-    parts = statistics.quantiles([by_clock for by_clock, _ in took], n=20, method="inclusive")
-    cpu = statistics.median(cpu for _, cpu in took)
-    return {"p50": round(parts[9], 2), "p95": round(parts[18], 2), "cpu": round(cpu, 2)}
+        by_clock.append(1000 * stopwatch(lambda index=index: ask(index)))
+    return Took(by_clock, 1000 * (computed_s() - before_s) / samples).cuts()
 
 
 def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]:
@@ -266,8 +257,8 @@ def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]
             told = {
                 "manifests": float(count * MANIFESTS),
                 "manifests/s, one process": rate(lambda: ingest_all(url, folders), empty),
-                "manifests/s of a processor, but the server's": round(
-                    count * MANIFESTS / cpu_of(lambda: ingest_all(url, folders), empty)
+                "manifests/s of computing": round(
+                    count * MANIFESTS / computing(lambda: ingest_all(url, folders), empty)
                 ),
                 "manifests/s, one process, again": rate(
                     lambda: ingest_all(url, folders), lambda: None
@@ -296,12 +287,12 @@ def seconds(act: Callable[[], object], before: Callable[[], object]) -> float:
     return statistics.median(took)
 
 
-def cpu_of(act: Callable[[], object], before: Callable[[], object]) -> float:
-    """Seconds that this process computes in `act`, after `before`."""
+def computing(act: Callable[[], object], before: Callable[[], object]) -> float:
+    """Seconds that are computed in `act`, here and in the database's server, after `before`."""
     before()
-    began = time.process_time()
+    began_s = computed_s()
     act()
-    return time.process_time() - began
+    return computed_s() - began_s
 
 
 def clear(database: Database) -> None:
