@@ -33,6 +33,7 @@ STEPS_AFTER: Final = 5
 # Of a live run: so many faults that broke something, and no other one is begun.
 FAILURES_MAX: Final = 5
 CHECKPOINT_TRIES_MAX: Final = 5
+EVIDENCE_CHARACTERS_MAX: Final = 400
 LOSS_STEPS: Final = {
     Loss.NOTHING: 0,
     Loss.SNAPSHOT: SNAPSHOT_STEPS,
@@ -107,8 +108,10 @@ class Rehearsal:
         recovery = self.scene.recovery or kind.recovery
         came = _recovery_between(mark, after)
         if came is not recovery:
-            words = f"{kind.name}: expected {recovery}, came {came}"
-            yield Broken(invariants.RECOVERS, f"{words} ({mark.place} → {after.place})")
+            words = f"{kind.name}: expected {recovery}, came {came} ({mark.place} → {after.place})"
+            ends = self._subject.events_of(EventKind.INCARNATION_ENDED, fault_at)
+            said = f"; {str(ends[-1].data)[:EVIDENCE_CHARACTERS_MAX]}" if ends else ""
+            yield Broken(invariants.RECOVERS, words + said)
         causes = {
             str(e.data.get("cause"))
             for e in self._subject.events_of(EventKind.ATTEMPT_ENDED, fault_at)

@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.journal import EventKind
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName
 from holdfast.flows.drills.scene import Scene
@@ -31,17 +31,20 @@ SAVE_FAILS_S: Final = 180.0
 
 
 def fill_disk(scene: Scene) -> str:
-    """Fill the root until a save has failed, then give the room back."""
+    """Fill the root until a save has failed, then give the room back.
+
+    What the keep rules let go meanwhile is filled, too: a save might go on for ever in its room.
+    """
     root, subject = scene.need_stand().root, scene.subject
     filler, since = root / ".filler", time.time()
-    try:
+
+    def failed_saves() -> list[Event]:
         with open(filler, "ab") as stream, contextlib.suppress(OSError):
             stream.write(bytes(max(0, _free_bytes(root) - LEFT_BYTES)))
-        failed = subject.wait_for(
-            "a save that fails",
-            lambda: subject.events_of(EventKind.SAVE_FAILED, since),
-            SAVE_FAILS_S,
-        )
+        return subject.events_of(EventKind.SAVE_FAILED, since)
+
+    try:
+        failed = subject.wait_for("a save that fails", failed_saves, SAVE_FAILS_S)
     finally:
         filler.unlink(missing_ok=True)
     return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
