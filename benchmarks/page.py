@@ -1,0 +1,160 @@
+"""How fast the web page is: first view, size, news, and a graph of ten thousand checkpoints.
+
+    PYTHONPATH=. .venv/bin/python benchmarks/page.py [--checkpoints 10000]
+
+A real server, a real Chromium without a window; run it on a quiet machine. Times are of this
+machine, drawing without a graphics card included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from playwright.sync_api import Browser, Page
+from tests.runs import RunFolder
+from tests.web import stand
+from tests.web.scene import lay_out
+
+from holdfast.contracts.journal import EventKind
+
+ROUNDS: Final = 5
+PAN_S: Final = 5.0
+PANS: Final = 60
+DEEP: Final = "deep"
+# Counts the frames that the page draws while a mouse pans it.
+COUNT_FRAMES: Final = """() => {
+    window.frames_ = [];
+    const note = (now) => { window.frames_.push(now); requestAnimationFrame(note); };
+    requestAnimationFrame(note);
+}"""
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoints", type=int, default=10_000)
+    count = parser.parse_args().checkpoints
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        lay_out(home / "runs", time.time())
+        make_deep(home / "runs", count)
+        told = RunFolder(home / "runs", "told", "8" * 32, created_at=time.time())
+        told.submit(1, 2, time.time())
+        told.claim(1, time.time())
+        with stand.serving(home) as site, stand.chromium() as browser:
+            figures: dict[str, Any] = {
+                "first_load_script_bytes_gzip": script_bytes(browser, site),
+                "first_view_s": first_view(browser, site),
+                "graph": graph(browser, site, count),
+                "news_s": news(browser, site, told),
+            }
+    print(json.dumps(figures, indent=1))
+
+
+def make_deep(root: Path, count: int) -> None:
+    """A run of one attempt with `count` checkpoints, one of them pinned."""
+    run = RunFolder(root, DEEP, "9" * 32, created_at=time.time())
+    run.submit(1, 2, time.time())
+    run.claim(1, time.time())
+    run.launch(1, 1, 0, None)
+    parent = None
+    for step in range(10, 10 * count + 1, 10):
+        parent = f"{DEEP}:{run.commit(step, 1, parent=parent, at=time.time())}"
+    name = f"step-{count // 2 * 10:08d}.a0001.i01"
+    run.tell("cli", EventKind.PINNED, checkpoint=name, by="bench", note="")
+
+
+def script_bytes(browser: Browser, site: stand.Site) -> int:
+    """What the scripts that the first page loads take when compressed."""
+    loaded: list[bytes] = []
+    with stand.looking(browser, site) as (page, _):
+        page.on(
+            "response", lambda got: loaded.append(got.body()) if got.url.endswith(".js") else None
+        )
+        page.goto("/")
+        page.get_by_role("table").wait_for()
+    return sum(len(gzip.compress(content, 9)) for content in loaded)
+
+
+def first_view(browser: Browser, site: stand.Site) -> float:
+    """Seconds from an empty cache to a table of runs: the median."""
+    found = []
+    for _ in range(ROUNDS):
+        with stand.looking(browser, site) as (page, _complaints):
+            began = time.monotonic()
+            page.goto("/")
+            page.get_by_role("table").wait_for()
+            found.append(time.monotonic() - began)
+    return statistics.median(found)
+
+
+def graph(browser: Browser, site: stand.Site, count: int) -> dict[str, Any]:
+    """The deep run's graph: how long until it is there, and frames a second while panned."""
+    with stand.looking(browser, site) as (page, _):
+        began = time.monotonic()
+        page.goto(f"/runs/{DEEP}/lineage")
+        page.locator(".react-flow__node").first.wait_for()
+        seen_s = time.monotonic() - began
+        folded = page.locator(".react-flow__node").count()
+        folded_rate = pan(page)
+        # Opened in full breadth, as a person does who looks for one checkpoint.
+        while page.locator(".kind-fold").count() and page.locator(".kind-fold").count() < 200:
+            before = page.locator(".react-flow__node").count()
+            page.locator(".kind-fold").first.click()
+            page.wait_for_timeout(700)
+            if page.locator(".react-flow__node").count() <= before:
+                break
+        opened = page.locator(".react-flow__node").count()
+        return {
+            "checkpoints": count,
+            "seen_after_s": seen_s,
+            "cards": folded,
+            "frames_per_s": folded_rate,
+            "cards_opened": opened,
+            "frames_per_s_opened": pan(page),
+        }
+
+
+def pan(page: Page) -> float:
+    """Frames a second while the graph is dragged to and fro."""
+    box = page.locator(".react-flow__pane").bounding_box()
+    assert box is not None
+    page.evaluate(COUNT_FRAMES)
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] - 20
+    page.mouse.move(x, y)
+    page.mouse.down()
+    began = time.monotonic()
+    turn = 0
+    while time.monotonic() - began < PAN_S and turn < PANS * 100:
+        page.mouse.move(x + (turn % PANS - PANS / 2) * 6, y)
+        turn += 1
+    page.mouse.up()
+    moments: list[float] = page.evaluate("window.frames_")
+    return (len(moments) - 1) / ((moments[-1] - moments[0]) / 1000)
+
+
+def news(browser: Browser, site: stand.Site, run: RunFolder) -> float:
+    """Seconds from a commit to its line on the run's open page: the worst of some."""
+    worst = 0.0
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{run.name}/checkpoints")
+        page.get_by_text("live", exact=True).wait_for()
+        for turn in range(ROUNDS):
+            step = 90_000 + turn
+            began = time.monotonic()
+            run.commit(step, 1, at=time.time())
+            shown = f"{step // 1000}\u202f{step % 1000:03d}"
+            page.get_by_role("link", name=shown, exact=True).wait_for()
+            worst = max(worst, time.monotonic() - began)
+    return worst
+
+
+if __name__ == "__main__":
+    main()
