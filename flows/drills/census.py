@@ -49,7 +49,9 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
         if is_rank or is_ours:
             numbers = variables.get(ATTEMPT), variables.get(INCARNATION)
             place = Place(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
-            found.append(Marked(process, f"{process.pid} ({' '.join(argv)[:120]})", place))
+            program, *arguments = argv or ["?"]
+            words = " ".join([Path(program).name, *arguments]).replace(folder, paths.name)
+            found.append(Marked(process, f"{process.pid} ({words[:120]})", place))
     return found
 
 
