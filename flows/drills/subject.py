@@ -207,14 +207,17 @@ class Subject:
         submission = read_document(Submission, self.attempt.submission)
         if submission is None:
             return None
-        if submission.pid is None:
-            # A flow that took up another one's cut submission knows the claim alone.
-            try:
-                return psutil.Process(os.getsid(self.agent().pid))
-            except (ServiceError, OSError, psutil.NoSuchProcess):
-                return None
         started, boot = submission.process_started_at or 0.0, submission.boot_id or ""
-        return find_process(ProcessName(submission.pid, started, boot))
+        if submission.pid is not None:
+            found = find_process(ProcessName(submission.pid, started, boot))
+            if found is not None:
+                return found
+        # A flow that took up another one's cut submission knows the claim alone, or the launcher,
+        # which has ended since.
+        try:
+            return psutil.Process(os.getsid(self.agent().pid))
+        except (ServiceError, OSError, psutil.NoSuchProcess):
+            return None
 
     def flow(self) -> psutil.Process | None:
         """The newest flow that took the run up, when it still lives here."""
