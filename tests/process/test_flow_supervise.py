@@ -21,6 +21,7 @@ from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.flows.flow_lock import FlowLock, is_supervised
 from holdfast.flows.supervise import REFUSALS_MAX, Supervisor, submit_next
 from holdfast.lineage import queries
+from holdfast.lineage.database import URL_VARIABLE
 from holdfast.lineage.index import Index
 from holdfast.workers import operator
 from holdfast.workers.attempts import reserve
@@ -84,23 +85,27 @@ def test_a_job_is_carried_to_its_end_and_into_the_index(tmp_path: Path, index: I
 
 
 def test_an_outage_of_the_database_does_not_stop_the_supervision(
-    tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    index: Index,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     paths = make_run(tmp_path, "import time; time.sleep(3)\n")
-    database = index.open()
+    index.open()
     file = tmp_path / "home" / "holdfast.db"
     thread, _ = supervise_in_thread(paths, index)
     wait_for("the job", lambda: bool(paths.list_attempts()))
-    database.close()
-    for name in (file, *file.parent.glob("holdfast.db-*")):
-        name.write_bytes(b"not a database" * 1000)
-    with pytest.raises(LineageError):
-        index.update(paths)
-    thread.join(WAIT_S)
+    in_the_way = tmp_path / "in_the_way"
+    in_the_way.write_text("no folder")
+    with monkeypatch.context() as outage:
+        outage.setenv(URL_VARIABLE, f"sqlite:///{in_the_way}/holdfast.db")
+        file.rename(tmp_path / "away.db")
+        with pytest.raises(LineageError):
+            index.update(paths)
+        thread.join(WAIT_S)
     assert not thread.is_alive()
     assert load_history(paths).state is RunState.COMPLETED
     assert caplog.text.count("not ingested now") == 1
-    database.close()
     for name in file.parent.glob("holdfast.db*"):
         name.unlink()
     with Index() as later:
