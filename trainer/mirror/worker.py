@@ -8,7 +8,6 @@ that waits is passed over and that is journaled.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import threading
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, MirrorError
+from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import (
@@ -51,7 +51,6 @@ PEERS_POLL_S: Final = 1.0
 # A mirror that does not answer is tried again after a while, so many times a checkpoint.
 ROUNDS_MAX: Final = 10
 ROUND_PAUSE_S: Final = 60.0
-LOCK_POLL_S: Final = 0.2
 ERROR_CHARACTERS_MAX: Final = 2000
 NAMED_MAX: Final = 20
 # Checkpoints that stay on a node's own disk, for a restart on the same node.
@@ -278,15 +277,8 @@ class MirrorWorker:
         path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            give_up = time.monotonic() + PEERS_WAIT_S
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > give_up:
-                        raise MirrorError(f"{path} is still held by another flusher") from None
-                    time.sleep(LOCK_POLL_S)
+            if not wait_for_lock(handle, PEERS_WAIT_S):
+                raise MirrorError(f"{path} is still held by another flusher")
             yield
         finally:
             os.close(handle)

@@ -54,12 +54,12 @@ def database_url() -> str:
 class Database:
     """A database whose schema is this version's; every error of it is a `LineageError`.
 
-    `damage` is the one that said that its file is damaged: better not used again.
+    One that `is_damaged` has said so of its file: better not used again.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.damage: DamagedIndexError | None = None
+        self.is_damaged = False
 
     @property
     def name(self) -> str:
@@ -93,8 +93,8 @@ class Database:
         try:
             with _said(self.engine.url):
                 yield
-        except DamagedIndexError as error:
-            self.damage = error
+        except DamagedIndexError:
+            self.is_damaged = True
             raise
 
     def close(self) -> None:
@@ -121,11 +121,11 @@ def open_database(url: str | None = None) -> Database:
         _prepare_file(parsed)
         try:
             _bring_up_to_date(parsed, url)
-        except DamagedIndexError as error:
+        except DamagedIndexError:
             # Any other file is somebody's, and a URL that is wrong.
             if not was_database(Path(parsed.database or "")):
                 raise
-            replace_damaged(parsed, error)
+            replace_damaged(parsed)
             _bring_up_to_date(parsed, url)
     else:
         found = _revision(parsed)
@@ -134,16 +134,17 @@ def open_database(url: str | None = None) -> Database:
     return Database(_engine(parsed))
 
 
-def replace_damaged(url: URL, error: LineageError) -> None:
-    """Make room for a new SQLite file where `error` says that the old one is damaged.
+def replace_damaged(url: URL) -> None:
+    """Make room for a new SQLite file where SQLite finds the old one damaged; a sound one stays.
 
-    One that is sound by SQLite's own check stays. Raises `LineageError` when it cannot be moved.
+    Raises `LineageError` when it cannot be moved.
     """
     aside = set_aside(Path(url.database or ""))
     if aside is not None:
         warnings.warn(
-            f"{error}. It was set aside as {aside}, and a new one is made: its rows come back "
-            "from disk as runs are looked at, all of a root's at once by `holdfast reindex ROOT`",
+            f"{url.database}: damaged. It was set aside as {aside}, and a new index is made: its "
+            "rows come back from disk as runs are looked at, all of a root's at once by "
+            "`holdfast reindex ROOT`",
             stacklevel=2,
         )
 

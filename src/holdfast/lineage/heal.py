@@ -9,7 +9,6 @@ last. (SQLite, "How To Corrupt An SQLite Database File", section 2.)
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sqlite3
 import time
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.errors import LineageError
+from holdfast.contracts.file_locks import wait_for_lock
 
 DAMAGED: Final = ".damaged"
 LOCK_TIMEOUT_S: Final = 60.0
-LOCK_POLL_S: Final = 0.05
 # Longer than a process may take between seeing the log's name and opening it.
 GRACE_S: Final = 0.1
 CHECK_TIMEOUT_S: Final = 60.0
@@ -106,19 +105,12 @@ def _is_sound(path: Path) -> bool:
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other processes from setting aside the same file; the folder itself is the lock."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    give_up = time.monotonic() + LOCK_TIMEOUT_S
     try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise LineageError(
-                        f"{folder}: another process has been setting a damaged index aside for "
-                        f"{LOCK_TIMEOUT_S:.0f} s; see `fuser {folder}`"
-                    ) from None
-                time.sleep(LOCK_POLL_S)
+        if not wait_for_lock(handle, LOCK_TIMEOUT_S):
+            raise LineageError(
+                f"{folder}: another process has been setting a damaged index aside for "
+                f"{LOCK_TIMEOUT_S:.0f} s; see `fuser {folder}`"
+            )
         yield
     finally:
         os.close(handle)

@@ -31,8 +31,8 @@ class Index:
     def open(self) -> Database:
         """The database. Raises `LineageError` with what to do when it cannot be used."""
         with self._lock:
-            if self._database is not None and self._database.damage is not None:
-                self._replace(self._database.damage)
+            if self._database is not None and self._database.is_damaged:
+                self._replace_file()
             if self._database is not None and _file_of(self._database) != self._file:
                 self.close()
             if self._database is None:
@@ -63,11 +63,11 @@ class Index:
                 self._database.close()
                 self._database = None
 
-    def _replace(self, damage: DamagedIndexError) -> None:
+    def _replace_file(self) -> None:
         assert self._database is not None
         url = self._database.engine.url
         self.close()
-        replace_damaged(url, damage)
+        replace_damaged(url)
 
     def __enter__(self) -> Index:
         return self

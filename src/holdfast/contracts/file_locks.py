@@ -1,0 +1,26 @@
+"""Waiting for a lock of the kernel on an open file, never for ever."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from typing import Final
+
+POLL_S: Final = 0.05
+
+
+def wait_for_lock(handle: int, timeout_s: float) -> bool:
+    """Take the exclusive `flock` of an open file; False when another held it for `timeout_s`.
+
+    It is held until the descriptor is closed.
+    """
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(POLL_S)
+        else:
+            return True
