@@ -1,7 +1,9 @@
 """The live stream: one writer, the watch, and many readers, the open pages.
 
-A message is made into text once, however many read it. A reader that comes back names the last
-one it saw and gets what it missed while that is remembered; else it is told to ask anew.
+News of a tenth of a second go out together, as one text that all readers of them share: what the
+server does for a page does not grow with how much there is to tell. A reader that comes back
+names the last message it saw and gets what it missed while that is remembered; else it is told to
+ask anew.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import json
 import secrets
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.api.problems import Refusal
 
+GATHER_S: Final = 0.1
 REMEMBERED_MAX: Final = 5000
-WAITING_MAX: Final = 2000
+# Twenty seconds of news: a reader that is further behind is told to ask anew.
+WAITING_MAX: Final = 200
 READERS_MAX: Final = 1000
 RESET: Final = "reset"
 
@@ -33,6 +37,37 @@ class Message:
     run: str | None = None
 
 
+class Batch:
+    """Messages that go out together."""
+
+    def __init__(self, boot: str, messages: Sequence[Message]) -> None:
+        self._boot, self._messages = boot, messages
+        self._texts: dict[str | None, bytes] = {}
+
+    @property
+    def last(self) -> int:
+        """The number of the newest message."""
+        return self._messages[-1].number
+
+    def text(self, run: str | None, after: int) -> bytes:
+        """The messages newer than number `after` as server-sent events, made once for each `run`.
+
+        With `run`, those that are about it or about none; empty when there are none.
+        """
+        if after >= self._messages[0].number:
+            return self._format(run, after)
+        if run not in self._texts:
+            self._texts[run] = self._format(run, after)
+        return self._texts[run]
+
+    def _format(self, run: str | None, after: int) -> bytes:
+        return "".join(
+            f"event: {one.event}\nid: {self._boot}-{one.number}\ndata: {one.data}\n\n"
+            for one in self._messages
+            if one.number > after and (run is None or one.run in {None, run})
+        ).encode()
+
+
 class Hub:
     """Passes messages from any thread to the readers on the server's loop."""
 
@@ -40,9 +75,10 @@ class Hub:
         self._boot = secrets.token_hex(4)
         self._lock = threading.Lock()
         self._recent: deque[Message] = deque(maxlen=REMEMBERED_MAX)
+        self._gathered: list[Message] = []
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._readers: set[asyncio.Queue[Message | None]] = set()
+        self._readers: set[asyncio.Queue[Batch | None]] = set()
 
     @property
     def readers(self) -> int:
@@ -54,58 +90,58 @@ class Hub:
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """End every stream; the loop's own thread calls it."""
+        """End every stream, after what is there to tell; the loop's own thread calls it."""
+        self._deliver()
         for queue in self._readers:
-            _put(queue, None)
+            self._put(queue, None)
         self._loop = None
 
     def publish(self, event: str, data: Any, run: str | None = None) -> None:
-        """Tell all readers; never waits."""
+        """Tell all readers within `GATHER_S`; never waits."""
         text = json.dumps(data, ensure_ascii=False, default=str)
         with self._lock:
             self._number += 1
             message = Message(self._number, event, text, run)
             self._recent.append(message)
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._deliver, message)
-
-    def identity(self, message: Message) -> str:
-        """What a reader names to go on after `message`."""
-        return f"{self._boot}-{message.number}"
+            if self._loop is None:
+                return
+            self._gathered.append(message)
+            if len(self._gathered) == 1:
+                self._loop.call_soon_threadsafe(self._loop.call_later, GATHER_S, self._deliver)
 
     async def read(
         self, after: str | None, run: str | None, *, idle_s: float
-    ) -> AsyncIterator[Message | None]:
-        """Messages, of one run when its uid is given; None after `idle_s` seconds without one.
+    ) -> AsyncIterator[bytes | None]:
+        """News as server-sent events, of one run when its uid is given; None after `idle_s`
+        seconds without any.
 
         Raises `Refusal` when there are too many readers.
         """
         if len(self._readers) >= READERS_MAX:
             raise Refusal(503, f"{READERS_MAX} streams are open already; close some, or poll")
-        queue: asyncio.Queue[Message | None] = asyncio.Queue(WAITING_MAX)
+        queue: asyncio.Queue[Batch | None] = asyncio.Queue(WAITING_MAX)
         # On the loop's thread nothing is delivered between these two lines.
         missed = self._missed(after)
         self._readers.add(queue)
-        last = missed[-1].number if missed else 0
+        last = missed[-1].number
         try:
-            for message in missed:
-                if run is None or message.run in {None, run}:
-                    yield message
+            if text := Batch(self._boot, missed).text(run, -1):
+                yield text
             while True:
                 try:
-                    next_one = await asyncio.wait_for(queue.get(), idle_s)
+                    batch = await asyncio.wait_for(queue.get(), idle_s)
                 except TimeoutError:
                     yield None
                     continue
-                if next_one is None:
+                if batch is None:
                     return
-                if next_one.number > last and (run is None or next_one.run in {None, run}):
-                    yield next_one
+                if text := batch.text(run, last):
+                    yield text
         finally:
             self._readers.discard(queue)
 
     def _missed(self, after: str | None) -> list[Message]:
-        """A greeting, which bears the newest number, after what came since `after`."""
+        """A greeting, which bears the newest number, or what came since `after`."""
         with self._lock:
             recent, number = list(self._recent), self._number
         if after is None:
@@ -117,16 +153,21 @@ class Hub:
             return [Message(number, RESET, '{"reason": "too much was missed; ask anew"}')]
         return [m for m in recent if m.number > seen] or [Message(number, "hello", "{}")]
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self) -> None:
+        with self._lock:
+            gathered, self._gathered = self._gathered, []
+        if not gathered:
+            return
+        batch = Batch(self._boot, gathered)
         for queue in self._readers:
-            _put(queue, message)
+            self._put(queue, batch)
 
-
-def _put(queue: asyncio.Queue[Message | None], message: Message | None) -> None:
-    """Queue a message; a reader that is far behind loses what waits and is told so."""
-    if queue.full():
-        while not queue.empty():
-            queue.get_nowait()
-        if message is not None:
-            message = Message(message.number, RESET, '{"reason": "the reader was too slow"}')
-    queue.put_nowait(message)
+    def _put(self, queue: asyncio.Queue[Batch | None], batch: Batch | None) -> None:
+        """Queue a batch; a reader that is far behind loses what waits and is told so."""
+        if queue.full():
+            while not queue.empty():
+                queue.get_nowait()
+            if batch is not None:
+                reason = '{"reason": "the reader was too slow"}'
+                batch = Batch(self._boot, [Message(batch.last, RESET, reason)])
+        queue.put_nowait(batch)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, Final
 
+import orjson
 from fastapi import Request, Response
-from pydantic_core import to_json
+from isal import isal_zlib
 
-# In half the time of the level that suits files which are kept, for a seventh more bytes.
+# Smaller than the fastest level of zlib, in a fifth of its time.
 LEVEL: Final = 1
-_GZIP: Final = 16 + zlib.MAX_WBITS
+_GZIP: Final = 16 + isal_zlib.MAX_WBITS
 
 
 def long_answer(request: Request, value: Any) -> Response:
     """`value` as JSON, not checked against its model again: it must have been built to it."""
-    content = to_json(value)
+    content = orjson.dumps(value)
     headers = {}
     if "gzip" in request.headers.get("accept-encoding", ""):
-        content = zlib.compress(content, LEVEL, _GZIP)
+        content = isal_zlib.compress(content, LEVEL, _GZIP)
         headers = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
     return Response(content, media_type="application/json", headers=headers)

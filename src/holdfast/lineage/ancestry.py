@@ -126,7 +126,7 @@ def _read_until(connection: Connection, uid: str | None, name: str | None) -> di
     query = select(*(columns[column] for column in _COLUMNS)).where(
         columns.run_uid == uid, columns.step <= last.step
     )
-    return {row[0]: row for row in connection.execute(query)}
+    return {row[0]: row for row in connection.execute(query).all()}
 
 
 def _follow(rows: dict[str, Any], uid: str, name: str) -> list[Any]:

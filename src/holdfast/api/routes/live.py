@@ -89,14 +89,10 @@ def _health(services: Services) -> Health:
 
 async def _lines(
     services: Services, request: Request, after: str | None, run: str | None
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     checked_at = time.monotonic()
-    async for message in services.hub.read(after, run, idle_s=IDLE_S):
-        if message is None:
-            yield ": nothing new\n\n"
-        else:
-            identity = services.hub.identity(message)
-            yield f"event: {message.event}\nid: {identity}\ndata: {message.data}\n\n"
+    async for text in services.hub.read(after, run, idle_s=IDLE_S):
+        yield b": nothing new\n\n" if text is None else text
         if time.monotonic() - checked_at > IDLE_S:
             checked_at = time.monotonic()
             # A token may have been revoked since the stream began.
@@ -108,7 +104,7 @@ async def _lines(
                 return
 
 
-async def _after(first: str, lines: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _after(first: bytes, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
     async for line in lines:
         yield line

@@ -1,0 +1,134 @@
+"""The stream of news: what goes out together, what a reader gets that was away or too slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast.api import hub as module
+from holdfast.api.hub import Hub
+
+IDLE_S = 5.0
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def numbers(text: bytes | None) -> list[int]:
+    """The numbers of the messages of a part of a stream."""
+    assert text is not None
+    lines = text.decode().splitlines()
+    return [int(line.rpartition("-")[2]) for line in lines if line.startswith("id: ")]
+
+
+def identity(text: bytes | None) -> str:
+    """What a reader names when it comes back."""
+    assert text is not None
+    return next(
+        line.removeprefix("id: ")
+        for line in reversed(text.decode().splitlines())
+        if line.startswith("id: ")
+    )
+
+
+async def greeted(
+    hub: Hub, after: str | None = None, run: str | None = None
+) -> tuple[AsyncIterator[bytes | None], bytes | None]:
+    """A reader and the first thing that it was told."""
+    reader = hub.read(after, run, idle_s=IDLE_S)
+    return reader, await anext(reader)
+
+
+def test_news_of_one_moment_go_out_together_and_in_order() -> None:
+    async def read() -> tuple[bytes | None, bytes | None]:
+        hub = Hub()
+        hub.open()
+        one, _ = await greeted(hub)
+        other, _ = await greeted(hub)
+        for step in range(50):
+            hub.publish("beat", {"step": step}, "a")
+        return await anext(one), await anext(other)
+
+    text, same = asyncio.run(read())
+    assert numbers(text) == list(range(1, 51))
+    assert same is text
+
+
+def test_a_reader_of_one_run_hears_of_no_other() -> None:
+    async def read() -> bytes | None:
+        hub = Hub()
+        hub.open()
+        reader, _ = await greeted(hub, run="a")
+        for number in range(6):
+            hub.publish("beat", {}, "ab"[number % 2])
+        return await anext(reader)
+
+    assert numbers(asyncio.run(read())) == [1, 3, 5]
+
+
+def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
+    async def read() -> tuple[bytes | None, bytes | None]:
+        hub = Hub()
+        hub.open()
+        first, _hello = await greeted(hub)
+        hub.publish("run", {}, "a")
+        seen = identity(await anext(first))
+        hub.publish("run", {}, "a")
+        # Its second message is remembered and not delivered yet.
+        again, missed = await greeted(hub, after=seen)
+        hub.publish("run", {}, "a")
+        return missed, await anext(again)
+
+    missed, then = asyncio.run(read())
+    assert numbers(missed) == [2]
+    assert numbers(then) == [3]
+
+
+def test_a_reader_of_another_server_is_told_to_ask_anew() -> None:
+    async def read() -> bytes | None:
+        hub = Hub()
+        hub.open()
+        return (await greeted(hub, after="0badc0de-7"))[1]
+
+    assert (asyncio.run(read()) or b"").startswith(b"event: reset\n")
+
+
+def test_a_reader_that_is_too_slow_is_told_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "WAITING_MAX", 2)
+    monkeypatch.setattr(module, "GATHER_S", 0.0)
+
+    async def read() -> list[bytes | None]:
+        hub = Hub()
+        hub.open()
+        reader, _ = await greeted(hub)
+        # It waits for what it is told; only then has it a queue that fills.
+        waiting = asyncio.ensure_future(anext(reader))
+        hub.publish("run", {"n": 0}, "a")
+        heard = [await waiting]
+        for number in range(1, 4):
+            hub.publish("run", {"n": number}, "a")
+            await asyncio.sleep(0.05)
+        heard.append(await anext(reader))
+        hub.publish("run", {"n": 4}, "a")
+        return [*heard, await anext(reader)]
+
+    first, told, then = asyncio.run(read())
+    assert numbers(first) == [1]
+    assert told is not None
+    assert told.startswith(b"event: reset\n")
+    assert numbers(told) == [4]
+    assert numbers(then) == [5]
+
+
+def test_closing_tells_the_last_news_and_ends_the_streams() -> None:
+    async def read() -> list[bytes | None]:
+        hub = Hub()
+        hub.open()
+        reader, _ = await greeted(hub)
+        hub.publish("run", {}, "a")
+        hub.close()
+        return [text async for text in reader]
+
+    assert [numbers(text) for text in asyncio.run(read())] == [[1]]
