@@ -10,8 +10,9 @@ import pytest
 from holdfast.contracts.attempt import RunRecord
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.spec import Keep
+from holdfast.lineage.clean import clean
 from holdfast.lineage.reasons import explain
-from holdfast.lineage.rows import Origins, clean
+from holdfast.lineage.rows import Origins
 from holdfast.lineage.views import iso
 
 

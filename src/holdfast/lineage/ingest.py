@@ -7,6 +7,7 @@ taken before its folder is read, so the last to write is also the last to have l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, select
 
@@ -14,6 +15,7 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
+from holdfast.lineage.clean import clean
 from holdfast.lineage.database import Database
 from holdfast.lineage.disk import (
     FoundCheckpoint,
@@ -24,7 +26,7 @@ from holdfast.lineage.disk import (
     survey,
 )
 from holdfast.lineage.metric_ingest import follow_metrics, write_metrics
-from holdfast.lineage.rows import attempt_of, build_rows, clean, in_order
+from holdfast.lineage.rows import attempt_of, build_rows, in_order
 from holdfast.lineage.tables import (
     ATTEMPTS,
     CHECKPOINTS,
@@ -182,9 +184,10 @@ def _sync(
 ) -> None:
     """Write the rows that differ from the stored ones and delete those that are no longer."""
     keys = [column.name for column in table.primary_key]
-    there = {tuple(row[key] for key in keys): row for row in stored}
-    rows = {tuple(row[key] for key in keys): clean(row) for row in wanted}
-    gone = [dict(zip(keys, key, strict=True)) for key in there.keys() - rows.keys()]
+    key_of = itemgetter(*keys)
+    there = {key_of(row): row for row in stored}
+    rows = {key_of(row): clean(row) for row in wanted}
+    gone = [{name: there[key][name] for name in keys} for key in there.keys() - rows.keys()]
     if gone:
         matches = [table.c[key] == bindparam(f"key_{key}") for key in keys]
         connection.execute(

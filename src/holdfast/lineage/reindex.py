@@ -16,8 +16,8 @@ from holdfast.lineage.database import Database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.tables import RUNS
 
-# Each takes a connection, of which there are fifteen.
-RUNS_AT_ONCE: Final = 4
+# More of them wait for each other: most of the work is Python's.
+RUNS_AT_ONCE: Final = 2
 # What foreign or damaged bytes in a run's folder can raise while they are read.
 UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -98,43 +97,6 @@ def whole(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if abs(value) <= INTEGER_MAX else None
-
-
-def clean(value: Any) -> Any:
-    """`value` as every database can store it; itself where it can be stored as it is.
-
-    PostgreSQL takes neither NUL characters nor NaN in a document; programs' tracebacks and
-    metrics have both.
-    """
-    return value if _is_clean(value) else _cleaned(value)
-
-
-def _is_clean(value: Any) -> bool:
-    kind = type(value)
-    if value is None or kind is int or kind is bool:
-        return True
-    if kind is str:
-        return "\0" not in value
-    if kind is float:
-        return math.isfinite(value)
-    if kind is dict:
-        return all(map(_is_clean, value)) and all(map(_is_clean, value.values()))
-    return kind is list and all(map(_is_clean, value))
-
-
-def _cleaned(value: Any) -> Any:
-    kind = type(value)
-    if value is None or kind is int or kind is bool:
-        return value
-    if isinstance(value, str):
-        return value.replace("\0", "\ufffd") if "\0" in value else value
-    if kind is float:
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {_cleaned(str(key)): _cleaned(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_cleaned(item) for item in value]
-    return value
 
 
 class Origins:
