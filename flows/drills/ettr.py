@@ -12,16 +12,28 @@ from statistics import fmean
 from typing import Any, Final
 
 from holdfast.contracts.errors import ServiceError
-from holdfast.contracts.ettr import Costs, Fault, predict_ettr
+from holdfast.contracts.ettr import Costs, Fault, Stall, predict_ettr
 from holdfast.contracts.goodput import Goodput, Launch, account
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.timeline import spans_of
-from holdfast.flows.drills.kinds import KINDS, Loss, Recovery
-from holdfast.flows.drills.stand import INTERVAL_STEPS, POLL_S, SILENCE_S, SNAPSHOT_STEPS
+from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, Loss, Recovery
+from holdfast.flows.drills.stand import (
+    INTERVAL_STEPS,
+    POLL_S,
+    SILENCE_S,
+    SNAPSHOT_STEPS,
+    STEP_S,
+)
+from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S
+from holdfast.workers.agent.stragglers import TIMES_MIN
 
 # What the settings of a stand say of how soon a fault is seen, none of it measured.
 DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}
+# A step may end while its rank is held up, and another before it is so again.
+STALLS_S: Final = {
+    "straggler": TIMES_MIN * STRAGGLER_WINDOW_S * (1 - 2 * STEP_S / (HELD_S + FREE_S)),
+}
 ANNOUNCED: Final = frozenset({"sigterm", "sigusr2", "spot-notice", "kill-flow"})
 INTERVALS: Final = {
     Loss.NOTHING: 0,
@@ -190,10 +202,10 @@ def sum_of(parts: Sequence[Ettr]) -> Ettr | None:
     )
 
 
-def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Fault]:
-    """What the formula takes of one fault: nothing where training was not interrupted."""
+def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Fault | Stall]:
+    """What the formula takes of one fault: nothing where training went on as ever."""
     if recovery is Recovery.UNDISTURBED:
-        return []
+        return [Stall(held_s=STALLS_S[kind])] if kind in STALLS_S else []
     # No pause before a restart in place: every fault comes after steps that were gained.
     wait_s = 0.0 if recovery is Recovery.IN_PLACE else calibration.relaunch_s
     if kind == "kill-flow":

@@ -18,7 +18,7 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.spec import Numerics
 from holdfast.flows.drills import outages
-from holdfast.flows.drills.kinds import Recovery
+from holdfast.flows.drills.kinds import FREE_S, HELD_S, Recovery
 from holdfast.flows.drills.scene import Scene
 from holdfast.flows.drills.steps import place_of
 from holdfast.flows.drills.subject import Subject
@@ -33,9 +33,6 @@ HANG_STAND_S_MAX: Final = 180.0
 HANG_TRIES_MAX: Final = 30
 # Longer than a heartbeat takes to tell the phases of ranks that wait.
 HANG_LOOK_S: Final = 1.0
-# Three quarters of the time: far above what makes a rank a slow one.
-HELD_S: Final = 0.12
-FREE_S: Final = 0.04
 # A rank is named once it was slow for three windows of ten seconds; then some for the machine.
 STRAGGLER_S_MAX: Final = 150.0
 STRAGGLER_AGAIN_S: Final = 5.0

@@ -13,6 +13,10 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
+# How a straggler is held up, again and again: far above what makes a rank a slow one.
+HELD_S: Final = 0.12
+FREE_S: Final = 0.04
+
 
 class Recovery(StrEnum):
     """How a run goes on after a fault."""

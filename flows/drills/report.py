@@ -153,8 +153,8 @@ def _ettr_lines(ettr: Ettr) -> list[str]:
         f"{ettr.measured / ettr.predicted:.3f}. "
         "The prediction is [the formula's](goodput.md#the-prediction), from a "
         "run without faults before the drill, the list of the drill's faults and the settings of "
-        "its runs; nothing in it was measured under a fault. A fault that interrupts no training "
-        "counts as none."
+        "its runs; nothing in it was measured under a fault. Of the faults that interrupt no "
+        "training the straggler counts, as a stall."
     )
     return [
         "## Effective training time",

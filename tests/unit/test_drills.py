@@ -367,6 +367,8 @@ def trained(*faults: tuple[str, Recovery]) -> Trained:
         # 50 s of steps, 1 s of queue, 2.5 s of a start, 0.5 s of a last flush.
         ((), 54.0),
         ((("kill-flusher", Recovery.UNDISTURBED),), 54.0),
+        # Two steps of 0.04 s in each 0.16 s, for thirty seconds.
+        ((("straggler", Recovery.UNDISTURBED),), 54.0 + 15.0),
         ((("sigterm", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 2.5),
         ((("kill-flow", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 1.5 + 3.0 + 2.5),
         ((("kill-rank", Recovery.IN_PLACE),), 54.0 + 0.5 + 5 / 2 * 0.05 + 2.5),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.contracts.ettr import Costs, Fault, predict_ettr
+from holdfast.contracts.ettr import Costs, Fault, Stall, predict_ettr
 
 COSTS = Costs(step_s=1.0, blocked_s=0.5, flush_s=4.0, start_s=5.0, load_s=3.0)
 # 1,000 productive seconds; a start, a load, ten saves and the last flush.
@@ -19,9 +19,10 @@ QUIET_S = 1000 + 5 + 3 + 10 * 0.5 + 4
         ([Fault(is_announced=True, wait_s=20)], 0.5 + 4 + 8 + 20),
         ([Fault(is_announced=False, interval_steps=10, detection_s=2)], 2 + 5 + 8),
         ([Fault(is_announced=False, detection_s=2)] * 3, 3 * (2 + 8)),
+        ([Stall(held_s=6), Fault(is_announced=True)], 6 + 0.5 + 4 + 8),
     ],
 )
-def test_each_fault_costs_its_time(faults: list[Fault], more_s: float) -> None:
+def test_each_fault_costs_its_time(faults: list[Fault | Stall], more_s: float) -> None:
     found = predict_ettr(COSTS, faults, steps=1000, save_steps=100)
     assert found == pytest.approx(1000 / (QUIET_S + more_s))
 

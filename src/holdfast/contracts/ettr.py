@@ -36,8 +36,20 @@ class Fault:
     wait_s: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """A fault that interrupts nothing: for `held_s` seconds no step goes on."""
+
+    held_s: float
+
+
 def predict_ettr(
-    costs: Costs, faults: Iterable[Fault], *, steps: int, save_steps: int, queued_s: float = 0.0
+    costs: Costs,
+    faults: Iterable[Fault | Stall],
+    *,
+    steps: int,
+    save_steps: int,
+    queued_s: float = 0.0,
 ) -> float:
     """Productive over wall time of a run of `steps` steps that saves every `save_steps` of them.
 
@@ -52,8 +64,11 @@ def predict_ettr(
     productive_s = steps * costs.step_s
     begin_s = costs.start_s + costs.load_s
     fixed_s = queued_s + begin_s + steps // save_steps * costs.blocked_s + costs.flush_s
-    interrupted_s = sum(_lost_s(fault, costs) + fault.wait_s + begin_s for fault in faults)
-    return productive_s / (productive_s + fixed_s + interrupted_s)
+    held_s = sum(
+        one.held_s if isinstance(one, Stall) else _lost_s(one, costs) + one.wait_s + begin_s
+        for one in faults
+    )
+    return productive_s / (productive_s + fixed_s + held_s)
 
 
 def _lost_s(fault: Fault, costs: Costs) -> float:
