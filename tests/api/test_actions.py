@@ -13,6 +13,8 @@ from tests.api.conftest import Served, wait_for
 
 from holdfast.contracts.attempt import StopRequest, read_document
 from holdfast.contracts.durable import write_bytes
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import MANIFEST
 
 NEWEST = "gpt:step-00000200.a0003.i01"
@@ -101,6 +103,22 @@ def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Serv
         result = shown(api, job)["result"]
         assert result["ok"] is ok
         assert bool(result["damaged"]) is not ok
+
+
+def test_an_export_is_a_job_that_tells_why_it_cannot_be(api: httpx.Client, served: Served) -> None:
+    path = "/checkpoints/gpt:step-00000100.a0001.i01/export"
+    for wrong in ({"to": "zip"}, {"to": "hf", "include": ["--output"]}, {"to": "hf", "dtype": "x"}):
+        assert post(api, path, 422, **wrong)["code"] == "invalid"
+    paths = served.runs["gpt"].paths
+    # What stands there is no state that PyTorch wrote.
+    job = post(api, path, 202, to="safetensors", dtype="bfloat16")
+    wait_for(partial(has_ended, api, job))
+    told = shown(api, job)
+    assert told["state"] == "failed"
+    assert "step-00000100.a0001.i01" in told["error"]
+    assert not list(paths.exports.glob("*"))
+    audit = [e for e in load_history(paths).events if e.kind is EventKind.AUDIT]
+    assert audit[-1].data["output"] == "step-00000100.a0001.i01-bfloat16.safetensors"
 
 
 def has_ended(api: httpx.Client, job: dict[str, Any]) -> bool:

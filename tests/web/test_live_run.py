@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
+from safetensors import safe_open
 from tests.process.local_command import Local
 from tests.web import stand
 
@@ -36,6 +37,15 @@ def ask(page: Page, word: str, *, gpus: str | None = None) -> None:
     expect(told).to_be_visible()
     assert dialog.get_by_role("alert").count() == 0, told.inner_text()
     dialog.get_by_role("button", name="Close").click()
+
+
+def export_newest(page: Page, table: Locator) -> str:
+    """Export the newest checkpoint from its page, in the form that stands first; where it is."""
+    table.get_by_role("link").first.click()
+    form = page.locator(".export")
+    form.get_by_role("button", name="Export").click()
+    expect(form.locator("code")).to_contain_text(".safetensors", timeout=ATTEMPT_MS)
+    return form.locator("code").inner_text()
 
 
 def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser: Browser) -> None:
@@ -68,7 +78,10 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser:
 
         ask(page, "Cancel")
         expect(page.get_by_text("cancelled").first).to_be_visible(timeout=ATTEMPT_MS)
+        written = export_newest(page, table)
         assert not complaints
+    with safe_open(written, framework="pt") as weights:
+        assert list(weights.keys())
     shown = local.json("show", "resized")
     first, second_attempt = shown["attempts"]
     assert (first["world_size"], second_attempt["world_size"]) == (2, 1)

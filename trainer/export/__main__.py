@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.shard_bytes < 1:
         parser.error(f"--shard-bytes {given.shard_bytes}: expected 1 or more")
+    # Whoever asked no longer wants it: what was begun is removed on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         facts = export(given)
     except (CheckpointError, NotFoundError) as error:

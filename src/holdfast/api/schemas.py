@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
 from holdfast.lineage import reports, stages, views
+from holdfast.workers import exports
 
 T = TypeVar("T")
 
@@ -276,6 +277,17 @@ class AskFork(Body):
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     set: dict[Annotated[str, Field(max_length=100)], int | float | bool | str] = {}
+
+
+class AskExport(Body):
+    """The form to write; `include` takes keys by their beginnings, `dtype` converts floats."""
+
+    to: exports.Form
+    include: Annotated[
+        list[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.]{0,199}$")]],
+        Field(max_length=50),
+    ] = []
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = None
 
 
 class AskPrune(Body):

@@ -9,10 +9,10 @@ import typer
 
 from holdfast.cli.index import locate_checkpoint, locate_run
 from holdfast.cli.output import bytes_text, print_facts
-from holdfast.cli.trainer_call import ask_trainer
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.workers.trainer_call import ask_trainer
 
 # What `python -m holdfast.trainer.shape` calls them → what people read.
 PARTS: Final = {

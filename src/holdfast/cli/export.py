@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.checkpoints import CheckpointArgument, directory_of
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text
-from holdfast.cli.trainer_call import ask_trainer
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.history import load_history
-from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.paths import RunPaths, checkpoint_id
-
-# A terabyte at the speed of a slow shared file system.
-EXPORT_S_MAX: Final = 6 * 3600.0
-
-
-class Form(StrEnum):
-    """What an export can be read by."""
-
-    TORCH = "torch"
-    SAFETENSORS = "safetensors"
-    HF = "hf"
-    DCP = "dcp"
+from holdfast.workers import exports
+from holdfast.workers.exports import Form
 
 
 def register(app: typer.Typer) -> None:
@@ -61,26 +43,15 @@ def export(
     Every byte read is compared with the manifest. Weights alone go to safetensors and hf;
     torch and dcp take the optimizer too, unless --include says otherwise.
     """
-    directory = directory_of(checkpoint, root)
-    paths = RunPaths(directory.parent.parent)
-    record = read_document(RunRecord, paths.spec)
-    python = load_history(paths).spec.launch.python if record is not None else None
-    arguments = [str(directory), "--to", to.value, "--output", str(output.expanduser())]
-    arguments += [word for key in include or () for word in ("--include", key)]
-    arguments += [word for rule in rename or () for word in ("--rename", rule)]
-    arguments += ["--dtype", dtype] if dtype else []
-    facts = ask_trainer(python or sys.executable, "export", *arguments, timeout_s=EXPORT_S_MAX)
-    manifest = read_manifest(directory)
-    facts["checkpoint"] = manifest.id if manifest else str(directory)
-    if record is not None and manifest is not None and manifest.run_uid == record.uid:
-        facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
-        with JournalWriter(paths.journal_of("cli")) as journal:
-            journal.append(
-                EventKind.EXPORTED,
-                checkpoint=directory.name,
-                format=facts["format"],
-                path=facts["path"],
-            )
+    facts = exports.export(
+        directory_of(checkpoint, root),
+        to,
+        output.expanduser(),
+        writer="cli",
+        include=include or (),
+        rename=rename or (),
+        dtype=dtype,
+    )
     answer(facts, as_json, _render)
 
 

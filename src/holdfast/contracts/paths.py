@@ -229,6 +229,11 @@ class RunPaths:
         return self.directory / "fetched"
 
     @property
+    def exports(self) -> Path:
+        """Checkpoints in other forms, where nobody named another place for them."""
+        return self.directory / "exports"
+
+    @property
     def tombstones(self) -> Path:
         return self.directory / "tombstones"
 

@@ -265,7 +265,7 @@ export interface Job {
   state: "waiting" | "running" | "done" | "failed";
   done_bytes: number;
   total_bytes: number | null;
-  result: { ok?: boolean; damaged?: unknown[] } | null;
+  result: { ok?: boolean; damaged?: unknown[]; path?: string; bytes?: number } | null;
   error: string | null;
 }
 

@@ -4,6 +4,7 @@ import { Fragment, useState } from "react";
 import { useMayAct } from "../api/session";
 import { useAncestry, useCheckpoint } from "../api/queries";
 import type { Ancestor, CheckpointDetail } from "../api/types";
+import { Export } from "../parts/Export";
 import { Verify } from "../parts/Verify";
 import { bytes, checkpointWords, count, figure, runOf, span } from "../format";
 import { ActionButton, type Action } from "../parts/Confirm";
@@ -107,7 +108,7 @@ function Files({ one }: { one: CheckpointDetail }) {
   );
 }
 
-function Body({ one }: { one: CheckpointDetail }) {
+function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
   const commands = Object.entries(one.commands ?? {});
   const metrics = Object.entries(one.metrics);
   return (
@@ -141,6 +142,9 @@ function Body({ one }: { one: CheckpointDetail }) {
             ))}
           </div>
         </section>
+      ) : null}
+      {mayAct && one.on_disk ? (
+        <section className="section"><h2>Export</h2><Export id={one.id} /></section>
       ) : null}
       <div className="halves">
         <section className="section"><h2>Ancestry</h2><Ancestry id={one.id} /></section>
@@ -180,7 +184,7 @@ export function CheckpointPage() {
                 </Link>
               </div>
             </div>
-            <Body one={one} />
+            <Body one={one} mayAct={mayAct} />
           </>
         )}
       </Loaded>

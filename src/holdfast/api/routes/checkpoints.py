@@ -14,6 +14,7 @@ from holdfast.api.jobs import Job
 from holdfast.api.long_answers import long_answer
 from holdfast.api.problems import LOG, Refusal
 from holdfast.api.schemas import (
+    AskExport,
     AskFork,
     AskPin,
     CheckpointDetail,
@@ -29,7 +30,7 @@ from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage import reports
-from holdfast.workers import operator, verification
+from holdfast.workers import exports, operator, verification
 
 CheckpointId = Annotated[str, Path(max_length=250, description="`<run>:<directory>`")]
 # What a fork may change from here: sizes, times and rules. Programs, paths and addresses are
@@ -113,6 +114,32 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
             job,
             lambda advance: _verify(directory, caller.name, advance),
         )
+    return JobRow.model_validate(vars(begun))
+
+
+@router.post("/{checkpoint}/export", status_code=202)
+def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: Operator) -> JobRow:
+    """Write a checkpoint in another form into its run's `exports`; the answer is a job's."""
+    services = services_of(request)
+    paths, name = _on_disk(services, checkpoint)
+    directory = verification.directory_to_verify(paths, name)
+    kind = f"-{body.dtype}" if body.dtype else ""
+    output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
+    about = f"{paths.name}:{name} as {output.name}"
+
+    def work(advance: Callable[[int], None]) -> dict[str, Any]:
+        return exports.export(
+            directory,
+            body.to,
+            output,
+            writer=WRITER,
+            include=body.include,
+            dtype=body.dtype,
+            look=lambda: advance(0),
+        )
+
+    with audited(paths, "export", caller, checkpoint=name, output=output.name):
+        begun = services.jobs.start(Job(kind="export", about=about, by=caller.name), work)
     return JobRow.model_validate(vars(begun))
 
 

@@ -1,0 +1,78 @@
+"""A checkpoint written for those who do not use Holdfast, by the environment of its job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.history import load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.paths import RunPaths, checkpoint_id
+from holdfast.workers.trainer_call import ask_trainer
+
+# A terabyte at the speed of a slow shared file system.
+EXPORT_S_MAX: Final = 6 * 3600.0
+
+
+class Form(StrEnum):
+    """What an export can be read by."""
+
+    TORCH = "torch"
+    SAFETENSORS = "safetensors"
+    HF = "hf"
+    DCP = "dcp"
+
+
+# What an export is called beside others of the same checkpoint.
+SUFFIXES: Final = {
+    Form.TORCH: ".pt",
+    Form.SAFETENSORS: ".safetensors",
+    Form.HF: ".hf",
+    Form.DCP: ".dcp",
+}
+
+
+def export(
+    directory: Path,
+    form: Form,
+    output: Path,
+    *,
+    writer: str,
+    include: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    dtype: str | None = None,
+    look: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Write the checkpoint in `directory` to `output`, which must not exist; the facts for JSON.
+
+    Of a run's checkpoint a line of its journal tells, by `writer`. `look` is called while it goes
+    on and ends it with what it raises. Raises `CheckpointError` for what cannot be exported or
+    written, `PreflightError` where the job's environment cannot be asked.
+    """
+    paths = RunPaths(directory.parent.parent)
+    record = read_document(RunRecord, paths.spec)
+    python = load_history(paths).spec.launch.python if record is not None else None
+    arguments = [str(directory), "--to", form.value, "--output", str(output)]
+    arguments += [word for key in include for word in ("--include", key)]
+    arguments += [word for rule in rename for word in ("--rename", rule)]
+    arguments += ["--dtype", dtype] if dtype else []
+    facts = ask_trainer(
+        python or sys.executable, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look
+    )
+    manifest = read_manifest(directory)
+    facts["checkpoint"] = manifest.id if manifest else str(directory)
+    if record is not None and manifest is not None and manifest.run_uid == record.uid:
+        facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
+        with JournalWriter(paths.journal_of(writer)) as journal:
+            journal.append(
+                EventKind.EXPORTED,
+                checkpoint=directory.name,
+                format=facts["format"],
+                path=facts["path"],
+            )
+    return facts
