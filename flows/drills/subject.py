@@ -64,16 +64,23 @@ class Subject:
         """Read on in the journals and the records. Raises `Cut` when the drill is to end."""
         if self.is_cut():
             raise Cut
+        self._read_journals()
+        marks = self._read_steps()
+        if marks:
+            # Where these steps began from was told before them, and perhaps only just.
+            self._read_journals()
+        for mark in marks:
+            self._firsts.setdefault(mark.place, mark)
+            newest = self._newest
+            if newest is None or (mark.place, mark.step) > (newest.place, newest.step):
+                self._newest = mark
+
+    def _read_journals(self) -> None:
         new: list[Event] = []
         for path in self.paths.list_journals():
             found, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
             new += found
         self.events += sorted(new, key=lambda e: (e.time, e.writer, e.incarnation, e.sequence))
-        for mark in self._read_steps():
-            self._firsts.setdefault(mark.place, mark)
-            newest = self._newest
-            if newest is None or (mark.place, mark.step) > (newest.place, newest.step):
-                self._newest = mark
 
     def _read_steps(self) -> list[Mark]:
         if self.records is not None:

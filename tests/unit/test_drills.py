@@ -321,6 +321,27 @@ def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
     assert records.read_new() == []
 
 
+def test_where_a_step_began_from_is_known_when_the_step_is(
+    story: RunFolder, tmp_path: Path
+) -> None:
+    line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
+
+    class Late(Records):
+        """A launch and its first step come after the journals were read and before the steps."""
+
+        def read_new(self) -> list[Step]:
+            if not list(tmp_path.glob("*.jsonl")):
+                story.launch(3, 2, 150, "gpt:step-00000150.a0003.i01")
+                (tmp_path / "a0003.i02.rank0.jsonl").write_text(json.dumps(line) + "\n")
+            return super().read_new()
+
+    subject = Subject(story.paths, Late(tmp_path))
+    subject.look()
+    assert subject.newest is not None
+    assert subject.newest.place == Place(3, 2)
+    assert subject.resumed_step(subject.newest.place) == 150
+
+
 def test_each_kind_is_drawn_as_often_as_any_other_and_by_the_seed() -> None:
     kinds = list(KINDS.values())
     drawn = draw_faults(kinds, 3 * len(kinds), seed=5)
