@@ -1,0 +1,119 @@
+"""A server as a team has it: PostgreSQL, https, a token; the database goes away and comes back."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+import trustme
+from tests.api.conftest import WAIT_S, wait_for
+from tests.postgres import PostgresServer, postgres_server
+from tests.runs import RunFolder, storied_run
+
+from holdfast.lineage.database import upgrade
+
+SERVING: Final = re.compile(r"serving (https://\S+)/")
+CALL_S: Final = 120.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def database() -> Iterator[tuple[PostgresServer, str]]:
+    with postgres_server() as server, server.database() as url:
+        upgrade(url)
+        try:
+            yield server, url
+        finally:
+            # It is dropped by a server that runs.
+            server.stop()
+            server.start()
+
+
+@pytest.fixture
+def environment(tmp_path: Path, database: tuple[PostgresServer, str]) -> dict[str, str]:
+    own = {
+        "HOLDFAST_HOME": str(tmp_path / "home"),
+        "HOLDFAST_ROOT": str(tmp_path / "runs"),
+        "HOLDFAST_DATABASE_URL": database[1],
+    }
+    return {**os.environ, **own}
+
+
+def call(environment: Mapping[str, str], *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=CALL_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def api(tmp_path: Path, environment: dict[str, str]) -> Iterator[httpx.Client]:
+    """An operator's client of the command's own server, which trusts its certificate."""
+    token = call(environment, "token", "add", "ann", "--role", "operator")
+    authority = trustme.CA()
+    own = authority.issue_cert("127.0.0.1")
+    own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    for part in own.cert_chain_pems:
+        part.write_to_path(tmp_path / "certificate.pem", append=True)
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
+    command += ["--require-token", "--key", str(tmp_path / "key.pem")]
+    command += ["--certificate", str(tmp_path / "certificate.pem")]
+    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        said = iter(server.stderr.readline, "")
+        url = next(match[1] for line in said if (match := SERVING.search(line)))
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=url, verify=trusted, headers=headers, timeout=WAIT_S) as client:
+            yield client
+    finally:
+        server.terminate()
+        server.wait(WAIT_S)
+
+
+def listed(api: httpx.Client, run: RunFolder) -> list[dict[str, Any]]:
+    answer = api.get(f"/api/v1/runs/{run.uid}/checkpoints")
+    rows: list[dict[str, Any]] = answer.json().get("items", []) if answer.is_success else []
+    return rows
+
+
+def test_a_teams_server_outlives_an_outage_of_its_database(
+    tmp_path: Path, database: tuple[PostgresServer, str], api: httpx.Client
+) -> None:
+    server, _ = database
+    *_, fork = storied_run(tmp_path / "runs")
+    wait_for(lambda: listed(api, fork))
+    known = len(listed(api, fork))
+    assert api.get("/api/v1/runs", headers={"Authorization": "Bearer no"}).status_code == 401
+    with pytest.raises(httpx.HTTPError):
+        httpx.get(f"{api.base_url}/healthz".replace("https", "http"), timeout=WAIT_S)
+
+    server.stop()
+    wait_for(lambda: api.get("/healthz").status_code == 503)
+    refused = api.get("/api/v1/runs")
+    assert (refused.status_code, refused.json()["code"]) == (503, "database_away")
+    assert "Retry-After" in refused.headers
+    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.i01", at=time.time())
+
+    assert server.start()
+    wait_for(lambda: len(listed(api, fork)) == known + 1)
+    assert api.get(f"/api/v1/checkpoints/{fork.uid}:{name}").json()["step"] == 160
+    wait_for(lambda: api.get("/healthz").status_code == 200)
