@@ -32,7 +32,7 @@ from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kinds
 from holdfast.flows.drills.report import render_report, spread
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.steps import Place, Records, Reference, Step, difference, gaps
+from holdfast.flows.drills.steps import Place, Reference, Step, difference, gaps
 from holdfast.flows.drills.subject import Cut, Subject
 from holdfast.workers.processes import name_process
 
@@ -306,40 +306,6 @@ def test_steps_that_a_second_rollback_gave_up_have_nothing_to_be_compared_with()
     ]
     # Steps 20 to 22 were done with the first window alone.
     assert compare_steps(steps, events) == ([], 3)
-
-
-def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
-    path = tmp_path / "a0002.i03.rank1.jsonl"
-    line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
-    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
-    records = Records(tmp_path)
-    (one,) = records.read_new()
-    assert (one.place, one.rank, one.step) == (Place(2, 3), 1, 1)
-    with open(path, "a") as stream:
-        stream.write(json.dumps({**line, "step": 2})[20:] + "\n")
-    assert [step.step for step in records.read_new()] == [2]
-    assert records.read_new() == []
-
-
-def test_where_a_step_began_from_is_known_when_the_step_is(
-    story: RunFolder, tmp_path: Path
-) -> None:
-    line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
-
-    class Late(Records):
-        """A launch and its first step come after the journals were read and before the steps."""
-
-        def read_new(self) -> list[Step]:
-            if not list(tmp_path.glob("*.jsonl")):
-                story.launch(3, 2, 150, "gpt:step-00000150.a0003.i01")
-                (tmp_path / "a0003.i02.rank0.jsonl").write_text(json.dumps(line) + "\n")
-            return super().read_new()
-
-    subject = Subject(story.paths, Late(tmp_path))
-    subject.look()
-    assert subject.newest is not None
-    assert subject.newest.place == Place(3, 2)
-    assert subject.resumed_step(subject.newest.place) == 150
 
 
 def test_each_kind_is_drawn_as_often_as_any_other_and_by_the_seed() -> None:

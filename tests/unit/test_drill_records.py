@@ -1,0 +1,46 @@
+"""What a drill reads of the run that it disturbs: journals and records of steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.runs import storied_run
+
+from holdfast.flows.drills.steps import Place, Records, Step
+from holdfast.flows.drills.subject import Subject
+
+
+def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
+    path = tmp_path / "a0002.i03.rank1.jsonl"
+    line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
+    records = Records(tmp_path)
+    (one,) = records.read_new()
+    assert (one.place, one.rank, one.step) == (Place(2, 3), 1, 1)
+    with open(path, "a") as stream:
+        stream.write(json.dumps({**line, "step": 2})[20:] + "\n")
+    assert [step.step for step in records.read_new()] == [2]
+    assert records.read_new() == []
+
+
+def test_where_a_step_began_from_is_known_when_the_step_is(
+    tmp_path: Path,
+) -> None:
+    story = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
+
+    class Late(Records):
+        """A launch and its first step come after the journals were read and before the steps."""
+
+        def read_new(self) -> list[Step]:
+            if not list(tmp_path.glob("*.jsonl")):
+                story.launch(3, 2, 150, "gpt:step-00000150.a0003.i01")
+                (tmp_path / "a0003.i02.rank0.jsonl").write_text(json.dumps(line) + "\n")
+            return super().read_new()
+
+    subject = Subject(story.paths, Late(tmp_path))
+    subject.look()
+    assert subject.newest is not None
+    assert subject.newest.place == Place(3, 2)
+    assert subject.resumed_step(subject.newest.place) == 150
