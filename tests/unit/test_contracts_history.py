@@ -148,6 +148,18 @@ def say(run: RunPaths, kind: EventKind, **data: Any) -> None:
         writer.append(kind, **data)
 
 
+def test_a_job_that_its_scheduler_takes_down_is_stopping_whoever_claimed_it(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path)
+    reserve(run, 1)
+    claim(run, 1)
+    assert load_history(run).attempts[0].state is A.RUNNING
+    for state in ("running", "stopping"):
+        say(run, EventKind.ATTEMPT_STATE, attempt=1, state=state)
+    assert load_history(run).attempts[0].state is A.STOPPING
+
+
 def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert load_history(run).state is R.QUEUED

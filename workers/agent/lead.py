@@ -7,7 +7,6 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.contracts.agreement import ROUNDS_MAX, settle
@@ -20,6 +19,7 @@ from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_jou
 from holdfast.contracts.states import Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.early_save import EarlySave
+from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.hangs import HangWatch
 from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.notices.notice import Notice
@@ -44,32 +44,6 @@ LOST_DRAIN_S: Final = 30.0
 RESTART_PAUSE_S: Final = 1.0
 MIRROR_SLICE_S: Final = 2.0
 INCARNATIONS_MAX: Final = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How one incarnation ended: completed, stopped, crashed, hung or killed."""
-
-    ending: str
-    exit_code: int | None
-    reports: tuple[NodeReport, ...]
-    wreck: Wreck
-    hang: tuple[str, ...] = ()
-
-    @property
-    def completed(self) -> int:
-        """The last step that any rank finished, or `NOWHERE`."""
-        return max((r.completed for r in self.reports), default=NOWHERE)
-
-    @property
-    def resumed(self) -> int:
-        """The step after which this incarnation began, or `NOWHERE`."""
-        return max((r.resumed for r in self.reports), default=NOWHERE)
-
-    @property
-    def gained(self) -> bool:
-        """True when a step was finished that this incarnation did not begin with."""
-        return self.completed > self.resumed
 
 
 class Lead:
@@ -161,6 +135,9 @@ class Lead:
         for node in reversed(self.nodes):
             with self._losing(node):
                 node.start(number, address, port)
+        # What a node said last is of the incarnation before, which has ended.
+        self._reports.clear()
+        self._remote_at = 0.0
         ending = self._watch()
         trained_until = time.time()
         ended = self._end_incarnation(ending)
@@ -173,17 +150,7 @@ class Lead:
             last_step=ended.completed if ended.gained else None,
             trained_until=trained_until,
         )
-        self.incarnations.append(
-            IncarnationRecord(
-                number=number,
-                started_at=started_at,
-                ended_at=time.time(),
-                exit_code=ended.exit_code,
-                first_step=ended.resumed + 1 if ended.resumed > NOWHERE else None,
-                last_step=ended.completed if ended.gained else None,
-                ending=ended.ending,
-            )
-        )
+        self.incarnations.append(ended.record(number, started_at))
         return ended
 
     def _watch(self) -> str:

@@ -256,14 +256,16 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
 def _state(
     own: Sequence[Event], ended: Event | None, submission: Submission | None, claim: Claim | None
 ) -> AttemptState:
-    """The newest thing known: an ending, then a claim, then what the scheduler said."""
+    """The newest thing known: an ending, then a stop, then a claim, then the scheduler's word."""
     if ended:
         return AttemptState(ended.data["state"])
-    if any(e.kind is EventKind.SIGNAL for e in own):
+    said = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    # A scheduler that takes a job down does not take that back.
+    is_stopping = AttemptState.STOPPING in said
+    if is_stopping or any(e.kind is EventKind.SIGNAL for e in own):
         return AttemptState.STOPPING
     if claim:
         return AttemptState.RUNNING
-    said = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
     if said:
         return AttemptState(said[-1])
     return AttemptState.SUBMITTED if submission else AttemptState.CREATED
