@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -104,13 +104,17 @@ def ranks_of(run: LocalRun, attempt: AttemptPaths, incarnation: int) -> dict[int
     return wait_until(look, f"the ranks of incarnation {incarnation}")
 
 
-def waiting_ranks(run: LocalRun) -> set[int]:
-    """The processes of the spares' ranks, once all of them have been started."""
-    found = set()
+def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
+    """The processes of the spares' ranks, once all of them have been started.
+
+    A rank that was a spare's is still called so: `but` names those that train.
+    """
+    found = set[int]()
     for process in processes_of(run.paths):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.cmdline()[1:4] == ["-u", "-m", "holdfast.trainer.standby"]:
                 found.add(process.pid)
+    found -= set(but)
     return found if len(found) == run.spec.gpus else set()
 
 
