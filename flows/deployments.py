@@ -26,6 +26,8 @@ DEPLOYMENT: Final = "holdfast"
 POOL: Final = "holdfast"
 POOL_TYPE: Final = "process"
 API_S_MAX: Final = 10.0
+# A server whose SQLite is busy answers 503: the client asks again after 2, 4 and 8 seconds.
+RETRIES_MAX: Final = 3
 WORKERS_MAX: Final = 200
 
 
@@ -150,7 +152,8 @@ def open_client() -> Iterator[SyncPrefectClient]:
                 f"Prefect's API at {url} does not answer ({failure or type(failure).__name__}); "
                 "start it with `prefect server start`, or set PREFECT_API_URL to where it is"
             )
-        yield client
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES_MAX}):
+            yield client
 
 
 def _read_deployment(client: SyncPrefectClient) -> Any:
