@@ -383,6 +383,9 @@ class SlurmCluster:
         """A MariaDB of our own on a socket only; root logs in by being root."""
         paths = self.paths
         common = ["--no-defaults", f"--datadir={paths.database}", "--user=root"]
+        # A server that starts removes what others have for the moment in a folder that they share.
+        paths.database_scratch.mkdir(exist_ok=True)
+        common.append(f"--tmpdir={paths.database_scratch}")
         self.run(
             "mariadb-install-db", *common, "--skip-test-db", "--skip-name-resolve",
             "--auth-root-authentication-method=socket", "--auth-root-socket-user=root",

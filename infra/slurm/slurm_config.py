@@ -133,6 +133,11 @@ class ClusterPaths:
         return self.directory / "mariadb"
 
     @property
+    def database_scratch(self) -> Path:
+        """Where its MariaDB keeps what it needs for a moment."""
+        return self.directory / "mariadb-tmp"
+
+    @property
     def database_socket(self) -> Path:
         """Socket of this cluster's own MariaDB, which listens on nothing else."""
         return self.directory / "mariadb.sock"
