@@ -305,7 +305,7 @@ class SlurmCluster:
         self._write_state()
         for folder in (paths.devices, paths.logs, paths.run):
             folder.mkdir()
-        for folder in (paths.ctld_state, paths.database):
+        for folder in (paths.ctld_state, paths.database, paths.database_scratch):
             folder.mkdir(mode=0o700)
         for name in spec.node_names:
             paths.spool(name).mkdir(mode=0o755)
@@ -384,7 +384,6 @@ class SlurmCluster:
         paths = self.paths
         common = ["--no-defaults", f"--datadir={paths.database}", "--user=root"]
         # A server that starts removes what others have for the moment in a folder that they share.
-        paths.database_scratch.mkdir(exist_ok=True)
         common.append(f"--tmpdir={paths.database_scratch}")
         self.run(
             "mariadb-install-db", *common, "--skip-test-db", "--skip-name-resolve",

@@ -191,7 +191,14 @@ class ClusterPaths:
             self.munge_seed,
         )
         configs = (self.slurm_conf, self.slurmdbd_conf, self.gres_conf, self.cgroup_conf)
-        folders = (self.database, self.devices, self.logs, self.run, self.ctld_state)
+        folders = (
+            self.database,
+            self.database_scratch,
+            self.devices,
+            self.logs,
+            self.run,
+            self.ctld_state,
+        )
         spools = tuple(self.spool(node) for node in node_names)
         return (*munge_files, *configs, self.database_socket, *folders, *spools, self.state)
 
