@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,12 +16,12 @@ import pytest
 import trustme
 from tests.api.conftest import WAIT_S, wait_for
 from tests.postgres import PostgresServer, postgres_server
+from tests.process.local_command import Local
 from tests.runs import RunFolder, storied_run
 
 from holdfast.lineage.database import upgrade
 
 SERVING: Final = re.compile(r"serving (https://\S+)/")
-CALL_S: Final = 120.0
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,32 +39,16 @@ def database() -> Iterator[tuple[PostgresServer, str]]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, database: tuple[PostgresServer, str]) -> dict[str, str]:
-    own = {
-        "HOLDFAST_HOME": str(tmp_path / "home"),
-        "HOLDFAST_ROOT": str(tmp_path / "runs"),
-        "HOLDFAST_DATABASE_URL": database[1],
-    }
-    return {**os.environ, **own}
-
-
-def call(environment: Mapping[str, str], *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=CALL_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def local(tmp_path: Path, database: tuple[PostgresServer, str]) -> Local:
+    made = Local(tmp_path)
+    made.environment["HOLDFAST_DATABASE_URL"] = database[1]
+    return made
 
 
 @pytest.fixture
-def api(tmp_path: Path, environment: dict[str, str]) -> Iterator[httpx.Client]:
+def api(tmp_path: Path, local: Local) -> Iterator[httpx.Client]:
     """An operator's client of the command's own server, which trusts its certificate."""
-    token = call(environment, "token", "add", "ann", "--role", "operator")
+    token = local.json("token", "add", "ann", "--role", "operator")["token"]
     authority = trustme.CA()
     own = authority.issue_cert("127.0.0.1")
     own.private_key_pem.write_to_path(tmp_path / "key.pem")
@@ -76,7 +59,7 @@ def api(tmp_path: Path, environment: dict[str, str]) -> Iterator[httpx.Client]:
     command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
     command += ["--require-token", "--key", str(tmp_path / "key.pem")]
     command += ["--certificate", str(tmp_path / "certificate.pem")]
-    server = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, env=local.environment, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
         said = iter(server.stderr.readline, "")
@@ -96,10 +79,10 @@ def listed(api: httpx.Client, run: RunFolder) -> list[dict[str, Any]]:
 
 
 def test_a_teams_server_outlives_an_outage_of_its_database(
-    tmp_path: Path, database: tuple[PostgresServer, str], api: httpx.Client
+    local: Local, database: tuple[PostgresServer, str], api: httpx.Client
 ) -> None:
     server, _ = database
-    *_, fork = storied_run(tmp_path / "runs")
+    *_, fork = storied_run(local.root)
     wait_for(lambda: listed(api, fork))
     known = len(listed(api, fork))
     assert api.get("/api/v1/runs", headers={"Authorization": "Bearer no"}).status_code == 401
