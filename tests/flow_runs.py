@@ -27,6 +27,10 @@ WAIT_S: Final = 240.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 60.0
 SERVICE_UNAVAILABLE: Final = 503
+# How much of a run's story a failed test tells.
+EVENTS_TOLD: Final = 12
+LINES_TOLD: Final = 5
+LINE: Final = 300
 
 
 class FlowRuns:
@@ -131,6 +135,33 @@ def step_of(paths: RunPaths, attempt: int = 1) -> int:
 def state_of(paths: RunPaths) -> str:
     """The run's state on disk, empty before the run exists."""
     return load_history(paths).state.value if paths.spec.is_file() else ""
+
+
+def wait_for_end(paths: RunPaths, state: str = "completed", wait_s: float = WAIT_S) -> None:
+    """Wait until the run is in the state; fails with the run's story, at once if it ended else."""
+
+    def is_over() -> bool:
+        return bool(state_of(paths)) and (
+            state_of(paths) == state or not load_history(paths).state.is_live
+        )
+
+    try:
+        wait_for(f"the state {state}", is_over, wait_s)
+        assert state_of(paths) == state
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{story_of(paths)}") from None
+
+
+def story_of(paths: RunPaths) -> str:
+    """What tells why a run is where it is: its last events, heartbeats and output."""
+    lines = [f"{paths.name}: {state_of(paths) or 'not begun'} at {time.time():.1f}"]
+    for event in load_events(paths)[-EVENTS_TOLD:]:
+        lines.append(f"{event.time:.1f} {event.writer} {event.kind.value} {event.data}"[:LINE])
+    for attempt in paths.list_attempts():
+        lines += [f"{attempt.directory.name} {beat}"[:LINE] for beat in read_heartbeats(attempt)]
+        for log in sorted(attempt.directory.rglob("*.err")):
+            lines += [f"{log.name}: {text}" for text in log.read_text().splitlines()[-LINES_TOLD:]]
+    return "\n".join(lines)
 
 
 def claim_of(paths: RunPaths, attempt: int = 1) -> Claim:

@@ -20,6 +20,7 @@ from tests.flow_runs import (
     submissions,
     supervisions,
     wait_for,
+    wait_for_end,
 )
 
 from holdfast.contracts.history import load_events, load_history
@@ -49,7 +50,7 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
     os.kill(claim_of(paths).pid, signal.SIGTERM)
     wait_for("the job's end", paths.attempt(1).outcome.exists)
     runs.hurry()
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     shown = runs.holdfast("show", "preempted")
     first, second = shown["attempts"]
     assert (first["cause"], first["world_size"]) == ("preemption", 2)
@@ -76,7 +77,7 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
     wait_for("a second supervisor", lambda: len(supervisions(paths)) == 2)
     assert state_of(paths) == "running"
     runs.hurry()
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     shown = runs.holdfast("show", "survivor")
     (attempt,) = shown["attempts"]
     assert attempt["last_step"] == 2400
@@ -130,7 +131,7 @@ def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns
     runs.deploy_run(spec)
     wait_for("a second supervisor", lambda: len(supervisions(paths)) == 2)
     runs.hurry()
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     assert len(load_history(paths).attempts) == 1
 
 
@@ -146,7 +147,7 @@ def test_an_operator_pauses_resumes_and_resizes_through_the_same_flow(runs: Flow
     assert answer["flow_run"]
     wait_for("step 5", lambda: step_of(run) >= 5)
     assert runs.holdfast("pause", "resized")["action"] == "pause"
-    wait_for("the pause", lambda: state_of(run) == "paused")
+    wait_for_end(run, "paused")
     (taken,) = supervisions(run)
     assert psutil.pid_exists(taken["pid"]), "a paused run keeps its flow"
     runs.holdfast("relaunch", "resized", "--gpus", "1")
@@ -154,7 +155,7 @@ def test_an_operator_pauses_resumes_and_resizes_through_the_same_flow(runs: Flow
     assert runs.holdfast("relaunch", "resized", "--gpus", "2")["flow_run"] is None
     wait_for("steps at two ranks", lambda: step_of(run, 3) >= 1)
     runs.hurry()
-    wait_for("the end", lambda: state_of(run) == "completed")
+    wait_for_end(run)
     sizes = [attempt["world_size"] for attempt in runs.holdfast("show", "resized")["attempts"]]
     assert sizes == [2, 1, 2]
     assert len(supervisions(run)) == 1
@@ -230,7 +231,7 @@ def test_without_prefect_and_index_a_run_is_relaunched_and_ends_and_both_hear_of
                 away = database.parent.rename(tmp_path / "elsewhere")
                 database.parent.touch()
                 os.kill(claim_of(paths).pid, signal.SIGTERM)
-                wait_for("the end", lambda: state_of(paths) == "completed", 300)
+                wait_for_end(paths, wait_s=300)
                 (taken,) = supervisions(paths)
                 wait_for("the flow's end", lambda: not psutil.pid_exists(taken["pid"]), 300)
         assert submissions(paths) == 2

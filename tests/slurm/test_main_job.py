@@ -20,11 +20,11 @@ from examples.demo_service import PrefectService
 from slurm_cluster import SlurmCluster
 from tests.flow_runs import (
     FlowRuns,
-    state_of,
     step_of,
     submissions,
     supervisions,
     wait_for,
+    wait_for_end,
 )
 
 from holdfast.contracts.attempt import Outcome, read_document
@@ -83,7 +83,7 @@ def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
     try:
         wait_for("training on the nodes left", lambda: step_of(paths, 2) >= 16)
         runs.hurry()
-        wait_for("the end", lambda: state_of(paths) == "completed")
+        wait_for_end(paths)
     finally:
         slurm.run("scancel", prod)
     first, second = runs.holdfast("show", "spot-run")["attempts"]
@@ -111,7 +111,7 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
     paths = runs.deploy_run(spec)
     wait_for("the second attempt's steps", lambda: step_of(paths, 2) > 0)
     runs.hurry()
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     shown = runs.holdfast("show", "short-job")
     assert shown["goodput"]["steps_lost"] == 0
     # On a busy machine an attempt may come to few steps; then there are more of them.
@@ -141,7 +141,7 @@ def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
     wait_for("step 15", lambda: step_of(paths) >= 15)
     (job,) = jobs_named_for(slurm, paths)
     slurm.run("scancel", job)
-    wait_for("the end", lambda: state_of(paths) == "cancelled")
+    wait_for_end(paths, "cancelled")
     (taken,) = supervisions(paths)
     wait_for("Prefect's word", lambda: runs.flow_state(taken["flow_run"]) == "CANCELLED")
     (first,) = runs.holdfast("show", "scancelled")["attempts"]
@@ -151,7 +151,7 @@ def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
     assert submissions(paths) == 1, "a cancelled run is not relaunched by itself"
     runs.hurry()
     runs.holdfast("relaunch", "scancelled")
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     first, second = runs.holdfast("show", "scancelled")["attempts"]
     assert second["first_step"] == first["last_step"] + 1
     assert second["last_step"] == 300
@@ -170,7 +170,7 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     runs.deploy_run(spec)
     wait_for("a second supervisor", lambda: len(supervisions(paths)) == 2)
     runs.hurry()
-    wait_for("the end", lambda: state_of(paths) == "completed")
+    wait_for_end(paths)
     (attempt,) = runs.holdfast("show", "re-attached")["attempts"]
     assert attempt["last_step"] == 1200
     assert len(jobs_named_for(slurm, paths)) == 1
@@ -224,7 +224,7 @@ def test_a_lost_node_loses_no_committed_step_and_reindex_agrees(
     try:
         wait_for("steps on the node left", lambda: step_of(paths, 2) >= 1)
         runs.hurry()
-        wait_for("the end", lambda: state_of(paths) == "completed")
+        wait_for_end(paths)
     finally:
         wait_for("Slurm's word", lambda: slurm.node_states()[lost].startswith("down"))
         slurm.start_node(lost)

@@ -292,6 +292,33 @@ def test_settling_ends_after_its_bound_with_every_round_aborted() -> None:
     assert port.steps == sorted(port.steps)
 
 
+class DistantPort:
+    """A node whose ranks run `pace` steps while a question is on its way to it."""
+
+    def __init__(self, pace: int) -> None:
+        self.pace = pace
+        self.entered = 0
+
+    def newest_entered(self) -> int:
+        self.entered += self.pace
+        return self.entered
+
+    def propose(self, serial: int, step: int) -> bool:
+        self.entered += self.pace
+        return self.entered <= step
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self.entered += 0 if state is Proposal.GO else self.pace
+
+
+@pytest.mark.parametrize("pace", [1, 7, 400])
+def test_steps_shorter_than_a_question_s_way_are_caught_up_with(pace: int) -> None:
+    port = DistantPort(pace)
+    step, rounds = settle([port])
+    assert rounds <= 3
+    assert port.entered <= step <= port.entered + 3 * pace + max(agreement.MARGINS)
+
+
 def test_a_node_lost_while_settling_frees_the_ranks_of_the_others() -> None:
     board, handle = Board.create(1)
     os.close(handle)

@@ -1,4 +1,4 @@
-"""One server over one root full of runs, and one browser, for all tests of the page."""
+"""One server over one root full of runs, and one browser, for all tests of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.web import stand
 from tests.web.scene import lay_out
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stand.Site]:
     """A server with the runs of `scene`, the newest of them live."""
     home = tmp_path_factory.mktemp("page")
@@ -20,7 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stand.Site]:
         yield served
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with stand.chromium() as started:
         yield started

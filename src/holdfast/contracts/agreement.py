@@ -72,11 +72,11 @@ def settle(
     Raises `AgreementError` when `ROUNDS_MAX` proposals were refused, and `ConnectionError` when
     a node is lost; ranks that waited have then been told to train on, where they can be reached.
     """
+    newest = NOWHERE
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
-        newest = max(port.newest_entered() for port in ports)
-        margin = MARGINS[min(round_number, len(MARGINS) - 1)]
-        step = AT_START if newest == NOWHERE else newest + margin
+        before, newest = newest, max(port.newest_entered() for port in ports)
+        step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
         # Every node is asked even after a refusal, so that all boards bear the same serial.
         try:
             accepted = [port.propose(serial, step) for port in ports]
@@ -92,6 +92,16 @@ def settle(
         f"no common step in {ROUNDS_MAX} proposals, the last after step {step}: a rank was "
         "always past it. The newest step that every rank staged will be committed instead"
     )
+
+
+def _margin(refused: int, before: int, newest: int) -> int:
+    """How many steps ahead of the newest one to propose, after so many refusals.
+
+    Few, for ranks train on until then; but as many as ranks ran during the refused round, from
+    `before` to `newest`: steps shorter than a round's way over the network outrun any fixed number.
+    """
+    ran = newest - before if before > NOWHERE else 0
+    return MARGINS[min(refused, len(MARGINS) - 1)] + ran
 
 
 def _free_ranks(ports: Sequence[NodePort], serial: int) -> None:
