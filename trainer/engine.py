@@ -391,6 +391,9 @@ class CheckpointEngine:
         while True:
             self._collect()
             staged = stage.free()
+            if staged in self._in_flight:
+                # Written since it was looked at; filled now, its save would never be told of.
+                continue
             if staged is not None:
                 staged.slot.begin(step)
                 return staged

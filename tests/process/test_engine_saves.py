@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from holdfast.contracts.errors import DamagedCheckpointError, KeyMismatchError, SaveError
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.slots import Slot, SlotState
+from holdfast.contracts.slots import FREE_STATES, Slot, SlotState
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import read_keys
@@ -32,6 +32,7 @@ from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.planning.places import Places, find_places
 from holdfast.trainer.planning.ranks import find_shortage
+from holdfast.trainer.staging.stage import StagedSlot
 
 # 100 MB: two slots of it take a good part of a second to be there.
 NUMBERS = 25_000_000
@@ -154,6 +155,35 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
     assert [r.step for r in engine.wait(20)] == [2, 3, 6]
     assert not directory_of(tmp_path, 4).exists()
     assert read_keys(directory_of(tmp_path, 6)) == read_keys(directory_of(tmp_path, 1))
+
+
+@pytest.mark.parametrize("is_snapshot", [False, True])
+def test_a_save_that_is_written_just_before_its_slot_is_chosen_is_told_of(
+    engine: CheckpointEngine, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, is_snapshot: bool
+) -> None:
+    """Unheard of, it would count as being written for ever."""
+    engine.prepare(make_state())
+    assert engine.wait_until_ready(20)
+    stage = engine._stage
+    assert stage is not None
+    keeper.signal(signal.SIGSTOP)
+    for step in (1, 2):
+        assert engine.save(make_state(), {}, step=step, **FACTS)
+    choose = stage.free
+
+    def choose_late() -> StagedSlot | None:
+        keeper.signal(signal.SIGCONT)
+        wait_until(lambda: all(s.slot.state in FREE_STATES for s in stage.slots), "both", 20)
+        return choose()
+
+    monkeypatch.setattr(stage, "free", choose_late)
+    if is_snapshot:
+        assert engine.snapshot(make_state(3.0), {}, step=3, **FACTS)
+    else:
+        assert engine.save(make_state(3.0), {}, step=3, **FACTS)
+    told = [result.step for result in engine.wait(20)]
+    assert told == ([1, 2] if is_snapshot else [1, 2, 3])
+    assert engine.in_flight == ()
 
 
 def test_a_save_before_the_slots_have_their_memory_is_complete(
