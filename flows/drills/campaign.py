@@ -73,13 +73,16 @@ class Plan:
         return max(FAILURES_MAX, int(self.count * FAILURES_SHARE))
 
 
-def drill_throw_away(plan: Plan, result: DrillResult, folder: Path, tell: Tell) -> None:
+def drill_throw_away(
+    plan: Plan, result: DrillResult, folder: Path, tell: Tell, *, kept: Path
+) -> None:
     """The faults of `plan` against throw-away runs in `folder`, which is empty.
 
-    What came of them is in `result`, whatever ends the drill: interrupted, faults under way are
+    A run in which something broke is moved to the folder `kept`, made for the first of them. What
+    came of them is in `result`, whatever ends the drill: interrupted, faults under way are
     dropped and the runs ended.
     """
-    campaign = Campaign(plan, result, tell)
+    campaign = Campaign(plan, result, tell, kept)
     try:
         campaign.conduct(folder)
     finally:
@@ -92,8 +95,8 @@ class Campaign:
     `steps_max` is the length of the uninterrupted run.
     """
 
-    def __init__(self, plan: Plan, result: DrillResult, tell: Tell) -> None:
-        self.plan, self.result, self.tell = plan, result, tell
+    def __init__(self, plan: Plan, result: DrillResult, tell: Tell, kept: Path) -> None:
+        self.plan, self.result, self.tell, self.kept = plan, result, tell, kept
         self.trained: list[Trained] = []
         self.calibrations: list[Calibration] = []
         self.is_cut = threading.Event()
@@ -188,12 +191,26 @@ class Lane:
             at = scene.subject.newest.step if scene.subject.newest else 0
             is_full = len(done) == FAULTS_PER_RUN or not done[-1].ok
             following = None if is_full else campaign.take(at)
-        rehearsal.finish(stand)
+        is_whole = rehearsal.finish(stand) and done[-1].ok
         stand.end_attempts()
         with contextlib.suppress(HoldfastError):
             campaign.trained.append(_account(scene.subject.paths, done))
+        if not is_whole:
+            self._keep_run(scene.subject.paths)
         # The place's disk is as small as one run needs it for a disk that fills up.
         shutil.rmtree(scene.subject.paths.directory, ignore_errors=True)
+
+    def _keep_run(self, paths: RunPaths) -> None:
+        """Keep what tells why something broke: all else goes with the drill."""
+        campaign, stand = self._campaign, self._stand
+        place = campaign.kept / stand.folder.name / paths.name
+        try:
+            stand.move_run(paths, place)
+        except OSError as error:
+            campaign.tell(f"{paths.name} could not be kept: {error}")
+        else:
+            campaign.result.kept.append(str(place))
+            campaign.tell(f"{paths.name} is kept in {place}")
 
     def _calibrate(self) -> None:
         """A run without faults, relaunched once by an operator, and ended by one."""

@@ -227,8 +227,9 @@ class Rehearsal:
 
     # --- the end --------------------------------------------------------------------------
 
-    def finish(self, stand: Stand) -> None:
-        """Stop the run as an operator does: nothing of it may be left."""
+    def finish(self, stand: Stand) -> bool:
+        """Stop the run as an operator does: nothing of it may be left. True when its end broke
+        nothing."""
         paths = self._subject.paths
         broken: list[Broken] = []
         try:
@@ -249,9 +250,11 @@ class Rehearsal:
             Broken(invariants.NO_ORPHANS, f"socket {name} is left")
             for name in census.sockets_left(load_history(paths).record.uid)
         ]
-        self.result.broken += [one for one in broken if one not in self._seen]
+        new = [one for one in broken if one not in self._seen]
+        self.result.broken += new
         self.result.steps += len({s.step for s in self._subject.steps})
         self.result.uncompared += self._comparison.uncompared
+        return not new
 
 
 def drill_live(

@@ -39,6 +39,7 @@ class DrillResult:
     `at_once` runs were drilled at a time.
 
     `steps` different ones were trained; `uncompared` lie beyond the uninterrupted run's end.
+    `kept` are the folders of runs in which something broke.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class DrillResult:
     command: str = ""
     faults: list[FaultResult] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     uncompared: int = 0
@@ -60,6 +62,7 @@ class DrillResult:
             "command": self.command,
             "faults": [dict(vars(one)) for one in self.faults],
             "broken": [one.as_json() for one in self.broken],
+            "kept": self.kept,
             "refused": self.refused,
             "steps": self.steps,
             "uncompared": self.uncompared,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,17 @@ class Stand:
         self.start_flow(paths)
         return Subject(paths, Records(records))
 
+    def move_run(self, paths: RunPaths, place: Path) -> None:
+        """Move an ended run into the new folder `place`, with its flow's log and its records."""
+        place.mkdir(parents=True)
+        number = paths.name.rpartition("-")[2]
+        records = self.folder / f"records-{number}"
+        for one in (paths.directory, self._log_of(paths), records):
+            shutil.move(one, place / one.name)
+
+    def _log_of(self, paths: RunPaths) -> Path:
+        return self.folder / f"flow-{paths.name}.log"
+
     @property
     def prefect(self) -> PrefectServer:
         """A Prefect server of the stand's own; whoever needs it starts it."""
@@ -163,7 +175,7 @@ class Stand:
         if with_prefect:
             module = ["holdfast.flows.detached", detached.FLOW]
         more = self.prefect.environment if with_prefect else {}
-        with open(self.folder / f"flow-{paths.name}.log", "ab") as log:
+        with open(self._log_of(paths), "ab") as log:
             self._flow = subprocess.Popen(
                 [sys.executable, "-m", *module, str(paths.directory)],
                 env={**self.environment, **more},

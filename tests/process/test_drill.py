@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+
+from holdfast.flows.drills import faults
+from holdfast.flows.drills.campaign import Plan, drill_throw_away
+from holdfast.flows.drills.kinds import select_kinds
+from holdfast.flows.drills.results import DrillResult
+from holdfast.flows.drills.scene import Scene
+from holdfast.workers.checkpoints import committed_names
 
 KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
 STORM_FAULTS = 200
@@ -45,6 +53,35 @@ def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("holdfast-drill-*")), "the throw-away run should be gone"
     left = [p.info for p in psutil.process_iter(["cmdline"]) if _names(p, str(tmp_path))]
     assert not left
+
+
+@pytest.mark.storm
+@pytest.mark.timeout(600)
+def test_a_run_that_lost_a_checkpoint_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody deletes a committed checkpoint behind everybody's back."""
+    gone: list[str] = []
+
+    def lose_checkpoint(scene: Scene) -> str:
+        paths = scene.subject.paths
+        gone.append(max(committed_names(paths)))
+        shutil.rmtree(paths.checkpoints / gone[0])
+        return f"{gone[0]} deleted"
+
+    monkeypatch.setitem(faults.FAULTS, "straggler", lose_checkpoint)
+    folder, kept = tmp_path / "drill", tmp_path / "kept"
+    folder.mkdir()
+    result = DrillResult(seed=1)
+    plan = Plan(kinds=select_kinds(["straggler"], is_live=False, missing=()), count=1, seed=1)
+    drill_throw_away(plan, result, folder, print, kept=kept)
+    assert gone[0] in result.broken[0].detail
+    (place,) = map(Path, result.kept)
+    assert place.is_relative_to(kept)
+    assert (place / "drill-01" / "spec.json").is_file()
+    assert (place / "flow-drill-01.log").stat().st_size > 0
+    assert list((place / "records-01").iterdir())
+    assert not (folder / "place-1" / "runs" / "drill-01").exists()
 
 
 @pytest.mark.storm

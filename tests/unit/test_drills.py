@@ -383,7 +383,7 @@ def campaign(count: int, *, within_s: float = 60.0, names: Sequence[str] = ()) -
     """Two runs at a time; nothing of it is started."""
     kinds = [kind for kind in KINDS.values() if not names or kind.name in names]
     plan = Plan(kinds=kinds, count=count, seed=3, within_s=within_s, at_once=2)
-    return Campaign(plan, DrillResult(seed=3), lambda _: None)
+    return Campaign(plan, DrillResult(seed=3), lambda _: None, Path("nowhere"))
 
 
 def test_runs_take_each_fault_once_and_in_order() -> None:

@@ -153,7 +153,8 @@ def _drill_throw_away(
         plan = Plan(kinds=chosen, **settings)
         result = DrillResult(seed=plan.seed, at_once=plan.at_once, refused=missing)
         try:
-            drill_throw_away(plan, result, folder, warn)
+            kept = folder.with_name(f"{folder.name}-broken")
+            drill_throw_away(plan, result, folder, warn, kept=kept)
         finally:
             page.write(result)
     return result
@@ -174,5 +175,7 @@ def _render(data: dict[str, Any]) -> None:
     print_table(("fault", "kind", "", "steps lost", "trains again after", "what was done"), rows)
     for one in data["broken"]:
         typer.echo(f"broken: {one['invariant']}: {one['detail']}")
+    for folder in data["kept"]:
+        typer.echo(f"kept: {folder}")
     if not data["broken"]:
         typer.echo(f"{len(data['faults'])} faults, every invariant held (seed {data['seed']})")
