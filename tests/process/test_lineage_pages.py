@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,28 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
     assert (file["path"], file["bytes"]) == ("__0_0.distcp", 17)
     with pytest.raises(NotFoundError, match="no such committed checkpoint"):
         compare(database, said["one"], "gpt:step-00000201.a0003.i01")
+
+
+def test_what_is_read_in_one_look_is_of_one_moment(database: Database, root: Path) -> None:
+    """A run that comes meanwhile is seen by others at once, and in the look not at all."""
+    new = RunFolder(root, "meanwhile", "f" * 32, created_at=T0)
+    try:
+        with ThreadPoolExecutor(1) as pool, database.looking():
+            before = names(pages.list_runs(database).items)
+            pool.submit(ingest_run, database, new.paths).result(60)
+            with database.looking():
+                assert names(pages.list_runs(database).items) == before
+            assert names(pages.list_runs(database).items) == before
+            others = pool.submit(pages.list_runs, database).result(60)
+        assert set(names(others.items)) == {*before, "meanwhile"}
+        assert names(pages.list_runs(database).items) == names(others.items)
+    finally:
+        forget_run(database, "f" * 32)
+        shutil.rmtree(new.paths.directory)
+
+
+def test_a_look_that_failed_leaves_nothing_open(database: Database) -> None:
+    with pytest.raises(NotFoundError), database.looking():
+        compare(database, "nobody:step-00000001.a0001.i01", "nobody:step-00000002.a0001.i01")
+    assert database.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+    assert pages.list_runs(database).items

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from holdfast.api.redaction import HIDDEN, is_secret, secrets_of
 from holdfast.api.schemas import CheckpointRow, Page
@@ -33,6 +34,20 @@ TOLD_MAX: Final = 200
 SECRETS_MAX: Final = 10_000
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def in_one_look(
+    method: Callable[Concatenate[Store, P], T],
+) -> Callable[Concatenate[Store, P], T]:
+    """The method reads one state of the index, in one transaction."""
+
+    def look(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.index.open().looking():
+            return method(self, *args, **kwargs)
+
+    functools.update_wrapper(look, method)
+    return look
 
 
 class Store:
@@ -89,10 +104,12 @@ class Store:
         index = self.index.open()
         return _page(pages.list_runs(index, where, sort=sort, after=after, limit=limit))
 
+    @in_one_look
     def show_run(self, run: str) -> views.RunView:
         """All about one run, until now."""
         return queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
+    @in_one_look
     def list_checkpoints(
         self,
         run: str,
@@ -114,6 +131,7 @@ class Store:
         )
         return Page(items=self._with_proofs(uid, found.items), next=found.next)
 
+    @in_one_look
     def show_checkpoint(self, identity: str) -> CheckpointRow:
         """One checkpoint. Raises `NotFoundError`."""
         run, name = self.find_checkpoint(identity)
@@ -126,16 +144,19 @@ class Store:
                 return self._with_proofs(run.uid, [row])[0]
         raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
 
+    @in_one_look
     def list_files(self, identity: str) -> list[reports.FileView]:
         """The first files of a checkpoint, as its manifest lists them."""
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
+    @in_one_look
     def ancestry(self, identity: str) -> list[reports.Ancestor]:
         """A checkpoint and its ancestors, young to old."""
         run, name = self.find_checkpoint(identity)
         return queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
+    @in_one_look
     def compare(self, one: str, other: str) -> reports.Comparison:
         """Two checkpoints side by side; what the runs' environments hold in secret is hidden."""
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
@@ -145,6 +166,7 @@ class Store:
                 fact["one"] = fact["other"] = HIDDEN
         return found
 
+    @in_one_look
     def list_events(
         self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
     ) -> Page[views.EventView]:
@@ -175,6 +197,7 @@ class Store:
             for row in reversed(page.items)
         ]
 
+    @in_one_look
     def lineage(self, run: str) -> views.Graph:
         """What a run came from and what came of it."""
         index, uid = self.index.open(), self.find_run(run).uid
@@ -188,10 +211,12 @@ class Store:
             for name, row in zip(names, rows, strict=True)
         ]
 
+    @in_one_look
     def openlineage(self, run: str) -> list[dict[str, Any]]:
         """A run as OpenLineage events."""
         return export_run(self.index.open(), self.find_run(run).uid)
 
+    @in_one_look
     def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
         """What a run logged, by incarnation."""
         uid = self.find_run(run).uid

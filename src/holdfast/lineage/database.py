@@ -60,6 +60,7 @@ class Database:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_damaged = False
+        self._look = threading.local()
 
     @property
     def name(self) -> str:
@@ -72,13 +73,35 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection in a transaction that sees one state of the database."""
+        """A connection in a transaction that sees one state of the database: its own, or that of
+        the look that this thread takes."""
+        shared: Connection | None = getattr(self._look, "connection", None)
+        if shared is not None:
+            with self._guarded():
+                yield shared
+            return
         with self._guarded(), self.engine.connect() as connection:
             level = "REPEATABLE READ" if self.is_postgresql else None
             if level:
                 connection = connection.execution_options(isolation_level=level)
             with connection.begin():
                 yield connection
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """All that this thread reads meanwhile is of one state of the database, and comes by one
+        transaction: a server is asked as often as there are questions, and not thrice for each.
+
+        Not for whoever waits meanwhile for what others write.
+        """
+        with self.reading() as connection:
+            is_outermost = getattr(self._look, "connection", None) is None
+            self._look.connection = connection
+            try:
+                yield
+            finally:
+                if is_outermost:
+                    self._look.connection = None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
