@@ -1,0 +1,27 @@
+"""Times as the index tells them, against the calendar of Python's own library."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from holdfast.lineage.views import iso
+
+MILLISECOND_S = 1e-3
+# Numbers of this size know no time more exactly.
+MARGIN_S = 2e-6
+
+
+@given(st.floats(min_value=-2e9, max_value=4e9))
+@example(-0.25)
+@example(951782399.9999)
+@example(951782400.0)
+def test_a_time_is_told_to_the_millisecond_it_is_in(time: float) -> None:
+    told = iso(time)
+    assert told is not None
+    moment = datetime.fromisoformat(told)
+    assert moment.utcoffset() == timedelta(0)
+    assert told == f"{moment.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+    assert -MARGIN_S <= time - moment.timestamp() <= MILLISECOND_S + MARGIN_S
