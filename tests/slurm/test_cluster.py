@@ -108,7 +108,8 @@ def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> 
         submit(slurm, tmp_path, "-p", "prod", "-w", node, "--gpus-per-node=4", script="true")
         for node in ("n1", "n2")
     ]
-    assert wait_until(lambda: all(mark.exists() for mark in marks.values()), WAIT_S)
+    # There a moment before its first line is in it.
+    assert wait_until(lambda: all(m.exists() and m.read_text() for m in marks.values()), WAIT_S)
     for mark in marks.values():
         notice_s = float(mark.read_text().split()[0]) - submitted_s
         assert notice_s < 5, f"TERM came {notice_s:.1f} s after the prod job"
