@@ -13,6 +13,9 @@ from holdfast.contracts.spec import RunSpec, split_gpus
 
 # Slurm may send the warning up to a minute early; the agent plans its own stop before it.
 WARNING_MARGIN_S: Final = 30
+WARNING_EARLY_S: Final = 60
+# Until an agent hears signals; one that comes before ends the job instead.
+AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 NO_GRES: Final = "none"
 UNKNOWN: Final = Provenance()
@@ -140,8 +143,15 @@ def _slurm_parameters(
 
 
 def warning_lead_s(spec: RunSpec) -> int:
-    """Seconds before the end of a Slurm job at which its USR2 warning is asked for."""
-    return math.ceil(spec.supervision.grace_s) + WARNING_MARGIN_S
+    """Seconds before the end of a Slurm job at which its USR2 warning is asked for, 0 for never.
+
+    A job that is too short for it is not warned, for it might be before its agent hears anything:
+    the agent knows how long it has, and a preemption sends the signal all the same.
+    """
+    lead_s = math.ceil(spec.supervision.grace_s) + WARNING_MARGIN_S
+    limit_min = spec.resources.time_limit_min
+    earliest_s = lead_s + WARNING_EARLY_S + AGENT_START_S
+    return 0 if limit_min is not None and 60 * limit_min < earliest_s else lead_s
 
 
 def _gpu_parameter(gres: str | None, per_node: int) -> dict[str, Any]:

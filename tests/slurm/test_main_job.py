@@ -180,7 +180,8 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
 def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
     slurm: SlurmCluster, runs: FlowRuns, flush_s: float
 ) -> None:
-    spec = spec_of(runs, "slow-flush", nodes=1, settings={"steps": 900, "sleep_s": 0.2})
+    name = f"slow-flush-{flush_s:.0f}"
+    spec = spec_of(runs, name, nodes=1, settings={"steps": 900, "sleep_s": 0.2})
     paths = runs.deploy_run(spec)
     wait_for("step 15", lambda: step_of(paths) >= 15)
     (taken,) = supervisions(paths)
@@ -196,11 +197,11 @@ def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
         wait_for("the flow's end", lambda: not psutil.pid_exists(taken["pid"]))
         wait_for("a long flush", lambda: time.time() - asked.time >= flush_s)
         assert not paths.attempt(1).outcome.exists(), "the job should still be flushing"
-        assert runs.holdfast("show", "slow-flush")["state"] == "running"
+        assert runs.holdfast("show", name)["state"] == "running"
     finally:
         os.kill(flusher, signal.SIGCONT)
     wait_for("the job's own end", paths.attempt(1).outcome.exists)
-    shown = runs.holdfast("show", "slow-flush")
+    shown = runs.holdfast("show", name)
     (attempt,) = shown["attempts"]
     assert shown["state"] == "cancelled"
     assert (attempt["state"], attempt["cause"]) == ("cancelled", "operator")

@@ -47,6 +47,14 @@ def test_a_slurm_job_is_never_requeued_and_outlives_a_node() -> None:
     assert parameters["time"] == 30
 
 
+@pytest.mark.parametrize(("limit_min", "warning"), [(2, "USR2@0"), (3, "USR2@60")])
+def test_a_job_too_short_for_a_warning_that_comes_early_gets_none(
+    limit_min: int, warning: str
+) -> None:
+    parameters = request_of(**slurm(time_limit_min=limit_min)).scheduler
+    assert parameters["additional_parameters"]["signal"] == warning
+
+
 def test_without_a_limit_the_partition_decides() -> None:
     assert request_of(**slurm()).scheduler["time"] is None
 
