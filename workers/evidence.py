@@ -1,9 +1,9 @@
 """What a process's last words give away: a pure reading of tracebacks and standard error.
 
 Rules are read from the top, the first that matches an exception's message decides, and the line
-that it matched is the evidence. Of a chained traceback the first exception is the root, and of a
-group its own words come before those of its members. Lines of source code in a traceback are not
-words of the failure, and warnings are not either.
+that it matched is the evidence. Of a chained traceback the first exception is the root, unless it
+only complains about somebody else, and of a group its own words come before those of its members.
+Lines of source code in a traceback are not words of the failure, and warnings are not either.
 """
 
 from __future__ import annotations
@@ -156,11 +156,23 @@ KILLED_WORKER: Final = re.compile(
 
 
 def find_cause(text: str) -> Finding | None:
-    """What a traceback or standard error gives away, or None for the program's own errors."""
-    for message in messages(text):
-        for rule in RULES:
-            if match := rule.pattern.search(message):
-                return Finding(rule=rule, quote=_line_at(message, match.start()))
+    """What a traceback or standard error gives away, or None for the program's own errors.
+
+    A complaint about somebody else counts only where no other exception of the chain says more:
+    one who loses a connection to a helper may find out next what became of it.
+    """
+    complaint = None
+    for found in filter(None, map(_first_match, messages(text))):
+        if not found.rule.complaint:
+            return found
+        complaint = complaint or found
+    return complaint
+
+
+def _first_match(message: str) -> Finding | None:
+    for rule in RULES:
+        if match := rule.pattern.search(message):
+            return Finding(rule=rule, quote=_line_at(message, match.start()))
     return None
 
 

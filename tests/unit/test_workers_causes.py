@@ -203,6 +203,30 @@ def test_the_root_of_a_chain_decides_and_source_lines_do_not() -> None:
     assert last_words(CHAINED) == "ValueError: the run is over"
 
 
+LOST_WORKER = """Traceback (most recent call last):
+  File "connection.py", line 395, in _recv
+    chunk = read(handle, remaining)
+ConnectionResetError: [Errno 104] Connection reset by peer
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "signal_handling.py", line 73, in handler
+    _error_if_any_worker_fails()
+RuntimeError: DataLoader worker (pid 31) is killed by signal: Segmentation fault.
+"""
+
+
+def test_a_complaint_that_was_explained_next_is_not_the_root() -> None:
+    found = find_cause(LOST_WORKER)
+    assert found is not None
+    assert (found.rule.cause, found.rule.complaint) == (Cause.UNKNOWN, False)
+    assert "killed by signal: Segmentation fault" in found.quote
+    alone = find_cause(LOST_WORKER.partition("\n\nDuring")[0])
+    assert alone is not None
+    assert alone.rule.complaint
+
+
 def test_the_last_traceback_comes_with_its_chain_and_without_an_earlier_one() -> None:
     earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
     assert last_traceback(earlier + CHAINED) == CHAINED
