@@ -9,11 +9,12 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
-from holdfast.contracts.spec import RunSpec, split_gpus
+from holdfast.contracts.spec import Resources, RunSpec, Supervision, split_gpus
 
-# Slurm may send the warning up to a minute early; the agent plans its own stop before it.
+# The agent plans its own stop; the warning is asked for before that.
 WARNING_MARGIN_S: Final = 30
-WARNING_EARLY_S: Final = 60
+# Slurm sends it up to a minute early, and its clock of minutes adds to that.
+WARNING_EARLY_S: Final = 90
 # Until an agent hears signals; one that comes before ends the job instead.
 AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
@@ -107,7 +108,8 @@ def _slurm_parameters(
 
     `time` is None where the spec has no limit, because submitit's own default is 5 minutes.
     """
-    resources, warning_s = spec.resources, warning_lead_s(spec)
+    resources = spec.resources
+    warning_s = warning_lead_s(spec.supervision, resources)
     cpus = resources.cpus_per_gpu * per_node if resources.cpus_per_gpu else None
     options: dict[str, Any] = {
         "no-requeue": True,
@@ -142,14 +144,14 @@ def _slurm_parameters(
     }
 
 
-def warning_lead_s(spec: RunSpec) -> int:
+def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
     """Seconds before the end of a Slurm job at which its USR2 warning is asked for, 0 for never.
 
     A job that is too short for it is not warned, for it might be before its agent hears anything:
-    the agent knows how long it has, and a preemption sends the signal all the same.
+    the agent knows how long it has, and a preemption has a signal of its own.
     """
-    lead_s = math.ceil(spec.supervision.grace_s) + WARNING_MARGIN_S
-    limit_min = spec.resources.time_limit_min
+    lead_s = math.ceil(supervision.grace_s) + WARNING_MARGIN_S
+    limit_min = resources.time_limit_min
     earliest_s = lead_s + WARNING_EARLY_S + AGENT_START_S
     return 0 if limit_min is not None and 60 * limit_min < earliest_s else lead_s
 

@@ -117,11 +117,12 @@ class Stand:
         """A new run with its flow; the one before must have ended."""
         number = len(self._runs) + 1
         self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
-        records = self.folder / f"records-{number:02d}"
+        name = f"drill-{number:02d}"
+        records = self._records_of(name)
         records.mkdir()
         spec = RunSpec.model_validate(
             {
-                "name": f"drill-{number:02d}",
+                "name": name,
                 "command": PROGRAM,
                 "config": self._settings(records, steps=STEPS_UNBOUNDED, step_s=STEP_S),
                 "environment": {"OMP_NUM_THREADS": "1"},
@@ -154,10 +155,11 @@ class Stand:
     def move_run(self, paths: RunPaths, place: Path) -> None:
         """Move an ended run into the new folder `place`, with its flow's log and its records."""
         place.mkdir(parents=True)
-        number = paths.name.rpartition("-")[2]
-        records = self.folder / f"records-{number}"
-        for one in (paths.directory, self._log_of(paths), records):
+        for one in (paths.directory, self._log_of(paths), self._records_of(paths.name)):
             shutil.move(one, place / one.name)
+
+    def _records_of(self, name: str) -> Path:
+        return self.folder / f"records-{name}"
 
     def _log_of(self, paths: RunPaths) -> Path:
         return self.folder / f"flow-{paths.name}.log"

@@ -80,7 +80,7 @@ def test_a_run_that_lost_a_checkpoint_is_kept(
     assert place.is_relative_to(kept)
     assert (place / "drill-01" / "spec.json").is_file()
     assert (place / "flow-drill-01.log").stat().st_size > 0
-    assert list((place / "records-01").iterdir())
+    assert list((place / "records-drill-01").iterdir())
     assert not (folder / "place-1" / "runs" / "drill-01").exists()
 
 

@@ -47,7 +47,7 @@ def test_a_slurm_job_is_never_requeued_and_outlives_a_node() -> None:
     assert parameters["time"] == 30
 
 
-@pytest.mark.parametrize(("limit_min", "warning"), [(2, "USR2@0"), (3, "USR2@60")])
+@pytest.mark.parametrize(("limit_min", "warning"), [(3, "USR2@0"), (4, "USR2@60")])
 def test_a_job_too_short_for_a_warning_that_comes_early_gets_none(
     limit_min: int, warning: str
 ) -> None:

@@ -12,12 +12,11 @@ from types import FrameType
 from typing import Final
 
 from holdfast.contracts.states import Cause
+from holdfast.workers.request import WARNING_EARLY_S
 from holdfast.workers.slurm_client import parse_time
 from holdfast.workers.slurm_states import bare_word
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-# Slurm sends the warning up to a minute early, and its clock of minutes adds to that.
-WARNING_EARLY_S: Final = 90.0
 # A TERM this close to the end of the job is its time limit's.
 LIMIT_NEAR_S: Final = 5.0
 KILL_WAIT_S: Final = 30.0

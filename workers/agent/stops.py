@@ -15,7 +15,7 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flush_log import FlushLog
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.signals import Judgement, judge
-from holdfast.workers.request import WARNING_MARGIN_S
+from holdfast.workers.request import warning_lead_s
 
 FILE_POLL_S: Final = 0.5
 LIMIT_POLL_S: Final = 5.0
@@ -54,15 +54,15 @@ class StopWatch:
 
     def from_signal(self, name: str, heard_at: float) -> tuple[StopWish | None, Judgement]:
         """The wish behind a signal; None for a warning of the limit, which is kept anyhow."""
-        supervision = self._context.request.supervision
+        request = self._context.request
         judgement = judge(
             name,
             job=self._job(),
             on_slurm=self._on_slurm,
             now=heard_at,
-            grace_s=supervision.grace_s,
+            grace_s=request.supervision.grace_s,
             end_at=self.end_at,
-            warning_s=supervision.grace_s + WARNING_MARGIN_S,
+            warning_s=warning_lead_s(request.supervision, request.resources),
         )
         if judgement.cause is None:
             self.end_at = judgement.deadline
