@@ -1,7 +1,7 @@
 # Holdfast. Each target does its own set-up, into .venv/; `make help` lists them.
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-cluster page screenshots demo test test-all bench check lock clean \
+.PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu check lock clean \
 	slurm-up slurm-down
 
 PYTHON := .venv/bin/python
@@ -27,7 +27,7 @@ page:  ## The web page, from web/ into the package (needs Node 18 or newer)
 screenshots: setup-cluster  ## Pictures of the web page, into docs/screenshots
 	PYTHONPATH=. $(PYTHON) -m tests.web.screenshots docs/screenshots
 
-demo: setup  ## A run that is preempted, flushed and relaunched on fewer ranks: about 3 minutes
+demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a minute
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
@@ -35,6 +35,12 @@ test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
 
 test-all: setup-cluster  ## All tests, soaks and matrices included
 	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)
+
+test-gpu: setup  ## What only a GPU can show, in about ten minutes; without one, one skipped test
+	$(PYTEST) tests/gpu --durations=10 $(ARGS)
+
+bench-gpu: setup  ## Saves of a state on GPUs against a page-locked copy, and the memory they take
+	$(PYTHON) -m holdfast.trainer.bench --gpu $(ARGS)
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
 	@.venv/bin/holdfast bench $(ARGS)

@@ -18,7 +18,7 @@ from holdfast.api.hub import Hub
 from holdfast.api.security import Exposure
 from holdfast.api.services import Services
 from holdfast.api.store import Store
-from holdfast.api.tokens import TokenStore
+from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.collector import settle_memory
 from holdfast.lineage.database import URL_VARIABLE
@@ -32,12 +32,14 @@ def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
     """What each ask took, by its name; an ask is the paths that a page gets when it opens."""
     os.environ[URL_VARIABLE] = url
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
-        app = _app(Path(folder))
+        tokens = TokenStore(Path(folder) / "tokens.json")
+        HEADERS["authorization"] = f"Bearer {tokens.issue('bench', Role.READER)[1]}"
+        app = _app(Path(folder), tokens)
         settle_memory()
         return asyncio.run(_ask_all(app, asks))
 
 
-def _app(home: Path) -> FastAPI:
+def _app(home: Path, tokens: TokenStore) -> FastAPI:
     """The application with no runs on disk to follow, and no one to start any."""
 
     def refuse(*_given: Any) -> dict[str, Any]:
@@ -49,10 +51,9 @@ def _app(home: Path) -> FastAPI:
             store=store,
             watch=Watch(store, hub, (home,)),
             hub=hub,
-            exposure=Exposure(needs_token=False),
-            tokens=TokenStore(home / "tokens.json"),
+            exposure=Exposure(),
+            tokens=tokens,
             roots=(home,),
-            user="bench",
             start=refuse,
             fork=refuse,
         )

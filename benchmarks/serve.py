@@ -68,12 +68,13 @@ async def ask(client: httpx.AsyncClient, answers_s: dict[str, list[float]]) -> N
         await asyncio.sleep(ASK_S)
 
 
-async def measure(url: str, pages: int, seconds: float) -> dict[str, Any]:
+async def measure(url: str, token: str, pages: int, seconds: float) -> dict[str, Any]:
     """Listen for `seconds`; the lags and answers in milliseconds."""
     lags_s: list[float] = []
     answers_s: dict[str, list[float]] = {}
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, limits=limits) as client:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with httpx.AsyncClient(base_url=url, limits=limits, headers=headers) as client:
         tasks = [asyncio.create_task(read_page(client, lags_s)) for _ in range(pages)]
         await asyncio.sleep(WARM_S)
         tasks.append(asyncio.create_task(ask(client, answers_s)))
@@ -108,12 +109,12 @@ def main() -> int:
         serve = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
         server = subprocess.Popen(serve, env=environment, stderr=subprocess.PIPE, text=True)
         assert server.stderr is not None
-        url = server.stderr.readline().split()[-1].rstrip("/")
+        url, token = server.stderr.readline().split()[-1].split("/?token=")
         again = [sys.executable, "-m", "benchmarks.serve", "--replay", str(root)]
         again += ["--runs", str(options.runs), "--seconds", str(options.seconds + WARM_S)]
         replayer = subprocess.Popen(again)
         try:
-            told = asyncio.run(measure(url, options.pages, options.seconds))
+            told = asyncio.run(measure(url, token, options.pages, options.seconds))
         finally:
             for process in (replayer, server):
                 process.terminate()

@@ -1,7 +1,9 @@
-"""`make demo`: a run is preempted on four ranks and goes on with two, and nothing is lost.
+"""`make demo`: a run is preempted on four ranks and resumes on two, and no step is lost.
 
-A real Prefect server and process worker, a small GPT on this machine's cores, and a SIGTERM to
-the node's agent, as Slurm's preemption would send it. Ends non-zero unless all of it is so.
+The demo starts a Prefect server and a process worker in a temporary folder, and trains a small GPT
+on this machine's cores. It preempts the run as Slurm would, by a SIGTERM to the node's agent. The
+run stays in `$HOLDFAST_ROOT`, where `holdfast show`, `lineage` and `serve` find it. The exit
+status is 0 if every check holds.
 """
 
 from __future__ import annotations
@@ -14,17 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 from demo_service import POOL, PrefectService
 
-from holdfast.cli.output import print_table, seconds_text
-from holdfast.cli.views import render_lineage
+from holdfast.cli.output import bytes_text, seconds_text
 from holdfast.contracts.attempt import Claim, Request, Submission, read_document
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
 from holdfast.contracts.states import Cause
+from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.parameters import read_spec_file
 from holdfast.flows.progress import describe_progress
 from holdfast.workers.executors import executor_for
@@ -33,20 +36,24 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 SPEC: Final = Path(__file__).parent / "gpt" / "spec.toml"
 RUN_S_MAX: Final = 300.0
 POLL_S: Final = 0.25
+# The server and the worker keep nothing that anybody needs once the flow has ended.
+FLOW_END_S_MAX: Final = 10.0
+SERVICE_END_S: Final = 0.5
 RANKS: Final = (4, 2)
 
 
 def main() -> int:
-    """Play the scenario; 0 when everything that should be so is so."""
+    """Run the scenario; return 0 if every check holds, else 1."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
-    environment = dict(os.environ)
-    environment.setdefault("HOLDFAST_HOME", str(folder / "home"))
-    home = Path(environment["HOLDFAST_HOME"]).expanduser().absolute()
-    root = Path(environment.get("HOLDFAST_ROOT") or home / "runs").expanduser().absolute()
-    environment |= {"HOLDFAST_HOME": str(home), "HOLDFAST_ROOT": str(root)}
-    run = RunPaths(root / f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    service = PrefectService(folder, environment)
+    run = RunPaths(default_root() / f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    environment = {
+        **os.environ,
+        "HOLDFAST_HOME": str(holdfast_home().absolute()),
+        "HOLDFAST_ROOT": str(run.directory.parent),
+    }
+    service = PrefectService(folder, environment, SERVICE_END_S)
+    broken: list[str] = []
     try:
         say(f"starting a Prefect server at {service.api}")
         with service.serving():
@@ -56,15 +63,14 @@ def main() -> int:
                     play(service, run)
                 finally:
                     end_jobs(run)
-        broken = judge(service, run)
-        print_logs(folder if broken else None)
+                broken = judge(service, run)
     except RuntimeError as error:
         broken = [str(error)]
-        print_logs(folder)
     finally:
+        print_logs(folder if broken else None)
         shutil.rmtree(folder, ignore_errors=True)
     for line in broken:
-        print(f"NOT SO: {line}", file=sys.stderr)
+        print(f"FAILED: {line}", file=sys.stderr)
     say(f"{'failed' if broken else 'done'} after {seconds_text(time.monotonic() - began)}")
     return 1 if broken else 0
 
@@ -77,7 +83,7 @@ def prepare(service: PrefectService) -> None:
 
 
 def play(service: PrefectService, run: RunPaths) -> None:
-    """Submit, preempt at a third of the steps, and wait until the run has ended."""
+    """Submit, preempt at a third of the steps, and wait until run and flow have ended."""
     steps = int(read_spec_file(SPEC)["config"]["steps"])
     overrides = [f"name={run.name}", "supervision.poll_s=1", "supervision.heartbeat_s=0.5"]
     service.command(
@@ -95,6 +101,9 @@ def play(service: PrefectService, run: RunPaths) -> None:
     wait("the relaunch", run, lambda: (step_of(run, 2) or 0) > 0)
     say(f"training again, on {RANKS[1]} ranks, at step {step_of(run, 2)}")
     wait("the end of the run", run, lambda: not load_history(run).state.is_live)
+    ends_at = time.monotonic() + FLOW_END_S_MAX
+    while is_supervised(run.flow_lock) and time.monotonic() < ends_at:
+        time.sleep(POLL_S)
 
 
 def step_of(run: RunPaths, attempt: int) -> int | None:
@@ -122,60 +131,70 @@ def wait(what: str, run: RunPaths, is_so: Callable[[], bool]) -> None:
 
 
 def judge(service: PrefectService, run: RunPaths) -> list[str]:
-    """Print what came of it; returns a line for everything that is not as it should be."""
-    shown = json.loads(service.command("holdfast", "show", str(run.directory), "--json").stdout)
-    graph = service.command("holdfast", "lineage", str(run.directory), "--json").stdout
-    attempts: list[dict[str, Any]] = shown["attempts"]
-    print_table(
-        ("attempt", "ranks", "steps", "state", "cause", "command", "signal to commit"),
-        [
-            (
-                each["number"],
-                each["world_size"],
-                f"{each['first_step']}–{each['last_step']}",
-                each["state"],
-                each["cause"],
-                str(each["command_digest"])[:12],
-                seconds_text(each["signal_to_commit_s"]),
-            )
-            for each in attempts
-        ],
-    )
-    lost = shown["goodput"]["steps_lost"]
-    commit_s = attempts[0]["signal_to_commit_s"] if attempts else None
-    print(f"steps lost: {lost}; from the signal to the commit: {seconds_text(commit_s)}\n")
-    render_lineage(json.loads(graph))
-    return [what for what, is_so in expectations(service, run, shown) if not is_so]
+    """Print in five lines what the run showed; return a line for each check that fails."""
+    final = next(iter(reversed(run.list_checkpoints())), run.checkpoints)
+    with ThreadPoolExecutor(2) as both:
+        asked = both.submit(service.command, "holdfast", "show", run.name, "--json")
+        verified = service.command("holdfast", "verify", str(final), "--json", check=False)
+    shown: dict[str, Any] = json.loads(asked.result().stdout)
+    checked: dict[str, Any] = json.loads(verified.stdout or "{}")
+    broken = [what for what, holds in expectations(shown, checked) if not holds]
+    if not broken:
+        print_summary(shown, checked, run)
+    return broken
 
 
-def expectations(
-    service: PrefectService, run: RunPaths, shown: dict[str, Any]
-) -> list[tuple[str, bool]]:
-    """What must be so after the run, and whether it is."""
+def expectations(shown: dict[str, Any], checked: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Each check of the finished run, and whether it holds."""
     attempts = shown["attempts"]
     if len(attempts) != len(RANKS):
-        return [(f"two attempts, not {len(attempts)}", False)]
+        return [(f"expected two attempts, found {len(attempts)}", False)]
     first, second = attempts
     steps = int(read_spec_file(SPEC)["config"]["steps"])
     digests = {first["command_digest"], second["command_digest"]}
-    final = next(iter(reversed(run.list_checkpoints())), run.checkpoints)
-    verified = service.command("holdfast", "verify", str(final), "--json", check=False)
     return [
-        ("the run is completed", shown["state"] == "completed"),
+        ("the run completes", shown["state"] == "completed"),
         ("4 ranks, then 2", (first["world_size"], second["world_size"]) == RANKS),
-        ("the first attempt was preempted", first["cause"] == Cause.PREEMPTION),
-        ("the second attempt completed", second["state"] == "completed"),
-        ("the same command both times", len(digests) == 1 and None not in digests),
-        ("a signal was followed by a commit", first["signal_to_commit_s"] is not None),
-        ("no step was trained twice", second["first_step"] == first["last_step"] + 1),
-        ("no step was lost", shown["goodput"]["steps_lost"] == 0),
-        (f"all {steps} steps were trained", second["last_step"] == steps),
-        ("the last checkpoint is whole", verified.returncode == 0),
+        ("the first attempt is preempted", first["cause"] == Cause.PREEMPTION),
+        ("the second attempt completes", second["state"] == "completed"),
+        ("both attempts run the same command", len(digests) == 1 and None not in digests),
+        ("a commit follows the signal", first["signal_to_commit_s"] is not None),
+        ("no step is trained twice", second["first_step"] == first["last_step"] + 1),
+        ("no step is lost", shown["goodput"]["steps_lost"] == 0),
+        (f"all {steps} steps are trained", second["last_step"] == steps),
+        ("the last checkpoint verifies", checked.get("ok") is True),
     ]
 
 
+def print_summary(shown: dict[str, Any], checked: dict[str, Any], run: RunPaths) -> None:
+    """Five lines about the run, and the commands that show more of it."""
+    first, second = shown["attempts"]
+    commit_s = seconds_text(first["signal_to_commit_s"])
+    files = checked["files"]
+    count = len(files) if isinstance(files, list) else files
+    size = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
+    told = ("HOLDFAST_HOME", "HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL")
+    prefix = "".join(f"{name}={os.environ[name]} " for name in told if os.environ.get(name))
+    program = Path(sys.executable).parent / "holdfast"
+    ranks = second["world_size"]
+    lines = (
+        f"Preempted: {first['world_size']} ranks stopped together after step {first['last_step']}.",
+        f"Saved: the final checkpoint was committed {commit_s} after the signal.",
+        f"Resumed: {ranks} ranks ran the same command from step {second['first_step']}.",
+        f"Completed: {second['last_step']} steps, none of them lost or trained twice.",
+        f"Verified: {count} files of the last checkpoint; all checkpoints take {bytes_text(size)}.",
+    )
+    print()
+    for number, line in enumerate(lines, 1):
+        print(f"{number}. {line}")
+    print(f"\nThe run stays in {run.directory}. Look at it:")
+    for command in (f"show {run.name}", f"lineage {run.name}", "serve"):
+        print(f"  {prefix}{program} {command}")
+    print(flush=True)
+
+
 def end_jobs(run: RunPaths) -> None:
-    """End by force whatever job of the run still lives; there is none when all went well."""
+    """Cancel the jobs of the run that still exist; after a good run there are none."""
     for attempt in run.list_attempts():
         request = read_document(Request, attempt.request)
         submission = read_document(Submission, attempt.submission)
@@ -184,7 +203,7 @@ def end_jobs(run: RunPaths) -> None:
 
 
 def print_logs(folder: Path | None) -> None:
-    """The ends of the server's and the worker's logs, on standard error; of no folder, nothing."""
+    """Print the ends of the server's and the worker's logs to standard error."""
     for path in sorted(folder.glob("*.log")) if folder else ():
         print(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}", file=sys.stderr)
 

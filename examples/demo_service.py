@@ -32,10 +32,16 @@ QUIET: Final = {
 
 
 class PrefectService:
-    """The server and what is started around it. `environment` is for whoever talks to it."""
+    """The server, and the programs that are started around it with its `environment`.
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    A program that is asked to end has `end_s` seconds for it, and is then killed.
+    """
+
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], end_s: float = END_S_MAX
+    ) -> None:
         self.folder = folder
+        self.end_s = end_s
         self.port = free_port()
         self.api = f"http://127.0.0.1:{self.port}/api"
         self.environment = {
@@ -78,7 +84,7 @@ class PrefectService:
         try:
             yield process
         finally:
-            end_session(process)
+            end_session(process, self.end_s)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -122,12 +128,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Ask the process to end, then end what is left of its session."""
+def end_session(process: subprocess.Popen[bytes], end_s: float) -> None:
+    """Ask the process to end, and after `end_s` seconds kill what is left of its session."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_S_MAX)
+            process.wait(end_s)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(END_S_MAX)

@@ -1,23 +1,22 @@
-"""`python -m holdfast.flows.detached RUN_DIRECTORY`: the flow of one run, with no worker.
+"""`python -m holdfast.flows.detached RUN_DIRECTORY`: the supervision of one run, in one process.
 
-Two processes: the flow, and a small one that waits for it. A flow that is killed cannot end the
-temporary server that Prefect started for it; the waiting one does, by the flow's process group.
-Jobs have sessions of their own and are not touched.
+Without a Prefect API there is no flow run to show, so the supervisor runs by itself: no server, no
+database of Prefect's, and nothing that outlives this process when it is killed. With `--flow`, and
+an API in the environment, the run is carried by Prefect's flow `train` instead.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import subprocess
+import logging
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import RunState
+
 FLOW: Final = "--flow"
-USAGE: Final = "usage: python -m holdfast.flows.detached RUN_DIRECTORY"
+USAGE: Final = "usage: python -m holdfast.flows.detached [--flow] RUN_DIRECTORY"
 
 
 def main(arguments: list[str]) -> int:
@@ -26,36 +25,28 @@ def main(arguments: list[str]) -> int:
         case [flag, directory] if flag == FLOW:
             return run_flow(Path(directory))
         case [directory] if directory != FLOW:
-            return wait_for_flow(directory)
+            return supervise(Path(directory))
         case _:
             print(USAGE, file=sys.stderr)
             return 2
 
 
+def supervise(directory: Path) -> int:
+    """Carry the run to its end in this process; its exit status."""
+    from holdfast.flows.carry import carry
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    history = carry(RunPaths(directory), logging.getLogger("holdfast"))
+    return 0 if history.state is RunState.COMPLETED else 1
+
+
 def run_flow(directory: Path) -> int:
-    """Run the flow to its end in this process; its exit status."""
-    from holdfast.contracts.paths import RunPaths
+    """Run Prefect's flow to its end in this process; its exit status."""
     from holdfast.flows.start import flow_parameters
     from holdfast.flows.train import train
 
     state = train(**flow_parameters(RunPaths(directory)), return_state=True)
     return 0 if state.is_completed() else 1
-
-
-def wait_for_flow(directory: str) -> int:
-    """Start the flow in a process group of its own, and end what is left of it after it."""
-    command = [sys.executable, "-m", "holdfast.flows.detached", FLOW, directory]
-    flow = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        flow.send_signal(number)
-
-    signal.signal(signal.SIGTERM, pass_on)
-    # No bound: this waits for as long as the run goes on, and costs nothing.
-    status = flow.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(flow.pid, signal.SIGKILL)
-    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

@@ -34,11 +34,3 @@ class FlowLock:
             return False
         self.is_held = True
         return True
-
-
-def is_supervised(path: Path) -> bool:
-    """True when a living flow holds the lock at `path`."""
-    if not path.exists():
-        return False
-    with FlowLock(path) as lock:
-        return not lock.try_take()

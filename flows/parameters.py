@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from holdfast.contracts.errors import SpecError
+from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.spec_problems import describe_error, drop_unknown_keys, is_answered
 
 SPEC_BYTES_MAX: Final = 4 * 1024 * 1024
+YAML_VALUES_MAX: Final = 200_000
 _TOML: Final = frozenset({".toml"})
 _YAML: Final = frozenset({".yaml", ".yml"})
 
@@ -71,18 +74,22 @@ def read_spec_file(path: Path) -> dict[str, Any]:
     if kind not in _TOML | _YAML:
         raise SpecError(f"{path}: ends in {kind or 'nothing'}; expected .toml, .yaml or .yml")
     try:
-        size = path.stat().st_size
-        if size > SPEC_BYTES_MAX:
-            raise SpecError(f"{path}: {size} bytes; expected {SPEC_BYTES_MAX} at most")
-        text = path.read_text(encoding="utf-8")
+        # Links are followed: which file this is, is the caller's own word.
+        text = read_bounded(path.resolve(), SPEC_BYTES_MAX).decode("utf-8")
     except FileNotFoundError as error:
         raise SpecError(
             f"{path}: no such file; give the path of a run spec (a relative path counts from "
             f"the current directory, {Path.cwd()})"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
+    except ForeignFileError as error:
+        raise SpecError(f"{path}: {error.problem}; expected a run spec") from error
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        # Links that lead in a circle are a RuntimeError.
         raise SpecError(f"{path}: cannot be read: {error}") from error
-    table = _parse_toml(path, text) if kind in _TOML else _parse_yaml(path, text)
+    try:
+        table = _parse_toml(path, text) if kind in _TOML else _parse_yaml(path, text)
+    except RecursionError as error:
+        raise SpecError(f"{path}: nested too deep; expected a run spec") from error
     if not isinstance(table, dict):
         raise SpecError(f"{path}: holds a {type(table).__name__}; expected a table of keys")
     return table
@@ -148,10 +155,33 @@ def _parse_toml(path: Path, text: str) -> Any:
 
 def _parse_yaml(path: Path, text: str) -> Any:
     try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = _count_values(tree, {})
+        if values > YAML_VALUES_MAX:
+            raise SpecError(
+                f"{path}: its aliases make {values:.3g} values of it, expected at most "
+                f"{YAML_VALUES_MAX}; write them out, or leave them away"
+            )
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise SpecError(f"{path}: not YAML: {error.problem}{place}; mend that line") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # A date that no calendar has is a ValueError.
         raise SpecError(f"{path}: not YAML: {error}; mend that line") from error
+
+
+def _count_values(node: Any, known: dict[int, float]) -> float:
+    """How many values a YAML tree has once its aliases are written out; one in itself has no end.
+
+    Each node is counted once: an alias of an alias doubles with every level.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        is_table = isinstance(node, yaml.MappingNode)
+        children = [each for pair in node.value for each in pair] if is_table else node.value
+        known[id(node)] = 1 + sum(_count_values(child, known) for child in children)
+    return known[id(node)]

@@ -1,4 +1,4 @@
-"""Starting a flow for a run: by Prefect's deployment, or here in a process of its own."""
+"""Starting a flow for a run: by Prefect's deployment, or a supervisor here as a process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.flow_lock import is_supervised
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.supervision import is_supervised
 
 LOG_TAIL_BYTES: Final = 4096
-# A flow without an API starts Prefect's own small server; on a busy machine it is slow to answer.
-_ENVIRONMENT: Final = {
-    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "DO_NOT_TRACK": "1",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,22 +47,36 @@ def has_service() -> bool:
     return bool(api_url())
 
 
-def start_flow(paths: RunPaths) -> Started:
+def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     """Start a flow that carries the run at `paths` on, with the spec it was created with.
 
+    Without `preflight` Prefect's flow checks nothing before it submits. A supervisor that is
+    started here never checks.
     Raises `ServiceError` when a Prefect API is configured and cannot be used.
     """
     if not has_service():
         return start_here(paths)
     from holdfast.flows.deployments import submit_to_prefect
 
-    flow_run = submit_to_prefect(flow_parameters(paths), name=paths.name)
+    parameters = {**flow_parameters(paths), **({} if preflight else {"preflight": False})}
+    flow_run = submit_to_prefect(parameters, name=paths.name)
     return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
 
 
-def start_if_alone(paths: RunPaths) -> Started:
-    """Start a flow for a run that is to go on, unless one is there: then its word suffices."""
-    return Started() if is_supervised(paths.flow_lock) else start_flow(paths)
+def start_if_alone(paths: RunPaths, *, preflight: bool = True) -> Started:
+    """Start a flow for a run that is to go on, unless one is there: then its word suffices.
+
+    Raises `SpecError` for another user's run, whose command would run as the caller.
+    """
+    if is_supervised(paths.flow_lock):
+        return Started()
+    if not (is_mine(paths.directory.resolve()) and is_mine(paths.spec)):
+        raise SpecError(
+            f"run {paths.name} belongs to another user, whose command would run as you; its owner "
+            "relaunches it, or fork one of its checkpoints after a look at its spec "
+            f"(`holdfast show {paths.name} --json`)"
+        )
+    return start_flow(paths, preflight=preflight)
 
 
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
@@ -80,15 +88,13 @@ def flow_parameters(paths: RunPaths) -> dict[str, Any]:
 
 
 def start_here(paths: RunPaths) -> Started:
-    """Start the flow in a process of its own session, which outlives this one and its terminal."""
-    environment = {**_ENVIRONMENT, **os.environ}
+    """Start a supervisor in a session of its own, which outlives this process and its terminal."""
     with open(paths.flow_log, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.flows.detached", str(paths.directory)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
             start_new_session=True,
         )
     return Started(process=process, log=paths.flow_log)

@@ -7,6 +7,7 @@ one follows until it is free.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,44 +16,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from holdfast.contracts.attempt import Submission, SubmissionTry, read_document
 from holdfast.contracts.errors import (
     HoldfastError,
-    LineageError,
     NotFoundError,
+    RunConflictError,
     SchedulerError,
     SchedulerUnavailableError,
     ServiceError,
 )
+from holdfast.contracts.filesystems import refresh
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.progress import describe_progress
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
+    Absences,
     abandon_reservation,
     complete_journal,
+    end_duplicates,
+    end_unsubmitted,
+    has_no_job,
     is_unsubmitted,
     resume_submission,
     submit_attempt,
 )
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
+from holdfast.workers.executors.base import Executor
 from holdfast.workers.feasibility import Feasibility
 from holdfast.workers.growth import Sighting, is_due, look_for_room
 from holdfast.workers.heartbeats import read_heartbeats
-from holdfast.workers.policy import Decision, decide
+from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
+from holdfast.workers.runs import keep_reserve
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
 PRUNE_S: Final = 60.0
 SOON_S: Final = 1.0
-REFUSALS_MAX: Final = 3
-FAILURES_MAX: Final = 30
+FAILING_S_MAX: Final = 24 * 3600.0
 FAILURE_WAIT_S: Final = 10.0
 JOURNAL: Final = "flow"
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -93,12 +102,23 @@ class Supervisor:
     is_acting: bool = False
     _progress: tuple[object, float] = (None, 0.0)
     _said: set[str] = field(default_factory=set)
-    _refusals: int = 0
-    _failures: int = 0
+    _absences: Absences = field(default_factory=Absences)
+    _failing_since: float | None = None
+    _ingestion: Ingestion = field(init=False)
     _pruned_at: frozenset[str] = frozenset()
     _prune_again_at: float = 0.0
     _room: Sighting | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
+
+    def __post_init__(self) -> None:
+        self._ingestion = Ingestion(
+            self.index,
+            self.paths,
+            failed=lambda error: self._say_once(
+                "database", "not ingested now, again later: %s", error
+            ),
+            succeeded=lambda: self._said.discard("database"),
+        )
 
     def run(self) -> RunHistory:
         """Supervise, or follow whoever does, until the run has ended; returns its last history.
@@ -123,41 +143,43 @@ class Supervisor:
     def _turn(self, lock: FlowLock, journal: JournalWriter) -> float | None:
         """Look once and act once: the seconds until the next turn, None at the run's end.
 
-        A shared file system can be away for a while: only `FAILURES_MAX` turns that fail one
-        after another end the supervision.
+        A shared file system can be away or full for a while: only turns that fail for
+        `FAILING_S_MAX` seconds end the supervision. The index is brought up to date last, and
+        beside the next turns.
         """
         try:
             if not self.is_acting and (lock.is_held or lock.try_take()):
                 self._take_up(journal)
             history = reconcile(self.paths, writer=JOURNAL)
-            self._ingest()
-            self._prune(history)
             wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
+            self._prune(history)
         except OSError as error:
-            self._failures += 1
-            if self._failures >= FAILURES_MAX:
+            now = time.monotonic()
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > FAILING_S_MAX:
                 raise
-            self.log.warning("(%d of %d) %s", self._failures, FAILURES_MAX, error)
+            self._say_once(
+                "storage", "storage fails; looking again every %.0f s: %s", FAILURE_WAIT_S, error
+            )
             return FAILURE_WAIT_S
-        self._failures = 0
+        self._failing_since = None
+        self._said.discard("storage")
+        self._ingestion.ask()
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:
         """Begin to act: what the last one to hold the lock left half told is told first."""
+        # The last supervisor may have run on another host.
+        for directory in (self.paths.attempts, self.paths.journal):
+            refresh(directory)
+        with contextlib.suppress(OSError):
+            keep_reserve(self.paths)
         complete_journal(self.paths, journal)
         complete_goodput(self.paths, journal)
         host, pid = socket.gethostname(), os.getpid()
         journal.append(EventKind.SUPERVISED, host=host, pid=pid, flow_run=self.flow_run)
         self.is_acting = True
         self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
-
-    def _ingest(self) -> None:
-        """Bring the index up to date. One that is away does not stop the supervision."""
-        try:
-            self.index.update(self.paths)
-            self._said.discard("database")
-        except LineageError as error:
-            self._say_once("database", "not ingested now, again later: %s", error)
 
     def _prune(self, history: RunHistory) -> None:
         """Apply the spec's keep rules when something was committed or deleted since, and now and
@@ -194,8 +216,12 @@ class Supervisor:
         except SchedulerUnavailableError as error:
             self._say_once("scheduler", "the scheduler does not answer; waiting: %s", error)
             return poll_s
+        except RunConflictError as error:
+            # A file system may show another supervisor's attempt late: look again.
+            self._say_once("conflict", "%s", error)
+            return poll_s
         except SchedulerError as error:
-            self._note_refusal(error, journal)
+            self._say_once(str(error), "%s", error)
             return poll_s
         self._said.discard("scheduler")
         return wait_s
@@ -204,15 +230,41 @@ class Supervisor:
         """See to a live attempt: finish a submission that was cut short, tell how it goes."""
         attempt = self.paths.list_attempts()[-1]
         if is_unsubmitted(attempt):
-            try:
-                resume_submission(self.paths, journal)
-            except NotFoundError:
-                abandon_reservation(attempt, journal)
-            self._refusals = 0
+            self._submit_again(history, attempt, journal)
+        for words in end_duplicates(attempt, journal):
+            self.log.warning("%s", words)
         for words in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
             self.log.warning("%s", words)
         self._log_progress(history)
         self._grow(history)
+
+    def _submit_again(
+        self, history: RunHistory, attempt: AttemptPaths, journal: JournalWriter
+    ) -> None:
+        """Finish a submission: look for its job, and submit it when there is certainly none.
+
+        What an operator asked for meanwhile, or a refusal that will not pass, ends the attempt.
+        """
+        asked = history.pending_request
+        if asked is not None and has_no_job(attempt):
+            words = f"{asked['action']} by {asked.get('by') or 'somebody'} before it was submitted"
+            state, cause = AttemptState.CANCELLED, Cause.OPERATOR
+            if end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=words):
+                return
+        tried = read_document(SubmissionTry, attempt.submitting)
+        if tried is not None and tried.refused:
+            wait_s = wait_after_refusal(tried, now=time.time())
+            if wait_s is None:
+                words = f"the scheduler refused the job {tried.refusals} times: {tried.refused}"
+                state, cause = AttemptState.FAILED, Cause.INFRASTRUCTURE
+                end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=words)
+                return
+            if wait_s > 0:
+                return
+        try:
+            resume_submission(self.paths, journal, self._absences)
+        except NotFoundError:
+            abandon_reservation(attempt, journal)
 
     def _grow(self, history: RunHistory) -> None:
         """Have the attempt give way to a larger one when the spec says so and there is room."""
@@ -237,7 +289,9 @@ class Supervisor:
         """Act on a run that has no live attempt, as the policy decides."""
         executor = executor_for(history.spec.resources.executor)
         now = time.time()
-        capacity = executor.capacity(history.spec.resources)
+        capacity = executor.capacity(
+            history.spec.resources, held_after_end(executor, self.paths, history)
+        )
         decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
@@ -250,25 +304,7 @@ class Supervisor:
         self.submit(
             self.paths, gpus=decision.gpus, reason=decision.reason, exclude=decision.exclude
         )
-        self._refusals = 0
         return min(poll_s, SOON_S)
-
-    def _note_refusal(self, error: SchedulerError, journal: JournalWriter) -> None:
-        """Try a refused submission again a few times; then the attempt has failed."""
-        self._refusals += 1
-        self.log.error("the scheduler refused (%d of %d): %s", self._refusals, REFUSALS_MAX, error)
-        attempt = self.paths.list_attempts()[-1]
-        if self._refusals < REFUSALS_MAX or not is_unsubmitted(attempt):
-            return
-        self._refusals = 0
-        journal.append(
-            EventKind.ATTEMPT_ENDED,
-            attempt=attempt.number,
-            state=AttemptState.FAILED.value,
-            cause=Cause.INFRASTRUCTURE.value,
-            evidence=[f"the scheduler refused the job {REFUSALS_MAX} times: {error}"],
-            ended_at=time.time(),
-        )
 
     def _record(self, history: RunHistory, decision: Decision, journal: JournalWriter) -> None:
         """Journal a decision, once: waiting on is the same decision."""
@@ -296,7 +332,7 @@ class Supervisor:
         journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
 
     def _finish(self) -> RunHistory:
-        self._ingest()
+        self._ingestion.finish()
         return load_history(self.paths)
 
     def _log_progress(self, history: RunHistory) -> None:
@@ -321,3 +357,12 @@ def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
     last = history.last_asked
     began = last.ended_at if last and last.ended_at else now
     return max(0.0, began + decision.delay_s - now)
+
+
+def held_after_end(executor: Executor, run: RunPaths, history: RunHistory) -> dict[str, int]:
+    """GPUs by host that the last attempt's job has left, but not yet given back."""
+    last = history.last_asked
+    if last is None or last.request is None:
+        return {}
+    submission = read_document(Submission, run.attempt(last.number).submission)
+    return executor.held_after_end(last.request, submission) if submission else {}

@@ -11,25 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
-from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import RunConflictError, RunFailedError
-from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.errors import RunFailedError
+from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.redaction import redact_text, secrets_of
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
+from holdfast.flows.carry import is_under_way, take_up
 from holdfast.flows.parameters import load_spec
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import Log, Supervisor, submit_next
 from holdfast.lineage.index import Index
-from holdfast.workers import preflight, runs
+from holdfast.workers.preflight import check
 
 
-@task(name="submit attempt", task_run_name="attempt with {gpus} GPUs", retries=0)
+@task(
+    name="submit attempt",
+    task_run_name="attempt with {gpus} GPUs",
+    retries=0,
+    # A second relaunch with the same arguments is another attempt, whatever the server's settings.
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def submit_attempt(
     paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
 ) -> AttemptPaths:
@@ -43,11 +51,13 @@ def train(
     overrides: list[str] | None = None,
     root: str | None = None,
     run: str | None = None,
+    preflight: bool = True,
 ) -> dict[str, Any] | State[Any]:
     """Carry a run to its end and return its summary.
 
     `spec` is a run spec or the absolute path of one, `overrides` are `a.b.c=value`, `root` is
     where runs live and `run` names the very folder to take up again, when there is one already.
+    Without `preflight` nothing is checked before the first attempt is queued.
     Raises `RunFailedError` when the run failed; a cancelled run gives the state Cancelled.
     """
     log = get_run_logger()
@@ -56,7 +66,8 @@ def train(
     with Index() as index:
         if not is_under_way(home, run_spec, run):
             index.open()
-            preflight.check(run_spec, home)
+            if preflight:
+                check(run_spec, home)
         paths = take_up(run_spec, home, run)
         supervisor = Supervisor(
             paths=paths,
@@ -68,36 +79,6 @@ def train(
         with cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
     return conclude(history, log)
-
-
-def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
-    """True when the run has had an attempt and has not ended: it must be carried on.
-
-    What a new run would be refused for, such as a scheduler or a database that is away just now,
-    is no reason to leave it alone.
-    """
-    paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
-    if paths is None or not paths.spec.is_file():
-        return False
-    history = load_history(paths)
-    return bool(history.attempts) and history.state.is_live
-
-
-def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
-    """The folder of the run: the one named, else the one that `spec` attaches to or creates.
-
-    Raises `RunConflictError` when the run named was created with another spec.
-    """
-    if run is None:
-        return runs.attach_or_create(spec, root, created_by="flow")[0]
-    paths = runs.find_run(root, run)
-    record = read_document(RunRecord, paths.spec)
-    if record is None or record.spec_digest != spec.digest:
-        raise RunConflictError(
-            f"{run}: created with another spec than the one given ({spec.digest[:12]}); leave "
-            f"the run out to create a new one, or give the spec in {paths.spec}"
-        )
-    return paths
 
 
 def conclude(history: RunHistory, log: Log) -> dict[str, Any] | State[Any]:
@@ -112,7 +93,6 @@ def conclude(history: RunHistory, log: Log) -> dict[str, Any] | State[Any]:
     last = history.last_attempt
     if last and last.traceback:
         rank = last.outcome.failed_rank if last.outcome else None
-        log.error(
-            "the first failing rank%s:\n%s", "" if rank is None else f" ({rank})", last.traceback
-        )
+        told = redact_text(last.traceback, secrets_of(history.record.spec))
+        log.error("the first failing rank%s:\n%s", "" if rank is None else f" ({rank})", told)
     raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")

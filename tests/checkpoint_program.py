@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import KeyMismatchError, SaveError
+from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
@@ -141,7 +142,7 @@ def run_scenario(scenario: str, folder: Path, flusher: str, checkpoint: Path) ->
         assert len(report.missing) == max(0, world_size - 2), report
         assert len(report.extra) == max(0, 2 - world_size), report
         assert state["rng"][f"rank{rank:05d}"].tolist() == [rank] * 9
-        assert read_train_state(checkpoint) == {"epoch": 2}
+        assert read_train_state(checkpoint, read_manifest(checkpoint)) == {"epoch": 2}
         check_disagreement(engine, checkpoint, model, optimizer, rank)
     elif scenario == "stock_load":
         state = collect(model, optimizer, None)

@@ -156,7 +156,7 @@ def story_of(paths: RunPaths) -> str:
     """What tells why a run is where it is: its last events, heartbeats and output."""
     lines = [f"{paths.name}: {state_of(paths) or 'not begun'} at {time.time():.1f}"]
     for event in load_events(paths)[-EVENTS_TOLD:]:
-        lines.append(f"{event.time:.1f} {event.writer} {event.kind.value} {event.data}"[:LINE])
+        lines.append(f"{event.time:.1f} {event.writer} {event.kind} {event.data}"[:LINE])
     for attempt in paths.list_attempts():
         lines += [f"{attempt.directory.name} {beat}"[:LINE] for beat in read_heartbeats(attempt)]
         for log in sorted(attempt.directory.rglob("*.err")):

@@ -42,8 +42,13 @@ class Keeper:
         budget: int | None = None,
         run: Path | None = None,
     ) -> None:
-        """`environment` is added to this process's own for the flusher."""
-        self.name, self._node, self._nodes = name, node, nodes
+        """`environment` is added to this process's own for the flusher.
+
+        `name` is a word for people; a rank finds the flusher by this keeper's `name`.
+        """
+        self._address = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.name = f"/proc/{os.getpid()}/fd/{self._address}"
+        self._node, self._nodes = node, nodes
         self._budget, self._run = budget, run
         self._environment = {**os.environ, **(environment or {})}
         self.kept: dict[tuple[int, int, int], int] = {}
@@ -54,13 +59,13 @@ class Keeper:
     def start(self) -> None:
         """Start a flusher and give it back what an earlier one had."""
         self._socket, theirs = wire.pair()
-        options = ["--socket", self.name, "--keeper-fd", str(theirs.fileno())]
+        options = ["--address-fd", str(self._address), "--keeper-fd", str(theirs.fileno())]
         options += ["--node", str(self._node), "--nodes", str(self._nodes)]
         options += ["--budget", str(self._budget)] if self._budget is not None else []
         options += ["--run", str(self._run)] if self._run is not None else []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.trainer.flusher", *options],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), self._address],
             env=self._environment,
             start_new_session=True,
         )
@@ -111,6 +116,9 @@ class Keeper:
         for handle in self.kept.values():
             os.close(handle)
         self.kept.clear()
+        if self._address >= 0:
+            os.close(self._address)
+            self._address = -1
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -137,7 +145,7 @@ class Keeper:
 
 
 class HasName(Protocol):
-    """All that a rank wants of a keeper: the name to call its flusher by."""
+    """All that a rank wants of a keeper: the file by which its flusher is found."""
 
     name: str
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 FAILED = 1
+POLL_S = 0.01
 
 
 def run_ranks(world_size: int, store: Path, act: Callable[[], None]) -> None:
@@ -21,12 +23,23 @@ def run_ranks(world_size: int, store: Path, act: Callable[[], None]) -> None:
     """
     pids = [_fork(rank, world_size, store, act) for rank in range(world_size)]
     failed = None
-    for _ in range(world_size):
-        pid, status = os.wait()
-        if status and failed is None:
-            failed = pids.index(pid)
-            for other in set(pids) - {pid}:
-                _end(other)
+    left = dict(enumerate(pids))
+    while left:
+        # This process may have other children, such as a loader's workers: theirs to wait for.
+        ended = {
+            rank: status
+            for rank, pid in left.items()
+            for found, status in [os.waitpid(pid, os.WNOHANG)]
+            if found
+        }
+        for rank, status in ended.items():
+            del left[rank]
+            if status and failed is None:
+                failed = rank
+                for other in left.values():
+                    _end(other)
+        if not ended:
+            time.sleep(POLL_S)
     if failed is not None:
         raise RuntimeError(f"rank {failed} of {world_size} failed")
 

@@ -11,21 +11,22 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from holdfast.contracts.board import Phase, RankRecord
-from holdfast.contracts.errors import SaveError
+from holdfast.contracts.board import NOWHERE, Phase, RankRecord
+from holdfast.contracts.environment import flush_timeout_s
+from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.engine import CheckpointEngine, SaveResult
 from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.planning.rank_rows import describe_rank
+from holdfast.trainer.planning.ranks import problem_of, raise_problems
 from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.train_state import State
 
-# The longest that a flush may take before a session that ends gives up on it.
-FLUSH_TIMEOUT_S: Final = 1800.0
 BEAT_S: Final = 1.0
 # How long the look for a free slot may miss that it came free.
 SLOT_WAIT_S: Final = 0.05
@@ -51,8 +52,10 @@ class Fitness(IntEnum):
 class Saver:
     """Drives the checkpoint engine of one rank, and keeps count of what is in flight.
 
-    `capture` gives the live state at a boundary. What saves cost is measured on the way:
-    `copy_s`, seconds that a copy holds training up; `flush_s`, seconds from staged to durable.
+    `capture` gives the live state at a boundary; `note_forms` is told, with all ranks, when a new
+    plan is made. What saves cost is measured on the way:
+    `copy_s`, seconds that a copy holds training up; `flush_s`, seconds from sealed to durable by
+    the newest manifest, on rank 0.
     """
 
     def __init__(
@@ -63,10 +66,14 @@ class Saver:
         recorder: Recorder | None,
         *,
         capture: Callable[[], Captured],
+        note_forms: Callable[[Ranks], None],
         planner: SavePlanner | None = None,
     ) -> None:
         self._link, self._record, self._recorder = link, record, recorder
-        self._ranks, self._capture = ranks, capture
+        self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
+        self.is_planned = self.has_saved = False
+        self._has_planner = planner is not None
+        self._flush_timeout_s = flush_timeout_s()
         self.engine = CheckpointEngine(
             flusher=link.flusher,
             run=link.run,
@@ -76,9 +83,9 @@ class Saver:
             planner=planner,
         )
         self.in_flight: dict[str, int] = {}
-        self._staged_at: dict[str, float] = {}
         self._failed: dict[int, str] = {}
         self._staged_step = 0
+        self._staged_name: str | None = None
         self._parent: str | None = None
         self._captured: Captured | None = None
         self._capture_s = 0.0
@@ -89,6 +96,14 @@ class Saver:
     def has_staged(self, step: int) -> bool:
         """True when `step` is the last one staged, or the one restored: it needs no save."""
         return step == self._staged_step
+
+    def pass_epoch(self) -> None:
+        """The state is no longer the restored one, though no step was complete since.
+
+        A step staged here keeps the state from before the epoch's end, for its name is taken.
+        """
+        if self._staged_name is None:
+            self._staged_step = NOWHERE
 
     @property
     def is_busy(self) -> bool:
@@ -102,13 +117,11 @@ class Saver:
             return first_copy_s(self.engine.tensor_bytes)
         return self._copy_s
 
-    def began_at(self, step: int, checkpoint: str | None) -> None:
+    def began_at(self, step: int, checkpoint: str | None, manifest: Manifest | None) -> None:
         """The state as restored: `step` needs no save, `checkpoint` is the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
-        if checkpoint is None or self._recorder is None:
-            return
-        manifest = read_manifest(self._link.run.checkpoint(checkpoint.rpartition(":")[2]))
-        if manifest is not None and manifest.reason == CRASH:
+        is_ours = manifest is not None and manifest.run_uid == self._link.identity.run_uid
+        if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
                 f"step {step} was in memory alone when the ranks died, and was committed then "
                 f"({manifest.bytes} bytes)"
@@ -120,7 +133,31 @@ class Saver:
         self._record.beat(Phase.SAVE)
         # The former plan's saves end first; slow storage is no hang, so this rank says it lives.
         self.wait()
-        self.engine.prepare(self._take_captured()[0], timeout_s=FLUSH_TIMEOUT_S)
+        self.engine.prepare(self._take_captured()[0], timeout_s=self._flush_timeout_s)
+        self._note_forms(self._ranks)
+        self.is_planned = True
+
+    def begin(self, *, awaits_state: bool) -> None:
+        """Before the first step; all ranks call it together. Raises `SaveError`.
+
+        Where a new run's first step will make optimizer state, the plan is made after it, and here
+        it is only seen that the state as it is can be saved.
+        """
+        if not awaits_state or self._parent is not None:
+            self.prepare()
+            return
+        state, rank = self._take_captured()[0], self._ranks.rank
+        if not self._has_planner:
+            told = self._ranks.gather(lambda: problem_of(lambda: describe_rank(state), rank))
+            raise_problems([problem for problem in told if problem])
+
+    def complete_plan(self, found: int) -> None:
+        """At a meeting before the first save: plan for state that was made since.
+
+        All ranks call it with the worst of their looks. Raises `SaveError`.
+        """
+        if found == Fitness.CHANGED and not self.has_saved:
+            self.prepare()
 
     def look(self) -> Fitness:
         """Capture the state for what this boundary brings, and see whether the plan fits it."""
@@ -154,7 +191,7 @@ class Saver:
         self._record.beat(Phase.SAVE)
         state, document = self._take_captured()
         began = time.monotonic()
-        self._await_slot(began + FLUSH_TIMEOUT_S)
+        self._await_slot(began + self._flush_timeout_s)
         name = self.engine.save(
             state,
             document,
@@ -163,13 +200,16 @@ class Saver:
             parent=self._parent,
             metrics=dict(self._recorder.latest) if self._recorder else None,
             must=True,
-            timeout_s=FLUSH_TIMEOUT_S,
+            timeout_s=self._flush_timeout_s,
         )
         if name is None:
-            raise SaveError(f"step {step}: no staging slot came free in {FLUSH_TIMEOUT_S:.0f} s")
+            raise SaveError(
+                f"step {step}: no staging slot came free in {self._flush_timeout_s:.0f} s"
+            )
         now = time.monotonic()
-        self.in_flight[name], self._staged_at[name] = step, now
-        self._staged_step = step
+        self.in_flight[name] = step
+        self._staged_step, self._staged_name = step, name
+        self.has_saved = True
         self._measure(now - began)
         self._note(
             EventKind.STAGED,
@@ -222,8 +262,8 @@ class Saver:
             self._take(result)
 
     def wait(self) -> None:
-        """Wait until nothing is in flight, for `FLUSH_TIMEOUT_S` at most."""
-        give_up = time.monotonic() + FLUSH_TIMEOUT_S
+        """Wait until nothing is in flight, for the spec's `flush_timeout_s` at most."""
+        give_up = time.monotonic() + self._flush_timeout_s
         self.collect()
         while self.in_flight and time.monotonic() < give_up:
             self._record.beat(Phase.SAVE)
@@ -234,6 +274,13 @@ class Saver:
         """Wait for what is in flight, and give up what is in memory alone."""
         self.wait()
         self.engine.discard_snapshots()
+
+    def give_up_snapshot(self, step: int) -> None:
+        """Give up a snapshot of `step`: its save will be of another state by the same name.
+
+        Ranks then meet before any of them saves, so that no crash can commit some of both.
+        """
+        self.engine.discard_snapshots(step)
 
     def _await_slot(self, give_up: float) -> None:
         """Say that this rank lives while the storage is two saves behind, until `give_up`."""
@@ -256,13 +303,29 @@ class Saver:
         waiting = [name for name, number in self.in_flight.items() if number == step]
         problem = self._failed.get(step)
         if waiting:
-            problem = f"still being written after {FLUSH_TIMEOUT_S:.0f} s"
+            problem = f"still being written after {self._flush_timeout_s:.0f} s"
+        problem = problem or self._missing_manifest()
         if problem:
             raise SaveError(
                 f"the last checkpoint, of step {step}, was not committed: {problem}. The newest "
                 f"committed one is {self._parent or 'none'}; make room or mend the storage, then "
                 "run the same command"
             )
+
+    def _missing_manifest(self) -> str | None:
+        """Why the step staged last is not committed after all, whatever the flusher said of it.
+
+        Rank 0 looks: its node's flusher writes the manifest.
+        """
+        name = self._staged_name
+        if name is None or self._link.identity.rank != 0:
+            return None
+        path = self._link.run.checkpoint(name)
+        try:
+            is_there = read_manifest(path) is not None
+        except (OSError, DamagedCheckpointError) as error:
+            return f"the flusher reported {name} as written, but its manifest: {error}"
+        return None if is_there else f"the flusher reported {name} as written, without a manifest"
 
     def close(self, *, is_orderly: bool) -> None:
         """Let the engine go; what is sealed is finished by the flusher.
@@ -275,7 +338,6 @@ class Saver:
 
     def _take(self, result: SaveResult) -> None:
         self.in_flight.pop(result.checkpoint, None)
-        staged_at = self._staged_at.pop(result.checkpoint, None)
         facts: dict[str, Any] = {"checkpoint": result.checkpoint, "step": result.step}
         if not result.committed:
             problem = result.error or "for no stated reason"
@@ -286,11 +348,21 @@ class Saver:
                 with contextlib.suppress(OSError):
                     print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
-        if staged_at is not None:
-            self.flush_s = time.monotonic() - staged_at
         self._parent = checkpoint_id(self._link.run.name, result.checkpoint)
         directory = self._link.run.checkpoint(result.checkpoint)
-        self._note(EventKind.COMMITTED, lambda: _measured(directory), **facts)
+        self._note(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
+
+    def _measured(self, directory: Path) -> dict[str, Any]:
+        """What the manifest says of a committed save; nothing when it was deleted meanwhile.
+
+        Called beside training. The moment at which training learns of a commit says nothing of how
+        long it took: an evaluation may lie between.
+        """
+        manifest = read_manifest(directory)
+        if manifest is None:
+            return {}
+        self.flush_s = manifest.flush_s
+        return {"bytes": manifest.bytes, "flush_s": manifest.flush_s}
 
     def _note(
         self, kind: EventKind, more: Callable[[], dict[str, Any]] | None = None, **data: Any
@@ -299,9 +371,3 @@ class Saver:
             identity = self._link.identity
             facts = {"attempt": identity.attempt, "incarnation": identity.incarnation}
             self._recorder.event(kind, more, **facts, **data)
-
-
-def _measured(directory: Path) -> dict[str, Any]:
-    """What the manifest says of a committed save; nothing when it was deleted meanwhile."""
-    manifest = read_manifest(directory)
-    return {"bytes": manifest.bytes, "flush_s": manifest.flush_s} if manifest else {}

@@ -15,7 +15,9 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
+from holdfast.contracts.board import Board
 from holdfast.contracts.errors import HoldfastError
+from holdfast.trainer.meeting import NodeMeeting
 
 TIMEOUT: Final = timedelta(minutes=30)
 
@@ -37,6 +39,12 @@ class Ranks:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.stage_group = self.group
+        self._meeting: NodeMeeting | None = None
+
+    def meet_on(self, board: Board, local_rank: int) -> None:
+        """Agree on numbers through `board` from now on, if all ranks have a record of it."""
+        if self.group is not None and board.ranks == self.world_size:
+            self._meeting = NodeMeeting(board, local_rank)
 
     def join_stage(self, stages: Sequence[int]) -> None:
         """Make the groups of the stages; `stages` has each rank's. All make all: they count."""
@@ -55,6 +63,8 @@ class Ranks:
         Where the interpreter ends first, such a thread ends the process by SIGABRT. Only the end
         of the group waits for its threads, and it comes with the last reference.
         """
+        if self._meeting is not None:
+            self._meeting.close()
         groups = {id(group): group for group in (self.stage_group, self.group) if group}
         self.group = self.stage_group = None
         while groups:
@@ -85,6 +95,8 @@ class Ranks:
         """The largest of each number over all ranks; every rank gives as many."""
         if self.group is None:
             return list(values)
+        if self._meeting is not None:
+            return self._meeting.largest([int(value) for value in values])
         words = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
         return [int(word) for word in words.tolist()]

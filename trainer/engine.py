@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from holdfast.contracts.durable import to_json
+from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
@@ -37,12 +38,13 @@ from holdfast.trainer.planning.layout import (
     files_of,
     find_changes,
     flatten,
+    local_part,
 )
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.topology import describe_mesh
+from holdfast.trainer.staging.copying import find_gpu
 from holdfast.trainer.staging.stage import FlusherLink, Stage, StagedSlot
 
-SAVE_TIMEOUT_S: Final = 1800.0
 POLL_S: Final = 0.002
 
 
@@ -59,9 +61,9 @@ class SaveResult:
 class CheckpointEngine:
     """One rank's saves and loads.
 
-    `flusher` is the socket name of the node's flusher, called by `prepare`. `group` is a gloo
-    group over all ranks, or None for a single process; `stage_group` one over the ranks of this
-    pipeline stage, where `identity` names one. A `planner` of the user's own plans every save
+    `flusher` is the file by which the node's flusher is found, called by `prepare`. `group` is a
+    gloo group over all ranks, or None for a single process; `stage_group` one over the ranks of
+    this pipeline stage, where `identity` names one. A `planner` of the user's own plans every save
     anew, with all ranks; without one, or with one that is just stock DCP's, the plan is kept.
     """
 
@@ -233,11 +235,12 @@ class CheckpointEngine:
         staged.slot.seal(table, is_snapshot=True)
         return True
 
-    def discard_snapshots(self) -> None:
-        """Give up what is in memory alone: this rank ends in good order."""
+    def discard_snapshots(self, step: int | None = None) -> None:
+        """Give up what is in memory alone, or the snapshot of `step` only."""
         for staged in self._stage.slots if self._stage else ():
-            if staged.slot.state is SlotState.SNAPSHOT:
-                staged.slot.state = SlotState.EMPTY
+            slot = staged.slot
+            if slot.state is SlotState.SNAPSHOT and step in {None, slot.step}:
+                slot.state = SlotState.EMPTY
 
     def poll(self) -> list[SaveResult]:
         """Results since the last call, oldest first; reads shared memory and nothing else."""
@@ -327,11 +330,15 @@ class CheckpointEngine:
         return self._trees
 
     def _open_stage(self, tree: Tree, layout: Layout, values: Mapping[str, Any]) -> None:
-        check_memory(tree, self._identity.node, layout.image_bytes)
+        check_memory(tree, self._identity.node, layout.image_bytes, self._link.held_bytes)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
-        pin = any(isinstance(v, torch.Tensor) and v.is_cuda for v in values.values())
         who = self._identity
-        self._stage = all_or_none(tree, who.rank, lambda: Stage(self._link, layout, pin=pin))
+
+        def open_it() -> Stage:
+            gpu = find_gpu(local_part(values[place.key]) for place in layout.tensors)
+            return Stage(self._link, layout, gpu=gpu)
+
+        self._stage = all_or_none(tree, who.rank, open_it)
         self._link.describe(layout, self._run.attempt(who.attempt).incarnation(who.incarnation))
         self._layout = layout
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)

@@ -33,15 +33,21 @@ POLL_S: Final = 0.02
 class FlusherKeeper:
     """Starts a flusher, restarts it `RESTARTS_MAX` times if it dies, and sends it home."""
 
-    def __init__(self, name: str, *, node: int, nodes: int, log: Path, run: Path) -> None:
-        """Raises `PreflightError` when the flusher does not answer within `START_TIMEOUT_S`."""
-        self._name, self._node, self._nodes = name, node, nodes
+    def __init__(self, place: Path, *, node: int, nodes: int, log: Path, run: Path) -> None:
+        """`place` is a new file, by which others find the flusher: see `contracts.wire`.
+
+        Raises `PreflightError` when the flusher does not answer within `START_TIMEOUT_S`.
+        """
+        self._place, self._node, self._nodes = place, node, nodes
         self._log, self._run = log, run
         has_mirror = bool(Tiers.from_environment(os.environ).mirror)
         self._end_timeout_s = MIRROR_TIMEOUT_S if has_mirror else END_TIMEOUT_S
         self._kept: dict[tuple[int, int, int], int] = {}
         self._is_closing = False
         make_directory(log.parent)
+        make_directory(place.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._address = os.open(place, flags, 0o600)
         self._process, self._socket = self._start()
         self._wait_until_it_answers()
         self._thread = threading.Thread(target=self._keep, name="holdfast-keeper", daemon=True)
@@ -63,10 +69,12 @@ class FlusherKeeper:
         for descriptor in self._kept.values():
             os.close(descriptor)
         self._kept.clear()
+        os.close(self._address)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         mine, theirs = wire.pair()
-        command = [sys.executable, "-m", "holdfast.trainer.flusher", "--socket", self._name]
+        command = [sys.executable, "-m", "holdfast.trainer.flusher"]
+        command += ["--address-fd", str(self._address)]
         command += ["--node", str(self._node), "--nodes", str(self._nodes)]
         command += ["--run", str(self._run)]
         with theirs, open(self._log, "ab") as log:
@@ -77,14 +85,14 @@ class FlusherKeeper:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._address),
                 start_new_session=True,
             )
         return process, mine
 
     def _wait_until_it_answers(self) -> None:
         give_up = time.monotonic() + START_TIMEOUT_S
-        while not is_listening(self._name):
+        while listener_of(self._place) != self._process.pid:
             if self._process.poll() is not None or time.monotonic() > give_up:
                 raise PreflightError(
                     f"the flusher did not start within {START_TIMEOUT_S:.0f} s "
@@ -139,22 +147,22 @@ class FlusherKeeper:
             wire.send(self._socket, "room", step=step, freed_bytes=0, detail=words)
 
 
-def is_listening(name: str) -> bool:
-    """True when a flusher answers on the abstract socket `name` of this machine."""
+def listener_of(place: Path) -> int | None:
+    """The process of this user's flusher that is found by the file `place`; None without one."""
     try:
-        wire.connect(name, START_TIMEOUT_S).close()
+        with wire.connect(place, START_TIMEOUT_S) as connection:
+            return wire.peer_of(connection)[0]
     except OSError:
-        return False
-    return True
+        return None
 
 
-def wait_for_former(name: str, run: Path) -> None:
+def wait_for_former(place: Path, run: Path) -> None:
     """Wait until the flusher of the launch before has finished what its ranks had sealed.
 
     Raises `RunConflictError` after `FORMER_TIMEOUT_S`: somebody still trains in this run.
     """
     give_up = time.monotonic() + FORMER_TIMEOUT_S
-    while is_listening(name):
+    while listener_of(place) is not None:
         if time.monotonic() > give_up:
             raise RunConflictError(
                 f"{run}: another launch of this program is still alive after "

@@ -36,6 +36,7 @@ INCARNATIONS_MAX: Final = 100_000
 class Link:
     """What a rank needs of its node. `keeper` is set where this process started the flusher.
 
+    `flusher` is the path of the file by which it is found: see `contracts.wire`.
     `board_handle` keeps the board alive in the process that made it. Of each batch's `data_parts`
     this rank has number `data_part`.
     """
@@ -87,6 +88,7 @@ def _say_rendezvous(env: Mapping[str, str]) -> None:
 def open_link(directory: str | Path | None, ranks: Ranks, mesh: DeviceMesh | None = None) -> Link:
     """This rank's link; every rank must call it. Raises `PreflightError` when it cannot be."""
     link = _open(directory, ranks)
+    ranks.meet_on(link.board, link.identity.local_rank)
     place = find_place(link.identity, ranks, mesh)
     return replace(
         link,
@@ -169,16 +171,18 @@ def _own_link(directory: str | Path | None, env: Mapping[str, str], ranks: Ranks
     def make() -> tuple[int, str, str] | None:
         if identity.local_rank != 0:
             return None
-        flusher = socket_name(run, incarnation, identity.node)
+        attempt = run.attempt(0)
+        flusher = attempt.flusher_address(incarnation, identity.node)
         if incarnation > 1:
-            wait_for_former(socket_name(run, incarnation - 1, identity.node), run.directory)
-        log = run.attempt(0).flusher_log(identity.node)
+            former = attempt.flusher_address(incarnation - 1, identity.node)
+            wait_for_former(former, run.directory)
+        log = attempt.flusher_log(identity.node)
         keeper = FlusherKeeper(
             flusher, node=identity.node, nodes=identity.nodes, log=log, run=run.directory
         )
         board, handle = Board.create(identity.local_ranks)
         made.append((board, handle, keeper))
-        return identity.node, f"/proc/{os.getpid()}/fd/{handle}", flusher
+        return identity.node, f"/proc/{os.getpid()}/fd/{handle}", str(flusher)
 
     places = {place[0]: place[1:] for place in ranks.gather(make) if place is not None}
     path, flusher = places[identity.node]
@@ -190,12 +194,6 @@ def _own_link(directory: str | Path | None, env: Mapping[str, str], ranks: Ranks
 
 def _made(run: RunPaths, identity: Identity, flusher: str, **own: Any) -> Link:
     return Link(run=run, identity=identity, flusher=flusher, has_agent=False, **own)
-
-
-def socket_name(run: RunPaths, incarnation: int, node: int) -> str:
-    """The flusher's abstract socket where there is no agent; known to the launch after."""
-    digest = sha256(str(run.directory).encode()).hexdigest()
-    return f"holdfast-{digest[:16]}-i{incarnation:02d}-n{node}"
 
 
 def _identity(

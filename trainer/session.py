@@ -17,27 +17,30 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from holdfast.contracts.agreement import consider
-from holdfast.contracts.board import NOWHERE, Phase, Proposal
+from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.journal import EventKind
+from holdfast.trainer import alone
 from holdfast.trainer.boundary import Captured, Saver
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler
+from holdfast.trainer.data.sampler import (
+    ElasticDistributedSampler,
+    ElasticSampler,
+    check_order,
+)
 from holdfast.trainer.link import Link, meet_ranks, open_link
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
+from holdfast.trainer.loop import Loop
 from holdfast.trainer.metrics import improved, open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.cadence import Interval
@@ -53,11 +56,8 @@ from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.train_state import Progress, Stateful, TrainState, listed
 
-NOTICE: Final = "notice"
+T = TypeVar("T")
 BETTER: Final = ("min", "max")
-SLOW_PHASES: Final = {
-    phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)
-}
 
 
 class Session:
@@ -68,10 +68,7 @@ class Session:
     """
 
     best: dict[str, Any]
-    should_stop = False
-    _completed = 0
-    _total: int | None = None
-    _is_checkpoint_wanted = _is_inside_step = _is_finished = _is_closed = False
+    _is_closed = False
 
     def __init__(
         self,
@@ -118,30 +115,30 @@ class Session:
                 its collectives and has no snapshots; what it renames, `rename` gives back.
 
         Raises `PreflightError` when the process group or the flusher is missing,
-        `CheckpointError` when the checkpoint does not fit the program.
+        `CheckpointError` when the checkpoint does not fit the program, `SessionError` when this
+        process has a Session that was not closed.
         """
         if best is not None and best[1] not in BETTER:
             raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
-        self._failures = FailureRecord()
-        self._ranks = meet_ranks()
-        self._link: Link = open_link(directory, self._ranks, mesh)
-        identity = self._link.identity
-        self._appear()
-        self._state = TrainState(
-            model,
-            listed(optimizer),
-            listed(scheduler),
-            extra,
-            per_rank=per_rank,
-            fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
-            rank=identity.rank,
-            world_size=identity.world_size,
-        )
-        self._recorder = open_recorder(self._link, self._ranks.rank)
-        self._resume(chosen, rhythm, planner)
-        atexit.register(self._at_exit)
+        with alone.claimed(self, self._abandon):
+            self._failures = FailureRecord()
+            self._ranks = meet_ranks()
+            self._link: Link = open_link(directory, self._ranks, mesh)
+            self._appear()
+            self._state = TrainState(
+                model,
+                listed(optimizer),
+                listed(scheduler),
+                extra,
+                per_rank=per_rank,
+                fit=Fit.of(strict=strict, rename=rename, exclude=exclude),
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+            )
+            self._recorder = open_recorder(self._link, self._ranks.rank)
+            self._resume(chosen, rhythm, planner)
         end_deaf_helpers_at_exit()
 
     # --- where training stands ------------------------------------------------------------
@@ -149,11 +146,14 @@ class Session:
     @property
     def step(self) -> int:
         """Optimizer steps that are complete; the one under way is the next."""
-        return self._completed
+        return self._loop.completed
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, of the next step's data; that of the checkpoint after a resume."""
+        """The epoch, from 0, that a loop over `epochs` is in.
+
+        Without such a loop, that of the next step's data, or of the checkpoint after a resume.
+        """
         return self._position.epoch
 
     @property
@@ -170,6 +170,11 @@ class Session:
         return self._link.run.directory
 
     @property
+    def should_stop(self) -> bool:
+        """True once all ranks agreed to stop, and the last checkpoint has been committed."""
+        return self._loop.should_stop
+
+    @property
     def stop_requested(self) -> bool:
         """True once a stop is wanted. Ranks see it at slightly different times: a slow phase may
         be cut short by it, but only where no collective depends on that."""
@@ -183,16 +188,67 @@ class Session:
         A step is complete when the loop asks for the next. Ends early once all ranks agreed to
         stop; the last checkpoint is committed by then. Raises `SaveError` when it could not be.
         """
-        self._total = total
-        if self._completed < total and self._enter():
-            return
-        while self._completed < total:
-            self._is_inside_step = True
-            yield self._completed + 1
-            self._is_inside_step = False
-            if self.boundary():
+        loop = self._loop
+        if loop.epochs is None:
+            loop.promise(steps=total)
+        if loop.completed < total:
+            self._begin(is_last=True)
+            if loop.enter():
                 return
-        self._finish()
+        while loop.completed < total:
+            loop.is_inside_step = True
+            yield loop.completed + 1
+            loop.is_inside_step = False
+            if loop.boundary():
+                return
+        if loop.epochs is None:
+            loop.finish()
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """Epochs to do, counted from 0: from the one that is not finished yet up to `total` - 1.
+
+        What the loop's body does after the last step of an epoch (evaluation, a scheduler's step,
+        `checkpoint`) is the epoch's end. The end has been passed when the loop asks for the next
+        epoch. A resume from a checkpoint that was saved before that runs the end again, with no
+        steps before it where there are none left. Ends early once all ranks agreed to stop: then
+        `should_stop` is true and the end must be left out. Raises `SaveError` when the last
+        checkpoint could not be committed.
+        """
+        loop, position = self._loop, self._position
+        loop.promise(epochs=total)
+        if position.open_epoch is None:
+            position.open_epoch, position.in_epoch = self._began_in
+        # Of an epoch that had begun, the loader's iterator had been made.
+        self._begin(is_last=not position.in_epoch)
+        if loop.enter():
+            return
+        while (epoch := position.epoch) < total:
+            yield epoch
+            loop.require_between_steps()
+            if loop.finish_epoch():
+                return
+        loop.finish()
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of `loader`, each of which is one step.
+
+        A step is complete when the loop asks for the next batch. Ends early once all ranks agreed
+        to stop. Raises `SpecError` for a DataLoader with an order of its own and no state.
+        """
+        loop = self._loop
+        check_order(loader)
+        loop.require_between_steps()
+        batches = iter(loader)
+        self._begin(is_last=True)
+        if loop.enter():
+            return
+        for batch in batches:
+            loop.is_inside_step = True
+            yield batch
+            loop.is_inside_step = False
+            if loop.boundary():
+                return
+        loop.is_at_end = loop.epochs is not None
 
     def boundary(self) -> bool:
         """Say that one more optimizer step is complete; True when this rank must leave now.
@@ -200,40 +256,21 @@ class Session:
         For loops that cannot be written over `steps`. Saves when a checkpoint is due. When it
         returns True the last checkpoint has been committed.
         """
-        self._completed += 1
-        step, pace, saver = self._completed, self._pace, self._saver
-        pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
-        if saver.in_flight:
-            saver.collect()
-        self._guard.look()
-        if self._is_checkpoint_wanted or pace.cadence.is_due(step):
-            self._meet(step)
-            pace.meter.enter(time.monotonic())
-        elif pace.rhythm.is_due(step):
-            saver.snapshot(step)
-            pace.meter.enter(time.monotonic())
-        if self._record.cross(step):
-            self._consider(step)
-        return self.should_stop
+        return self._loop.boundary()
 
     def checkpoint(self) -> None:
         """Ask for a checkpoint at the end of this step; every rank must ask alike."""
-        self._is_checkpoint_wanted = True
+        self._loop.is_checkpoint_wanted = True
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
         """Say that a slow phase runs: "eval", "compile", "load" or "save".
 
         Its silence is judged by how long it took before; `beat` within it ends a silence.
+        Raises `SpecError` for another name.
         """
-        if name not in SLOW_PHASES:
-            raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
-        before = self._record.phase
-        self._record.beat(SLOW_PHASES[name])
-        try:
+        with self._loop.phase(name):
             yield self
-        finally:
-            self._record.beat(before)
 
     def beat(self) -> None:
         """Say that this rank lives, from within a slow phase."""
@@ -241,14 +278,16 @@ class Session:
 
     # --- data -----------------------------------------------------------------------------
 
-    def batch(self, dataset_size: int, global_batch: int) -> Batch:
+    def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:
         """This rank's sample ids of the step under way, shape (global_batch / parts,), int64.
 
+        With `ahead` they are those of a later step, for a program that fetches before it trains.
         There are as many parts as ranks, fewer where a mesh says that ranks work on the same. A
         function of (seed, step, global batch, recorded skip windows): together the ranks see the
-        same samples at every rank count. Raises `SpecError` on a split that is not even.
+        same samples at every rank count. Raises `SpecError` on a split that is not even, and on a
+        dataset smaller than the global batch.
         """
-        return self._position.batch(dataset_size, global_batch)
+        return self._position.batch(dataset_size, global_batch, ahead)
 
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
         """The same ids for a DataLoader: give it as `batch_sampler`, one batch for each step.
@@ -282,7 +321,7 @@ class Session:
 
     def log(self, **values: float) -> None:
         """Note metrics of the step under way; rank 0's are written, beside training."""
-        step = self._completed + 1
+        step = self._loop.step_under_way
         self.best = improved(self.best, self._best_of, values, step)
         if self._guard.metric in values:
             self._guard.observe(step, values[self._guard.metric])
@@ -295,7 +334,7 @@ class Session:
         `log` does it for a metric by the name of `loss`. What comes of one that is not finite, or
         far above those before it, says the spec's `supervision.numerics`.
         """
-        self._guard.observe(self._completed + 1, loss)
+        self._guard.observe(self.step + 1, loss)
 
     # --- the end --------------------------------------------------------------------------
 
@@ -309,10 +348,11 @@ class Session:
             return
         is_orderly = False
         try:
-            if not self._is_finished and not self._is_inside_step:
-                self._finish()
+            if not self._loop.is_finished and not self._loop.is_inside_step:
+                self._loop.finish()
             else:
                 self._saver.wait()
+                self._loop.note_end()
             is_orderly = True
         finally:
             self._release(wait=True, is_orderly=is_orderly)
@@ -329,8 +369,7 @@ class Session:
         if error is None:
             self.close()
             return
-        # The other ranks may be anywhere: nothing that waits for them can be done now. What is
-        # sealed is committed by the flusher.
+        # The other ranks may be anywhere: wait for none. The flusher commits what is sealed.
         self._failures.write(error)
         self._release(wait=False)
 
@@ -344,6 +383,10 @@ class Session:
         self._flags = None if self._link.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
+    def _begin(self, *, is_last: bool) -> None:
+        """Before the first step: the random generators are put where the resume left them."""
+        self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
+
     def _resume(
         self, interval: Interval, rhythm: SnapshotRhythm, planner: SavePlanner | None
     ) -> None:
@@ -354,125 +397,64 @@ class Session:
             self._record,
             self._recorder,
             capture=self._capture,
+            note_forms=self._state.note_forms,
             planner=planner,
         )
-        found = resume(self._link, self._ranks, self._saver.engine, self._state, self._recorder)
-        self._saver.began_at(found.step, found.checkpoint)
+        found = resume(self._link, self._ranks, self._state, self._recorder)
+        self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
-        self._completed = found.step
+        self._began_in = found.epoch, found.in_epoch
         self._position = Position(
             rank=self._link.data_part,
             world_size=self._link.data_parts,
             seed=self.seed,
             skips=found.skips,
             former=found.data,
-            completed=lambda: self._completed,
+            completed=found.step,
+            epoch=found.epoch if found.in_epoch else None,
+            begins=self._state.rewind_seeds,
         )
         self._guard = LossGuard(
             self._link, self._ranks, self._record, self._position, self._saver, self._state
         )
-        self._pace = Pace(
+        awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
+        pace = Pace(
             interval,
             rhythm,
             step=found.step,
             link=self._link,
             saver=self._saver,
             recorder=self._recorder,
+            looks_first=awaits_state,
+        )
+        self._loop = Loop(
+            self._link,
+            self._ranks,
+            self._record,
+            self._recorder,
+            saver=self._saver,
+            guard=self._guard,
+            pace=pace,
+            position=self._position,
         )
         self._record.register(self.rank, found.step)
-        self._saver.prepare()
+        self._saver.begin(awaits_state=awaits_state)
         settles = not self._link.has_agent and self._link.identity.local_rank == 0
-        self._settler = Settler(self._link, self._note) if settles else None
+        self._settler = Settler(self._link, self._loop.note) if settles else None
         # What the program still does before its first step is its own loading.
         self._record.beat(Phase.LOAD)
-
-    def _note(self, kind: Any, **data: Any) -> None:
-        if self._recorder is not None:
-            identity = self._link.identity
-            facts: dict[str, Any] = {
-                "attempt": identity.attempt,
-                "incarnation": identity.incarnation,
-            }
-            self._recorder.event(kind, **facts, **data)
-
-    def _enter(self) -> bool:
-        """The boundary before the first step of this incarnation; True to leave already."""
-        self._state.rewind_generators()
-        # The first step compiles and warms up: its silence is judged by another measure.
-        if self._record.cross(self._completed, Phase.COMPILE):
-            self._consider(self._completed)
-        return self.should_stop
-
-    def _consider(self, step: int) -> None:
-        word = consider(self._link.board, self._record, step)
-        if word is Proposal.GO:
-            self.should_stop = True
-            self._finish()
-        elif word is Proposal.SAVE and not self._saver.has_staged(step):
-            self._meet(step, NOTICE)
-            self._pace.meter.enter(time.monotonic())
-            # The save's phase ends here: the boundary itself was crossed before it.
-            self._record.beat(Phase.TRAIN)
+        atexit.register(self._at_exit)
 
     def _capture(self) -> Captured:
         progress = Progress(
-            step=self._completed,
+            step=self.step,
             seed=self.seed,
             epoch=self.epoch,
+            in_epoch=self._position.in_epoch,
             data=self._position.describe(),
             best=self.best,
         )
         return self._state.capture(progress)
-
-    def _meet(self, step: int, asked: str = "") -> None:
-        """An agreed step: all ranks learn whether to save now, and when to meet again.
-
-        `asked` is the reason of a save that all of them were asked for.
-        """
-        if self._is_checkpoint_wanted:
-            asked, self._is_checkpoint_wanted = "request", False
-        wanted = bool(asked)
-        cadence, saver = self._pace.cadence, self._saver
-        decision = (False, 0)
-        if self.rank == 0:
-            # Asked for between two agreed steps, a checkpoint does not move the next of them.
-            is_due = cadence.is_due(step)
-            now = time.monotonic()
-            decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
-        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
-        said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, fitness, bad_step, copy_us, step_us = said
-        if bad_step:
-            self._guard.settle()
-            # They were called together for the loss: a cloud's notice is followed by a stop.
-            save = save if asked != NOTICE else 0
-        saved = bool(save) and not is_busy
-        if saved:
-            saver.make_fit(fitness)
-            saver.save(step=step, reason=asked or "interval")
-        elif save:
-            saver.passed_over(step)
-        if not saved and self._pace.rhythm.is_due(step):
-            saver.snapshot(step)
-        saver.forget()
-        self._pace.settle(copy_us, step_us, saved=saved)
-        cadence.settle(step, next_step, saved=saved, now=time.monotonic())
-
-    def _finish(self) -> None:
-        """The last save of this incarnation, committed; then say how it ended."""
-        self._is_finished = True
-        self._guard.finish()
-        if (
-            not self._saver.has_staged(self._completed)
-            and self._ranks.largest([self._guard.asked])[0]
-        ):
-            self._guard.settle()
-        self._saver.finish(step=self._completed)
-        self._note(EventKind.NOTE, text=f"left after step {self._completed}", has_left=True)
-        is_stopped = self.should_stop and (self._total is None or self._completed < self._total)
-        self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
-        if self.should_stop and not self._link.has_agent and self.rank == 0:
-            self._link.run.stop_file.unlink(missing_ok=True)
 
     def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
         """Let everything go; with `wait`, also wait for a flusher of our own to end.
@@ -492,8 +474,20 @@ class Session:
             self._flags.close()
         self._failures.close()
         self._link.close(wait=wait)
+        alone.release(self)
         if is_orderly:
             self._ranks.close()
+
+    def _abandon(self) -> None:
+        """The constructor failed: what it began ends as by a crash, and another one can be made."""
+        for name in ("_settler", "_recorder", "_flags"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if hasattr(self, "_saver"):
+            self._saver.close(is_orderly=False)
+        if hasattr(self, "_link"):
+            self._link.close(wait=False)
 
     def _at_exit(self) -> None:
         """A program that ends without `close` still gets its journal lines and metrics."""

@@ -15,13 +15,20 @@ from typing import Any, Final
 
 from holdfast.contracts.agreement import ROUNDS_MAX, BoardPort, NodePort, settle
 from holdfast.contracts.board import NOWHERE, Proposal
-from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_for_board
+from holdfast.contracts.channel import (
+    ChannelHost,
+    ChannelMember,
+    DismissedError,
+    answer_for_board,
+)
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind
 from holdfast.trainer.link import Link
 
 POLL_S: Final = 0.05
 LOOK_S: Final = 0.5
+# A node that is silent for so long joins again; signals of this node are not heard meanwhile.
+LOOK_TIMEOUT_S: Final = 2.0
 TRIES_MAX: Final = 5
 RETRY_S: Final = 1.0
 JOIN_S: Final = 5.0
@@ -77,7 +84,7 @@ class Settler:
         for peer in peers:
             # A lost node is torchrun's to notice; its silence is no wish to stop.
             with contextlib.suppress(ConnectionError):
-                said = peer.call("newest")
+                said = peer.call("newest", timeout_s=LOOK_TIMEOUT_S)
                 caught = max(caught, int(said["signal"]))
                 self._asked = max(self._asked, int(said["asked"]))
         return self._signal_name(caught)
@@ -96,7 +103,7 @@ class Settler:
         oldest = self._link.board.oldest_entered
         for peer in self._host.peers.values() if self._host else ():
             try:
-                oldest = min(oldest, int(peer.call("newest")["oldest"]))
+                oldest = min(oldest, int(peer.call("newest", timeout_s=LOOK_TIMEOUT_S)["oldest"]))
             except ConnectionError:
                 return NOWHERE
         return oldest
@@ -143,16 +150,26 @@ class Settler:
 
     def _follow(self) -> None:
         hello: dict[str, Any] = {"node": self._link.identity.node}
-        try:
-            member = ChannelMember(self._link.attempt.channel, hello)
-        except AgreementError:
-            # Node 0 never listened: it is gone, or the run ended before this node looked.
-            return
-        with contextlib.closing(member), contextlib.suppress(ConnectionError):
-            while not self._is_closing.is_set():
-                question = member.receive(POLL_S)
-                if question is not None:
-                    member.reply(**(answer_for_board(self._link.board, question) or {}))
+        while not self._is_closing.is_set():
+            try:
+                member = ChannelMember(self._link.attempt.channel, hello)
+            except AgreementError:
+                # Node 0 never listened: it is gone, or the run ended before this node looked.
+                return
+            with contextlib.closing(member):
+                try:
+                    self._answer(member)
+                except DismissedError:
+                    # This thread was held up for a while; the ranks train on, so it joins again.
+                    continue
+                except ConnectionError:
+                    return
+
+    def _answer(self, member: ChannelMember) -> None:
+        while not self._is_closing.is_set():
+            question = member.receive(POLL_S)
+            if question is not None:
+                member.reply(**(answer_for_board(self._link.board, question) or {}))
 
     @staticmethod
     def _signal_name(number: int) -> str:

@@ -108,7 +108,8 @@ class FailureRecord:
             # torchrun's handler formats the exception that is being handled, so it must be.
             raise error
         except Exception as current:
-            # Whatever the program raised is recorded here, and goes on from where it came.
+            # Whatever the program raised is recorded with its own traceback, without this frame.
+            current.__traceback__ = trace
             get_error_handler().record_exception(current)
         finally:
             error.__traceback__ = trace

@@ -7,8 +7,11 @@ finds an attempt without a submission asks the scheduler for its name before sub
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.contracts.attempt import (
@@ -16,15 +19,25 @@ from holdfast.contracts.attempt import (
     Request,
     RunRecord,
     Submission,
+    SubmissionTry,
+    close_claim,
+    read_claim,
     read_document,
     write_document,
 )
 from holdfast.contracts.durable import fsync_directory, make_directory
-from holdfast.contracts.errors import NotFoundError, RunConflictError
+from holdfast.contracts.errors import (
+    NotFoundError,
+    RunConflictError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.executors import executor_for
 from holdfast.workers.provenance import take_provenance
 from holdfast.workers.request import build_request, working_directory_of
@@ -68,27 +81,36 @@ def submit_attempt(
             f"attempt {number} of {paths.name} was reserved by another process; only one flow "
             "submits for a run: let it"
         )
-    request = build_request(
-        record,
-        spec,
-        attempt=number,
-        gpus=gpus,
-        reason=reason,
-        exclude=exclude,
-        created_at=time.time(),
-        provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
-    )
-    write_document(attempt.request, request)
+    try:
+        request = build_request(
+            record,
+            spec,
+            attempt=number,
+            gpus=gpus,
+            reason=reason,
+            exclude=exclude,
+            created_at=time.time(),
+            provenance=take_provenance(spec, Path(working_directory_of(record, spec))),
+        )
+        write_document(attempt.request, request)
+    except BaseException:
+        # Nothing was asked of anybody: a full disk must not use up a number at each try.
+        shutil.rmtree(attempt.directory, ignore_errors=True)
+        raise
     _tell_reserved(request, journal, exclude)
     _submit(attempt, request, journal)
     return attempt
 
 
-def resume_submission(paths: RunPaths, journal: JournalWriter) -> AttemptPaths | None:
-    """Finish a submission that a crash cut short; None when there is none.
+def resume_submission(
+    paths: RunPaths, journal: JournalWriter, absences: Absences | None = None
+) -> AttemptPaths | None:
+    """Finish a submission that a crash or the scheduler's silence cut short; None without one.
 
-    The last attempt is looked up by its name: found, its submission is written down; absent, it
-    is submitted. Raises `SchedulerUnavailableError` when the scheduler does not answer: wait.
+    A job that claimed the attempt, or bears its name, is recorded. An attempt for which the
+    scheduler was never asked, or which it refused, is submitted. Where nobody knows the answer, the
+    job's absence is believed only after the executor's `absence_s` seconds of looking, which
+    `absences` counts. Raises `SchedulerUnavailableError` until then: wait, and ask again.
     """
     taken = paths.list_attempts()
     if not taken or not is_unsubmitted(taken[-1]):
@@ -100,12 +122,102 @@ def resume_submission(paths: RunPaths, journal: JournalWriter) -> AttemptPaths |
             f"{attempt.directory}: reserved, but its request was never written; "
             "`abandon_reservation` frees the number"
         )
-    found = executor_for(request.executor).find(request)
-    if found is None:
-        _submit(attempt, request, journal)
-    else:
+    executor = executor_for(request.executor)
+    tried = read_document(SubmissionTry, attempt.submitting)
+    found = _claimed_job(attempt, request) or executor.find(request)
+    if found is not None:
         _record(attempt, found, journal)
+        return attempt
+    if tried is not None and not tried.refused:
+        _await_answer(attempt, request, tried, absences or Absences())
+    _submit(attempt, request, journal)
     return attempt
+
+
+class Absences:
+    """Since when this process has looked for each attempt's job in vain, by its own clock.
+
+    The monotonic clock of one process, so no clock that is set makes an absence old.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since: dict[tuple[int, int], float] = {}
+
+    def seconds(self, attempt: int, count: int) -> float:
+        """Seconds since the first look for the attempt's job after its `count`-th submission."""
+        now = self._clock()
+        return now - self._since.setdefault((attempt, count), now)
+
+
+def _await_answer(
+    attempt: AttemptPaths, request: Request, tried: SubmissionTry, absences: Absences
+) -> None:
+    """Raise `SchedulerUnavailableError` unless it is certain by now that there is no job."""
+    absence_s = executor_for(request.executor).absence_s
+    if request.executor == "local" and tried.host != socket.gethostname():
+        raise SchedulerUnavailableError(
+            f"attempt {attempt.number} was being started on {tried.host} with the local executor; "
+            "ask there"
+        )
+    waited_s = absences.seconds(attempt.number, tried.count)
+    if waited_s < absence_s:
+        raise SchedulerUnavailableError(
+            f"nobody knows whether the scheduler took {request.job_name}, which it does not show; "
+            f"it is submitted again when it has not appeared within {absence_s:.0f} s"
+        )
+
+
+def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
+    """Keep one job of an attempt for which the scheduler may hold several; returns what was done.
+
+    The job that claimed the attempt is kept, else the recorded one, else the oldest. Without a
+    claim only jobs that have not begun are cancelled, because one that runs may be about to claim.
+    Only the process that holds the run's flow lock may call this.
+    """
+    tried = read_document(SubmissionTry, attempt.submitting)
+    request = read_document(Request, attempt.request)
+    if tried is None or request is None or not tried.may_have_duplicates:
+        return []
+    executor = executor_for(request.executor)
+    jobs = executor.live_jobs(request)
+    claim = read_claim(attempt)
+    recorded = read_document(Submission, attempt.submission)
+    live = [job.job_id for job in jobs]
+    kept = claim.job_id if claim else recorded.job_id if recorded else ""
+    if not claim and kept not in live:
+        kept = live[0] if live else kept
+    if recorded is not None and kept != recorded.job_id:
+        write_document(attempt.submission, recorded.model_copy(update={"job_id": kept}))
+    said = []
+    for job in jobs:
+        if job.job_id == kept:
+            continue
+        if claim:
+            executor.cancel(request, job)
+        else:
+            executor.withdraw(request, job)
+        said.append(
+            f"job {job.job_id} is a second one of attempt {attempt.number}, which job {kept} has; "
+            "it was cancelled"
+        )
+        journal.append(EventKind.NOTE, attempt=attempt.number, text=said[-1])
+    return said
+
+
+def cancel_leftovers(attempt: AttemptPaths, request: Request, *, ended: str | None) -> None:
+    """Cancel every other job of an attempt whose job has `ended`, where there may be others.
+
+    A scheduler that does not answer leaves them: they find the attempt claimed, and end themselves.
+    """
+    tried = read_document(SubmissionTry, attempt.submitting)
+    if tried is None or not tried.may_have_duplicates:
+        return
+    executor = executor_for(request.executor)
+    with contextlib.suppress(SchedulerError):
+        for job in executor.live_jobs(request):
+            if job.job_id != ended:
+                executor.cancel(request, job)
 
 
 def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
@@ -121,7 +233,7 @@ def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
         job: Submission | Claim | None = read_document(Submission, attempt.submission)
         if job is None and (EventKind.ATTEMPT_ENDED, attempt.number) in told:
             # It ended before anybody could find it for its submission.
-            job = read_document(Claim, attempt.claim)
+            job = read_claim(attempt)
         if job and (EventKind.ATTEMPT_SUBMITTED, attempt.number) not in told:
             _tell_submitted(attempt, job.job_id, journal)
 
@@ -136,7 +248,7 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
 
     Only the process that holds the run's flow lock may call this.
     """
-    if read_document(Request, attempt.request) or read_document(Claim, attempt.claim):
+    if read_document(Request, attempt.request) or not close_claim(attempt):
         raise RunConflictError(f"{attempt.directory}: has a request; `resume_submission` is for it")
     journal.append(
         EventKind.ATTEMPT_ENDED,
@@ -148,9 +260,81 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
     )
 
 
+def end_unsubmitted(
+    attempt: AttemptPaths,
+    journal: JournalWriter,
+    *,
+    state: AttemptState,
+    cause: Cause,
+    evidence: str,
+) -> bool:
+    """End an attempt of which the scheduler has no job; False when a job has claimed it after all.
+
+    Only the process that holds the run's flow lock may call this.
+    """
+    if not close_claim(attempt):
+        return False
+    journal.append(
+        EventKind.ATTEMPT_ENDED,
+        attempt=attempt.number,
+        state=state.value,
+        cause=cause.value,
+        evidence=[evidence],
+        ended_at=time.time(),
+    )
+    return True
+
+
+def has_no_job(attempt: AttemptPaths) -> bool:
+    """True when it is certain that the scheduler holds no job of an unsubmitted attempt."""
+    tried = read_document(SubmissionTry, attempt.submitting)
+    return tried is None or (bool(tried.refused) and tried.count == tried.refusals)
+
+
 def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> None:
-    submission = executor_for(request.executor).submit(attempt, request)
+    """Ask the scheduler to take the job, and write down that it was asked and what it said."""
+    before = read_document(SubmissionTry, attempt.submitting)
+    now = time.time()
+    asked = SubmissionTry(
+        count=before.count + 1 if before else 1,
+        host=socket.gethostname(),
+        tried_at=now,
+        refusals=before.refusals if before else 0,
+        refused_since=before.refused_since if before else None,
+    )
+    write_document(attempt.submitting, asked)
+    try:
+        submission = executor_for(request.executor).submit(attempt, request)
+    except SchedulerUnavailableError:
+        raise
+    except SchedulerError as error:
+        words = str(error)
+        refused = {
+            "refused": words,
+            "may_pass": isinstance(error, SubmissionRefusedError) and error.may_pass,
+            "refusals": asked.refusals + 1,
+            "refused_since": asked.refused_since or now,
+        }
+        write_document(attempt.submitting, asked.model_copy(update=refused))
+        if before is None or before.refused != words:
+            journal.append(
+                EventKind.ATTEMPT_STATE,
+                attempt=attempt.number,
+                state=AttemptState.CREATED.value,
+                detail=words,
+            )
+        raise
     _record(attempt, submission, journal)
+
+
+def _claimed_job(attempt: AttemptPaths, request: Request) -> Submission | None:
+    """The job that claimed the attempt, where the scheduler is not this machine."""
+    claim = read_claim(attempt)
+    if claim is None or request.executor == "local":
+        return None
+    return Submission(
+        job_id=claim.job_id, executor=request.executor, submitted_at=request.created_at
+    )
 
 
 def _record(attempt: AttemptPaths, submission: Submission, journal: JournalWriter) -> None:

@@ -14,17 +14,16 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from typing import Any, Final
-
-from pydantic import ValidationError
 
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_events, load_history, pinned_checkpoints
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import readers
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id
+from holdfast.contracts.manifest import read_manifest, read_tombstone
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id, hold
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.mirrors import delete_copies
@@ -41,13 +40,16 @@ def apply(paths: RunPaths, *, by: str, writer: str = "flow", copies: bool = True
     With `copies` those in the run's mirror go too, which may take as long as the mirror likes.
     Others may do the same at the same time: each checkpoint is deleted, and told of, by one.
     """
-    finish_deletions(paths)
-    verdicts = [one for one in retention.plan_run(paths) if not one.is_kept]
-    if verdicts:
-        make_newest_durable(paths)
-    deleted = [
-        one for one in verdicts if _delete(paths, one.name, reason=one.reason, by=by, writer=writer)
-    ]
+    with _held(paths) as held:
+        finish_deletions(held)
+        verdicts = [one for one in retention.plan_run(held) if not one.is_kept]
+        if verdicts:
+            make_newest_durable(held)
+        deleted = [
+            one
+            for one in verdicts
+            if _delete(held, one.name, reason=one.reason, by=by, writer=writer)
+        ]
     if copies:
         delete_copies(paths, writer=writer)
     return deleted
@@ -59,7 +61,8 @@ def free_room(paths: RunPaths, *, writer: str) -> tuple[int, str]:
     What others have deleted within `LATELY_S` counts too: the asker may not have seen it yet.
     """
     deleted = apply(paths, by="a full disk", writer=writer, copies=False)
-    torn_bytes = remove_torn(paths)
+    with _held(paths) as held:
+        torn_bytes = remove_torn(held)
     done = [f"{len(deleted)} checkpoints that no keep rule keeps were deleted"]
     if torn_bytes:
         done.append(f"{torn_bytes} bytes of saves that were never committed were removed")
@@ -79,20 +82,32 @@ def delete_checkpoint(
     `NotFoundError` when there is none, and `SpecError` for one that is pinned, the newest, in use
     or being read.
     """
-    manifest = read_manifest(paths.checkpoint(checkpoint))
-    name = checkpoint_id(paths.name, checkpoint)
-    if manifest is None:
-        raise NotFoundError(
-            f"{name}: no such committed checkpoint; `holdfast checkpoints {paths.name}` lists them"
-        )
-    history = load_history(paths)
-    keeper = retention.protection(history, committed_checkpoints(paths), checkpoint)
-    if keeper:
-        raise SpecError(f"{name} is kept: it is {keeper}")
-    make_newest_durable(paths)
-    is_done = _delete(paths, checkpoint, reason=reason, by=by, writer=writer)
+    with _held(paths) as held:
+        manifest = read_manifest(held.checkpoint(checkpoint))
+        name = checkpoint_id(paths.name, checkpoint)
+        if manifest is None:
+            raise NotFoundError(
+                f"{name}: no such committed checkpoint; `holdfast checkpoints {paths.name}` lists "
+                "them"
+            )
+        history = load_history(held)
+        keeper = retention.protection(history, committed_checkpoints(held), checkpoint)
+        if keeper:
+            raise SpecError(f"{name} is kept: it is {keeper}")
+        make_newest_durable(held)
+        is_done = _delete(held, checkpoint, reason=reason, by=by, writer=writer)
     delete_copies(paths, writer=writer)
     return manifest.bytes if is_done else 0
+
+
+@contextlib.contextmanager
+def _held(paths: RunPaths) -> Iterator[RunPaths]:
+    """The run with the folders that are changed held open: no link leads a deletion elsewhere."""
+    for folder in (paths.checkpoints, paths.tombstones):
+        if not folder.is_dir():
+            make_directory(folder)
+    with hold(paths) as held:
+        yield held
 
 
 def make_newest_durable(paths: RunPaths) -> None:
@@ -115,7 +130,7 @@ def finish_deletions(paths: RunPaths) -> None:
             continue
         # A deleter that has just taken the manifest may still put it back; one that was killed
         # in between will not.
-        is_decided = time.time() - tombstone.stat().st_ctime > UNDECIDED_S
+        is_decided = time.time() - tombstone.lstat().st_ctime > UNDECIDED_S
         if is_decided and not readers(directory):
             _take_away(paths, directory.name)
     for directory in paths.list_removing():
@@ -134,7 +149,7 @@ def remove_torn(paths: RunPaths) -> int:
         if name is None or name.attempt not in over or (directory / MANIFEST).exists():
             continue
         try:
-            status = [p.stat() for p in (directory, *directory.rglob("*"))]
+            status = [p.lstat() for p in (directory, *directory.rglob("*"))]
         except FileNotFoundError:
             continue  # Somebody is at work in it.
         if time.time() - max(one.st_mtime for one in status) > UNDECIDED_S:
@@ -178,10 +193,10 @@ def _deleted_lately(paths: RunPaths) -> int:
     """Bytes of the checkpoints whose manifests became tombstones within `LATELY_S`."""
     freed = 0
     for tombstone in paths.tombstones.glob("*.json"):
-        if time.time() - tombstone.stat().st_ctime < LATELY_S:
+        if time.time() - tombstone.lstat().st_ctime < LATELY_S:
             # A tombstone that cannot be read says nothing of its size.
-            with contextlib.suppress(ValidationError):
-                freed += Manifest.model_validate_json(tombstone.read_bytes()).bytes
+            manifest = read_tombstone(tombstone)
+            freed += manifest.bytes if manifest else 0
     return freed
 
 

@@ -13,7 +13,8 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths, checkpoint_id
-from holdfast.workers.trainer_call import ask_trainer
+from holdfast.contracts.reading import is_mine
+from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # A terabyte at the speed of a slow shared file system.
 EXPORT_S_MAX: Final = 6 * 3600.0
@@ -50,24 +51,28 @@ def export(
 ) -> dict[str, Any]:
     """Write the checkpoint in `directory` to `output`, which must not exist; the facts for JSON.
 
-    Of a run's checkpoint a line of its journal tells, by `writer`. `look` is called while it goes
-    on and ends it with what it raises. Raises `CheckpointError` for what cannot be exported or
-    written, `PreflightError` where the job's environment cannot be asked.
+    If the checkpoint's run belongs to the caller, its journal gets a line by `writer`. `look` is
+    called while it goes on and ends it with what it raises. Raises `CheckpointError` for what
+    cannot be exported or written, `PreflightError` where the job's environment cannot be asked.
     """
     paths = RunPaths(directory.parent.parent)
     record = read_document(RunRecord, paths.spec)
-    python = load_history(paths).spec.launch.python if record is not None else None
-    arguments = [str(directory), "--to", form.value, "--output", str(output)]
+    python = sys.executable
+    if record is not None:
+        python = interpreter_of(paths, load_history(paths).spec)
+    target = output.expanduser().absolute()
+    arguments = [str(directory.absolute()), "--to", form.value, "--output", str(target)]
     arguments += [word for key in include for word in ("--include", key)]
     arguments += [word for rule in rename for word in ("--rename", rule)]
     arguments += ["--dtype", dtype] if dtype else []
-    facts = ask_trainer(
-        python or sys.executable, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look
-    )
+    facts = ask_trainer(python, "export", *arguments, timeout_s=EXPORT_S_MAX, look=look)
     manifest = read_manifest(directory)
     facts["checkpoint"] = manifest.id if manifest else str(directory)
     if record is not None and manifest is not None and manifest.run_uid == record.uid:
         facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
+        if not is_mine(paths.directory):
+            # Reading another user's checkpoint is no reason to write into the run's folder.
+            return facts
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(
                 EventKind.EXPORTED,

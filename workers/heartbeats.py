@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from holdfast.contracts.attempt import Document
+from holdfast.contracts.attempt import Document, read_document
+from holdfast.contracts.bounds import Name, Number, Ranks, Seconds, Step
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.gpus import GpuBeat
@@ -28,18 +30,18 @@ class RankBeat(Document):
     `own_s` is what of a step it spent not waiting for others. None: the kernel does not say.
     """
 
-    rank: int
-    step: int
-    phase: str
+    rank: Number
+    step: Step
+    phase: Name
     age_s: float | None
     step_time_s: float
-    pid: int
+    pid: Number
     step_p50_s: float = 0.0
     step_p99_s: float = 0.0
     own_s: float = 0.0
     rss_bytes: int | None = None
     cpu_percent: float | None = None
-    threads: int | None = None
+    threads: Number | None = None
     read_bytes: int | None = None
     write_bytes: int | None = None
 
@@ -51,15 +53,15 @@ class NodeBeat(Document):
     clock moves. `phases` is how long each phase is silent when all is well.
     """
 
-    node: int
-    host: str
-    time: float
-    attempt: int
-    incarnation: int
-    agent_pid: int
-    monotonic_s: float = 0.0
-    boot_id: str = ""
-    world_size: int = 0
+    node: Number
+    host: Name
+    time: Annotated[float, Field(allow_inf_nan=False)]
+    attempt: Number
+    incarnation: Number
+    agent_pid: Number
+    monotonic_s: Seconds = 0.0
+    boot_id: Name = ""
+    world_size: Ranks = 0
     ranks: tuple[RankBeat, ...] = ()
     gpus: tuple[GpuBeat, ...] = ()
     phases: dict[str, PhaseTimes] = Field(default_factory=dict)
@@ -70,8 +72,10 @@ def read_heartbeats(paths: AttemptPaths) -> list[NodeBeat]:
     """The newest heartbeat of every node that gave one, in order of node."""
     beats = []
     for path in sorted(paths.heartbeats.glob("node-*.json")):
-        with contextlib.suppress(OSError, ValidationError):
-            beats.append(NodeBeat.model_validate_json(path.read_bytes()))
+        # A beat that cannot be believed is one that did not come.
+        with contextlib.suppress(OSError, HoldfastError):
+            beat = read_document(NodeBeat, path)
+            beats += [beat] if beat else []
     return beats
 
 

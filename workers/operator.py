@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import time
 from collections.abc import Iterator
 from typing import Final, Literal
 
 from holdfast.contracts.attempt import (
-    Claim,
     Request,
     StopRequest,
     Submission,
+    read_claim,
     read_document,
     write_document,
 )
 from holdfast.contracts.errors import (
+    HoldfastError,
     NotFoundError,
     RequestConflictError,
+    RunConflictError,
     SchedulerError,
     SpecError,
 )
+from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.history import (
     OPERATOR_GOES_ON,
     AttemptView,
@@ -30,20 +33,25 @@ from holdfast.contracts.history import (
     load_history,
     pinned_checkpoints,
 )
-from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
+from holdfast.contracts.journal import FOREIGN_LOCK_S, GROWER, EventKind, JournalWriter
 from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id
+from holdfast.contracts.paths import AttemptPaths, RunPaths, checkpoint_id, has_spec
+from holdfast.contracts.reading import LOCK_FLAGS, is_mine, open_beneath
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
+from holdfast.workers.runs import release_reserve
 from holdfast.workers.sizes import problem_with
 
 Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
 ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
 # What a live attempt is told; `resume` finds none.
 _ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
+# An operator's turn takes milliseconds.
+TURN_S: Final = 30.0
 # So long another operator waits for what was asked to come about.
 UNDER_WAY_S: Final = 60.0
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def request(
@@ -62,6 +70,34 @@ def request(
     and `NotFoundError` without a run; where it must be `alone`, `RequestConflictError` while what
     somebody asked for a moment ago has not come about.
     """
+    try:
+        return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        is_released = release_reserve(paths)
+        if not is_released:
+            raise HoldfastError(_full_words(paths, action, error)) from error
+    try:
+        return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise HoldfastError(_full_words(paths, action, error)) from error
+
+
+def _full_words(paths: RunPaths, action: Action, error: OSError) -> str:
+    last = load_history(paths).last_attempt
+    job = f", or end job {last.job_id} by the scheduler's own command" if last else ""
+    return (
+        f"run {paths.name}: the file system is full ({error}), so the request to {action} could "
+        f"not be recorded; free some space there and ask again{job}"
+    )
+
+
+def _request(
+    paths: RunPaths, action: Action, *, by: str, gpus: int | None, writer: str, alone: bool
+) -> str:
     with _turn(paths):
         history = load_history(paths)
         if alone:
@@ -106,13 +142,18 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
 @contextlib.contextmanager
 def _turn(paths: RunPaths) -> Iterator[None]:
     """One operator after the other: each sees what the one before asked for."""
-    if not paths.spec.exists():
+    if not has_spec(paths.directory):
         # No lock is left in a folder that is no run's; who reads the history says so.
         yield
         return
-    handle = os.open(paths.operator_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        wait_s = TURN_S if is_mine(paths.directory) else FOREIGN_LOCK_S
+        if not wait_for_lock(handle, wait_s):
+            raise RunConflictError(
+                f"run {paths.name}: another process has kept {paths.operator_lock} locked for "
+                f"{wait_s:.0f} s; `fuser {paths.operator_lock}` names it"
+            )
         yield
     finally:
         os.close(handle)
@@ -180,7 +221,7 @@ def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: s
     told = f"attempt {view.number} ends after one last checkpoint ({action})"
     asked = read_document(Request, attempt.request)
     submission = read_document(Submission, attempt.submission)
-    if asked is None or asked.executor == "local" or read_document(Claim, attempt.claim):
+    if asked is None or asked.executor == "local" or read_claim(attempt):
         return told
     # No agent reads the file of a queued job; one that starts meanwhile still finds it.
     with contextlib.suppress(SchedulerError):

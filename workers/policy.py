@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from holdfast.contracts.attempt import SubmissionTry
 from holdfast.contracts.history import (
     AttemptView,
     RunHistory,
@@ -50,6 +51,13 @@ SUSPICIONS_MAX: Final = 2
 BACKOFF_S_MAX: Final = 600.0
 BACKOFF_DOUBLINGS_MAX: Final = 6
 # These come from outside; waiting longer and longer for them would only waste the cluster.
+# The scheduler is asked again about a refused job after this, and each time after twice as long.
+REFUSAL_WAIT_S: Final = 10.0
+REFUSAL_WAIT_S_MAX: Final = 600.0
+# A refusal that can pass is waited out for this long, like a place in a queue.
+REFUSED_S_MAX: Final = 7 * 24 * 3600.0
+# Other refusals are the spec's own fault, or the machine's.
+REFUSALS_MAX: Final = 3
 _NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
 _SUSPICIOUS: Final = frozenset({Cause.HANG, Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
@@ -194,7 +202,8 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
 def _attempts_without_progress(history: RunHistory) -> int:
     """Attempts at the end of the run, in a row, that committed no step newer than all before.
 
-    Operators' own relaunches are no sign of trouble, and begin the count anew.
+    Operators' own relaunches are no sign of trouble, and begin the count anew. A preemption says
+    nothing of the run, so it is not counted.
     """
     newest, stuck = -1, 0
     committed = _committed_steps(history)
@@ -204,7 +213,7 @@ def _attempts_without_progress(history: RunHistory) -> int:
             continue
         if attempt.cause is Cause.OPERATOR or step > newest:
             stuck = 0
-        else:
+        elif attempt.cause is not Cause.PREEMPTION:
             stuck += 1
         newest = max(newest, step)
     return stuck
@@ -284,6 +293,18 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
     jitter = 0.75 + 0.5 * hashlib.sha256(seed).digest()[0] / 255
     base: float = history.spec.supervision.backoff_s * 2.0**doublings * jitter
     return round(min(base, BACKOFF_S_MAX), 3)
+
+
+def wait_after_refusal(tried: SubmissionTry, *, now: float) -> float | None:
+    """Seconds until a refused job is submitted again, 0 when it is due; None to give it up."""
+    if not tried.may_pass:
+        return None if tried.refusals >= REFUSALS_MAX else 0.0
+    if now - (tried.refused_since or now) > REFUSED_S_MAX:
+        return None
+    doublings = min(max(tried.refusals - 1, 0), BACKOFF_DOUBLINGS_MAX)
+    wait_s = min(REFUSAL_WAIT_S * 2.0**doublings, REFUSAL_WAIT_S_MAX)
+    # A clock that was set back does not make the wait longer than that.
+    return min(max(tried.tried_at + wait_s - now, 0.0), wait_s)
 
 
 def decide_in_place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import socket
@@ -11,22 +12,15 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
 from holdfast.workers.request import NO_GRES
 
 PYTHON_TIMEOUT_S: Final = 20.0
 SLURM_COMMANDS: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "srun")
-NODE_LOCAL: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-NETWORK: Final = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "wekafs", "pvfs2"}
-    | {"panfs", "glusterfs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "virtiofs", "9p"}
-    | {"orangefs", "fuse.sshfs", "daos", "fuse.dfuse", "vastnfs", "quobyte", "fuse.quobyte"}
-)
 _FIND_MODULES = (
     "import importlib.util as u, sys; "
     "print('\\n'.join(m for m in sys.argv[1:] if u.find_spec(m) is None))"
@@ -45,17 +39,6 @@ def check(spec: RunSpec, root: Path) -> None:
         )
 
 
-def filesystem_type(path: Path) -> str:
-    """The type of the file system that holds `path` or its nearest existing parent."""
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
-    real = there.resolve()
-    mounts = sorted(psutil.disk_partitions(all=True), key=lambda m: len(m.mountpoint))
-    holding = [m for m in mounts if real.is_relative_to(m.mountpoint)]
-    return holding[-1].fstype if holding else ""
-
-
 def _root_problems(root: Path) -> list[str]:
     """Whether a file can be made under `root`; the only test that quotas and ACLs obey."""
     try:
@@ -71,7 +54,42 @@ def _root_problems(root: Path) -> list[str]:
                 "directory with --root or HOLDFAST_ROOT"
             )
         ]
-    return []
+    return _lock_and_link_problems(root)
+
+
+def _lock_and_link_problems(root: Path) -> list[str]:
+    """Whether the file system has what keeps two processes from the same work.
+
+    Exclusive creation needs hard links, and one supervisor per run needs locks that hold between
+    hosts. FUSE programs and Lustre without `-o flock` lack one of them.
+    """
+    problems = []
+    advice = "give another directory with --root or HOLDFAST_ROOT"
+    with tempfile.TemporaryDirectory(dir=root, prefix=".preflight.") as place:
+        first, second = Path(place, "first"), Path(place, "second")
+        first.touch()
+        try:
+            os.link(first, second)
+        except OSError as error:
+            problems.append(
+                f"root {root}: has no hard links ({error.strerror}), by which checkpoints are "
+                f"committed and attempts are claimed; {advice}"
+            )
+        with open(first, "rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                problems.append(
+                    f"root {root}: has no file locks ({error.strerror}), which keep a run from "
+                    f"having two supervisors; mount it with locks (Lustre: -o flock), or {advice}"
+                )
+    mounted = filesystem_of(root)
+    if local := mounted.local_lock_option:
+        problems.append(
+            f"root {root}: is mounted with {local}, so locks hold on one host only and a run could "
+            f"have two supervisors; mount it without that option, or {advice}"
+        )
+    return problems
 
 
 def _program_problems(spec: RunSpec) -> list[str]:
@@ -141,9 +159,15 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
     try:
         partitions = slurm_client.partitions()
         nodes = slurm_client.show_nodes()
+        federation = slurm_client.federation()
     except SchedulerError as error:
         return [f"Slurm: {error}"]
     problems = _partition_problems(spec.resources, partitions)
+    if federation:
+        problems.append(
+            f"Slurm: this cluster is in the federation {federation!r}, where another cluster may "
+            "take the job and this one no longer shows it; submit to a cluster outside a federation"
+        )
     problems += _gpu_problems(spec.resources, nodes)
     problems += _account_problems(spec.resources)
     return problems + _sharing_problems(root, nodes)
@@ -176,13 +200,15 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
     if resources.gres == NO_GRES:
         return []
     mine = [n for n in nodes if not wanted or set(wanted) & set(n.get("Partitions", "").split(","))]
-    most = max((slurm_client.gpus_of(n.get("Gres", "")) for n in mine), default=0)
+    kind = slurm_client.gpu_kind(resources.gres or "")
+    most = max((slurm_client.gpus_of(n.get("Gres", ""), kind) for n in mine), default=0)
     where = f"partition {resources.partition}" if resources.partition else "the cluster"
     if resources.gpus_per_node > most:
         return [
             (
-                f"resources.gpus_per_node {resources.gpus_per_node}: no node of {where} "
-                f"has more than {most}; on CPU nodes set resources.gres = '{NO_GRES}'"
+                f"resources.gpus_per_node {resources.gpus_per_node}: no node of {where} has more "
+                f"than {most} {f'of kind {kind}' if kind else 'GPUs'}; on CPU nodes set "
+                f"resources.gres = '{NO_GRES}'"
             )
         ]
     return []
@@ -221,9 +247,10 @@ def _sharing_problems(root: Path, nodes: list[dict[str, str]]) -> list[str]:
     )
     if not elsewhere:
         return []
-    kind = filesystem_type(root)
-    if kind in NETWORK or kind.startswith("fuse."):
+    mounted = filesystem_of(root)
+    if mounted.may_be_shared:
         return []
+    kind = mounted.kind
     words = "lies in memory" if kind in NODE_LOCAL else f"is a local file system ({kind or '?'})"
     return [
         (

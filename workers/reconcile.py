@@ -8,38 +8,52 @@ the flow, Prefect and its worker have long been killed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from holdfast.contracts.attempt import (
     Claim,
+    Missing,
     Outcome,
     Request,
     StopRequest,
     Submission,
+    close_claim,
+    job_of,
+    read_claim,
     read_document,
     read_outcome,
+    write_document,
 )
-from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.errors import (
+    ForeignFileError,
+    SchedulerError,
+    SchedulerUnavailableError,
+    reading_run,
+)
+from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.filesystems import delay_s, revalidate
 from holdfast.contracts.goodput import account, prices_of
 from holdfast.contracts.history import AttemptView, RunHistory, load_events, load_history
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
-from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
+from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, read_tail
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
-from holdfast.contracts.timeline import spans_of
+from holdfast.contracts.timeline import safe_step_of, spans_of
+from holdfast.workers.attempts import cancel_leftovers
 from holdfast.workers.causes import classify, is_certain
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.executors import JobStatus, executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
-# A shared file system may show an outcome this much later than the scheduler shows the end.
-SETTLE_S: Final = 5.0
 # How long an outcome waits for the scheduler's own word on it.
 VERDICT_WAIT_S: Final = 60.0
+# Agents write heartbeats every few seconds; clocks of hosts may differ by some of these.
+BEATS_S: Final = 120.0
+ENDING_LOCK_S: Final = 60.0
 LOG_TAIL_BYTES: Final = 4096
 
 
@@ -54,13 +68,23 @@ class Observation:
     stop: StopRequest | None
     status: JobStatus | None
 
-    def is_over(self, now: float) -> bool:
-        """True when the attempt has ended for good and its outcome need not be waited for."""
-        if self.outcome is not None and self._has_last_word(self.outcome, now):
-            return True
+    def has_ended(self, now: float) -> bool:
+        """True when the attempt's own outcome says how it ended, and nothing can change that."""
+        return self.outcome is not None and self._has_last_word(self.outcome, now)
+
+    @property
+    def misses(self) -> str:
+        """What should be there and is not, while the scheduler says that the job is over."""
         if self.status is None or not self.status.has_ended:
-            return False
-        return now - (self.status.ended_at or 0.0) >= SETTLE_S
+            return ""
+        if self.status.is_absent:
+            return "job"
+        return "" if self.outcome else "outcome"
+
+    @property
+    def job(self) -> Submission | None:
+        """The job that runs the attempt."""
+        return job_of(self.submission, self.claim)
 
     def _has_last_word(self, outcome: Outcome, now: float) -> bool:
         """True when nothing that the scheduler may still say would change the ending.
@@ -85,8 +109,9 @@ def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
     if not open_attempts:
         return history
     changed = False
-    for view in open_attempts:
-        changed |= _reconcile_attempt(paths, view, writer)
+    with reading_run(paths.directory):
+        for view in open_attempts:
+            changed |= _reconcile_attempt(paths, view, writer)
     return load_history(paths) if changed else history
 
 
@@ -109,6 +134,7 @@ def _tell_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
         created_at=created_at,
         until=spans[-1].ended_at or time.time(),
         prices=prices_of(history.record.spec),
+        safe_step=safe_step_of(history),
     )
     journal.append(EventKind.GOODPUT, attempt=number, **asdict(kept))
 
@@ -120,12 +146,14 @@ def observe(attempt: AttemptPaths) -> Observation:
     status = None
     if request is not None:
         with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
-            status = executor_for(request.executor).status(request, submission)
+            # The job that claimed the attempt runs it, whichever was recorded.
+            job = job_of(submission, read_claim(attempt))
+            status = executor_for(request.executor).status(request, job)
     # Read after the scheduler was asked: an outcome written before the job ended is seen then.
     return Observation(
         request=request,
         submission=submission,
-        claim=read_document(Claim, attempt.claim),
+        claim=read_claim(attempt),
         outcome=read_outcome(attempt),
         stop=read_document(StopRequest, attempt.stop),
         status=status,
@@ -138,15 +166,8 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
     seen = observe(attempt)
     if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
         _end_leaderless(paths, attempt, seen, writer)
-    if seen.is_over(time.time()) and not _awaits_submission(seen):
-        with _ending_lock(attempt):
-            own = _events_of(paths, view.number)
-            if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
-                return True
-            with JournalWriter(paths.journal_of(writer)) as journal:
-                journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
-                _tell_goodput(paths, view.number, journal)
-        return True
+    if not _awaits_submission(seen) and _is_over(attempt, seen, time.time()):
+        return _end(paths, attempt, seen, writer)
     state = seen.status.state if seen.status else None
     if state is None or state.is_terminal or state not in ATTEMPT_MOVES[view.state]:
         return False
@@ -156,6 +177,74 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
             EventKind.ATTEMPT_STATE, attempt=view.number, state=state.value, detail=detail
         )
     return True
+
+
+def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
+    """True when the attempt has ended for good, and nothing that is missing can still appear.
+
+    An outcome counts at once. Without one, or without a job, the absence must last for as long as
+    a file system or a scheduler can be late, from the first time that anybody noticed it.
+    """
+    if seen.has_ended(now):
+        return True
+    if not seen.misses:
+        if seen.status is not None:
+            attempt.missing.unlink(missing_ok=True)
+        return False
+    absence_s = _absence_s(attempt, seen)
+    if not absence_s:
+        return True
+    noted = read_document(Missing, attempt.missing)
+    if noted is None or noted.what != seen.misses or noted.since > now:
+        noted = Missing(what=seen.misses, since=now)
+        write_document(attempt.missing, noted)
+    return now - noted.since >= absence_s
+
+
+def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
+    """Seconds for which what is missing must have been missed before that is believed."""
+    if seen.request is None:
+        return delay_s(attempt.directory)
+    if seen.request.executor == "local":
+        # The job ran on this host, which sees its own files at once.
+        return 0.0
+    if seen.misses == "job":
+        return executor_for(seen.request.executor).absence_s
+    return delay_s(attempt.directory)
+
+
+def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> bool:
+    """Journal the attempt's one ending; False when a second look finds that it has not ended."""
+    with _ending_lock(attempt):
+        own = _events_of(paths, attempt.number)
+        if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
+            return True
+        if seen.outcome is None:
+            revalidate(attempt.directory)
+            seen = replace(seen, outcome=read_outcome(attempt), claim=read_claim(attempt))
+            if seen.outcome is None and _is_alive(attempt, seen):
+                return False
+            # No job that starts late may run an attempt that has ended.
+            if seen.claim is None and not close_claim(attempt):
+                return False
+        with JournalWriter(paths.journal_of(writer)) as journal:
+            journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
+            _tell_goodput(paths, attempt.number, journal)
+    attempt.missing.unlink(missing_ok=True)
+    if seen.request is not None:
+        cancel_leftovers(attempt, seen.request, ended=_job_id(seen))
+    return True
+
+
+def _is_alive(attempt: AttemptPaths, seen: Observation) -> bool:
+    """True when agents still write heartbeats although the scheduler knows no such job.
+
+    A command that asks the wrong cluster finds no job of this one.
+    """
+    if seen.status is None or not seen.status.is_absent:
+        return False
+    newest = max((beat.time for beat in read_heartbeats(attempt)), default=0.0)
+    return time.time() - newest < BEATS_S
 
 
 def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> None:
@@ -173,9 +262,9 @@ def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, w
                 host=seen.claim.host if seen.claim else "",
                 detail=seen.status.evidence[-1] if seen.status else "",
             )
-    if seen.request is not None and seen.submission is not None:
+    if seen.request is not None and seen.job is not None:
         with contextlib.suppress(SchedulerError):
-            executor_for(seen.request.executor).cancel(seen.request, seen.submission)
+            executor_for(seen.request.executor).cancel(seen.request, seen.job)
 
 
 def _awaits_submission(seen: Observation) -> bool:
@@ -191,9 +280,14 @@ def _awaits_submission(seen: Observation) -> bool:
 @contextlib.contextmanager
 def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
     """Held for the moment in which one process writes the one ending."""
-    handle = os.open(attempt.ending_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    below = folder_of(attempt.ending_lock)
+    handle = open_beneath(attempt.ending_lock, LOCK_FLAGS, below=below)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not wait_for_lock(handle, ENDING_LOCK_S):
+            raise TimeoutError(
+                f"{attempt.ending_lock}: locked for {ENDING_LOCK_S:.0f} s; the process that writes "
+                "the attempt's ending hangs, or the file system's lock service does"
+            )
         yield
     finally:
         os.close(handle)
@@ -254,14 +348,14 @@ def job_log_tail(attempt: AttemptPaths) -> str:
     """The end of what the job wrote on its standard error; empty when there is nothing."""
     found = sorted(attempt.logs.glob("*.err"))
     try:
-        return found[-1].read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace") if found else ""
-    except OSError:
+        return read_tail(found[-1], LOG_TAIL_BYTES, below=attempt.directory) if found else ""
+    except (OSError, ForeignFileError):
         return ""
 
 
 def _job_id(seen: Observation) -> str | None:
-    if seen.submission is not None:
-        return seen.submission.job_id
+    if seen.job is not None:
+        return seen.job.job_id
     return seen.claim.job_id if seen.claim else None
 
 

@@ -111,11 +111,12 @@ def _slurm_parameters(
     resources = spec.resources
     warning_s = warning_lead_s(spec.supervision, resources)
     cpus = resources.cpus_per_gpu * per_node if resources.cpus_per_gpu else None
+    # The spec refuses options of its own by these names.
     options: dict[str, Any] = {
+        **resources.extra,
         "no-requeue": True,
         "no-kill": True,
         "signal": f"USR2@{warning_s}",
-        **resources.extra,
     }
     # A node that fails must not take the others' agents with it: they still hold the state.
     step = ["--no-kill", "--kill-on-bad-exit=0"]
@@ -138,6 +139,8 @@ def _slurm_parameters(
         "ntasks_per_node": 1,
         "time": resources.time_limit_min,
         "signal_delay_s": warning_s,
+        # Else submitit names one of its own, which sites that check these keys refuse.
+        "wckey": None,
         **{key: value for key, value in wanted.items() if value is not None},
         "srun_args": [*step, *spec.launch.container, *spec.launch.srun],
         "additional_parameters": options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shutil
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.contracts.attempt import RunRecord, create_document, read_document
-from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.durable import fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import NotFoundError, PreflightError, RunConflictError
 from holdfast.contracts.history import load_history
-from holdfast.contracts.paths import RUN_NAME, RunPaths, list_runs
+from holdfast.contracts.paths import RUN_NAME, RunPaths, has_spec, list_runs
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.workers.code_files import is_open_here
@@ -24,7 +27,9 @@ from holdfast.workers.code_files import is_open_here
 GENERATIONS_MAX: Final = 10_000
 GIT_TIMEOUT_S: Final = 60.0
 CODE_BYTES_MAX: Final = 512 * 1024 * 1024
-_GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>\d+))?")
+# A few journal lines and documents.
+RESERVE_BYTES: Final = 64 * 1024
+_GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>[1-9]\d{0,6}))?")
 _NOT_CODE = frozenset(
     {".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
     | {"node_modules", ".tox", ".eggs", "runs"}
@@ -54,6 +59,7 @@ def create_run(
     """
     paths = RunPaths(root / (folder or spec.name))
     make_directory(root)
+    ensure_root_id(root)
     try:
         paths.directory.mkdir()
     except FileExistsError:
@@ -64,6 +70,7 @@ def create_run(
     fsync_directory(root)
     for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
         make_directory(directory)
+    keep_reserve(paths)
     if spec.launch.code == "snapshot":
         _copy_code(Path(spec.launch.working_directory), paths.code)
     record = RunRecord(
@@ -75,6 +82,7 @@ def create_run(
         created_by=created_by,
         spec=spec.model_dump(mode="json"),
         spec_digest=spec.digest,
+        given=spec.given,
         forked_from=forked.checkpoint_id if forked else None,
         forked_path=str(forked.path) if forked else None,
         forked_uid=forked.run_uid if forked else None,
@@ -87,10 +95,27 @@ def create_run(
     return paths
 
 
+def keep_reserve(paths: RunPaths) -> None:
+    """Hold some room in the run's folder, so that an operator's request fits on a full disk."""
+    if not paths.reserve.exists():
+        # Random bytes take room on file systems that compress, too.
+        write_bytes(paths.reserve, os.urandom(RESERVE_BYTES), mode=0o600)
+
+
+def release_reserve(paths: RunPaths) -> bool:
+    """Give the room back for what has to be written now; False when there was none."""
+    try:
+        paths.reserve.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[RunPaths, bool]:
     """The run that `spec` means under `root`, and True when it had to be created.
 
-    The newest generation of the name decides: live or completed with the same digest, it is
+    The newest generation of the name decides that is the caller's own, for to attach to a run is to
+    start what its spec says: live or completed with the same digest, it is
     returned; ended with another digest, a new generation (`name.r2`, …) is created. Raises
     `RunConflictError` when another spec's run is live under the name, or when the same spec's
     run failed or was cancelled, which only `relaunch` continues.
@@ -98,9 +123,12 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
     newest = newest_generation(root, spec.name)
     if newest is None:
         return create_run(spec, root, created_by=created_by), True
+    following = f"{spec.name}.r{_last_generation(root, spec.name) + 1}"
+    if not _is_own(newest):
+        return create_run(spec, root, created_by=created_by, folder=following), True
     record = read_record(newest)
     state = load_history(newest).state
-    same = record.spec_digest == spec.digest
+    same = is_same_spec(record, spec)
     if same and (state.is_live or state is RunState.COMPLETED):
         return newest, False
     if same:
@@ -114,14 +142,40 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
             f"given {spec.digest[:12]}); a live run keeps its spec. Stop it first, or `holdfast "
             "fork` one of its checkpoints under a new name"
         )
-    folder = f"{spec.name}.r{_generation(newest.name) + 1}"
-    return create_run(spec, root, created_by=created_by, folder=folder), True
+    return create_run(spec, root, created_by=created_by, folder=following), True
+
+
+def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
+    """True when `spec` means the run of `record`, whichever version of Holdfast recorded it.
+
+    The recorded spec is compared as this version reads it, so a key that is new here has its
+    default in both; else what a person gave is compared, so that a changed default makes no
+    difference either.
+    """
+    if record.spec_digest == spec.digest or record.given == spec.given:
+        return True
+    return RunSpec.model_validate(record.spec).digest == spec.digest
 
 
 def newest_generation(root: Path, name: str) -> RunPaths | None:
-    """The newest run of the spec name `name` under `root`, or None."""
-    mine = [run for run in list_runs(root) if _name_of(run.name) == name]
-    return max(mine, key=lambda run: _generation(run.name), default=None)
+    """The newest run of the spec name `name` under `root`, or None; one's own before others'."""
+    found = _generations(root, name)
+    return max(found, key=lambda run: (_is_own(run), _generation(run.name)), default=None)
+
+
+def _last_generation(root: Path, name: str) -> int:
+    return max((_generation(run.name) for run in _generations(root, name)), default=0)
+
+
+def _generations(root: Path, name: str) -> list[RunPaths]:
+    return [run for run in list_runs(root) if _name_of(run.name) == name]
+
+
+def _is_own(run: RunPaths) -> bool:
+    try:
+        return is_mine(run.directory)
+    except OSError:
+        return False
 
 
 def find_run(root: Path, name: str) -> RunPaths:
@@ -130,7 +184,7 @@ def find_run(root: Path, name: str) -> RunPaths:
     Raises `NotFoundError` with the names that come near.
     """
     exact = RunPaths(root / name)
-    if RUN_NAME.fullmatch(name) and exact.spec.is_file():
+    if RUN_NAME.fullmatch(name) and has_spec(exact.directory):
         return exact
     newest = newest_generation(root, name)
     if newest is not None:
@@ -152,8 +206,9 @@ def read_record(paths: RunPaths) -> RunRecord:
 
 
 def _is_abandoned(paths: RunPaths) -> bool:
-    """True for a folder that a crash left before anything was in it that could be lost."""
-    return not paths.spec.exists() and not any(paths.attempts.glob("*"))
+    """True for a folder of one's own that a crash left before anything was in it to be lost."""
+    is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
+    return is_empty and _is_own(paths)
 
 
 def _ended(state: RunState) -> str:

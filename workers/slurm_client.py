@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -14,8 +15,16 @@ from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 
 CALL_TIMEOUT_S: Final = 20.0
 SACCT_FIELDS: Final = ("JobIDRaw", "JobName", "State", "Start", "End", "NodeList", "ExitCode")
+_COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL SCANCEL"
+_DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
+_KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"})
 _FIELD = re.compile(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=")
-_GPUS = re.compile(r"gpu(?::[^:(,]+)?:(\d+)")
+# `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`: a kind is not all digits, and no count means one.
+_GPUS = re.compile(
+    r"(?:^|,)(?:gres[/:])?gpu(?::([^:(,=]*[^0-9:(,=][^:(,=]*))?(?:[:=]([0-9]+))?(?=[(,]|$)"
+)
+# `(S:0-1)`, `(IDX:0,2-3)`: where the GPUs sit, with commas of its own.
+_IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
 
@@ -42,7 +51,12 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
     """
     try:
         done = subprocess.run(
-            list(arguments), capture_output=True, text=True, timeout=timeout_s, check=False
+            list(arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={name: value for name, value in os.environ.items() if not is_users_default(name)},
         )
     except FileNotFoundError:
         raise SchedulerUnavailableError(
@@ -60,23 +74,85 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
     raise SchedulerUnavailableError(f"{arguments[0]} cannot ask Slurm: {words}")
 
 
+def is_users_default(name: str) -> bool:
+    """True for a variable by which a person or a surrounding job changes what Slurm prints or does.
+
+    `SLURM_TIME_FORMAT` and `SQUEUE_FORMAT` change what is parsed here, and the variables of an
+    allocation that this process is in would become those of a job that it submits. What finds the
+    cluster and proves who asks stays.
+    """
+    return name.startswith(_DEFAULTS) and name not in _KEPT
+
+
+# Slurm's words, and the system's, for a request whose answer did not come back.
+_NO_ANSWER = (
+    "unable to contact",
+    "socket timed out",
+    "timed out",
+    "connection refused",
+    "connection reset",
+    "broken pipe",
+    "no route to host",
+    "network is unreachable",
+    "configuration source",
+    "slurm_persist_conn_open",
+    "zero bytes were transmitted",
+    "communication connection failure",
+    "communication shutdown failure",
+    "message send failure",
+    "message receive failure",
+    "unexpected message received",
+    "insane message length",
+    "header lengths are longer",
+    "slurm backup controller",
+    "controller is in standby",
+    "problem talking to the database",
+    "munge",
+    "protocol authentication error",
+    "protocol version has changed",
+)
+# Refusals that the same request meets again whenever it is made. All others may pass: limits of an
+# account or a QOS count other jobs, and partitions, licences and reservations come back.
+_FINAL = (
+    "invalid partition name",
+    "invalid account",
+    "invalid qos",
+    "invalid feature",
+    "invalid generic resource",
+    "invalid gres",
+    "invalid wckey",
+    "invalid user id",
+    "invalid group",
+    "invalid node name",
+    "invalid node list",
+    "invalid working directory",
+    "invalid trackable resource",
+    "requested time limit is invalid",
+    "requested node configuration is not available",
+    "node count specification invalid",
+    "cpu count specification invalid",
+    "cpu count per node can not be satisfied",
+    "memory specification can not be satisfied",
+    "more processors requested than permitted",
+    "access/permission denied",
+    "permission denied",
+    "user's group not permitted",
+    "not permitted to use this partition",
+    "pathname of a file, directory",
+    "unrecognized option",
+    "invalid option",
+    "unable to open file",
+)
+
+
 def is_refusal(words: str) -> bool:
     """True for an answer of the controller, False where it may not have been reached."""
-    unreachable = (
-        "unable to contact",
-        "socket timed out",
-        "connection refused",
-        "configuration source",
-        "connection timed out",
-        "slurm_persist_conn_open",
-        "zero bytes were transmitted",
-        "communication connection failure",
-        "slurm backup controller",
-        "problem talking to the database",
-        "munge",
-        "protocol authentication error",
-    )
-    return not any(sign in words.lower() for sign in unreachable)
+    return not any(sign in words.lower() for sign in _NO_ANSWER)
+
+
+def may_pass(words: str) -> bool:
+    """True when the scheduler may accept later what it refused with these words."""
+    return not any(sign in words.lower() for sign in _FINAL)
 
 
 def queued_jobs(name: str) -> list[JobLine]:
@@ -130,14 +206,14 @@ def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
 
 
 def show_nodes() -> list[dict[str, str]]:
-    """Every node's fields as `scontrol -d show node` prints them."""
-    out = call(["scontrol", "-o", "-d", "show", "node"])
+    """Every node's fields as `scontrol -d show node` prints them, in hidden partitions too."""
+    out = call(["scontrol", "--all", "-o", "-d", "show", "node"])
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
 def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
-    """Every partition's fields as `scontrol show partition` prints them."""
-    out = call(["scontrol", "-o", "show", "partition"], timeout_s)
+    """Every partition's fields, hidden ones' too, as `scontrol show partition` prints them."""
+    out = call(["scontrol", "--all", "-o", "show", "partition"], timeout_s)
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
@@ -153,6 +229,46 @@ def qualities(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
     command = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,GraceTime,Preempt"]
     rows = [line.split("|") for line in call(command, timeout_s).splitlines()]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
+
+
+def enforces_qos(timeout_s: float = CALL_TIMEOUT_S) -> bool:
+    """True when the controller holds jobs to the limits of their QOS."""
+    lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
+    found = [
+        line.partition("=")[2] for line in lines if line.startswith("AccountingStorageEnforce")
+    ]
+    return bool(found) and not {"limits", "qos"}.isdisjoint(found[0].strip().split(","))
+
+
+def qos_limits(name: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
+    """The limits of one QOS on what its jobs may have at once, by sacctmgr's names for them."""
+    fields = ("GrpTRES", "MaxTRES", "MaxTRESPU")
+    command = ["sacctmgr", "-n", "-P", "show", "qos", f"name={name}", f"format={','.join(fields)}"]
+    rows = [line.split("|") for line in call(command, timeout_s).splitlines() if line]
+    return dict(zip(fields, rows[0], strict=True)) if rows and len(rows[0]) == 3 else {}
+
+
+def jobs_in_qos(name: str, timeout_s: float = CALL_TIMEOUT_S) -> list[tuple[str, str]]:
+    """User and allocated TRES of each job that holds resources under a QOS."""
+    command = ["squeue", "-h", "-t", "R,CG,CF,S", "-q", name, "-O", "UserName:128,tres-alloc:1024"]
+    rows = [line.split() for line in call(command, timeout_s).splitlines()]
+    return [(row[0], row[1]) for row in rows if len(row) == 2]
+
+
+def reservation_nodes(names: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[str, ...]:
+    """The nodes of reservations, given by names with commas between them."""
+    found: list[str] = []
+    for name in names.split(","):
+        out = call(["scontrol", "-o", "show", "reservation", name], timeout_s)
+        found += expand_hosts(parse_fields(out).get("Nodes", ""))
+    return tuple(found)
+
+
+def federation(timeout_s: float = CALL_TIMEOUT_S) -> str:
+    """The federation that this cluster is a part of; empty outside one, or without accounting."""
+    out = call(["scontrol", "show", "federation"], timeout_s)
+    found = re.search(r"^Federation: *(\S+)", out, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def parse_fields(text: str) -> dict[str, str]:
@@ -188,9 +304,16 @@ def parse_minutes(text: str) -> float | None:
     return (int(days or 0) * 24 + hours) * 60 + minutes + seconds / 60
 
 
-def gpus_of(gres: str) -> int:
-    """GPUs in a GRES string such as `gpu:a100:4(S:0-1),shard:8`; 0 when there are none."""
-    return sum(int(count) for count in _GPUS.findall(gres))
+def gpus_of(gres: str, kind: str = "") -> int:
+    """GPUs in a GRES string such as `gpu:a100:4(S:0-1),shard:8`; with `kind`, those of it alone."""
+    found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
+    return sum(int(count or 1) for each, count in found if kind in {"", each})
+
+
+def gpu_kind(gres: str) -> str:
+    """The one kind of GPU that a GRES string asks for, empty when it names none or several."""
+    kinds = {kind for kind, _ in _GPUS.findall(_IN_BRACKETS.sub("", gres)) if kind}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.errors import DamagedCheckpointError, NotFoundError
+from holdfast.contracts.errors import DamagedCheckpointError, MirrorError, NotFoundError
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import reading
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.reading import is_mine
 from holdfast.workers import mirrors
 
 # A checkpoint in a mirror is read whole, over whatever lies in between.
@@ -26,8 +27,8 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
     """The facts of `holdfast verify --json` on the checkpoint in `directory`.
 
     `find` reads the files and returns a line for each that is damaged, as `find_damage` does.
-    Where the run's files went to the nodes' own disks, the copy in its mirror is read. Raises
-    `MirrorError` when that cannot be asked.
+    Where the run's files went to the nodes' own disks, the copy in the mirror that the run's spec
+    names is read. Raises `MirrorError` when that cannot be asked.
     """
     record = read_record(directory)
     damaged: list[str] = []
@@ -38,7 +39,7 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
             if manifest is None:
                 damaged = ["manifest.json: missing: the checkpoint was never committed"]
             elif record is not None and _is_elsewhere(directory, manifest):
-                damaged = _damage_in_mirror(record.url, manifest)
+                damaged = _damage_in_mirror(_mirror_of(directory), manifest)
             else:
                 damaged = [*_strangeness(directory, manifest), *find(directory, manifest)]
     except DamagedCheckpointError as error:
@@ -59,12 +60,15 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
 def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cli") -> None:
     """Note the verdict of `verify` in the journal of the run that the checkpoint belongs to.
 
-    A copy outside of its run is passed over. Raises `OSError` when the journal cannot be written.
+    A copy outside of its run is passed over, and so is another user's run. Raises `OSError` when
+    the journal cannot be written.
     """
     paths = RunPaths(directory.parent.parent)
     known = read_document(RunRecord, paths.spec)
     name = CheckpointName.parse(directory.name)
     if known is None or name is None or paths.checkpoint(name) != directory:
+        return
+    if not is_mine(paths.directory):
         return
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(
@@ -104,6 +108,22 @@ def _strangeness(directory: Path, manifest: Manifest) -> list[str]:
 def _is_elsewhere(directory: Path, manifest: Manifest) -> bool:
     """True when nothing but the manifest is here: the files are on nodes and in the mirror."""
     return not any((directory / entry.path).exists() for entry in manifest.files)
+
+
+def _mirror_of(directory: Path) -> str:
+    """The place in the mirror of the run that a checkpoint belongs to, as its spec says.
+
+    `mirrored.json` names a place too, but anybody who may write there could have named it, and
+    what a place is asked goes out with the caller's credentials.
+    """
+    paths = RunPaths(directory.parent.parent)
+    location = mirrors.location_of(paths)
+    if location is None:
+        raise MirrorError(
+            f"{directory}: its files are in a mirror that no spec beside it names; verify the "
+            "checkpoint in its run's folder"
+        )
+    return location
 
 
 def _damage_in_mirror(location: str, manifest: Manifest) -> list[str]:

@@ -12,6 +12,7 @@ import psutil
 
 from holdfast.contracts.environment import ATTEMPT, INCARNATION, RUN_DIRECTORY
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.wire import name_prefix
 from holdfast.flows.drills.steps import Place
 
 # A killed agent's flusher first finishes what is sealed.
@@ -70,11 +71,11 @@ def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | 
         time.sleep(POLL_S)
 
 
-def sockets_left(run_uid: str) -> list[str]:
+def sockets_left(run: Path) -> list[str]:
     """Names of the run's abstract sockets that are still bound."""
     lines = _SOCKETS.read_text().splitlines()[1:]
-    names = {line.split()[-1] for line in lines if "@holdfast-" in line}
-    return sorted(name for name in names if name.startswith(f"@holdfast-{run_uid[:12]}-"))
+    names = {line.split()[-1] for line in lines}
+    return sorted(name for name in names if name.startswith(f"@{name_prefix(run)}"))
 
 
 def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None) -> list[str]:

@@ -248,7 +248,7 @@ class Rehearsal:
             broken.append(Broken(invariants.STEPS_ARE_RIGHT, str(error)))
         broken += [
             Broken(invariants.NO_ORPHANS, f"socket {name} is left")
-            for name in census.sockets_left(load_history(paths).record.uid)
+            for name in census.sockets_left(paths.directory)
         ]
         new = [one for one in broken if one not in self._seen]
         self.result.broken += new

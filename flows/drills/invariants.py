@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Claim, Submission, read_document
+from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import AttemptView, excluded_checkpoints
 from holdfast.contracts.journal import Event, EventKind
@@ -137,7 +137,7 @@ def check_submissions(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
     jobs: Counter[str] = Counter()
     for attempt in attempts:
         submission = read_document(Submission, attempt.submission)
-        claim = read_document(Claim, attempt.claim)
+        claim = read_claim(attempt)
         if submission is not None:
             jobs[submission.job_id] += 1
         # What submitit leaves for each job that it hands over, whoever asked it to.

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import psutil
 
-from holdfast.contracts.attempt import Claim, Submission, read_document
+from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -176,7 +176,7 @@ class Subject:
 
     def agent(self) -> psutil.Process:
         """The agent that claimed the newest attempt. Raises `ServiceError` when it is gone."""
-        claim = read_document(Claim, self.attempt.claim)
+        claim = read_claim(self.attempt)
         name = claim and ProcessName(claim.pid, claim.process_started_at, claim.boot_id)
         process = find_process(name) if name else None
         if process is None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,16 +16,18 @@ import uvicorn
 from tests.runs import RunFolder, storied_run
 
 from holdfast.api.app import create_app
+from holdfast.api.connections import CONNECTIONS_MAX, limited_protocol
 from holdfast.api.hub import Hub
 from holdfast.api.security import Exposure
 from holdfast.api.services import Services, Start
 from holdfast.api.store import Store
-from holdfast.api.tokens import TokenStore
+from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
 from holdfast.cli.serve import begin_fork, start_run
 from holdfast.lineage.index import Index
 
 WAIT_S = 60.0
+LOOPBACK = Exposure()
 
 
 @dataclass
@@ -36,16 +39,26 @@ class Served:
     root: Path
     services: Services
     runs: dict[str, RunFolder]
+    token: str
 
     def client(self, **headers: str) -> httpx.Client:
+        """A client with the operator's token that the server was started with."""
+        return self.stranger(**{"Authorization": f"Bearer {self.token}", **headers})
+
+    def stranger(self, **headers: str) -> httpx.Client:
+        """A client without a token."""
         return httpx.Client(base_url=self.url, headers=headers, timeout=WAIT_S)
 
 
 @contextlib.contextmanager
 def serving(
-    home: Path, exposure: Exposure, runs: dict[str, RunFolder], start: Start = start_run
+    home: Path,
+    runs: dict[str, RunFolder],
+    exposure: Exposure = LOOPBACK,
+    start: Start = start_run,
+    **options: Any,
 ) -> Iterator[Served]:
-    """Serve `home/runs`."""
+    """Serve `home/runs`; `options` are uvicorn's."""
     root = home / "runs"
     store, hub = Store(Index()), Hub()
     services = Services(
@@ -55,13 +68,17 @@ def serving(
         exposure=exposure,
         tokens=TokenStore(home / "tokens.json"),
         roots=(root,),
-        user="ann",
         start=start,
         fork=begin_fork,
     )
+    _, token = services.tokens.issue("ann", Role.OPERATOR)
     app = create_app(services)
     config = uvicorn.Config(
-        app, port=0, log_level="error", proxy_headers=False, timeout_graceful_shutdown=1
+        app,
+        port=0,
+        log_level="error",
+        timeout_graceful_shutdown=1,
+        **{"proxy_headers": False, "http": limited_protocol(CONNECTIONS_MAX), **options},
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -69,7 +86,7 @@ def serving(
     try:
         wait_for(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
-        served = Served(f"http://127.0.0.1:{port}", home, root, services, runs)
+        served = Served(f"http://127.0.0.1:{port}", home, root, services, runs, token)
         wait_for(lambda: store.count_runs().get("completed", 0) >= 1)
         yield served
     finally:
@@ -111,6 +128,6 @@ def story(home: Path) -> dict[str, RunFolder]:
 
 @pytest.fixture(scope="module")
 def served(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
-    """A server as `holdfast serve` starts it by default: on loopback, without a token."""
-    with serving(home, Exposure(needs_token=False), story) as one:
+    """A server as `holdfast serve` starts it by default: on loopback, with a token of its own."""
+    with serving(home, story) as one:
         yield one

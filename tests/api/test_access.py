@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.api.conftest import Served, serving
+from tests.api.conftest import Served, serving, wait_for
+from tests.process.test_lineage_ingest import dump
 from tests.runs import RunFolder
 from typer.testing import CliRunner
 
@@ -27,8 +28,8 @@ SECRET = "s3cr3t-value-of-a-token"
 @pytest.fixture(scope="module")
 def guarded(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
     """A server that others can reach."""
-    exposure = Exposure(needs_token=True, hosts=frozenset({"holdfast.example"}))
-    with serving(home, exposure, story) as one:
+    exposure = Exposure(hosts=frozenset({"holdfast.example"}))
+    with serving(home, story, exposure) as one:
         yield one
 
 
@@ -42,24 +43,24 @@ def tokens(guarded: Served) -> Iterator[dict[str, str]]:
 
 
 def bearer(guarded: Served, text: str) -> httpx.Client:
-    return guarded.client(Authorization=f"Bearer {text}")
+    return guarded.stranger(Authorization=f"Bearer {text}")
 
 
 def test_a_stranger_learns_nothing(guarded: Served) -> None:
-    with guarded.client() as client:
+    with guarded.stranger() as client:
         for path in ("runs", "runs/gpt", "events", "compare?a=a&b=b", "nodes", "storage"):
             assert client.get(f"/api/v1/{path}").status_code == 401, path
         assert client.get("/metrics").status_code == 401
         assert client.post(PIN, json={}).status_code == 401
         assert client.get("/healthz").json()["roots"] == {}
-        assert client.get("/api/v1/session").json()["login_required"]
+        assert client.get("/api/v1/session").json()["name"] is None
         assert client.get("/").status_code == 200
 
 
 def test_every_route_that_changes_something_asks_for_an_operator(
     guarded: Served, tokens: dict[str, str]
 ) -> None:
-    document = guarded.client().get("/api/v1/openapi.json").json()
+    document = guarded.stranger().get("/api/v1/openapi.json").json()
     paths = [path for path, item in document["paths"].items() if "post" in item]
     changes = [path for path in paths if not path.endswith("/session")]
     assert len(changes) >= 10
@@ -83,7 +84,7 @@ def test_a_token_opens_and_ends_with_its_revocation(
 def test_a_session_changes_nothing_without_its_word(
     guarded: Served, tokens: dict[str, str]
 ) -> None:
-    with guarded.client() as client:
+    with guarded.stranger() as client:
         told = client.post("/api/v1/session", json={"token": tokens["operator"]})
         (cookie,) = [c for c in told.headers.get_list("set-cookie") if c.startswith(COOKIE)]
         assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(cookie.split("; "))
@@ -96,20 +97,60 @@ def test_a_session_changes_nothing_without_its_word(
         assert client.get("/api/v1/runs").status_code == 401
 
 
-def test_who_guesses_waits(guarded: Served, tokens: dict[str, str]) -> None:
+def test_who_guesses_waits_and_hinders_nobody(guarded: Served, tokens: dict[str, str]) -> None:
     guarded.services.tries = Tries()
     wrong = tokens["reader"][:-4] + "AAAA"
-    with guarded.client() as client:
+    with guarded.stranger() as client, bearer(guarded, tokens["reader"]) as reader:
         answers = [
             client.post("/api/v1/session", json={"token": wrong}) for _ in range(TRIES_MAX + 1)
         ]
         assert [one.status_code for one in answers] == [401] * TRIES_MAX + [429]
         assert int(answers[-1].headers["retry-after"]) > 0
+        # The same address with a valid token, with none, and with a wrong one.
+        for path in ("/api/v1/runs", "/metrics"):
+            assert reader.get(path).status_code == 200
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/healthz", headers=header(wrong)).status_code == 200
+        assert client.get("/api/v1/runs", headers=header(wrong)).status_code == 429
         right = client.post("/api/v1/session", json={"token": tokens["reader"]})
-        assert right.status_code == 429
+        assert right.status_code == 200
+        assert client.get("/api/v1/runs").status_code == 200
     guarded.services.tries = Tries()
     lines, _ = read_journal(guarded.home / "journal" / "api.jsonl")
     assert sum("refused" in line.data["outcome"] for line in lines) > TRIES_MAX
+
+
+def header(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_the_printed_url_begins_a_session_and_leaves_no_token_behind(served: Served) -> None:
+    served.services.tries = Tries()
+    with served.stranger() as client:
+        answer = client.get("/", params={"token": served.token})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        (cookie,) = answer.headers.get_list("set-cookie")
+        assert {"HttpOnly", "SameSite=strict"} <= set(cookie.split("; "))
+        assert served.token not in cookie
+        assert client.get("/api/v1/session").json()["role"] == "operator"
+    with served.stranger() as client:
+        answer = client.get("/", params={"token": "hf_wrong"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert "set-cookie" not in answer.headers
+        assert client.get("/api/v1/runs").status_code == 401
+
+
+def test_a_trusted_proxy_says_who_asks_and_that_it_is_https(
+    home: Path, story: dict[str, RunFolder]
+) -> None:
+    told = {"X-Forwarded-For": "203.0.113.9", "X-Forwarded-Proto": "https"}
+    trusted: dict[str, Any] = {"proxy_headers": True, "forwarded_allow_ips": ["127.0.0.1"]}
+    for options, address, is_secure in ((trusted, "203.0.113.9", True), ({}, "127.0.0.1", False)):
+        with serving(home, story, **options) as one, one.stranger(**told) as client:
+            answer = client.post("/api/v1/session", json={"token": one.token})
+            assert ("Secure" in answer.headers["set-cookie"].split("; ")) is is_secure
+            assert client.post("/api/v1/session", json={"token": "no"}).status_code == 401
+            assert one.services.tries.addresses() == {address}
 
 
 @pytest.mark.parametrize(
@@ -122,10 +163,9 @@ def test_who_guesses_waits(guarded: Served, tokens: dict[str, str]) -> None:
         ({"Origin": "null"}, 403),
         ({"Sec-Fetch-Site": "cross-site"}, 403),
         ({"Content-Type": "text/plain"}, 415),
-        ({"X-Forwarded-For": "10.0.0.1"}, 403),
     ],
 )
-def test_a_foreign_page_changes_nothing_even_where_no_token_is_asked_for(
+def test_a_foreign_page_changes_nothing_even_with_a_token(
     served: Served, headers: dict[str, str], status: int
 ) -> None:
     with served.client() as client:
@@ -158,6 +198,7 @@ def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
         {
             "environment": {"HF_TOKEN": SECRET, "MODE": "fast"},
             "config": {"store": f"postgresql://user:{SECRET}@db/runs"},
+            "launch": {"setup": [f"export MYSQL_PWD={SECRET[::-1]}"]},
         },
     )
     attempt = run.submit(1, 1, run.created_at)
@@ -165,19 +206,32 @@ def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
     log.parent.mkdir(parents=True)
     log.write_text(f"using {SECRET} and --api-key {SECRET[::-1]}\n")
     run.tell("flow", EventKind.NOTE, text=f"it said {SECRET}")
+    name = run.commit(10, 1)
     served.services.watch.touch(run.paths)
+    other = "gpt:step-00000200.a0003.i01"
     with served.client() as client:
-        wait = client.get("/api/v1/runs/hidden")
-        for _ in range(600):
-            if wait.status_code == 200:
-                break
-            wait = client.get("/api/v1/runs/hidden")
-        told = [wait.text] + [
-            client.get(f"/api/v1/runs/hidden/{what}").text
-            for what in ("events", "attempts", "logs/0", "lineage", "storage")
+        wait_for(lambda: client.get(f"/api/v1/checkpoints/hidden:{name}").status_code == 200)
+        told = [
+            client.get(f"/api/v1/{what}").text
+            for what in (
+                *("runs/hidden", "runs/hidden/events", "runs/hidden/attempts", "runs"),
+                *("runs/hidden/logs/0", "runs/hidden/lineage", "runs/hidden/openlineage"),
+                *(f"compare?a=hidden:{name}&b={other}", f"compare?b=hidden:{name}&a={other}"),
+                *("runs/hidden/storage", f"checkpoints/hidden:{name}"),
+            )
         ]
+        size = log.stat().st_size
+        path = "/api/v1/runs/hidden/logs/0"
+        for limit in (1, 8, 13):
+            parts = [
+                client.get(path, params={"offset": at, "limit": limit}).json()["text"]
+                for at in range(0, size, limit)
+            ]
+            told.append("".join(parts))
+            assert len(told[-1]) >= size
+    told.append(json.dumps(dump(served.services.store.index.open()), default=str))
     assert "fast" in told[0]
-    assert "using" in told[3]
+    assert "using" in told[4]
     for text in told:
         assert SECRET not in text
         assert SECRET[::-1] not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -137,3 +138,21 @@ def test_a_fork_from_here_changes_sizes_and_never_programs(api: httpx.Client) ->
         assert "holdfast fork --set" in told["message"]
     assert "there is a run of this name" in post(api, path, 409, name="gpt-b")["message"]
     assert post(api, path, 422, name="../gpt-c")["code"] == "invalid"
+
+
+def test_nothing_of_another_user_s_run_is_executed_or_written_by_the_server(
+    api: httpx.Client, served: Served
+) -> None:
+    folder, exports = served.runs["gpt"].paths.directory, served.runs["gpt"].paths.exports
+    before = sorted(exports.glob("*"))
+    os.chown(folder, 54_321, -1)
+    try:
+        refused = [
+            post(api, f"/checkpoints/{NEWEST}/export", 422, to="dcp"),
+            post(api, f"/checkpoints/{NEWEST}/fork", 422, name="taken"),
+        ]
+    finally:
+        os.chown(folder, os.geteuid(), -1)
+    assert all("belongs to another user" in answer["message"] for answer in refused)
+    assert sorted(exports.glob("*")) == before
+    assert not (served.root / "taken").exists()

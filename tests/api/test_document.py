@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import schemathesis
@@ -15,8 +17,8 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from tests.api.conftest import Served, serving
 from tests.runs import RunFolder
 
-from holdfast.api.security import Exposure
-
+CHECKOUT: Final = Path(__file__).resolve().parents[2]
+LIMIT_S: Final = 120
 REAL = {"run": "gpt-b", "checkpoint": "gpt-b:step-00000150.a0001.i01", "rank": 0, "host": "node-a"}
 # A stream does not end by itself.
 ENDLESS = "/api/v1/events"
@@ -26,7 +28,7 @@ CHECKS = [not_a_server_error, response_schema_conformance]
 @pytest.fixture(scope="module")
 def tried(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
     """A server that starts no flow: a run that is relaunched a hundred times needs none."""
-    with serving(home, Exposure(needs_token=False), story, start=lambda _: {}) as one:
+    with serving(home, story, start=lambda _: {}) as one:
         yield one
 
 
@@ -37,19 +39,21 @@ def operations(served: Served) -> list[Any]:
     return [one for one in found if one.path != ENDLESS]
 
 
-def call_all(found: list[Any], examples: int) -> None:
+def call_all(served: Served, found: list[Any], examples: int) -> None:
     """Call each operation `examples` times as it allows, and as often as it does not."""
     for operation in found:
         names = {one.name for one in operation.path_parameters}
         real = {name: REAL[name] for name in names if name in REAL} or None
-        _call(operation.as_strategy(GenerationMode.POSITIVE, path_parameters=real), examples)
+        _call(
+            operation.as_strategy(GenerationMode.POSITIVE, path_parameters=real), examples, served
+        )
         # What takes nothing cannot be called wrongly.
         if operation.query or operation.body:
             wrong = operation.as_strategy(GenerationMode.NEGATIVE, path_parameters=real)
-            _call(wrong, examples)
+            _call(wrong, examples, served)
 
 
-def _call(strategy: Any, examples: int) -> None:
+def _call(strategy: Any, examples: int, served: Served) -> None:
     @seed(0)
     @settings(
         max_examples=examples,
@@ -59,7 +63,7 @@ def _call(strategy: Any, examples: int) -> None:
     )
     @given(case=strategy)
     def call(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS)
+        case.call_and_validate(checks=CHECKS, headers={"Authorization": f"Bearer {served.token}"})
 
     call()
 
@@ -67,10 +71,16 @@ def _call(strategy: Any, examples: int) -> None:
 def test_no_operation_fails_whatever_it_is_called_with(tried: Served) -> None:
     found = operations(tried)
     assert len(found) >= 30
-    call_all(found[::5], examples=1)
+    call_all(tried, found[::5], examples=1)
+
+
+def test_the_pages_types_are_those_of_the_document() -> None:
+    script = CHECKOUT / "infra" / "setup" / "page_types.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], timeout=LIMIT_S)
+    assert done.returncode == 0, f"out of date; run: python {script}"
 
 
 @pytest.mark.storm
 @pytest.mark.timeout(1800)
 def test_no_operation_fails_in_many_calls(tried: Served) -> None:
-    call_all(operations(tried), examples=100)
+    call_all(tried, operations(tried), examples=100)

@@ -20,7 +20,7 @@ from tests.process.local_command import Local
 pytestmark = [pytest.mark.storm, pytest.mark.timeout(3600)]
 # A flow brings Prefect's own small server along; on a busy machine that takes minutes.
 BEGIN_S: Final = 600.0
-SERVING: Final = re.compile(r"serving (http://\S+)/")
+SERVING: Final = re.compile(r"serving (http://\S+)/\?token=(\S+)")
 
 
 @pytest.fixture
@@ -38,8 +38,9 @@ def api(local: Local) -> Iterator[httpx.Client]:
     try:
         assert server.stderr is not None
         said = iter(server.stderr.readline, "")
-        url = next(match[1] for line in said if (match := SERVING.search(line)))
-        with httpx.Client(base_url=f"{url}/api/v1", timeout=WAIT_S) as client:
+        url, token = next(match.groups() for line in said if (match := SERVING.search(line)))
+        headers = {"Authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=f"{url}/api/v1", headers=headers, timeout=WAIT_S) as client:
             yield client
     finally:
         server.terminate()
@@ -54,7 +55,7 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, api: htt
         elastic={"min_gpus": 1},
     )
     heard: list[str] = []
-    threading.Thread(target=_listen, args=(str(api.base_url), heard), daemon=True).start()
+    threading.Thread(target=_listen, args=(api, heard), daemon=True).start()
     local.json("submit", str(spec))
 
     wait_for(lambda: _run(api).get("state") == "running", BEGIN_S)
@@ -102,11 +103,11 @@ def _checkpoints(api: httpx.Client) -> list[dict[str, Any]]:
     return found
 
 
-def _listen(url: str, heard: list[str]) -> None:
+def _listen(api: httpx.Client, heard: list[str]) -> None:
     # The stream ends with the server.
     with (
         contextlib.suppress(httpx.TransportError),
-        httpx.stream("GET", f"{url}events", timeout=None) as stream,
+        api.stream("GET", "/events", timeout=None) as stream,
     ):
         for line in stream.iter_lines():
             if line.startswith("event: "):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 import uuid
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import httpx
 import pytest
 from tests.api.conftest import WAIT_S, Served, wait_for
 
+from holdfast.api.routes import live
 from holdfast.cli.lineage_formats import dot, mermaid
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.journal import EventKind
+from holdfast.flows.flow_lock import FlowLock
 from holdfast.lineage import queries
 
 CHECKPOINT = "gpt:step-00000200.a0003.i01"
@@ -253,3 +257,45 @@ def test_answers_are_compressed_and_the_stream_is_not(api: httpx.Client) -> None
         assert "content-encoding" not in stream.headers
         # The first line comes by itself, with nothing after it.
         assert next(stream.iter_lines()).startswith("event: ")
+
+
+def test_a_quiet_stream_is_pinged_by_an_event_that_pages_can_see(
+    api: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "PING_S", 0.05)
+    with api.stream("GET", "/api/v1/events") as stream:
+        assert any(line == "event: ping" for line in stream.iter_lines())
+
+
+def test_the_timeline_is_the_account_of_the_time(api: httpx.Client) -> None:
+    told = get(api, "/runs/gpt-b")
+    drawn: dict[str, float] = {}
+    for one in get(api, "/runs/gpt-b/timeline"):
+        began, ended = (datetime.fromisoformat(one[key]) for key in ("began_at", "ended_at"))
+        drawn[one["part"]] = drawn.get(one["part"], 0.0) + (ended - began).total_seconds()
+    assert drawn
+    for part, seconds in drawn.items():
+        assert seconds == pytest.approx(told["goodput"][f"{part}_s"], abs=5.0), part
+
+
+def test_a_live_run_tells_its_requests_and_whether_somebody_supervises_it(
+    api: httpx.Client, served: Served
+) -> None:
+    run = served.runs["gpt-b"]
+    run.tell("flow", EventKind.SUPERVISED, host=socket.gethostname(), pid=7, flow_run="")
+    run.tell(
+        "cli", EventKind.OPERATOR_REQUEST, action="pause", by="mia", gpus=None, after_attempt=1
+    )
+    wait_for(lambda: get(api, "/runs/gpt-b")["requests"])
+    told = get(api, "/runs/gpt-b")
+    assert [(one["action"], one["by"]) for one in told["requests"]] == [("pause", "mia")]
+    # A supervisor may be starting just now.
+    assert told["supervision"] == {
+        "is_alive": None,
+        "is_remote": False,
+        "host": socket.gethostname(),
+        "pid": 7,
+    }
+    with FlowLock(run.paths.flow_lock) as lock:
+        assert lock.try_take()
+        assert get(api, "/runs/gpt-b")["supervision"]["is_alive"] is True

@@ -57,7 +57,7 @@ def api(tmp_path: Path, local: Local) -> Iterator[httpx.Client]:
     trusted = ssl.create_default_context()
     authority.configure_trust(trusted)
     command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
-    command += ["--require-token", "--key", str(tmp_path / "key.pem")]
+    command += ["--key", str(tmp_path / "key.pem")]
     command += ["--certificate", str(tmp_path / "certificate.pem")]
     server = subprocess.Popen(command, env=local.environment, stderr=subprocess.PIPE, text=True)
     try:

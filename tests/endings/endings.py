@@ -249,6 +249,6 @@ JOBS: Final[tuple[JobEnding, ...]] = (
         quote="is BOOT_FAIL",
         is_confirmed=False,
     ),
-    JobEnding(name="slurm_module_missing", cause=Cause.USER_ERROR, quote="submitit"),
+    JobEnding(name="slurm_module_missing", cause=Cause.USER_ERROR, quote="holdfast"),
 )
 EVERY: Final[tuple[Crash | JobEnding, ...]] = (*CRASHES, *JOBS)

@@ -33,6 +33,7 @@ from tests.faults.hostile import (
     state,
 )
 
+from holdfast.contracts.manifest import read_manifest
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.loading.train_state import read_train_state
 
@@ -42,6 +43,10 @@ MEMORY_MARGIN_BYTES: Final = 1 << 30
 
 def load(directory: Path) -> None:
     load_state(directory, {key: value * 0 for key, value in state().items()}, group=None)
+
+
+def load_train_state(directory: Path) -> None:
+    read_train_state(directory, read_manifest(directory))
 
 
 def main() -> None:
@@ -57,7 +62,7 @@ def main() -> None:
         ("metadata", METADATA_CASES, load, True),
         ("entry", ENTRY_CASES, load, True),
         ("file", FILE_CASES, load, False),
-        ("train state", TRAIN_STATE_CASES, read_train_state, False),
+        ("train state", TRAIN_STATE_CASES, load_train_state, False),
     ):
         for name, spoil in cases.items():
             place = folder / f"{group} {name}".replace("/", " ").replace(".", "_")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.main import main
+from holdfast.contracts.bounds import BYTES_MAX
 from holdfast.contracts.digests import BLOCK_BYTES, FileChecksum
 from holdfast.contracts.durable import to_json
 from holdfast.contracts.manifest import MANIFEST_BYTES_MAX, FileEntry, Manifest, encode_manifest
@@ -136,11 +137,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "two files swapped": (swap("__1_0.distcp", "pp0/a"), "__1_0.distcp: checksum"),
     "the file of another step": (take(BIG, "run", GOOD), "checksum"),
     "the file of another run": (take(BIG, "other", BAD), "checksum"),
-    "a folder for a file": (replace(BIG, lambda p: p.mkdir()), "not a file"),
-    "a pipe for a file": (replace(BIG, os.mkfifo), "not a file"),
+    "a folder for a file": (replace(BIG, lambda p: p.mkdir()), "not a regular file"),
+    "a pipe for a file": (replace(BIG, os.mkfifo), "not a regular file"),
     "a device for a file": (replace(BIG, lambda p: p.symlink_to("/dev/zero")), "leads outside"),
     "a link outside": (replace(BIG, lambda p: p.symlink_to("/etc/passwd")), "leads outside"),
-    "links in a circle": (replace(BIG, lambda p: p.symlink_to(p.name)), "cannot be read"),
+    "links in a circle": (replace(BIG, lambda p: p.symlink_to(p.name)), "a circle of them"),
     "manifest: missing": (lambda d: (d / MANIFEST).unlink(), "never committed"),
     "manifest: emptied": (put(MANIFEST, b""), "Invalid JSON"),
     "manifest: cut": (cut(MANIFEST, 80), "Invalid JSON"),
@@ -150,10 +151,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest: of another run": (take(MANIFEST, "other", BAD), "checksum"),
     "manifest: a folder": (replace(MANIFEST, lambda p: p.mkdir()), MANIFEST),
     "manifest: a pipe": (replace(MANIFEST, os.mkfifo), "not a regular file"),
-    "manifest: endless": (replace(MANIFEST, lambda p: p.symlink_to("/dev/zero")), "not a regular"),
+    "manifest: endless": (replace(MANIFEST, lambda p: p.symlink_to("/dev/zero")), "a link, or"),
     "manifest: links in a circle": (
         replace(MANIFEST, lambda p: p.symlink_to(p.name)),
-        "cannot be read",
+        "a link, or behind one",
     ),
     "manifest: huge": (
         lambda d: os.truncate(d / MANIFEST, MANIFEST_BYTES_MAX + 1),
@@ -170,7 +171,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest: an endless path": (rename_file("a" * 5000), "cannot be read"),
     "manifest: a path to itself": (rename_file("."), "inside the checkpoint"),
     "manifest: a negative size": (edit(lambda m: m["files"][0].update(bytes=-1)), "files.0.bytes"),
-    "manifest: a size beyond all": (edit(lambda m: m["files"][0].update(bytes=10**30)), "expected"),
+    "manifest: a size beyond the file": (
+        edit(lambda m: m["files"][0].update(bytes=10**14)),
+        f".metadata: 700 bytes, expected {10**14}",
+    ),
+    "manifest: a size beyond all": (
+        edit(lambda m: m["files"][0].update(bytes=10**30)),
+        f"files.0.bytes: Input should be less than or equal to {BYTES_MAX}",
+    ),
     "manifest: blocks of no bytes": (edit(lambda m: m["files"][1].update(block_bytes=0)), "block"),
     "manifest: a block's digest": (edit(lambda m: spoil_block(m["files"][1])), "block digests"),
 }

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from tests.faults.shim import Action, Call, Point, Shim, pattern_of
 
-from holdfast.contracts.attempt import Claim, Submission, read_document
+from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.spec import RunSpec
@@ -38,7 +38,8 @@ SUPERVISED = Path(__file__).with_name("supervised.py")
 EFFECTS = {"mkdir", "write", "rename", "link", "unlink"}
 # The first line of each life is that it supervises; the second is what it did.
 JOURNAL = Point("write", "runs/kelp/journal/flow.jsonl", 2)
-# Where a second attempt is wanted, it kills its agent the first time that it is started.
+# Where a second attempt is wanted, it kills its agent the first time that it is started. While the
+# file `hold` exists it trains on.
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
 run = pathlib.Path(os.environ["HOLDFAST_RUN_DIR"])
@@ -47,6 +48,9 @@ starts = run.parent.parent / "starts"
 is_fatal = sys.argv[1] == "2" and not starts.exists()
 with open(starts, "a") as told:
     told.write(attempt + "\\n")
+give_up = time.monotonic() + 300
+while (run.parent.parent / "hold").exists() and time.monotonic() < give_up:
+    time.sleep(0.02)
 if is_fatal:
     claim = json.loads((run / "attempts" / f"{int(attempt):04d}" / "claim.json").read_text())
     os.kill(claim["pid"], signal.SIGKILL)
@@ -159,7 +163,7 @@ def expect_all_told(flow: Flow, history: RunHistory) -> None:
         assert told[EventKind.GOODPUT, view.number] == 1 or view.request is None
         assert told[EventKind.ATTEMPT_RESERVED, view.number] == (view.request is not None)
         attempt = flow.paths.attempt(view.number)
-        job = read_document(Submission, attempt.submission) or read_document(Claim, attempt.claim)
+        job = read_document(Submission, attempt.submission) or read_claim(attempt)
         assert told[EventKind.ATTEMPT_SUBMITTED, view.number] == (job is not None)
     assert told[EventKind.RUN_ENDED, None] == 1
     with Index() as index:
@@ -173,8 +177,11 @@ def test_a_flow_killed_while_it_submits_and_while_it_tells_loses_nothing(flow: F
     document = "runs/kelp/attempts/*/{}.json"
     assert flow.live(Point("mkdir", "runs/kelp/attempts/*", 1))
     assert flow.live(Point("rename", document.format("request"), 1))
+    # A job that has ended already has no use for a submission.
+    (flow.folder / "hold").touch()
     assert flow.live(Point("rename", document.format("submission"), 1), Action.KILL_BEFORE)
     assert flow.live(Point("rename", document.format("submission"), 1))
+    (flow.folder / "hold").unlink()
     expect_all_told(flow, flow.finish())
 
 

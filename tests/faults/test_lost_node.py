@@ -21,6 +21,7 @@ from tests.faults.shim import Action, Point
 from tests.flusher_keeper import wait_until
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
+from holdfast.contracts.environment import FLUSH_TIMEOUT
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
@@ -194,7 +195,7 @@ def test_without_a_word_the_others_commit_after_a_while(
 def test_a_wait_for_nobody_s_part_is_bounded_and_names_who_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush_commit, "PEERS_WAIT_S", 0.3)
+    monkeypatch.setenv(FLUSH_TIMEOUT, "0.3")
     run = RunPaths(tmp_path / "run")
     directory = run.checkpoint(name_of(1))
     make_directory(directory)

@@ -31,7 +31,8 @@ from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import read_keys
 from holdfast.trainer.planning.metadata import read_metadata
-from holdfast.trainer.state.train_state import OPTIONS, Progress, TrainState
+from holdfast.trainer.state.fsdp1 import OPTIONS
+from holdfast.trainer.state.train_state import Progress, TrainState
 
 WIDTH = 6
 

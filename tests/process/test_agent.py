@@ -155,6 +155,32 @@ def test_a_program_without_a_session_is_killed_when_the_grace_is_over(make: Make
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
+def test_a_program_that_exits_early_is_not_complete_and_relaunch_goes_on(make: Make) -> None:
+    run = make(steps=12, exit_at=9, gpus=1, checkpoint={"interval": 4}, sleep_s=0.05)
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
+    (line,) = view.evidence
+    assert "exit status 0 after step 8" in line
+    assert "the program loops over 12 steps" in line
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+    operator.request(run.paths, "relaunch", by="tester")
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 9, 12)
+    assert view.evidence == ()
+
+
+def test_a_program_that_makes_no_session_completes_and_says_so(make: Make) -> None:
+    run = make(session=False, sleep_s=0.1, gpus=1)
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.cause) == (AttemptState.COMPLETED, None)
+    assert view.evidence == (
+        "the program ended without a Session: no steps were counted or compared",
+    )
+
+
 def test_an_error_of_a_program_without_a_session_is_found_in_its_output(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, fail_at=1, gpus=1)
     run.submit()

@@ -32,6 +32,8 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     told = local.json("submit", str(spec), "--wait")
     assert (told["state"], told["step"]) == ("completed", 35)
     assert local.json("submit", str(spec), "--wait")["created"] is False
+    again = local.call("submit", str(spec)).stdout
+    assert "has ended: completed; nothing was submitted" in again
     shown = local.json("show", "first")
     assert len(shown["attempts"]) == 1
     found = local.json("checkpoints", "first")
@@ -73,7 +75,7 @@ def test_a_failing_run_ends_with_1_and_says_why(local: Local) -> None:
     assert "a bad batch at step 5" in local.call("show", "broken").stdout
 
 
-def test_a_killed_flow_is_said_and_its_job_obeys(local: Local) -> None:
+def test_a_killed_supervisor_is_reported_and_replaced(local: Local) -> None:
     spec = local.write_spec("orphan", {"steps": 5000, "sleep_s": 0.05})
     local.json("submit", str(spec))
     paths = RunPaths(local.root / "orphan")
@@ -85,9 +87,18 @@ def test_a_killed_flow_is_said_and_its_job_obeys(local: Local) -> None:
     flow = psutil.Process(taken["pid"])
     started_by_it = flow.children(recursive=True)
     flow.kill()
-    gone, alive = psutil.wait_procs(started_by_it, timeout=60)
-    assert gone, "Prefect's temporary server is a child of the flow"
-    assert not alive, "it should not outlive the flow"
+    flow.wait(60)
+    assert started_by_it == [], "a supervisor needs no server"
+    (warning,) = [w for w in local.json("show", "orphan")["warnings"] if "supervis" in w]
+    assert "holdfast supervise orphan" in warning
+    (again,) = local.json("supervise", "--all")
+    assert (again["run"], again["started"]) == ("orphan", True)
+    while len([e for e in load_events(paths) if e.kind is EventKind.SUPERVISED]) < 2:
+        assert time.monotonic() < ends_at, paths.flow_log.read_text()
+        time.sleep(0.2)
+    (once_more,) = local.json("supervise", "--all")
+    assert not once_more["started"]
+    assert not any("supervis" in warning for warning in local.json("show", "orphan")["warnings"])
     assert local.json("stop", "orphan")["state"] == "running"
     while not paths.attempt(1).outcome.exists():
         assert time.monotonic() < ends_at, "the job did not stop"

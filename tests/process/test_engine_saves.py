@@ -112,7 +112,9 @@ def test_values_of_each_save_come_back_whatever_their_type(
         assert loaded["group"] == state["group"]
         for key, tensor in state["model"].items():
             assert torch.equal(tensor, loaded["model"][key]), key
-        assert read_train_state(directory_of(tmp_path, step)) == {"step": step}
+        assert read_train_state(
+            directory_of(tmp_path, step), read_manifest(directory_of(tmp_path, step))
+        ) == {"step": step}
     manifest = read_manifest(directory_of(tmp_path, 8))
     assert manifest is not None
     assert manifest.parent == FACTS["parent"]
@@ -342,7 +344,7 @@ def test_nobody_listening_is_said_with_the_name(
 ) -> None:
     engine = make_engine("holdfast-test-nobody", tmp_path)
     monkeypatch.setattr("holdfast.trainer.staging.stage.FlusherLink.connect.__defaults__", (0.05,))
-    with pytest.raises(SaveError, match="no flusher listens on 'holdfast-test-nobody'"):
+    with pytest.raises(SaveError, match="no flusher is found by holdfast-test-nobody"):
         engine.save(make_state(), {}, step=1, **FACTS)
     engine.close()
 
@@ -375,7 +377,7 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
     assert engine.wait(20)[0].committed
     path = directory_of(tmp_path, 1) / ".metadata"
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(DamagedCheckpointError, match="it is not what the manifest says"):
+    with pytest.raises(DamagedCheckpointError, match="it is not what was committed"):
         engine.load(directory_of(tmp_path, 1), make_state())
 
 

@@ -31,8 +31,7 @@ from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.spec import Keep
-from holdfast.trainer.keeper import is_listening
-from holdfast.trainer.link import socket_name
+from holdfast.trainer.keeper import listener_of
 from holdfast.trainer.loading.reader import load_state
 
 PROGRAM = Path(exact_program.__file__)
@@ -97,7 +96,7 @@ def launch(directory: Path, kill_at: int = 0) -> str:
 
 def wait_for_flusher(run: RunPaths, incarnation: int) -> None:
     give_up = time.monotonic() + WAIT_S
-    while is_listening(socket_name(run, incarnation, 0)):
+    while listener_of(run.attempt(0).flusher_address(incarnation, 0)) is not None:
         assert time.monotonic() < give_up
         time.sleep(POLL_S)
 

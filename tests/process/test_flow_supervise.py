@@ -18,13 +18,15 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
-from holdfast.flows.flow_lock import FlowLock, is_supervised
-from holdfast.flows.supervise import REFUSALS_MAX, Supervisor, submit_next
+from holdfast.contracts.supervision import is_supervised
+from holdfast.flows.flow_lock import FlowLock
+from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage import queries
 from holdfast.lineage.database import URL_VARIABLE
 from holdfast.lineage.index import Index
 from holdfast.workers import operator
 from holdfast.workers.attempts import reserve
+from holdfast.workers.policy import REFUSALS_MAX
 from holdfast.workers.runs import create_run
 
 WAIT_S = 180.0
@@ -67,7 +69,7 @@ def wait_for(what: str, is_so: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def kinds(paths: RunPaths) -> list[EventKind]:
+def kinds(paths: RunPaths) -> list[str]:
     return [event.kind for event in load_events(paths)]
 
 
@@ -176,3 +178,19 @@ def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Inde
     assert not thread.is_alive()
     assert load_history(paths).state is RunState.CANCELLED
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
+
+
+def test_a_database_that_others_hold_delays_no_decision(tmp_path: Path, index: Index) -> None:
+    paths = make_run(tmp_path, "print('hello')\n")
+    index.open()
+    other = sqlite3.connect(tmp_path / "home" / "holdfast.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        thread, _ = supervise_in_thread(paths, index)
+        wait_for("the run's end", lambda: EventKind.RUN_ENDED in kinds(paths))
+        assert other.execute("SELECT count(*) FROM runs").fetchone() == (0,)
+    finally:
+        other.close()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert queries.show_run(index.open(), str(paths.directory))["state"] == "completed"

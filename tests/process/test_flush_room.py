@@ -81,7 +81,7 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 class Named:
-    """All that a rank wants of a keeper: the name to call."""
+    """All that a rank wants of a keeper: the file by which its flusher is found."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,11 +154,11 @@ def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
 
 
 def test_a_keeper_without_an_agent_answers_that_it_frees_nothing(tmp_path: Path) -> None:
-    name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+    place = tmp_path / "flusher.address"
     with small_storage(tmp_path, "300k") as run:
-        own = FlusherKeeper(name, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)
+        own = FlusherKeeper(place, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)
         try:
-            rank = FakeRank(Named(name), run)
+            rank = FakeRank(Named(str(place)), run)
             slot = rank.stage(1, b"a" * 600 * KB)
             wait_until(lambda: slot.state is SlotState.FAILED, "the failure")
             assert "there is no agent here that frees room by keep rules" in slot.error

@@ -274,3 +274,29 @@ def test_it_ignores_signals_and_ends_when_keeper_and_work_are_gone(
     assert keeper.leave() == 0
     assert slot.state is SlotState.DONE
     assert json.loads((checkpoint(run) / "manifest.json").read_bytes())["step"] == 7
+
+
+def test_a_drain_is_answered_however_many_saves_have_failed(keeper: Keeper, tmp_path: Path) -> None:
+    run = tmp_path / ("ü" * 100)
+    run.mkdir()
+    (run / "checkpoints").write_text("a file where a directory should be")
+    rank = FakeRank(keeper, run)
+    steps = range(1, 131)
+    for step in steps:
+        slot = rank.stage(step, b"x", slot=step % 2)
+        wait_for(slot, SlotState.FAILED)
+    answer = keeper.drain()
+    assert [failure["step"] for failure in answer["failed"]] == [*steps][-len(answer["failed"]) :]
+    assert len(answer["failed"]) > 10
+    assert [message["step"] for message in keeper.of_kind("failed")] == [*steps]
+    assert keeper.leave() == 0
+    rank.close()
+
+
+def test_text_is_cut_to_what_a_message_takes() -> None:
+    assert wire.clip("short", 100) == "short"
+    assert len(json.dumps(wire.clip("ü" * 90_000, 6000))) <= 6000
+    names = [f"step-{n:08d}" for n in range(9000)]
+    kept = wire.newest_that_fit(names, 20_000)
+    assert kept == names[-len(kept) :]
+    assert 19_000 < len(json.dumps(kept)) <= 20_000

@@ -7,12 +7,16 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.histories import spec_of
 from tests.process.local_runs import LocalRun, wait_until
 from tests.storage import small_storage
 
+from holdfast.contracts.errors import HoldfastError, SpecError
+from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.states import AttemptState
-from holdfast.workers import deletion
+from holdfast.contracts.states import AttemptState, RunState
+from holdfast.flows.supervise import submit_next
+from holdfast.workers import deletion, operator, runs
 from holdfast.workers.checkpoints import committed_checkpoints
 
 MB = 1 << 20
@@ -76,3 +80,37 @@ def _refusals_once_filled(filler: Path, run: LocalRun) -> list[str]:
 def _free_bytes(place: Path) -> int:
     facts = os.statvfs(place)
     return facts.f_bavail * facts.f_frsize
+
+
+def _fill(root: Path) -> Path:
+    filler = root / "filler"
+    with open(filler, "ab", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(bytes(4096)):
+            pass
+    return filler
+
+
+def test_a_full_disk_uses_up_no_attempts_and_a_run_can_still_be_cancelled(tmp_path: Path) -> None:
+    spec = spec_of()
+    with small_storage(tmp_path, "1m") as root:
+        paths, _ = runs.attach_or_create(spec, root, created_by="ann")
+        filler = _fill(root)
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left"):
+                submit_next(paths, gpus=spec.gpus, reason="x", exclude=())
+        assert paths.list_attempts() == []
+        assert "will not be relaunched" in operator.request(paths, "cancel", by="ann")
+        assert load_history(paths).state is RunState.CANCELLED
+        _fill(root)
+        with pytest.raises(SpecError, match="cancelled already"):
+            operator.request(paths, "cancel", by="ann")
+        filler.unlink()
+
+
+def test_a_disk_without_any_room_is_named_to_the_operator(tmp_path: Path) -> None:
+    with small_storage(tmp_path, "1m") as root:
+        paths, _ = runs.attach_or_create(spec_of(), root, created_by="ann")
+        runs.release_reserve(paths)
+        _fill(root)
+        with pytest.raises(HoldfastError, match="free some space there and ask again"):
+            operator.request(paths, "cancel", by="ann")

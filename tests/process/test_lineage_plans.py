@@ -61,8 +61,8 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         return both
 
     return [
-        *(later(pages.list_runs, sort=sort) for sort in pages.RUN_ORDERS),
-        *(lambda s=sort: pages.list_runs(database, runs, sort=s) for sort in pages.RUN_ORDERS),
+        *(later(pages.list_runs, sort=sort) for sort in pages.INDEXED),
+        *(lambda s=sort: pages.list_runs(database, runs, sort=s) for sort in pages.INDEXED),
         lambda: pages.list_runs(database, pages.RunFilter(states=(RunState.RUNNING,))),
         later(pages.list_attempts, "gpt"),
         later(pages.list_attempts, "gpt", pages.AttemptFilter(states=(AttemptState.LOST,))),

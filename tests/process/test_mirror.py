@@ -39,9 +39,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["file", "s3", "local"])
 def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_path: Path) -> str:
     if request.param == "s3":
-        return f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+        return f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
     # fsspec's own name for the local file system stands for all that is neither of the others.
-    return f"{request.param}://{tmp_path}/mirror/r.{UID[:8]}"
+    return f"{request.param}://{tmp_path}/mirror/r.{UID}"
 
 
 def send(store: Store, directory: Path, tries: Tries = ONCE) -> int:
@@ -135,7 +135,7 @@ def strike_uploads(
 
     Returns the verbs of the requests that were struck; "none" where the upload had fewer.
     """
-    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
     store, context = open_store(location), fork_server()
     send(store, make_checkpoint(tmp_path / "r", 1))
     verbs = []
@@ -189,7 +189,7 @@ def test_an_uploader_killed_after_any_answer_leaves_what_can_be_believed(
 def test_requests_whose_answers_are_lost_are_made_again(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
-    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID[:8]}"
+    location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
     store = open_store(location)
     at, before, step = 0, False, 1
     while True:

@@ -83,7 +83,7 @@ def test_a_mirror_that_is_away_delays_no_save_and_is_told(tmp_path: Path) -> Non
 
 
 def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None:
-    run, copies = tmp_path / "r", tmp_path / "mirror" / "r.00000000"
+    run, copies = tmp_path / "r", tmp_path / "mirror" / f"r.{UID}"
     nodes = [
         Tiers(mirror=f"file://{tmp_path}/mirror", local=f"{tmp_path}/node{n}") for n in range(2)
     ]

@@ -102,14 +102,14 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
 ) -> None:
     run = RunPaths(tmp_path / "elsewhere" / "gpt")
     attempt = run.attempt(3)
-    name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
+    place = tmp_path / "flusher.address"
     keeper = FlusherKeeper(
-        name, node=0, nodes=1, log=attempt.flusher_log(0), run=attempt.directory.parent.parent
+        place, node=0, nodes=1, log=attempt.flusher_log(0), run=attempt.directory.parent.parent
     )
     board, handle = Board.create(2)
     env = {
         "HOLDFAST_BOARD": f"/proc/{os.getpid()}/fd/{handle}",
-        "HOLDFAST_FLUSHER": name,
+        "HOLDFAST_FLUSHER": str(place),
         "HOLDFAST_RUN_DIR": str(run.directory),
         "HOLDFAST_ATTEMPT": "3",
         "HOLDFAST_INCARNATION": "2",

@@ -7,8 +7,10 @@ Prefect nor SQL. The first submits a run whose ranks use the second, as on a clu
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -193,3 +195,25 @@ def test_one_side_submits_a_run_that_the_other_side_trains(
         **environment,
     )
     assert json.loads(verdict)["ok"] is True
+
+
+def test_a_wheel_without_the_page_is_built_on_request_only(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "static", "web")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(CHECKOUT / name, source)
+    shutil.copytree(CHECKOUT / "src", source / "src", symlinks=True, ignore=ignore)
+    for name in ("flows", "trainer", "workers", "alembic"):
+        shutil.copytree(CHECKOUT / name, source / name, ignore=ignore)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)]
+    environment = {k: v for k, v in os.environ.items() if k != "HOLDFAST_WHEEL_WITHOUT_PAGE"}
+    for wanted in (environment, environment | {"HOLDFAST_WHEEL_WITHOUT_PAGE": "1"}):
+        done = subprocess.run(
+            [*build, str(source)], env=wanted, capture_output=True, text=True, timeout=300
+        )
+        assert (done.returncode == 0) is (wanted is not environment), done.stderr
+        if wanted is environment:
+            assert "make page" in done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    assert not [name for name in zipfile.ZipFile(built).namelist() if "/static/" in name]

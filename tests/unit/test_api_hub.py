@@ -132,3 +132,24 @@ def test_closing_tells_the_last_news_and_ends_the_streams() -> None:
         return [text async for text in reader]
 
     assert [numbers(text) for text in asyncio.run(read())] == [[1]]
+
+
+def test_a_reader_of_one_run_is_pinged_while_others_have_news() -> None:
+    async def read() -> bytes | None:
+        hub = Hub()
+        hub.open()
+        reader = hub.read(None, "a", idle_s=0.3)
+        await anext(reader)
+
+        async def tell() -> None:
+            while True:
+                hub.publish("beat", {}, "b")
+                await asyncio.sleep(0.02)
+
+        others = asyncio.create_task(tell())
+        try:
+            return await asyncio.wait_for(anext(reader), IDLE_S)
+        finally:
+            others.cancel()
+
+    assert asyncio.run(read()) is None

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runs import RunFolder
 
+from holdfast.cli.logs import rank_logs
 from holdfast.cli.main import main
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
 from holdfast.contracts.digests import file_checksum
@@ -24,7 +26,7 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
 from holdfast.contracts.mirrors import MirrorRecord, write_record
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.paths import MANIFEST, AttemptPaths, CheckpointName, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.attempts import reserve
@@ -294,6 +296,7 @@ def test_a_grace_that_the_measured_flush_does_not_fit_is_warned_about(
 ) -> None:
     assert call("show", "kelp", "--json").json["warnings"] == []
     with JournalWriter(ended_run.attempt(1).rank_journal) as journal:
+        journal.append(EventKind.STAGED, attempt=1, checkpoint="c", blocked_s=0.0)
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=60.0)
     (warning,) = call("show", "kelp", "--json").json["warnings"]
     assert "a grace of 30 s is too short" in warning
@@ -405,6 +408,17 @@ def test_an_operators_request_that_makes_no_sense_is_refused(
     assert call("relaunch", "kelp", "--gpus", 64).status == 2
 
 
+def test_standard_output_comes_before_standard_error(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path / "0001")
+    names = ("i01/rank-00000.stdout.log", "i01/rank-00000.stderr.log", "i02/rank-00000.stdout.log")
+    for name in reversed(names):
+        path = attempt.logs / "node-0000" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    found = [str(path.relative_to(attempt.logs / "node-0000")) for path in rank_logs(attempt, 0)]
+    assert found == list(names)
+
+
 def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> None:
     attempt = ended_run.attempt(1)
     for rank in (0, 1):
@@ -417,6 +431,18 @@ def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> N
     assert told["logs"][0]["text"] == "hello from 1\n"
     assert "has written nothing" in call("logs", "kelp", "--rank", 9).err
     assert call("logs", "kelp", "--attempt", 3).status == 2
+
+
+def test_reindex_fails_when_a_run_cannot_be_read(call: Call, ended_run: RunPaths) -> None:
+    root = ended_run.directory.parent
+    broken = RunPaths(root / "broken")
+    broken.directory.mkdir()
+    broken.spec.write_text("{}")
+    answer = call("reindex", root, "--json")
+    assert answer.status == 1
+    assert "broken: cannot be read" in answer.err
+    assert ended_run.name in answer.json["runs"]
+    assert list(answer.json["failed"]) == ["broken"]
 
 
 def test_reindex_builds_the_same_rows_again(call: Call, ended_run: RunPaths, root: Path) -> None:
@@ -449,3 +475,18 @@ def test_doctor_checks_everything(call: Call, tmp_path: Path) -> None:
     bad = call("doctor", "--root", tmp_path / "file" / "x")
     assert bad.status == 1
     assert "next: give a writable directory" in bad.out
+
+
+def test_show_reports_the_newest_step_of_a_live_run(call: Call, root: Path) -> None:
+    run = RunFolder(root, "gpt", "a" * 32, created_at=time.time())
+    run.submit(1, 2, time.time())
+    run.claim(1, time.time())
+    run.launch(1, 1, 0, None)
+    run.commit(40, 1, at=time.time())
+    rank = {"rank": 0, "step": 57, "phase": "train", "age_s": 0.1, "step_time_s": 1.0, "pid": 1}
+    beat = {"node": 0, "host": "a", "time": time.time(), "attempt": 1, "incarnation": 1}
+    path = run.paths.attempt(1).heartbeat(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**beat, "agent_pid": 1, "ranks": [rank]}))
+    shown = call("show", "gpt", "--json").json
+    assert (shown["state"], shown["step"], shown["live_step"]) == ("running", 40, 57)

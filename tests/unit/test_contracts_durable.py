@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import random
@@ -150,3 +151,16 @@ def test_a_document_of_a_newer_version_is_read_and_a_damaged_one_refused(tmp_pat
     path.write_bytes(b'{"job_id": "7"')
     with pytest.raises(HoldfastError, match="not a Claim"):
         read_document(Claim, path)
+
+
+def test_a_second_name_that_stays_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object, **_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        with pytest.warns(UserWarning, match="Input/output error"):
+            create_bytes(tmp_path / "a", b"x")
+    assert (tmp_path / "a").read_bytes() == b"x"

@@ -179,6 +179,27 @@ def test_attempts_without_launches_count_by_their_own_steps() -> None:
     assert found["stopped_s"] == pytest.approx(10)
 
 
+@pytest.mark.parametrize(
+    ("safe_step", "ended_at", "lost"),
+    [(0, 30, 25), (40, 30, 10), (50, 30, 0), (None, 30, 0), (0, None, 0)],
+)
+def test_steps_that_no_checkpoint_kept_are_lost_once_the_attempt_has_ended(
+    safe_step: int | None, ended_at: float | None, lost: int
+) -> None:
+    only = span(started_at=5, ended_at=ended_at, resumed_step=25, last_step=50)
+    found = account([only], created_at=0, until=30, safe_step=safe_step)
+    assert found["steps_lost"] == lost
+    assert found["lost_s"] == pytest.approx(lost)
+    assert found["training_s"] == pytest.approx(25 - lost)
+
+
+def test_a_program_that_reports_no_step_is_credited_with_no_training() -> None:
+    launch = Launch(started_at=2, ended_at=24)
+    found = account([span(started_at=1, ended_at=25, launches=(launch,))], created_at=0, until=25)
+    assert (found["training_s"], found["ettr"]) == (0, 0)
+    assert found["starting_s"] == pytest.approx(23)
+
+
 def test_nothing_has_happened_yet() -> None:
     found = account([], created_at=5, until=5)
     assert found["total_s"] == 0
@@ -231,7 +252,37 @@ def is_whole(found: dict[str, Any]) -> bool:
 def test_every_second_has_one_part_whatever_the_clocks_say(
     attempts: list[Span], until: float
 ) -> None:
-    assert is_whole(account(attempts, created_at=0, until=until))
+    found = account(attempts, created_at=0, until=until)
+    assert is_whole(found)
+    drawn = dict.fromkeys(PARTS, 0.0)
+    for one in goodput.segments(attempts, created_at=0, until=until):
+        drawn[one.part] += one.ended_at - one.began_at
+    told = {part: found[f"{part}_s"] for part in PARTS}
+    assert drawn | {"stopped": told["stopped"]} == pytest.approx(told, abs=1e-3)
+
+
+def test_segments_show_what_was_lost_at_the_end_of_the_leg_that_trained_it() -> None:
+    first = Launch(
+        started_at=5, trained_from=10, trained_until=110, ended_at=112, resumed_step=0, last_step=50
+    )
+    held = ((30.0, 34.0), (60.0, 60.5))
+    again = Launch(
+        started_at=113, loads_from=114, trained_from=116, resumed_step=40, held=held, last_step=90
+    )
+    only = span(submitted_at=0, started_at=2, ended_at=216, launches=(first, again))
+    told = goodput.segments([only], created_at=0, until=300, blocked_s_min=1.0)
+    assert [(one.part, one.began_at, one.ended_at) for one in told] == [
+        ("queued", 0, 2),
+        ("starting", 2, 5),
+        ("starting", 5, 10),
+        ("training", 10, 90),
+        ("lost", 90, 110),
+        ("flushing", 110, 112),
+        ("starting", 112, 113),
+        ("starting", 113, 114),
+        ("loading", 114, 116),
+        ("training", 116, 216),
+    ]
 
 
 nonsense = st.none() | st.text(max_size=3) | st.booleans() | st.lists(st.none(), max_size=1)

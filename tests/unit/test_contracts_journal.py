@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts import journal
+from holdfast.contracts import journal as journal_module
 from holdfast.contracts.journal import EventKind, JournalWriter, read_journal
 
 JOIN_S = 60.0
@@ -188,6 +190,19 @@ def test_every_value_that_json_has_comes_back(tmp_path: Path) -> None:
         "deep": {"a": [1, 2.5, True]},
     }
     with JournalWriter(path) as writer:
-        event = writer.append(EventKind.DECISION, **data)
+        event = writer.append(EventKind.NOTE, **data)
     assert read_journal(path)[0] == [event]
     assert event.data == data
+
+
+def test_a_journal_that_stays_locked_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "OWN_LOCK_S", 0.2)
+    with JournalWriter(tmp_path / "flow.jsonl") as writer, open(writer.path, "rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=r"flow\.jsonl: locked by another process"):
+            writer.append(EventKind.NOTE, text="a")
+        fcntl.flock(other, fcntl.LOCK_UN)
+        writer.append(EventKind.NOTE, text="b")
+    assert [e.data["text"] for e in read_journal(tmp_path / "flow.jsonl")[0]] == ["b"]

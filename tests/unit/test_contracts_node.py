@@ -21,10 +21,6 @@ from holdfast.contracts.slots import TABLE_BYTES, Slot, SlotState
 JOIN_S = 30.0
 
 
-def unique_name() -> str:
-    return f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
-
-
 # --- slots ------------------------------------------------------------------------------------
 
 
@@ -140,14 +136,20 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
         assert wire.receive(right) is not None
 
 
-def test_a_name_is_listened_on_once_and_called_by_the_same_user() -> None:
-    name = unique_name()
-    with pytest.raises(OSError, match="refused"):
-        wire.connect(name, 1.0)
-    with wire.listen(name) as listener:
-        with pytest.raises(OSError, match="in use"):
-            wire.listen(name)
-        with wire.connect(name, 1.0) as caller:
+def test_a_listener_is_found_by_the_file_that_has_its_name(tmp_path: Path) -> None:
+    place = tmp_path / "address"
+    with pytest.raises(FileNotFoundError):
+        wire.connect(place, 1.0)
+    with open(place, "wb") as address:
+        with pytest.raises(ConnectionRefusedError, match="no socket's name yet"):
+            wire.connect(place, 1.0)
+        wire.listen(address.fileno()).close()
+        former = place.read_bytes()
+        with pytest.raises(ConnectionRefusedError):
+            wire.connect(place, 1.0)
+        with wire.listen(address.fileno()) as listener, wire.connect(place, 1.0) as caller:
+            assert place.read_bytes() != former
+            assert wire.peer_of(caller) == (os.getpid(), os.geteuid())
             called, _ = listener.accept()
             with called:
                 assert wire.is_same_user(called)

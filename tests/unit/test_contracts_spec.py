@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from holdfast.contracts.digests import canonical_json, command_digest, document_digest
-from holdfast.contracts.spec import Checkpointing, RunSpec, split_gpus
+from holdfast.contracts.spec import Checkpointing, Launch, Resources, RunSpec, split_gpus
 
 
 def make_spec(**changes: Any) -> RunSpec:
@@ -150,3 +151,35 @@ def test_equal_documents_have_equal_digests(document: dict[str, int | str]) -> N
     turned = dict(reversed(document.items()))
     assert canonical_json(document) == canonical_json(turned)
     assert document_digest(document) == document_digest(turned)
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("job-name", "finds its jobs by their name"),
+        ("job-na", "finds its jobs by their name"),
+        ("gpus-per-node", "resources.gres such as"),
+        ("clusters", "on a host of that cluster"),
+        ("array", "one run for each member"),
+        ("requeue", "only the flow relaunches"),
+        ("signal", "supervision.grace_s"),
+        ("J", "the long name"),
+        ("job_name", "the long name"),
+        ("--job-name", "the long name"),
+    ],
+)
+def test_an_option_that_holdfast_sets_is_refused_with_what_to_write(
+    option: str, advice: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(advice)):
+        Resources(executor="slurm", extra={option: "x"})
+
+
+@pytest.mark.parametrize("option", ["reservation", "wckey", "nodelist", "begin", "gres-flags"])
+def test_other_options_of_sbatch_are_taken(option: str) -> None:
+    assert Resources(executor="slurm", extra={option: "x"}).extra == {option: "x"}
+
+
+def test_a_heterogeneous_job_is_refused() -> None:
+    with pytest.raises(ValidationError, match="a job of equal nodes"):
+        Launch(srun=("--het-group=0",))

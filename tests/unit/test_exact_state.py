@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
@@ -27,7 +28,8 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain
 from holdfast.trainer.state.fit import Fit
-from holdfast.trainer.state.train_state import OPTIONS, Progress, TrainState
+from holdfast.trainer.state.fsdp1 import OPTIONS
+from holdfast.trainer.state.train_state import Progress, TrainState
 
 PROGRESS = Progress(step=1, seed=0)
 Saved = tuple[dict[str, Any], dict[str, Any]]
@@ -86,6 +88,8 @@ def metadata_of(tensors: dict[str, Any]) -> Metadata:
             if isinstance(value, torch.Tensor):
                 properties = TensorProperties.create_from_tensor(value)
                 entries[f"{part}.{key}"] = TensorStorageMetadata(properties, value.size(), [])
+            elif not isinstance(value, dict):
+                entries[f"{part}.{key}"] = BytesStorageMetadata()
     return Metadata(entries)
 
 
@@ -125,9 +129,18 @@ def assert_as_stock(state: TrainState, model: nn.Module, optimizer: Any) -> None
                 assert found == value
 
 
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """A step of every parameter, each by some gradient."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
 def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
     model = nn.Sequential(Block(), Block())
     state, optimizer = make(model)
+    step(optimizer)
     assert_as_stock(state, model, optimizer)
     model[0].get_submodule("inner").weight.data = torch.full((4, 4), 7.0)
     assert_as_stock(state, model, optimizer)
@@ -138,6 +151,9 @@ def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
     assert_as_stock(state, model, optimizer)
     model.append(Block())
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.3})
+    # What was never stepped has no state, here as in stock DCP.
+    assert_as_stock(state, model, optimizer)
+    step(optimizer)
     assert_as_stock(state, model, optimizer)
     model[1].register_buffer("late", torch.ones(2))
     model[1].register_buffer("scratch", torch.ones(2), persistent=False)
@@ -203,15 +219,14 @@ def test_several_models_have_one_space_of_names() -> None:
         TrainState(parts[0], optimizers, rank=0, world_size=1)
 
 
-def test_an_optimizer_that_needs_a_closure_is_saved_as_an_extra() -> None:
-    def build(value: float) -> tuple[nn.Linear, Any]:
+@pytest.mark.parametrize("is_extra", [False, True])
+def test_an_optimizer_that_needs_a_closure_goes_on_given_either_way(is_extra: bool) -> None:
+    def build(value: float) -> tuple[nn.Linear, Any, TrainState]:
         model = nn.Linear(2, 1)
         nn.init.constant_(model.weight, value)
-        return model, torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-    model, optimizer = build(0.5)
-    with pytest.raises(CheckpointError, match=r'extra=\{"optimizer": optimizer\}'):
-        TrainState(model, [optimizer], rank=0, world_size=1).capture(PROGRESS)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        given: Any = ([], (), {"optimizer": optimizer}) if is_extra else ([optimizer],)
+        return model, optimizer, TrainState(model, *given, rank=0, world_size=1)
 
     def closure(model: nn.Module, optimizer: Any) -> Any:
         optimizer.zero_grad()
@@ -219,10 +234,11 @@ def test_an_optimizer_that_needs_a_closure_is_saved_as_an_extra() -> None:
         loss.backward()
         return loss
 
+    model, optimizer, state = build(0.5)
     optimizer.step(partial(closure, model, optimizer))
-    saved = save(TrainState(model, [], (), {"optimizer": optimizer}, rank=0, world_size=1))
-    other, other_optimizer = build(0.0)
-    load(TrainState(other, [], (), {"optimizer": other_optimizer}, rank=0, world_size=1), saved)
+    saved = save(state)
+    other, other_optimizer, other_state = build(0.0)
+    load(other_state, saved)
     for one, its in ((model, optimizer), (other, other_optimizer)):
         its.step(partial(closure, one, its))
     assert torch.equal(model.weight, other.weight)
@@ -355,9 +371,9 @@ def test_generators_go_back_to_where_the_resume_left_them_once() -> None:
     expected = torch.randn(2)
     load(state, saved)
     torch.randn(5)
-    state.rewind_generators()
+    state.rewind_generators(is_last=True)
     assert torch.equal(torch.randn(2), expected)
-    state.rewind_generators()
+    state.rewind_generators(is_last=True)
     assert not torch.equal(torch.randn(2), expected)
 
 

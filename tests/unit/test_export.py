@@ -56,10 +56,11 @@ def test_torch_has_all_as_it_was_nested(
     found = torch.load(tmp_path / "deep" / "all.pt", weights_only=True)
     assert found["model"].keys() == state["model"].keys()
     assert all(torch.equal(found["model"][key], value) for key, value in state["model"].items())
-    groups = found["optimizer"]["param_groups"]["embed.weight"]
-    assert (groups["lr"], tuple(groups["betas"])) == (0.01, (0.9, 0.95))
+    (group,) = found["optimizer"]["param_groups"]
+    assert (group["lr"], tuple(group["betas"])) == (0.01, (0.9, 0.95))
+    assert (group["params"], group["param_names"]) == ([0], ["embed.weight"])
     moment = state["optimizer"]["state"]["embed.weight"]["exp_avg"]
-    assert torch.equal(found["optimizer"]["state"]["embed.weight"]["exp_avg"], moment)
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], moment)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["all.pt"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,11 @@ def saves(*pairs: tuple[Any, Any]) -> list[Event]:
         lines.append(line(EventKind.STAGED, checkpoint=f"c{number}", blocked_s=blocked))
         lines.append(line(EventKind.COMMITTED, checkpoint=f"c{number}", flush_s=flush))
     return lines
+
+
+def test_a_snapshot_that_a_crash_committed_is_no_slow_save() -> None:
+    lines = [*saves((1.0, 5.0)), line(EventKind.COMMITTED, checkpoint="crash", flush_s=35.9)]
+    assert forecast_flush(lines) == FlushForecast(seconds=6.0, saves=1)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +143,13 @@ def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Pat
     stops = StopWatch(context, lambda: 1.0)
     assert stops.end_at is not None
     with JournalWriter(context.run.attempt(1).rank_journal) as journal:
+        journal.append(EventKind.STAGED, attempt=1, checkpoint="c")
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=40.0)
     # 1.25 x 40 s, two steps, the margin, and the time between two looks.
     lead_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S
     assert stops.from_limit(stops.end_at - lead_s - 1.0) is None
     with JournalWriter(context.attempt.rank_journal) as journal:
+        journal.append(EventKind.STAGED, attempt=2, checkpoint="d")
         journal.append(EventKind.COMMITTED, attempt=2, checkpoint="d", flush_s=80.0)
     wish = stops.from_limit(stops.end_at - lead_s - 1.0 + LIMIT_POLL_S)
     assert wish is not None
@@ -150,14 +158,38 @@ def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Pat
     assert "the last 2 saves took 80.0 s" in said
 
 
+@pytest.mark.parametrize(
+    ("variables", "end_s"),
+    [
+        ({}, 3600.0),
+        ({"SLURM_JOB_START_TIME": "900"}, 900 + 3600.0 - 1000),
+        ({"SLURM_JOB_START_TIME": "900", "SLURM_JOB_END_TIME": "2000"}, 1000.0),
+    ],
+)
+def test_the_end_is_known_in_a_container_without_slurms_commands(
+    variables: dict[str, str], end_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = context_of(tmp_path, limit_min=60)
+    request = before.request.model_copy(update={"executor": "slurm"})
+    stops = StopWatch(replace(before, request=request, started_at=1000.0), lambda: 1.0)
+    assert stops.end_at == 1000.0 + end_s
+    wish, judgement = stops.from_signal("SIGUSR2", heard_at=stops.end_at - 30)
+    assert wish is None
+    assert judgement.deadline == stops.end_at
+
+
 def test_a_torn_line_is_passed_over_and_read_once_it_is_whole(tmp_path: Path) -> None:
     context = context_of(tmp_path, limit_min=60)
     log = FlushLog(context.run, context.attempt)
     path = context.attempt.rank_journal
     path.parent.mkdir(parents=True)
-    whole = line(EventKind.COMMITTED, checkpoint="c", flush_s=3.0).model_dump_json() + "\n"
-    path.write_text(whole + whole.replace("3.0", "7.0")[:40])
+    events = [*saves((0.0, 3.0), (0.0, 7.0))]
+    lines = [event.model_dump_json() + "\n" for event in events]
+    path.write_text("".join(lines[:3]) + lines[3][:40])
     assert log.forecast() == FlushForecast(seconds=3.0, saves=1)
-    path.write_text(whole + whole.replace("3.0", "7.0"))
+    path.write_text("".join(lines))
     assert log.forecast() == FlushForecast(seconds=7.0, saves=2)
     assert log.forecast() == FlushForecast(seconds=7.0, saves=2)

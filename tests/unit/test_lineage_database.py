@@ -14,6 +14,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import create_engine, inspect, text
 from tests.postgres import PostgresServer
 
+from holdfast.contracts import filesystems
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.lineage.database import (
@@ -23,7 +24,6 @@ from holdfast.lineage.database import (
     database_url,
     downgrade,
     head_revision,
-    network_filesystem,
     open_database,
     upgrade,
 )
@@ -126,6 +126,7 @@ def test_a_newer_schema_is_not_touched(url: str) -> None:
     upgrade(url)
     with connect_for_migration(url) as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        connection.execute(text("UPDATE compatibility SET oldest = '9999'"))
         connection.commit()
     with pytest.raises(LineageError, match="newer"):
         open_database(url)
@@ -167,32 +168,10 @@ def test_the_default_lies_under_the_home(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert database_url() == "postgresql://team/holdfast"
 
 
-MOUNTS = [
-    ("/", "ext4"),
-    ("/home", "nfs4"),
-    ("/home/me/local", "xfs"),
-    ("/scratch", "fuse.juicefs"),
-    ("/homes", "tmpfs"),
-]
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/home/me/.holdfast/holdfast.db", "nfs4"),
-        ("/home/me/local/holdfast.db", None),
-        ("/homes/me/holdfast.db", None),
-        ("/scratch/me/holdfast.db", "fuse.juicefs"),
-        ("/var/lib/holdfast.db", None),
-    ],
-)
-def test_network_file_systems_are_told_by_the_nearest_mount(path: str, kind: str | None) -> None:
-    assert network_filesystem(Path(path), MOUNTS) == kind
-
-
 def test_a_network_home_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mount = type("Mount", (), {"mountpoint": "/", "fstype": "lustre"})
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mount])
+    table = tmp_path / "mountinfo"
+    table.write_text("22 1 0:7 / / rw,relatime shared:1 - lustre mds@tcp:/x rw\n")
+    monkeypatch.setattr(filesystems, "MOUNTS", table)
     with pytest.raises(LineageError, match=r"lustre.*PostgreSQL"):
         open_database(f"sqlite:///{tmp_path / 'index.db'}")
     assert not (tmp_path / "index.db").exists()

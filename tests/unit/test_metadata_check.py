@@ -1,44 +1,74 @@
-"""Boxes that share an element are found, however many dimensions and whatever their order."""
+"""Boxes that are not exactly the whole are found, however many, in any order and dimensions."""
 
 from __future__ import annotations
 
 import random
+import time
 
 import numpy as np
 import pytest
 
-from holdfast.trainer.planning.metadata_check import overlap_any
+from holdfast.trainer.planning.metadata_check import tile
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def painted_twice(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+def painted_once(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     """The same by brute force."""
     canvas = np.zeros(shape, dtype=int)
     for offsets, sizes in boxes:
         canvas[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
-    return bool((canvas > 1).any())
+    return bool((canvas == 1).all())
+
+
+def cut(chance: random.Random, box: Box) -> list[Box]:
+    """A box in two along a random dimension, if that is long enough."""
+    offsets, sizes = box
+    dimension = chance.randrange(len(sizes))
+    at = chance.randint(0, sizes[dimension])
+    low, high = list(sizes), list(sizes)
+    low[dimension], high[dimension] = at, sizes[dimension] - at
+    begin = list(offsets)
+    begin[dimension] += at
+    return [(offsets, tuple(low)), (tuple(begin), tuple(high))]
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 def test_it_says_what_painting_says(dimensions: int) -> None:
     chance = random.Random(dimensions)
-    seen = set()
-    for _ in range(300):
-        shape = tuple(chance.randint(1, 6) for _ in range(dimensions))
-        boxes: list[Box] = []
+    seen = []
+    for _ in range(400):
+        shape = tuple(chance.randint(0, 6) for _ in range(dimensions))
+        whole = ((0,) * dimensions, shape)
+        boxes: list[Box] = [whole]
         for _ in range(chance.randint(0, 4)):
-            offsets = tuple(chance.randint(0, whole) for whole in shape)
-            sizes = tuple(chance.randint(0, w - o) for w, o in zip(shape, offsets, strict=True))
-            boxes.append((offsets, sizes))
-        assert overlap_any(boxes) is painted_twice(boxes, shape), boxes
-        seen.add(overlap_any(boxes))
-    assert seen == {True, False}
+            boxes += cut(chance, boxes.pop(chance.randrange(len(boxes))))
+        if chance.random() < 0.5:
+            # The number of elements stays, and yet some lie in two boxes and some in none.
+            moved = chance.randrange(len(boxes))
+            sizes = boxes[moved][1]
+            room = [w - s for w, s in zip(shape, sizes, strict=True)]
+            boxes[moved] = (tuple(chance.randint(0, r) for r in room), sizes)
+        chance.shuffle(boxes)
+        seen.append(tile(boxes, whole))
+        assert seen[-1] is painted_once(boxes, shape), boxes
+    assert 50 < sum(seen) < 395
 
 
-def test_a_grid_has_no_overlap_and_a_scalar_saved_twice_has() -> None:
+def test_a_grid_is_whole_until_one_of_its_boxes_is_twice_there() -> None:
+    whole = ((0, 0), (80, 60))
     grid = [((4 * i, 3 * j), (4, 3)) for i in range(20) for j in range(20)]
-    assert overlap_any(grid) is False
-    assert overlap_any([*grid, ((78, 58), (1, 1))]) is True
-    assert overlap_any([((), ())]) is False
-    assert overlap_any([((), ()), ((), ())]) is True
+    assert tile(grid, whole)
+    assert not tile(grid[1:], whole)
+    assert not tile([*grid[1:], grid[5]], whole)
+    assert tile([((), ())], ((), ()))
+    assert not tile([((), ()), ((), ())], ((), ()))
+    assert not tile([], ((), ()))
+
+
+def test_forty_thousand_boxes_that_no_dimension_tells_apart_take_a_moment() -> None:
+    boxes = [((i, j, 0), (1, 1, 2)) for i in range(200) for j in range(200)]
+    began = time.monotonic()
+    assert tile(boxes, ((0, 0, 0), (200, 200, 2)))
+    assert not tile([*boxes[:-1], boxes[0]], ((0, 0, 0), (200, 200, 2)))
+    assert time.monotonic() - began < 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.spec import Checkpointing
-from holdfast.trainer.mirror.store import EntryCheck, part_bytes_for
+from holdfast.trainer.mirror.store import EntryCheck, open_store, part_bytes_for
 from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Tries, default_pauses
 from holdfast.workers.agent.flusher_keeper import build_environment
 
@@ -53,20 +55,21 @@ def test_tiers_reach_the_job_by_environment_and_runs_do_not_meet() -> None:
     assert Tiers.from_environment(tiers.to_environment()) == tiers
     assert Tiers.from_environment({}) == Tiers()
     places = {tiers.location("r", uid * 32) for uid in "ab"}
-    assert places == {"s3://bucket/r.aaaaaaaa", "s3://bucket/r.bbbbbbbb"}
+    assert places == {f"s3://bucket/r.{uid * 32}" for uid in "ab"}
     folder = tiers.node_folder("r", "a" * 32)
     assert folder is not None
-    assert str(folder.directory) == "/scratch/r.aaaaaaaa"
+    assert str(folder.directory) == f"/scratch/r.{'a' * 32}"
     assert Tiers(mirror="s3://b").node_folder("r", "a" * 32) is None
 
 
-def test_the_flusher_is_told_of_the_store_and_of_nothing_else_in_the_spec() -> None:
+def test_the_flusher_is_told_of_the_store_and_its_time_and_of_nothing_else_in_the_spec() -> None:
     spec = {"AWS_ENDPOINT_URL": "http://store", "LD_PRELOAD": "x.so"}
-    told = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"))
+    told = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"), 90.0)
     assert told == {
         "PATH": "/bin",
         "AWS_ENDPOINT_URL": "http://store",
         "HOLDFAST_CHECKPOINT_MIRROR": "s3://b",
+        "HOLDFAST_FLUSH_TIMEOUT_S": "90.0",
     }
 
 
@@ -127,3 +130,13 @@ def test_no_file_needs_more_parts_than_a_store_takes() -> None:
     for size in (0, 1 << 20, 160 * 10**9, 5 * 2**40):
         part = part_bytes_for(size)
         assert -(-size // part) <= 10_000
+
+
+def test_a_place_that_another_user_made_first_is_not_believed(tmp_path: Path) -> None:
+    url = Tiers(mirror=f"file://{tmp_path}").location("r", "a" * 32)
+    place = tmp_path / f"r.{'a' * 32}"
+    place.mkdir()
+    open_store(url)
+    os.chown(place, 54_321, -1)
+    with pytest.raises(MirrorError, match="belongs to another user"):
+        open_store(url)

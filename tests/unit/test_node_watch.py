@@ -54,6 +54,19 @@ def event(at: float, kind: EventKind, **data: Any) -> Event:
     return Event(writer="a", incarnation=1, sequence=int(at), time=at, kind=kind, data=facts)
 
 
+def test_a_rank_death_that_was_restarted_in_place_is_reported() -> None:
+    launches = [
+        event(1, EventKind.INCARNATION_STARTED, incarnation=1),
+        event(2, EventKind.INCARNATION_ENDED, incarnation=1, ending="crashed", last_step=186),
+        event(3, EventKind.INCARNATION_STARTED, incarnation=2),
+        event(4, EventKind.INCARNATION_ENDED, incarnation=2, ending="crashed", last_step=None),
+    ]
+    found = noticed(launches)
+    assert [(one["at"], one["text"]) for one in found] == [
+        (3, "launch 1 crashed at step 186 and was restarted in place")
+    ]
+
+
 def test_show_tells_what_was_noticed_and_a_hang_once() -> None:
     first, second = ["attempts/0002/dumps/node-0000-01"], ["attempts/0002/dumps/node-0000-02"]
     slow = {"rank": 3, "own_s": 0.9, "peers_s": 0.4, "step_s": 1.0}

@@ -35,22 +35,26 @@ class Run:
     """One rank's position, and the steps that it completed."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, step: int = 0, **more: Any) -> None:
-        self.step = step
         self.position = Position(
             rank=rank,
             world_size=world_size,
             seed=3,
             skips=more.get("skips", ()),
             former=more.get("former", {}),
-            completed=lambda: self.step,
+            completed=step,
+            begins=more.get("begins"),
         )
+
+    @property
+    def step(self) -> int:
+        return self.position.completed
 
     def train(self, batches: Any, steps: int | None = None) -> list[list[int]]:
         """Complete a step for each batch."""
         seen = []
         for batch in islice(batches, steps):
             seen.append(batch.tolist())
-            self.step += 1
+            self.position.completed += 1
         return seen
 
 
@@ -112,7 +116,7 @@ def test_single_ids_by_epoch_are_the_same_order(kind: Any, batch_size: int) -> N
             for first in batches:
                 rest = [next(batches).tolist() for _ in range(parts - 1)]
                 steps.append([*first.tolist(), *(i for part in rest for i in part)])
-                run.step += 1
+                run.position.completed += 1
         ranks.append(steps[:TOTAL])
     assert together(ranks) == whole_order()
 
@@ -125,11 +129,35 @@ def test_an_epoch_resumed_in_its_middle_goes_on_there() -> None:
     assert list(sampler) == [i for step in whole_order(3)[:3] for i in step]
 
 
+@pytest.mark.parametrize(
+    ("step", "open_epoch", "told"), [(5, None, True), (4, None, False), (5, 0, False)]
+)
+def test_a_resume_between_two_epochs_of_an_unknown_loop_is_told(
+    step: int, open_epoch: int | None, told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(step=step, begins=lambda: None)
+    run.position.open_epoch = open_epoch
+    list(run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None))
+    assert ("step 5 was the last of epoch 0" in capsys.readouterr().out) == told
+
+
+def test_an_iteration_ends_with_the_open_epoch() -> None:
+    """Also where all of its steps are complete, and where some of the one before are left."""
+    for step, lengths in ((5, (0, 4)), (3, (2, 6)), (0, (5, 9))):
+        run = Run(step=step)
+        batches = run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL)
+        singles = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
+        for epoch, length in enumerate(lengths):
+            run.position.open_epoch = epoch
+            assert len(list(batches)) == len(batches) == length
+            assert len(list(singles)) == len(singles) == length * GLOBAL_BATCH
+
+
 def test_an_epoch_that_is_not_this_one_is_refused() -> None:
     run = Run(step=5)
     sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
     sampler.set_epoch(1)
-    with pytest.raises(SpecError, match=r"set_epoch\(0\): after step 5 the data stands in epoch 1"):
+    with pytest.raises(SpecError, match=r"set_epoch\(0\): after step 5 training is in epoch 1"):
         sampler.set_epoch(0)
 
 
@@ -205,7 +233,7 @@ def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_alrea
     run = Run()
     loader = iter(run.position.sampler(SAMPLES, 4, 20))
     drawn = [next(loader) for _ in range(5)]
-    run.step = 2
+    run.position.completed = 2
     assert run.position.reached == 5
     run.position.pass_over([SkipWindow(6, 3)])
     drawn += [next(loader) for _ in range(5)]
@@ -213,3 +241,20 @@ def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_alrea
     assert order.skips == (SkipWindow(6, 3),)
     assert drawn == [order.step_ids(step).tolist() for step in range(1, 11)]
     assert run.position.describe()["skips"] == [[6, 3]]
+
+
+def test_an_epoch_ends_where_a_window_comes_that_passes_over_the_rest_of_it() -> None:
+    """As it does for a resume, which knows of the window from the start."""
+    run = Run()
+    run.position.open_epoch = 0
+    for sampler in (
+        run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL),
+        run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None),
+    ):
+        drawn = iter(sampler)
+        next(drawn)
+        run.position.pass_over([SkipWindow(2, 6)])
+        left = len(list(drawn))
+        assert left == (0 if len(sampler) == 1 else GLOBAL_BATCH - 1)
+        assert run.position._order is not None
+        assert run.position._order.epoch(2) == 1

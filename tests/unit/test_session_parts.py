@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from holdfast.contracts.board import Board
+from holdfast.contracts.environment import FLUSH_TIMEOUT, flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.trainer.collective import Ranks
@@ -25,6 +27,7 @@ from holdfast.trainer.loading.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.program import program_argv
+from holdfast.trainer.session import Session
 from holdfast.trainer.signals import FailureRecord, SignalFlags
 from holdfast.trainer.state.train_state import Restored
 
@@ -131,6 +134,14 @@ def test_settings_without_a_source_are_refused(
         config(tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("given", ["0", "-1", "soon", "nan", "inf"])
+def test_a_time_for_flushes_that_cannot_be_meant_is_refused(given: str) -> None:
+    with pytest.raises(SpecError, match="expected a positive number of seconds"):
+        flush_timeout_s({FLUSH_TIMEOUT: given})
+    assert flush_timeout_s({FLUSH_TIMEOUT: "90.5"}) == 90.5
+    assert flush_timeout_s({}) == 1800
+
+
 def test_the_recorder_writes_lines_and_metrics(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "journal" / "rank0.jsonl", tmp_path / "metrics" / "m.jsonl")
     recorder.event(EventKind.NOTE, text="hello")
@@ -205,7 +216,8 @@ def test_an_exception_is_written_where_torchrun_looks(
     record.close()
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: a bad batch"
-    assert "test_session_parts.py" in message["extraInfo"]["py_callstack"]
+    first = message["extraInfo"]["py_callstack"].splitlines()[1]
+    assert "test_session_parts.py" in first, "the program's own frame comes first"
     assert error.__traceback__ is trace
 
 
@@ -237,3 +249,21 @@ def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
 def test_importing_the_trainer_does_not_import_torch() -> None:
     code = "import sys, holdfast.trainer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_an_evaluation_after_a_save_is_no_part_of_its_flush(tmp_path: Path) -> None:
+    evaluation_s, seen = 1.0, []
+    session = Session(torch.nn.Linear(2, 2), directory=tmp_path, interval=10**9, snapshots="off")
+    for step in session.steps(3):
+        if step == 1:
+            session.checkpoint()
+        if step == 2:
+            time.sleep(evaluation_s)
+        if step == 3:
+            ends_at = time.monotonic() + 30
+            while session._saver.flush_s is None and time.monotonic() < ends_at:
+                time.sleep(0.01)
+            seen.append(session._saver.flush_s)
+    session.close()
+    assert seen[0] is not None
+    assert seen[0] < evaluation_s

@@ -52,6 +52,10 @@ def functions(path: Path) -> Iterator[Function]:
     return (node for node in ast.walk(parse(path)) if isinstance(node, Function))
 
 
+# Written by a program, which a test compares it with.
+GENERATED = frozenset({"web/src/api/schema.ts"})
+
+
 def at(path: Path, line: int) -> str:
     return f"{path.relative_to(CHECKOUT)}:{line}"
 
@@ -74,6 +78,8 @@ def test_functions_fit_on_a_screen() -> None:
 def test_files_and_lines_are_short() -> None:
     long = []
     for path in walk(".py", ".ts", ".tsx", ".sh"):
+        if path.relative_to(CHECKOUT).as_posix() in GENERATED:
+            continue
         lines = path.read_text().splitlines()
         if len(lines) > FILE_LINES_MAX:
             long.append(f"{at(path, 1)}: {len(lines)} lines, expected {FILE_LINES_MAX} or fewer")

@@ -377,6 +377,9 @@ def job(state: str = "RUNNING", end_s: float = 3600, preempted: bool = False) ->
         ("SIGTERM", None, 500, Cause.PREEMPTION, 20),
         ("SIGINT", None, None, Cause.OPERATOR, 20),
         ("SIGHUP", None, None, Cause.PREEMPTION, 20),
+        ("SIGUSR2", None, 60, None, 60),
+        ("SIGUSR2", None, 3600, Cause.PREEMPTION, 20),
+        ("SIGUSR2", None, None, Cause.PREEMPTION, 20),
     ],
 )
 def test_what_a_signal_means(

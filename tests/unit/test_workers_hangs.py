@@ -6,7 +6,7 @@ Nodes and clock are played; watch, judgement and journal are the real ones.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,7 +72,9 @@ class PlayedNode:
         for at_s, dump, number in self.asked[-1:]:
             if self.silent_s >= at_s + SAMPLE_S:
                 stacks = tuple(
-                    RankStack(rank=i, digest=rank.digest(at_s), top=("f",), **rank.stack(at_s))
+                    replace(
+                        RankStack(rank=i, digest=rank.digest(at_s), top=("f",)), **rank.stack(at_s)
+                    )
                     for i, rank in enumerate(self.ranks)
                 )
                 self.sample = StackSample(dump=dump, number=number, stacks=stacks)
@@ -186,6 +188,13 @@ def test_a_hang_is_suspected_soon_and_ended_in_bounded_time(
 def test_what_is_slow_is_never_ended(play: Play, ranks: list[Rank], silent_s: float) -> None:
     assert play.run(list(ranks), silent_s) is None
     assert play.events(EventKind.HANG_CONFIRMED) == []
+
+
+def test_ranks_that_end_in_their_own_time_are_no_suspicion(play: Play) -> None:
+    gone = {"top": (), "problem": "no such process"}
+    leaving = Rank("done", times=None, stack=lambda s: gone)
+    assert play.run([leaving, leaving], 60.0) is None
+    assert play.events(EventKind.HANG_SUSPECTED) == []
 
 
 def test_a_machine_that_slept_proves_nothing(play: Play) -> None:

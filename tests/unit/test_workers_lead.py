@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.channel import ChannelHost
-from holdfast.contracts.journal import JournalWriter
+from holdfast.contracts.board import Proposal
+from holdfast.contracts.channel import ChannelHost, ChannelMember
+from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
+from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew
 from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.outcome import build_outcome, judge_ending
 from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
 
 STEPS_GAINED = 7
 LOOKS = 3
+WAIT_S = 30.0
 
 
 class PlayedNode:
@@ -61,6 +76,8 @@ class PlayedNode:
 class PlayedPeer:
     """The wire to another node's agent."""
 
+    waiting_s = 0.0
+
     def __init__(self, node: PlayedNode) -> None:
         self.hello = {"node": 1, "host": node.name}
         self._node = node
@@ -81,6 +98,9 @@ class PlayedHost:
 
     peers: dict[int, PlayedPeer]
 
+    def wait_for_peers(self, timeout_s: float, *, is_over: Any) -> None:
+        """They are there."""
+
 
 @pytest.mark.timeout(60)
 def test_what_a_node_said_before_a_restart_does_not_end_what_comes_after(tmp_path: Path) -> None:
@@ -98,4 +118,213 @@ def test_what_a_node_said_before_a_restart_does_not_end_what_comes_after(tmp_pat
         )
         # Nothing takes time here: the other node was asked a moment before.
         lead.run()
+        lead.close()
     assert [one.ending for one in lead.incarnations] == ["crashed", "completed"]
+
+
+class SteadyNode(PlayedNode):
+    """A node whose rank trains on until it is told at which step to leave."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, {})
+        self.announced: list[float | None] = []
+        self._leaves = False
+
+    def report(self) -> NodeReport:
+        code = 137 if self._killed else 0 if self._leaves else None
+        return NodeReport(
+            exit_code=code,
+            phases=("STOP" if self._leaves else "TRAIN",),
+            registered=1,
+            alive=0 if self._leaves else 1,
+            completed=5,
+            resumed=0,
+            entered=5,
+        )
+
+    def announce(self, deadline: float | None) -> None:
+        self.announced.append(deadline)
+
+    def newest_entered(self) -> int:
+        return 5
+
+    def propose(self, serial: int, step: int) -> bool:
+        return True
+
+    def answer(self, serial: int, state: Proposal) -> None:
+        self._leaves = self._leaves or state is Proposal.GO
+
+    def prepare(self, incarnation: int, address: str, port: int) -> None:
+        """It needs none."""
+
+
+class Follower:
+    """Another node's agent over a real channel. It falls silent after `silent_after` answers."""
+
+    def __init__(self, path: Path, node: SteadyNode, number: int, silent_after: float) -> None:
+        self.silent_after, self.speaks_again = silent_after, threading.Event()
+        self._node, self._member = node, ChannelMember(path, {"node": number, "host": node.name})
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self.speaks_again.set()
+        self._thread.join(WAIT_S)
+        self._member.close()
+
+    def _follow(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while not self._is_over.is_set():
+                question = self._member.receive(0.05)
+                if question is None:
+                    continue
+                if self.silent_after <= 0:
+                    self.speaks_again.wait(WAIT_S)
+                self.silent_after -= 1
+                self._member.reply(**self._answer(question))
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        kind = question["kind"]
+        if kind == "report":
+            return self._node.report().to_json()
+        if kind == "wreck":
+            return self._node.wreck().to_json()
+        if kind == "newest":
+            return {"step": self._node.newest_entered()}
+        if kind == "propose":
+            return {"accepted": True}
+        if kind == "answer":
+            self._node.answer(1, Proposal(question["state"]))
+        if kind == "kill":
+            self._node.kill()
+        return {"done": True}
+
+
+@contextlib.contextmanager
+def led(
+    folder: Path, silent_after: Sequence[float], grace_s: float
+) -> Iterator[tuple[Lead, list[Follower], Callable[[], None], Callable[[], list[Event]]]]:
+    """A lead in a thread and its followers; then how to signal it, and what it journaled."""
+    run = RunFolder(folder, "quick", "1" * 32)
+    attempt = run.submit(1, 1, 0.0)
+    given = load_context(attempt.request)
+    supervision = given.request.supervision.model_copy(update={"grace_s": grace_s, "hangs": False})
+    nodes = len(silent_after) + 1
+    request = given.request.model_copy(update={"supervision": supervision, "world_size": nodes})
+    context = dataclasses.replace(given, nodes=nodes, request=request)
+    host, signals = ChannelHost(attempt.channel, nodes), SignalBox()
+    followers = [
+        Follower(attempt.channel, SteadyNode(f"n{i}"), i, after)
+        for i, after in enumerate(silent_after, 1)
+    ]
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        lead = Lead(context, signals, journal, cast(NodeRuntime, SteadyNode("n0")), host)
+        thread = threading.Thread(target=lead.run, daemon=True)
+        thread.start()
+        yield (
+            lead,
+            followers,
+            lambda: void(os.write(signals._write, bytes([signal.SIGTERM]))),
+            lambda: read_journal(attempt.node_journal(0))[0],
+        )
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        lead.close()
+    for follower in followers:
+        follower.close()
+    host.close()
+
+
+def void(_: object) -> None:
+    """For a lambda that returns nothing."""
+
+
+def wait_for(kind: EventKind, events: Callable[[], list[Event]], timeout_s: float) -> float:
+    """Seconds until the journal has a line of this kind."""
+    began = time.monotonic()
+    while not any(event.kind is kind for event in events()):
+        assert time.monotonic() - began < timeout_s, [e.kind for e in events()]
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_is_heard_while_a_node_is_silent_and_the_outcome_is_in_time(
+    tmp_path: Path,
+) -> None:
+    # It answers `start` and its first reports, and then stands still.
+    with led(tmp_path, [4], grace_s=4.0) as (lead, followers, send_signal, events):
+        wait_for(EventKind.INCARNATION_STARTED, events, WAIT_S)
+        while followers[0].silent_after > 0:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        sent_at = time.time()
+        send_signal()
+        assert wait_for(EventKind.SIGNAL, events, WAIT_S) < 1.0
+    assert time.time() - sent_at < 4.0
+    assert [one.ending for one in lead.incarnations] == ["killed"]
+    assert lead.wish is not None
+    assert judge_ending(lead)[0].cause is Cause.PREEMPTION
+
+
+@pytest.mark.timeout(60)
+def test_a_node_that_wakes_up_in_time_stops_with_the_others(tmp_path: Path) -> None:
+    with led(tmp_path, [math.inf, 6], grace_s=30.0) as (lead, followers, send_signal, events):
+        wait_for(EventKind.INCARNATION_STARTED, events, WAIT_S)
+        while followers[1].silent_after > 0:
+            time.sleep(0.02)
+        send_signal()
+        # The proposal is given up meanwhile, and no rank is left waiting at it.
+        assert wait_for(EventKind.STOP_FAILED, events, WAIT_S) < AGREE_WAIT_S + 2
+        followers[1].speaks_again.set()
+        followers[1].silent_after = math.inf
+        wait_for(EventKind.STOP_AGREED, events, WAIT_S)
+    assert [one.ending for one in lead.incarnations] == ["left"] or lead.lost == []
+    assert [one.ending for one in lead.incarnations][-1] in {"stopped", "left"}
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_ends_the_wait_for_nodes_that_do_not_come(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "quick", "1" * 32)
+    attempt = run.submit(1, 1, 0.0)
+    context = dataclasses.replace(load_context(attempt.request), nodes=3)
+    host, signals = ChannelHost(attempt.channel, 3), SignalBox()
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        lead = Lead(context, signals, journal, cast(NodeRuntime, SteadyNode("n0")), host)
+        os.write(signals._write, bytes([signal.SIGTERM]))
+        lead.run()
+        outcome = build_outcome(lead)
+        lead.close()
+    host.close()
+    assert (outcome.state, outcome.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
+    assert outcome.incarnations == ()
+
+
+@pytest.mark.timeout(60)
+def test_nodes_are_asked_at_once_and_not_in_turn(tmp_path: Path) -> None:
+    crew = Crew(65)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="n7"):
+        crew.agree([f"n{i}" for i in range(65)], partial(answer_slowly, lost={"n7"}))
+    assert crew.agree(["a", "b"], partial(answer_slowly, lost=set())) == ["A", "B"]
+    assert time.monotonic() - began < 64 * 0.1
+    crew.close()
+
+
+def answer_slowly(name: str, lost: set[str]) -> str:
+    time.sleep(0.2)
+    if name in lost:
+        raise ConnectionError(name)
+    return name.upper()
+
+
+def test_an_agent_may_open_as_many_descriptors_as_its_job() -> None:
+    code = (
+        "import resource as r; from holdfast.workers.agent.main import _raise_descriptor_limit;"
+        "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most));"
+        "_raise_descriptor_limit(); print(r.getrlimit(r.RLIMIT_NOFILE) == (most, most))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n", done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.histories import NOW, attempt_of, growing, history_of, spec_of
 
+from holdfast.contracts.attempt import SubmissionTry
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import RankFailure, classify_crash
@@ -20,6 +21,7 @@ from holdfast.workers.policy import (
     decide,
     decide_in_place,
     excluded_hosts,
+    wait_after_refusal,
 )
 from holdfast.workers.sizes import allowed_sizes, problem_with
 
@@ -123,7 +125,41 @@ def test_a_run_cancelled_behind_our_back_is_not_relaunched() -> None:
     assert decision.action == "stop"
 
 
-@pytest.mark.parametrize("cause", [Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.NODE_FAILURE])
+def test_preemptions_do_not_trip_the_breaker() -> None:
+    spec = spec_of()
+    crash = attempt_of(spec, 1, Cause.INFRASTRUCTURE)
+    preempted = [attempt_of(spec, n, Cause.PREEMPTION) for n in range(2, 12)]
+    assert decide(history_of(spec, crash, *preempted), None, now=NOW).action == "relaunch"
+    crashes = [attempt_of(spec, n, Cause.INFRASTRUCTURE) for n in (12, 13)]
+    stopped = decide(history_of(spec, crash, *preempted, *crashes), None, now=NOW)
+    assert (stopped.action, "3 attempts in a row" in stopped.reason) == ("stop", True)
+
+
+REFUSED = {"count": 1, "host": "login", "tried_at": NOW, "refused": "no", "refused_since": NOW}
+
+
+@pytest.mark.parametrize(
+    ("facts", "after_s", "wait_s"),
+    [
+        ({"refusals": 1, "may_pass": True}, 0.0, 10.0),
+        ({"refusals": 1, "may_pass": True}, 10.0, 0.0),
+        ({"refusals": 4, "may_pass": True}, 30.0, 50.0),
+        ({"refusals": 500, "may_pass": True}, 0.0, 600.0),
+        ({"refusals": 500, "may_pass": True}, -9_000.0, 600.0),
+        ({"refusals": 900, "may_pass": True}, 6 * 86_400.0, 0.0),
+        ({"refusals": 2000, "may_pass": True}, 8 * 86_400.0, None),
+        ({"refusals": 2}, 0.0, 0.0),
+        ({"refusals": 3}, 0.0, None),
+    ],
+)
+def test_a_refused_job_is_submitted_again_after_a_while(
+    facts: dict[str, Any], after_s: float, wait_s: float | None
+) -> None:
+    tried = SubmissionTry.model_validate({**REFUSED, **facts})
+    assert wait_after_refusal(tried, now=NOW + after_s) == wait_s
+
+
+@pytest.mark.parametrize("cause", [Cause.TIME_LIMIT, Cause.NODE_FAILURE])
 def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> None:
     spec = spec_of()
     began = attempt_of(spec, 1, cause, committed=50)
@@ -138,7 +174,7 @@ def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> Non
 def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> None:
     spec = spec_of()
     steps = ((1, 50), (2, 150), (3, 60), (4, 70), (5, 80))
-    attempts = [attempt_of(spec, n, Cause.PREEMPTION, committed=step) for n, step in steps]
+    attempts = [attempt_of(spec, n, Cause.TIME_LIMIT, committed=step) for n, step in steps]
     history = history_of(spec, *attempts)
     assert decide(history, None, now=NOW).action == "stop"
     rolled_back = Event(
@@ -151,13 +187,6 @@ def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> N
     )
     taken_back = dataclasses.replace(history, events=(rolled_back,))
     assert decide(taken_back, None, now=NOW).action == "relaunch"
-
-
-def test_preemptions_before_the_first_step_count_for_the_breaker() -> None:
-    spec = spec_of()
-    never = [attempt_of(spec, n, Cause.PREEMPTION) for n in (1, 2, 3)]
-    assert decide(history_of(spec, *never[:2]), None, now=NOW).action == "relaunch"
-    assert decide(history_of(spec, *never), None, now=NOW).action == "stop"
 
 
 def test_attempts_max_is_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.histories import record_of, spec_of
 
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.digests import command_digest
+from holdfast.workers.agent.torchrun import build_environment
 from holdfast.workers.request import LOCAL_TIMEOUT_MIN, build_request
 
 
@@ -119,3 +121,12 @@ def test_the_command_is_the_same_at_every_size() -> None:
 def test_a_snapshot_runs_from_the_runs_folder() -> None:
     request = request_of(launch={"code": "snapshot", "working_directory": "/somewhere"})
     assert request.working_directory == "/srv/r/code"
+
+
+def test_ranks_are_told_how_long_a_flush_may_take() -> None:
+    request = request_of(supervision={"flush_timeout_s": 90})
+    run = SimpleNamespace(directory="/r")
+    context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)
+    handles: Any = SimpleNamespace(board="b", flusher="f")
+    told = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"})
+    assert told["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"

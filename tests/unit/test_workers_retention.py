@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
-import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Barrier
@@ -289,27 +289,35 @@ def deleter_between_its_looks(run: RunFolder, name: str) -> Iterator[None]:
     It waits for its journal, which is locked here until the block ends; then it goes on.
     """
     journal = run.paths.journal_of("deleter")
-    handle = os.open(journal, os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(handle, fcntl.LOCK_EX)
     context = multiprocessing.get_context("fork")
-    deleter = context.Process(target=_delete_one, args=(str(run.paths.directory), name, handle))
+    ready = context.Barrier(2)
+    deleter = context.Process(target=_delete_one, args=(str(run.paths.directory), name, ready))
+    # Started before the journal is opened, so that it holds no handle of this process's.
     deleter.start()
-    give_up = time.monotonic() + 60
-    waits = re.compile(rf"-> FLOCK +ADVISORY +WRITE {deleter.pid} ")
-    while not waits.search(Path("/proc/locks").read_text()):
-        assert time.monotonic() < give_up
-        time.sleep(0.002)
-    try:
+    with open(journal, "a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        ready.wait(60)
+        give_up = time.monotonic() + 60
+        while not _writes_to(deleter.pid, journal):
+            assert time.monotonic() < give_up
+            time.sleep(0.002)
         yield
-    finally:
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
-        deleter.join(60)
+    deleter.join(60)
     assert deleter.exitcode == 0
 
 
-def _delete_one(directory: str, name: str, inherited: int) -> None:
-    os.close(inherited)
+def _writes_to(process: int | None, path: Path) -> bool:
+    """Whether a process has a file open for writing."""
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        # A handle may be closed while its link is looked at.
+        with contextlib.suppress(FileNotFoundError):
+            if link.lstat().st_mode & stat.S_IWUSR and os.path.samefile(link, path):
+                return True
+    return False
+
+
+def _delete_one(directory: str, name: str, ready: Barrier) -> None:
+    ready.wait(60)
     paths = RunPaths(Path(directory))
     deletion.delete_checkpoint(paths, name, reason="a race", by="test", writer="deleter")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import threading
 from pathlib import Path
@@ -25,11 +28,13 @@ from holdfast.contracts.errors import (
     SchedulerUnavailableError,
     SpecError,
 )
+from holdfast.contracts.filesystems import FileSystem
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec import Cost, RunSpec
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows import carry
 from holdfast.workers import attempts, executors, operator, preflight, runs
 from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.executors import Executor, JobStatus, executor_for
@@ -61,6 +66,41 @@ def test_the_same_spec_attaches_to_its_live_run(tmp_path: Path) -> None:
     assert (again, created) == (first, False)
     record = runs.read_record(first)
     assert (record.created_by, record.spec_digest) == ("ann", spec.digest)
+
+
+def test_a_key_that_an_upgrade_adds_changes_no_runs_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = spec_of(config={"a": 1})
+    paths, _ = runs.attach_or_create(before, tmp_path, created_by="ann")
+    upgraded: Any = type(
+        "RunSpec", (RunSpec,), {"__annotations__": {"priority": int}, "priority": 5}
+    )
+    monkeypatch.setattr(runs, "RunSpec", upgraded)
+    monkeypatch.setattr(carry, "RunSpec", upgraded)
+    after = upgraded.model_validate(before.given)
+    assert after.digest != before.digest
+    assert runs.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
+    # What the flow is given when it takes the run up again.
+    recorded = upgraded.model_validate(runs.read_record(paths).spec)
+    assert carry.take_up(recorded, tmp_path, paths.name) == paths
+    other = upgraded.model_validate({**before.given, "priority": 6})
+    with pytest.raises(RunConflictError, match="another spec"):
+        runs.attach_or_create(other, tmp_path, created_by="ann")
+    with pytest.raises(RunConflictError, match="another spec"):
+        carry.take_up(other, tmp_path, paths.name)
+
+
+def test_a_default_that_an_upgrade_changes_changes_no_runs_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
+    cost = Cost(currency="EUR")
+    upgraded: Any = type("RunSpec", (RunSpec,), {"__annotations__": {"cost": Cost}, "cost": cost})
+    monkeypatch.setattr(runs, "RunSpec", upgraded)
+    after = upgraded.model_validate(spec_of().given)
+    assert after.digest != spec_of().digest
+    assert runs.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
 
 
 def test_another_spec_under_a_live_name_is_refused(tmp_path: Path) -> None:
@@ -401,3 +441,39 @@ def test_preflight_passes_a_run_that_can_start(tmp_path: Path) -> None:
 def test_an_unknown_executor_is_answered_with_the_list() -> None:
     with pytest.raises(SpecError, match="expected one of local, slurm"):
         executor_for("kubernetes")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [(os, "link", "has no hard links"), (fcntl, "flock", "has no file locks")],
+)
+def test_preflight_refuses_a_root_that_cannot_keep_two_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, words: str
+) -> None:
+    (tmp_path / "t.py").write_text("")
+
+    def not_implemented(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(module, name, not_implemented)
+    with pytest.raises(PreflightError, match=words):
+        preflight.check(spec_of(launch={"working_directory": str(tmp_path)}), tmp_path / "root")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "local"),
+    [
+        ("lustre", "rw,localflock", "localflock"),
+        ("lustre", "rw,flock", ""),
+        ("nfs", "rw,vers=3,nolock,local_lock=all", "nolock"),
+        ("nfs4", "rw,vers=4.2,local_lock=none", ""),
+        ("ext4", "rw", ""),
+    ],
+)
+def test_preflight_refuses_locks_that_hold_on_one_host_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, local: str
+) -> None:
+    monkeypatch.setattr(preflight, "filesystem_of", lambda _: FileSystem(kind, options))
+    problems = preflight._root_problems(tmp_path)
+    assert [local in problem for problem in problems] == [True] * bool(local)

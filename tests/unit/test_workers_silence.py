@@ -240,7 +240,7 @@ COLLECTIVE = "all_reduce (torch/distributed.py:1)"
                 "waiting: rank 0 at a (t.py:3); waiting: rank 1 at b (t.py:9)"
             ),
         ),
-        ([RankStack(rank=0, problem="refused")], {0: 5}, "no stacks could be had"),
+        ([RankStack(rank=0, problem="refused")], {0: 5}, "stack capture failed on every rank"),
     ],
 )
 def test_the_missing_rank_is_named(

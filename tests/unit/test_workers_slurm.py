@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.histories import record_of, spec_of
 
+from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
-from holdfast.workers.executors.slurm import _free_gpus, ranks_that_fit
+from holdfast.workers.executors.slurm import SlurmExecutor
+from holdfast.workers.executors.slurm_capacity import (
+    free_gpus,
+    gpus_under_qos,
+    ranks_that_fit,
+    satisfies,
+    wanted_of,
+)
+from holdfast.workers.request import build_request
 from holdfast.workers.slurm_states import SLURM_STATES, bare_word, translate
 
 # `squeue --helpstate` of 24.11 and, for the words it leaves out, slurm.h's base states and flags.
@@ -103,24 +115,48 @@ def test_durations(text: str, minutes: float | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "gpus"), [("gpu:4", 4), ("gpu:a100:8(S:0-1),shard:16", 8), ("(null)", 0), ("", 0)]
+    ("text", "gpus", "of_kind"),
+    [
+        ("gpu:4", 4, 0),
+        ("gpu:a100:8(S:0-1),shard:16", 8, 0),
+        ("gpu:a100:2(S:0,1),gpu:h100:4(S:2)", 6, 4),
+        ("gpu:h100:2(IDX:0,3)", 2, 2),
+        ("gpu:2080ti:4", 4, 0),
+        ("gres:gpu:h100:3", 3, 3),
+        ("gpu:h100", 1, 1),
+        ("gpu", 1, 0),
+        ("(null)", 0, 0),
+        ("", 0, 0),
+    ],
 )
-def test_gpus_of_a_gres_string(text: str, gpus: int) -> None:
+def test_gpus_of_a_gres_string(text: str, gpus: int, of_kind: int) -> None:
     assert slurm_client.gpus_of(text) == gpus
+    assert slurm_client.gpus_of(text, "h100") == of_kind
 
 
 @pytest.mark.parametrize(
-    ("fields", "free"),
+    ("fields", "resources", "free"),
     [
-        ({}, 3),
-        ({"State": "DOWN+NOT_RESPONDING"}, 0),
-        ({"State": "IDLE+DRAIN"}, 0),
-        ({"Partitions": "prod"}, 0),
-        ({"GresUsed": "gpu:4(IDX:0-3)"}, 0),
-        ({"GresUsed": "gpu:0"}, 4),
+        ({}, {}, 3),
+        ({"State": "DOWN+NOT_RESPONDING"}, {}, 0),
+        ({"State": "IDLE+DRAIN"}, {}, 0),
+        ({"State": "IDLE*"}, {}, 3),
+        ({"State": "IDLE+CLOUD+POWERED_DOWN"}, {}, 3),
+        ({"State": "IDLE+POWERING_DOWN"}, {}, 0),
+        ({"Partitions": "prod"}, {}, 0),
+        ({"GresUsed": "gpu:4(IDX:0-3)"}, {}, 0),
+        ({"GresUsed": "gpu:0"}, {}, 4),
+        ({"State": "IDLE+RESERVED"}, {}, 0),
+        ({"State": "IDLE+RESERVED", "NodeName": "n2"}, {"extra": {"reservation": "mine"}}, 3),
+        ({"State": "IDLE+MAINT", "NodeName": "n2"}, {"extra": {"reservation": "mine"}}, 3),
+        ({"NodeName": "n3"}, {"extra": {"reservation": "mine"}}, 0),
+        ({"Gres": "gpu:a100:4,gpu:h100:2", "GresUsed": "gpu:a100:4,gpu:h100:1"},
+         {"gres": "gpu:h100:2"}, 1),
+        ({"ActiveFeatures": "a100,ib"}, {"constraint": "h100"}, 0),
+        ({"ActiveFeatures": "h100,ib"}, {"constraint": "h100&ib"}, 3),
     ],
-)
-def test_free_gpus_of_a_node(fields: dict[str, str], free: int) -> None:
+)  # fmt: skip
+def test_free_gpus_of_a_node(fields: dict[str, str], resources: dict[str, Any], free: int) -> None:
     node = {
         "State": "MIXED",
         "Partitions": "spot,all",
@@ -128,12 +164,56 @@ def test_free_gpus_of_a_node(fields: dict[str, str], free: int) -> None:
         "GresUsed": "gpu:1(IDX:0)",
         **fields,
     }
-    assert _free_gpus(node, Resources(executor="slurm", partition="spot"), 0) == free
+    asked = Resources(executor="slurm", partition="spot", **resources)
+    wanted = wanted_of(asked, ["n2"] if asked.extra else None)
+    assert free_gpus(node, wanted) == free
 
 
 def test_gpus_that_the_attempt_holds_count_as_free() -> None:
     node = {"State": "ALLOCATED", "Gres": "gpu:4", "GresUsed": "gpu:4(IDX:0-3)"}
-    assert _free_gpus(node, Resources(executor="slurm"), 2) == 2
+    assert free_gpus(node, wanted_of(Resources(executor="slurm")), 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("constraint", "is_satisfied"),
+    [
+        ("", True),
+        ("ib", True),
+        ("h100", False),
+        ("ib&a100", True),
+        ("ib,h100", False),
+        ("h100|a100", True),
+        ("(h100|a100)&ib", True),
+        ("[rack1*2|rack2*2]", False),
+        ("[rack1*2|ib*4]", True),
+        ("a100!", True),
+        ("(a100", True),
+    ],
+)
+def test_constraints_of_a_node(constraint: str, is_satisfied: bool) -> None:
+    assert satisfies(constraint, {"a100", "ib"}) is is_satisfied
+
+
+@pytest.mark.parametrize(
+    ("limits", "held", "gpus"),
+    [
+        ({}, 0, None),
+        ({"GrpTRES": "cpu=100"}, 0, None),
+        ({"GrpTRES": "gres/gpu=12"}, 0, 7),
+        ({"MaxTRESPU": "cpu=4,gres/gpu=6"}, 0, 3),
+        ({"MaxTRESPU": "gres/gpu=6"}, 3, 6),
+        ({"MaxTRES": "gres/gpu=4", "GrpTRES": "gres/gpu=12"}, 0, 4),
+        ({"GrpTRES": "gres/gpu=2"}, 0, 0),
+    ],
+)
+def test_gpus_that_a_qos_still_allows(limits: dict[str, str], held: int, gpus: int | None) -> None:
+    in_use = [("me", "cpu=3,gres/gpu=3"), ("you", "cpu=2,node=1,gres/gpu=2"), ("you", "cpu=2")]
+    assert gpus_under_qos(limits, in_use, "me", held) == gpus
+
+
+def request_of(**fields: Any) -> Request:
+    spec = spec_of(**fields)
+    return build_request(record_of(spec), spec, attempt=1, gpus=spec.gpus, reason="test")
 
 
 def fake(directory: Path, name: str, script: str) -> str:
@@ -163,6 +243,81 @@ def test_refusals_and_silences(tmp_path: Path, words: str, kind: type[SchedulerE
     assert type(caught.value) is kind
 
 
+def test_a_persons_own_settings_of_slurms_commands_change_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_TIME_FORMAT", "SQUEUE_FORMAT", "SACCT_FORMAT", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "relative")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
+    seen = slurm_client.call([fake(tmp_path, "squeue", "env | grep -E '^(SLURM|SQUEUE|SACCT)_'")])
+    assert seen == "SLURM_CONF=/etc/slurm/other.conf\n"
+
+
+def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(tmp_path, "sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 7")
+    fake(tmp_path, "srun", "exit 0")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURM_MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ACCOUNT", "SBATCH_QOS"):
+        monkeypatch.setenv(name, "theirs")
+    request = request_of(resources={"executor": "slurm", "qos": "low"})
+    submission = SlurmExecutor().submit(AttemptPaths(tmp_path / "0001"), request)
+    seen = (tmp_path / "seen").read_text()
+    assert submission.job_id == "7"
+    assert "SBATCH_ACCOUNT=theirs" in seen
+    assert not any(name in seen for name in ("MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_QOS"))
+
+
+@pytest.mark.parametrize(
+    ("state", "held"),
+    [("COMPLETING", {"n1": 2, "n2": 2}), ("COMPLETED", {}), ("RUNNING", {})],
+)
+def test_gpus_of_an_ended_attempt_count_while_its_nodes_are_cleaned_up(
+    state: str, held: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = request_of(resources={"executor": "slurm", "nodes": 2, "gpus_per_node": 2})
+    line = f"JobId=7 JobName={request.job_name} JobState={state} NodeList=n[1-2]"
+    fake(tmp_path, "scontrol", f"echo '{line}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    submission = Submission(job_id="7", executor="slurm", submitted_at=1.0)
+    assert SlurmExecutor().held_after_end(request, submission) == held
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Message receive failure",
+        "Message send failure",
+        "Zero Bytes were transmitted or received",
+        "Unable to contact slurm controller (connect failure)",
+        "Socket timed out on send/recv operation",
+        "Connection reset by peer",
+    ],
+)
+def test_an_answer_that_was_lost_is_no_refusal(words: str) -> None:
+    assert not slurm_client.is_refusal(f"sbatch: error: Batch job submission failed: {words}")
+
+
+@pytest.mark.parametrize(
+    ("words", "may_pass"),
+    [
+        ("Job violates accounting/QOS policy (job submit limit, user's size)", True),
+        ("Required partition not available (inactive or drain)", True),
+        ("Requested partition configuration not available now", True),
+        ("Unspecified error", True),
+        ("Invalid account or account/partition combination specified", False),
+        ("Invalid partition name specified", False),
+        ("Requested node configuration is not available", False),
+        ("User's group not permitted to use this partition", False),
+    ],
+)
+def test_refusals_that_may_pass(words: str, may_pass: bool) -> None:
+    said = f"sbatch: error: Batch job submission failed: {words}"
+    assert slurm_client.is_refusal(said)
+    assert slurm_client.may_pass(said) is may_pass
+
+
 def test_a_missing_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: Any, **__: Any) -> None:
         raise FileNotFoundError
@@ -188,3 +343,12 @@ def test_ranks_that_fit_into_what_is_free(
     free: list[int], resources: dict[str, Any], ranks: int | None
 ) -> None:
     assert ranks_that_fit(free, Resources(executor="slurm", **resources)) == ranks
+
+
+def test_hidden_partitions_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = 'case "$*" in *--all*) echo "PartitionName=hidden NodeName=n1";; esac'
+    fake(tmp_path, "scontrol", hidden)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [p["PartitionName"] for p in slurm_client.partitions()] == ["hidden"]
+    fake(tmp_path, "scontrol", hidden.replace("PartitionName=hidden ", ""))
+    assert [n["NodeName"] for n in slurm_client.show_nodes()] == ["n1"]

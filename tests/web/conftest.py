@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 from tests.web import stand
-from tests.web.scene import lay_out
+from tests.web.scene import lay_out, supervised
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stand.Site]:
     """A server with the runs of `scene`, the newest of them live."""
     home = tmp_path_factory.mktemp("page")
     lay_out(home / "runs", time.time())
-    with stand.serving(home) as served:
+    with supervised(home / "runs"), stand.serving(home) as served:
         yield served
 
 

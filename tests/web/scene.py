@@ -25,6 +25,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows.flow_lock import FlowLock
 from holdfast.workers.heartbeats import NodeBeat, RankBeat
 
 MINUTE: Final = 60.0
@@ -32,6 +33,7 @@ HOUR: Final = 3600.0
 STEP_S: Final = 1.2
 STATE_BYTES: Final = 1_083_000_000
 LIVE: Final = "gpt-90m"
+SUPERVISED: Final = (LIVE, "gpt-90m-8k", "llama-3b-instruct")
 # The step that the live run is at; the one of three steps before is on its way to storage.
 NEWEST: Final = 16_503
 COPY_S: Final = 41.5
@@ -143,6 +145,15 @@ def measured(step: int, gpus: int) -> dict[str, float]:
     shiver = math.sin(step * 12.9898) * 43758.5453 % 1 - 0.5
     loss = 2.6 + 8 * math.exp(-step / 1800) + shiver * 0.25
     return {"loss": round(loss, 4), "tokens_per_s": round(gpus * 11_800 * (1 + shiver / 20))}
+
+
+@contextlib.contextmanager
+def supervised(root: Path) -> Iterator[None]:
+    """Hold the locks of the runs under way, as their supervisors do."""
+    with contextlib.ExitStack() as stack:
+        for name in SUPERVISED:
+            assert stack.enter_context(FlowLock(RunPaths(root / name).flow_lock)).try_take()
+        yield
 
 
 def lay_out(root: Path, now: float) -> None:
@@ -295,6 +306,7 @@ def tell_failed(root: Path, began: float) -> None:
         began + 3 * MINUTE,
         traceback=TRACEBACK,
         failed_rank=1,
+        failed_host="gpu-05",
         host="gpu-05",
         started_at=began + MINUTE,
     )

@@ -16,7 +16,7 @@ from typing import Final
 from PIL import Image
 from playwright.sync_api import Browser
 from tests.web import stand
-from tests.web.scene import LIVE, NEWEST, beat, lay_out
+from tests.web.scene import LIVE, NEWEST, beat, lay_out, supervised
 
 from holdfast.contracts.paths import RunPaths
 
@@ -35,7 +35,7 @@ VIEWS: Final = {
     "compare": (f"/compare?a={PINNED}&b={LAST}", "Facts that differ"),
     "goodput": ("/goodput", "Productive"),
     "nodes": ("/nodes", "gpu-11"),
-    "storage": ("/storage", "Would be pruned"),
+    "storage": ("/storage", "Prunable"),
 }
 # End of the file's name: width and height in pixels, and the theme.
 LOOKS: Final = {"": (1440, 900, "light"), "-narrow": (390, 844, "dark")}
@@ -52,7 +52,11 @@ def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
         lay_out(Path(folder) / "runs", time.time())
-        with stand.serving(Path(folder)) as site, stand.chromium() as browser:
+        with (
+            supervised(Path(folder) / "runs"),
+            stand.serving(Path(folder)) as site,
+            stand.chromium() as browser,
+        ):
             for name in VIEWS:
                 for look in LOOKS:
                     path = target / f"{name}{look}.png"
@@ -71,7 +75,7 @@ def picture(browser: Browser, site: stand.Site, name: str, look: str) -> bytes:
         beat(RunPaths(site.root / LIVE), 3, NEWEST, time.time())
         page.goto(path)
         page.get_by_text(text).locator("visible=true").first.wait_for()
-        page.get_by_text("Finding places").wait_for(state="hidden")
+        page.get_by_text("Laying out").wait_for(state="hidden")
         page.wait_for_timeout(SETTLE_MS)
         shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
     few = shot.convert("RGB").crop((0, 0, shot.width, min(shot.height, HEIGHT_MAX)))

@@ -30,9 +30,10 @@ FOREIGN: Final = ("HOLDFAST_", "PREFECT_")
 
 @dataclass
 class Site:
-    """A server that answers at `url` and shows the runs under `root`."""
+    """A server that answers at `url`, to `token`, and shows the runs under `root`."""
 
     url: str
+    token: str
     home: Path
     root: Path
     process: subprocess.Popen[bytes]
@@ -83,22 +84,22 @@ def serving(home: Path, *options: str) -> Iterator[Site]:
             stdout=log,
             stderr=log,
         )
-        site = Site("", home, root, process)
+        site = Site("", "", home, root, process)
         try:
-            site.url = _url(process, log.fileno())
+            site.url, site.token = _address(process, log.fileno())
             yield site
         finally:
             site.end()
 
 
-def _url(process: subprocess.Popen[bytes], log: int) -> str:
-    """The address that the server says it answers at."""
+def _address(process: subprocess.Popen[bytes], log: int) -> tuple[str, str]:
+    """(URL, token) that the server says it answers at and to."""
     ends_at = time.monotonic() + WAIT_S
     while True:
         text = os.pread(log, 65536, 0).decode(errors="replace")
-        found = re.search(r"serving (http://\S+?)/?\s", text)
+        found = re.search(r"serving (http://\S+)/\?token=(\S+)\s", text)
         if found:
-            return found[1]
+            return found[1], found[2]
         assert process.poll() is None, f"the server ended: {text}"
         assert time.monotonic() < ends_at, f"the server did not begin: {text}"
         time.sleep(POLL_S)
@@ -121,15 +122,25 @@ def chromium() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def looking(
-    browser: Browser, site: Site, *, width: int = 1440, theme: str = "light"
+    browser: Browser,
+    site: Site,
+    *,
+    width: int = 1440,
+    theme: str = "light",
+    logged_in: bool = True,
 ) -> Iterator[tuple[Page, list[str]]]:
-    """(a window, what its console complains of); the list fills while the window is used."""
+    """(a window, what its console complains of); the list fills while the window is used.
+
+    Unless `logged_in` is false, it has a session, by the URL that the server printed.
+    """
     context = browser.new_context(
         base_url=site.url,
         viewport={"width": width, "height": 900},
         color_scheme="dark" if theme == "dark" else "light",
     )
     context.set_default_timeout(WAIT_MS)
+    if logged_in:
+        context.request.get(f"/?token={site.token}")
     page = context.new_page()
     complaints: list[str] = []
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)

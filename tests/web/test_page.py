@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,7 +28,7 @@ PAGES: Final = {
     f"/runs/{LIVE}": "Where the time went",
     f"/runs/{LIVE}/checkpoints": "keep.last 4: it is older",
     f"/runs/{LIVE}/lineage": "preemption · 8 GPUs",
-    f"/runs/{LIVE}/ranks": "Step, median",
+    f"/runs/{LIVE}/ranks": "Median step",
     f"/runs/{LIVE}/logs": "Following",
     f"/runs/{LIVE}/events": "a preemption is always forgiven",
     "/runs/bert-classifier": "Traceback of rank 1",
@@ -35,7 +36,7 @@ PAGES: Final = {
     f"/compare?a={PINNED}&b={LAST}": "Facts that differ",
     "/goodput": "Productive",
     "/nodes": "gpu-11",
-    "/storage": "Would be pruned",
+    "/storage": "Prunable",
 }
 RULES: Final = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 View = tuple[Literal["light", "dark"], ViewportSize]
@@ -114,14 +115,23 @@ def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser)
         page.goto(f"/checkpoints/{LAST}")
         page.get_by_role("button", name="Pin", exact=True).click()
         dialog = page.get_by_role("dialog")
-        dialog.get_by_label("Why, for the records").fill("the last before the node was lost")
+        dialog.get_by_label("Reason (optional)").fill("the last before the node was lost")
+        dialog.get_by_role("button", name="Pin").click()
+        expect(dialog.get_by_role("status")).to_be_visible()
+        dialog.get_by_role("button", name="Close").click()
+        expect(page.get_by_text("the last before the node was lost")).to_be_visible()
+        page.get_by_role("button", name="Unpin").click()
+        dialog.get_by_role("button", name="Unpin").click()
+        dialog.get_by_role("button", name="Close").click()
+        # The reason may be left out.
+        page.get_by_role("button", name="Pin", exact=True).click()
         dialog.get_by_role("button", name="Pin").click()
         expect(dialog.get_by_role("status")).to_be_visible()
         dialog.get_by_role("button", name="Close").click()
         expect(page.get_by_role("button", name="Unpin")).to_be_visible()
         assert not complaints
     events = [e for e in load_events(RunPaths(site.root / LIVE)) if e.kind is EventKind.PINNED]
-    assert events[-1].data["note"] == "the last before the node was lost"
+    assert [e.data["note"] for e in events[-2:]] == ["the last before the node was lost", ""]
     assert events[-1].data["checkpoint"] == LAST.partition(":")[2]
 
 
@@ -147,12 +157,53 @@ def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
         assert not complaints
 
 
+def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> None:
+    live = "live"
+    with stand.looking(browser, site) as (page, _):
+        page.clock.install()
+        page.goto("/")
+        expect(page.get_by_text(live, exact=True)).to_be_visible()
+        site.process.send_signal(signal.SIGSTOP)
+        try:
+            # Its connection stays open, and nothing comes through it.
+            page.clock.fast_forward(20_000)
+            expect(page.get_by_text(live, exact=True)).to_have_count(0)
+        finally:
+            site.process.send_signal(signal.SIGCONT)
+        expect(page.get_by_text(live, exact=True)).to_be_visible()
+
+
+def test_one_failed_request_ends_neither_the_stream_nor_the_view(
+    site: Site, browser: Browser
+) -> None:
+    with stand.looking(browser, site) as (page, _):
+        page.goto("/")
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        page.route("**/api/v1/storage*", lambda route: route.abort())
+        page.get_by_role("link", name="Storage").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        expect(page.get_by_text("live", exact=True)).to_be_visible()
+        page.unroute_all()
+        # It is asked again although the stream has no news.
+        expect(page.get_by_text("Prunable").first).to_be_visible()
+
+
+def test_the_printed_url_opens_the_page_and_its_token_leaves_the_address(
+    browser: Browser, site: Site
+) -> None:
+    with stand.looking(browser, site, logged_in=False) as (page, complaints):
+        page.goto(f"/?token={site.token}")
+        expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
+        expect(page).to_have_url(f"{site.url}/")
+        assert not complaints
+
+
 def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_path: Path) -> None:
     token = stand.call(tmp_path, "token", "add", "ann")
     RunFolder(tmp_path / "runs", "only", "e" * 32)
     with (
-        stand.serving(tmp_path, "--require-token") as site,
-        stand.looking(browser, site) as (page, _),
+        stand.serving(tmp_path) as site,
+        stand.looking(browser, site, logged_in=False) as (page, _),
     ):
         page.goto("/")
         page.get_by_label("Token").fill("hf_wrong")
@@ -162,7 +213,11 @@ def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_p
         page.get_by_role("button", name="Log in").click()
         page.get_by_role("link", name="only").click()
         # A reader looks and does not touch.
-        expect(page.get_by_text("You may look; an operator may act.")).to_be_visible()
+        expect(page.get_by_text("Read-only")).to_be_visible()
+        # A view that was not loaded before the server went cannot be shown; the page stays.
+        page.route("**/assets/Events-*.js", lambda route: route.abort())
         site.end()
         expect(page.get_by_text("The server has not answered since")).to_be_visible()
+        page.get_by_role("link", name="Events").click()
+        expect(page.get_by_text("This view could not be loaded.")).to_be_visible()
         expect(page.get_by_role("heading", name="only")).to_be_visible()

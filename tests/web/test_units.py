@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from typing import Final
 
 from tests.web.stand import CHECKOUT
 
+from holdfast.contracts.journal import EventKind
+
 LIMIT_S: Final = 240
+
+
+def test_events_can_be_filtered_by_every_kind() -> None:
+    source = (CHECKOUT / "web" / "src" / "events.ts").read_text()
+    kinds = re.search(r"KINDS = \[(.*?)\]", source, re.DOTALL)
+    assert kinds
+    assert re.findall(r'"(\w+)"', kinds[1]) == [str(kind) for kind in EventKind]
 
 
 def test_the_pages_pure_parts() -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast.trainer.bench.conduct import MEGABYTE, Plan, run
+from holdfast.trainer.bench.conduct import MEGABYTE, Plan, run, run_gpu
 
 
 def main() -> int:
@@ -25,7 +25,8 @@ def main() -> int:
         ranks=options.ranks,
     )
     try:
-        found = run(plan.quick() if options.quick else plan)
+        measure = run_gpu if options.gpu else run
+        found = measure(plan.quick() if options.quick else plan)
     except HoldfastError as error:
         print(f"holdfast bench: {error}", file=sys.stderr)
         return 2 if isinstance(error, PreflightError) else 1
@@ -40,6 +41,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="a few megabytes, one pair")
+    parser.add_argument("--gpu", action="store_true", help="what concerns GPUs, and nothing else")
     return parser.parse_args()
 
 

@@ -102,6 +102,24 @@ def run(plan: Plan) -> dict[str, Any]:
     return about | measured
 
 
+def run_gpu(plan: Plan) -> dict[str, Any]:
+    """What `run` finds on GPUs, alone. Raises as `run` does, also where there is no GPU."""
+    if not gpus():
+        raise PreflightError(
+            "no NVIDIA GPU is here: expected /dev/nvidia0 or another. Run it on a node with GPUs; "
+            "`holdfast bench` measures what needs none"
+        )
+    check(plan)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=plan.directory)).resolve()
+    try:
+        course = Course(plan, work, end_by=time.time() + plan.time_limit_s)
+        found = figures.gpu(course.run_gpu())
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return {"machine": machine(plan.directory), "versions": versions(), "gpu": found}
+
+
 class Course:
     """The programs of one benchmark, one after the other."""
 
@@ -119,8 +137,8 @@ class Course:
         single = {"load": narrowed["facts"]["checkpoint"], "save": False}
         widened = self._program("reshard", single, folder="widened")
         shutil.rmtree(self._work / "narrowed", ignore_errors=True)
-        if devices := gpus():
-            self.gpu = self._program("gpu", self._gpu_settings(), ranks=devices)
+        if gpus():
+            self.gpu = self.run_gpu()
         starts = self._starts()
         found = figures.Found(
             pairs=pairs["seconds"],
@@ -164,6 +182,10 @@ class Course:
             "saves": plan.saves,
             "steps": plan.steps,
         }
+
+    def run_gpu(self) -> dict[str, Any]:
+        """The program on GPUs, with one rank for each."""
+        return self._program("gpu", self._gpu_settings(), ranks=gpus())
 
     def _gpu_settings(self) -> dict[str, Any]:
         room = int(psutil.virtual_memory().available * GPU_MEMORY_SHARE)

@@ -131,6 +131,8 @@ def gpu(program: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "device": program["facts"]["device"],
         "state_bytes": program["facts"]["unique_bytes"],
+        "device_bytes_of_a_save": program["facts"]["device_bytes_of_a_save"],
+        "context_bytes": program["facts"]["context_bytes"],
         "save_blocked": round(statistics.median(blocked), 4),
         "step_during_flush": round(statistics.median(steps), 4),
         "spread": {"save_blocked": spread(blocked), "step_during_flush": spread(steps)},

@@ -28,7 +28,13 @@ def main() -> None:
     program = Program("cuda")
     trained = Trained(program.settings["state_bytes"], "cuda")
     saver = Saver(program, trained, program.directory / "gpu")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     first = saver.save()
+    program.facts |= {
+        "device_bytes_of_a_save": program.slowest(torch.cuda.max_memory_allocated() - before),
+        "context_bytes": program.slowest(context_bytes()),
+    }
     program.note(**{"first.blocked": first.blocked})
     copy = pinned_copier(trained.tensors())
     step = step_maker()
@@ -42,6 +48,15 @@ def main() -> None:
     program.facts |= {"device": torch.cuda.get_device_name()}
     saver.session.close()
     program.finish()
+
+
+def context_bytes() -> int:
+    """Bytes of this rank's device that are taken and that torch's allocator does not have.
+
+    More than one context's on a node of several ranks: another rank has opened one here.
+    """
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def measure_save(program: Program, saver: Saver, step: Callable[[], None]) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_dcp
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import find_damage
-from holdfast.trainer.export.whole import Entry, Source, batches, weights_of
+from holdfast.trainer.export.usable import OPTIMIZER, make_objects, make_optimizer, owned_by
+from holdfast.trainer.export.whole import Entry, Source, batches, require_tensors, weights_of
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.metadata import METADATA
 
@@ -31,11 +32,22 @@ HF_INDEX: Final = "model.safetensors.index.json"
 
 
 def write_torch(source: Source, place: Path, _: int) -> None:
-    """One file for `torch.load(path, weights_only=True)`: nested dictionaries, as DCP's converter.
+    """One file for `torch.load(path, weights_only=True)`: parts that `load_state_dict` takes.
 
     The whole of it is in memory at once.
     """
-    torch.save(_nested(source), place)
+    values = source.read(source.entries)
+    flat = {entry.key: values[entry.name] for entry in source.entries}
+    objects = make_objects(source.documents, flat)
+    optimizer = make_optimizer(flat)
+    state: dict[str, Any] = {}
+    for entry in source.entries:
+        is_of_optimizer = optimizer is not None and entry.key.startswith(f"{OPTIMIZER}.")
+        if not is_of_optimizer and not owned_by(entry.key, source.documents):
+            set_element(state, entry.path, values[entry.name])
+    if optimizer is not None:
+        state[OPTIMIZER] = optimizer
+    torch.save(state | objects, place)
     _sync(place)
 
 
@@ -71,6 +83,7 @@ def write_dcp(source: Source, place: Path, _: int) -> None:
     The files are copied as they are when all is wanted as it was saved; else, and where several
     pipeline stages are to become one, the state goes through memory and stock DCP's own writer.
     """
+    require_tensors(source)
     if _is_whole(source):
         _copy_files(source, place)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from holdfast.contracts.errors import CheckpointError, KeyMismatchError
 from holdfast.trainer.loading.compare_keys import Selection, is_of_one_rank, shorten
 from holdfast.trainer.loading.reader import load_state
+from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.planning.metadata import Opened, open_checkpoint, paths_of
 
 MODEL: Final = "model."
@@ -43,10 +44,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and what of it is to be written."""
+    """A checkpoint and what of it is to be written; `documents` are those of objects, by name."""
 
     opened: Opened
     entries: tuple[Entry, ...]
+    documents: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def directory(self) -> Path:
@@ -91,7 +93,9 @@ def open_source(
     }
     pick = Selection(include=tuple(include))
     taken = [key for key in saved if pick.takes(key)]
-    if not taken:
+    kept = read_train_state(directory, opened.manifest).get("objects", {})
+    documents = {name: document for name, document in kept.items() if pick.takes(name)}
+    if not taken and not documents:
         raise CheckpointError(
             f"{directory}: no key lies under {', '.join(include) or 'it'}; it has "
             f"{shorten(list(saved)) or 'none'}"
@@ -115,7 +119,7 @@ def open_source(
                 bytes=math.prod(shape) * wanted.itemsize if wanted is not None else 0,
             )
         )
-    return Source(opened, tuple(entries))
+    return Source(opened, tuple(entries), documents)
 
 
 def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
@@ -135,6 +139,7 @@ def weights_of(source: Source) -> list[Entry]:
 
     The `model.` before a parameter's name is Holdfast's own, and goes.
     """
+    require_tensors(source)
     numbers = [entry.key for entry in source.entries if not entry.is_tensor]
     if numbers:
         raise KeyMismatchError(
@@ -143,6 +148,15 @@ def weights_of(source: Source) -> list[Entry]:
             extra=numbers,
         )
     return [replace(one, name=one.name.removeprefix(MODEL)) for one in source.entries]
+
+
+def require_tensors(source: Source) -> None:
+    """Raise `CheckpointError` where nothing but plain values of objects is to be written."""
+    if not source.entries:
+        raise CheckpointError(
+            f"{source.directory}: {', '.join(source.documents)} has no tensors, and this form "
+            "holds nothing else; write --to torch"
+        )
 
 
 def split_name(name: str) -> OBJ_PATH:

@@ -19,7 +19,8 @@ def main(argv: list[str] | None = None) -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.flusher")
-    parser.add_argument("--socket", required=True, help="abstract socket name to listen on")
+    help_text = "inherited file that takes the name of the socket it listens on"
+    parser.add_argument("--address-fd", type=int, required=True, help=help_text)
     parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
     parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.suppress(OSError):
         os.setsid()
     keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
-    listener = wire.listen(given.socket)
+    listener = wire.listen(given.address_fd, given.run)
     Flusher(listener, keeper, given.budget, start_mirror(given.node, given.run)).run()
 
 

@@ -27,17 +27,16 @@ from holdfast.contracts.durable import (
     to_json,
     write_bytes,
 )
+from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import SaveError
+from holdfast.contracts.filesystems import delay_s, refresh, revalidate
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
 
-PEERS_WAIT_S: Final = 1800.0
 POLL_S: Final = 0.002
 POLL_SLOW_S: Final = 0.05
 OVERTAKEN_CHECK_S: Final = 0.5
-# Shared directories show another node's files late; after this long nothing more will come.
-LOST_GRACE_S: Final = 5.0
 LOOK_RETRY_S: Final = 10.0
 # Without a word from the agents: when the other nodes try to commit, the lower ones earlier.
 TAKEOVER_S: Final = 30.0
@@ -194,9 +193,12 @@ class _Wait:
     ) -> None:
         self._run, self._directory, self._own, self._others = run, directory, part, others
         self._began = self._checked = time.monotonic()
+        self._peers_wait_s = flush_timeout_s()
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
         self._lost_since: dict[int, float] = {}
         self._refused_since: float | None = None
+        # Shared directories show another node's files late; after this long no more will come.
+        self._lost_grace_s = delay_s(directory)
 
     def for_commit(self) -> Manifest:
         """The manifest, whoever writes it; `SaveError` when there will be none."""
@@ -264,8 +266,12 @@ class _Wait:
 
     def _raise_if_lost(self) -> None:
         """End the wait for parts that will not come any more."""
-        late = time.monotonic() - LOST_GRACE_S
+        late = time.monotonic() - self._lost_grace_s
         gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
+        if gone:
+            revalidate(self._directory / PARTS)
+            self._gather()
+            gone = [node for node in gone if node not in self._parts]
         if gone:
             raise SaveError(
                 f"{self._directory.name}: {_name_nodes(gone)} went down before all of it was "
@@ -285,17 +291,18 @@ class _Wait:
     def _pause(self, missing: Sequence[int]) -> None:
         now = time.monotonic()
         waited = now - self._began
-        if waited > PEERS_WAIT_S:
+        if waited > self._peers_wait_s:
             self._gather()
             raise SaveError(
                 f"{self._directory.name}: nothing from {_name_nodes(missing)} within "
-                f"{PEERS_WAIT_S:.0f} s, {self._name_missing_ranks()}; expected their parts on "
-                "the shared directory. Is it shared, and are those nodes alive?"
+                f"{self._peers_wait_s:.0f} s, {self._name_missing_ranks()}; expected their parts "
+                "on the shared directory. Is it shared, and are those nodes alive?"
             )
         if reason := self._others.abandoned():
             raise SaveError(f"{self._directory.name}: {reason}")
         if now - self._checked > OVERTAKEN_CHECK_S:
             self._checked = now
+            refresh(self._directory)
             overtaken = [node for node in missing if self._is_overtaken(node)]
             if overtaken:
                 raise SaveError(

@@ -17,12 +17,14 @@ from typing import Any, Final
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
+from holdfast.contracts.filesystems import delay_s, refresh
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
 
 LISTS_WAIT_S: Final = 60.0
+REFRESH_S: Final = 1.0
 POLL_S: Final = 0.02
 
 
@@ -66,13 +68,13 @@ def agree(
     *,
     abandoned: Callable[[], str | None],
     lost: Callable[[], Collection[int]] = frozenset,
-    timeout_s: float = LISTS_WAIT_S,
+    timeout_s: float | None = None,
 ) -> int | None:
     """The step that all nodes commit, None when they have none in common.
 
     `table` is any sealed slot's. Raises `SaveError` when a node says nothing within `timeout_s`
-    seconds or is among the `lost`, or `abandoned` gives a reason, and `OSError` when the folder
-    cannot be used.
+    seconds (unless given, `LISTS_WAIT_S` more than the file system can be late), is among the
+    `lost`, or `abandoned` gives a reason, and `OSError` when the folder cannot be used.
     """
     node, nodes = int(table["node"]), int(table["nodes"])
     if nodes == 1:
@@ -80,8 +82,13 @@ def agree(
     folder = incarnation_folder(RunPaths(Path(table["run_directory"])), table["checkpoint"])
     make_directory(folder)
     _write_list(folder, node, steps)
+    timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s
     give_up = time.monotonic() + timeout_s
+    refresh_at = 0.0
     while True:
+        if time.monotonic() >= refresh_at:
+            refresh(folder)
+            refresh_at = time.monotonic() + REFRESH_S
         lists = {other: _read_list(folder, other) for other in range(nodes)}
         silent = [other for other, found in lists.items() if found is None]
         if not silent:

@@ -1,6 +1,7 @@
 """The flusher: one small process per node that makes staged steps durable.
 
-    python -m holdfast.trainer.flusher --socket NAME --node I --nodes N [--keeper-fd FD] [--run DIR]
+    python -m holdfast.trainer.flusher --address-fd FD --node I --nodes N
+                                       [--keeper-fd FD] [--run DIR]
 
 It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
 when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
@@ -55,6 +56,7 @@ SNAPSHOT_LINGER_S: Final = 60.0
 # With keeper and ranks gone, the longest that copies to the mirror are waited for.
 MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
+ERROR_BYTES_MAX: Final = 500
 IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
@@ -97,6 +99,7 @@ class Flusher:
         self._drain_by: float | None = None
         self._lost_nodes: frozenset[int] = frozenset()
         self._drains_mirror = False
+        self._drain_number: int | None = None
         self._alone_since = time.monotonic()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -234,6 +237,7 @@ class Flusher:
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
+            self._drain_number = message.get("number")
             self._drains_mirror = bool(message.get("mirror"))
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
@@ -252,12 +256,13 @@ class Flusher:
             return
         try:
             wire.send(self._keeper, kind, descriptors=descriptors, **data)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _say(f"the keeper did not take `{kind}`: {error}")
 
     def _ask_for_room(self, need: Need, problem: str) -> bool:
         """Asked by the writer's thread: a packet is sent whole or not at all."""
-        self._tell_keeper("full", step=need.step, bytes=need.step_bytes, error=problem)
+        error = wire.clip(problem, wire.MESSAGE_BYTES_MAX // 2)
+        self._tell_keeper("full", step=need.step, bytes=need.step_bytes, error=error)
         return self._keeper is not None
 
     # --- decisions ------------------------------------------------------------------------
@@ -343,7 +348,7 @@ class Flusher:
                 )
             else:
                 _say(f"{name} is not committed: {result.error}")
-                error = result.error[: wire.MESSAGE_BYTES_MAX // 8]
+                error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
                 self._tell_keeper("failed", step=step, checkpoint=name, error=error)
 
     def _answer_drain(self) -> None:
@@ -355,15 +360,18 @@ class Flusher:
         if not (idle and not unmirrored) and time.monotonic() < self._drain_by:
             return
         self._drain_by = None
+        failed = [
+            {"step": r.group.step, "error": wire.clip(r.error, ERROR_BYTES_MAX)}
+            for r in self._results
+            if not r.committed
+        ]
         self._tell_keeper(
             "drained",
+            number=self._drain_number,
+            is_done=idle,
             committed=[r.group.step for r in self._results if r.committed],
-            failed=[
-                {"step": r.group.step, "error": r.error[:500]}
-                for r in self._results
-                if not r.committed
-            ],
-            unmirrored=unmirrored,
+            failed=wire.newest_that_fit(failed, wire.MESSAGE_BYTES_MAX // 3),
+            unmirrored=wire.newest_that_fit(unmirrored, wire.MESSAGE_BYTES_MAX // 3),
         )
         self._results.clear()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
@@ -15,8 +15,10 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, default_root
 from holdfast.trainer.collective import Ranks
-from holdfast.trainer.loading.reader import LoadReport, load_state
-from holdfast.trainer.planning.metadata import read_metadata
+from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
+from holdfast.trainer.loading.train_state import read_train_state
+from holdfast.trainer.planning.metadata import Opened
 from holdfast.trainer.state.train_state import TrainState
 
 PARTS: Final = ("model", "optimizer")
@@ -60,21 +62,30 @@ def load_checkpoint(
     state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
     try:
         with _held(directory, ranks):
-            target = state.tensors(lambda: read_metadata(directory))
+            pick = Selection(tuple(include or parts), tuple(exclude), dict(rename or {}), strict)
+            opened = open_any_together(directory, ranks.group)
+            made: list[dict[str, Any]] = []
+            ranks.gather(lambda: made.append(_target(state, opened, pick)))
             report = load_state(
-                directory,
-                target,
+                opened,
+                made[0],
                 group=ranks.group,
                 strict=strict,
                 include=include or parts,
                 exclude=exclude,
                 rename=rename,
             )
-        ranks.gather(lambda: state.put_back(target))
+        ranks.gather(lambda: state.put_back(made[0]))
     finally:
         if ranks.group is not None:
             dist.destroy_process_group(ranks.group)
     return report
+
+
+def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any]:
+    """What to load into, the optimizer's state that only the checkpoint has among it."""
+    document = read_train_state(opened.directory, opened.manifest)
+    return state.tensors(lambda: opened.metadata, pick, document)
 
 
 @contextlib.contextmanager

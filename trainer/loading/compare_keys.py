@@ -21,7 +21,8 @@ KEYS_SHOWN: Final = 8
 _MODEL: Final = "model."
 _OF_A_PARAMETER: Final = ("optimizer.state.", "optimizer.param_groups.")
 _ALL: Final = ".*"
-_OF_ONE_RANK: Final = re.compile(r"(?:^|\.)rank\d{5,}(?:\.|$)")
+# A module may be called so too: below `model` and `optimizer`, and deep in an extra, it is one.
+_OF_ONE_RANK: Final = re.compile(r"rng\.rank\d{5,}(?:\..*)?|extra\.[^.]+\.rank\d{5,}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Selection:
         if any(_lies_under(key, prefix) for prefix in self.exclude):
             return False
         return not self.include or any(_lies_under(key, prefix) for prefix in self.include)
+
+    def renamed(self, key: str) -> str:
+        """The wanted name of the saved `key`."""
+        return _apply(self.rename, key)
 
     def rename_all(self, saved: Collection[str]) -> dict[str, str]:
         """Saved key → wanted key, for all of `saved`, most of them unchanged.
@@ -166,7 +171,7 @@ def is_of_one_rank(key: str) -> bool:
 
     At another world size such keys come and go, so they are reported and never an error.
     """
-    return _OF_ONE_RANK.search(key) is not None
+    return _OF_ONE_RANK.fullmatch(key) is not None
 
 
 def shorten(keys: Collection[str]) -> str:

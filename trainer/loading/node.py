@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from holdfast.trainer.collective import Tree
 from holdfast.trainer.loading.plan import PIECE_BYTES
 
 WINDOW_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -47,15 +48,21 @@ def own_window() -> Iterator[Address]:
 class Node:
     """The ranks that read together, of which this is number `rank` of `size`.
 
-    Half of a window has `slots` pieces. `is_sharing` is False where not all windows are there:
+    They talk over `group` when it is theirs alone, else over `tree`, whose node they are. Half of a
+    window has `slots` pieces. `is_sharing` is False where not all windows are there:
     ranks in containers of their own cannot open each other's.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, places: Sequence[str], *, made: bool = False
+        self,
+        places: Sequence[str],
+        *,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        tree: Tree | None = None,
     ) -> None:
-        self._group, self._made = group, made
-        self.rank = dist.get_rank(group) if group is not None else 0
+        self._group, self._tree = group, tree
+        self.rank = rank
         self.size = len(places)
         each = WINDOW_BYTES_MAX // (HALVES * PIECE_BYTES * self.size)
         self.slots = max(1, min(SLOTS_MAX, each))
@@ -64,36 +71,37 @@ class Node:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None, addresses: Sequence[Address]) -> Node:
-        """The ranks of `group` that run where this one does; all of `group` call it together."""
+        """The ranks of `group` that run where this one does; all of `group` call it together.
+
+        No group is made for them: torch names one after the groups that a rank has already, and a
+        program may have made other groups on each.
+        """
         rank = dist.get_rank(group) if group is not None else 0
         here = [r for r, one in enumerate(addresses) if one.home == addresses[rank].home]
         places = [addresses[r].place for r in here]
         if group is None or len(here) == len(addresses):
-            return cls(group, places)
-        if len(here) == 1:
-            return cls(None, places)
-        world = [dist.get_global_rank(group, r) for r in here]
-        made = dist.new_group(world, backend="gloo", use_local_synchronization=True)
-        return cls(made, places, made=True)
+            return cls(places, rank=rank, group=group)
+        return cls(places, rank=here.index(rank), tree=Tree(group, node=here[0]))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        return gather(self._group, value)
+        if self._tree is None:
+            return gather(self._group, value)
+        told = self._tree.gather_node(value)
+        values: list[Any] = self._tree.scatter_node([told] * self.size)
+        return values
 
     def barrier(self) -> None:
         """Return when all ranks of the node have called it."""
-        if self._group is not None:
+        if self._tree is not None:
+            self.gather(None)
+        elif self._group is not None:
             dist.barrier(group=self._group)
 
     def slot(self, rank: int, half: int, slot: int) -> memoryview:
         """The memory of one piece in the window of `rank`."""
         start = (half * self.slots + slot) * PIECE_BYTES
         return memoryview(self._maps[rank])[start : start + PIECE_BYTES]
-
-    def leave(self) -> None:
-        """Let go of a group that was made for this node."""
-        if self._made:
-            dist.destroy_process_group(self._group)
 
 
 def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:

@@ -12,11 +12,13 @@ import errno
 import mmap
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from holdfast.contracts.direct import ALIGNMENT, DIRECT_BYTES_MIN, begin_direct, end_direct
+from holdfast.contracts.retries import read_again
 
 VECTORS_MAX: Final = 1024
 HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
@@ -76,7 +78,7 @@ def fill_aligned(handle: int, memory: memoryview, start: int, size: int) -> None
     room, at = -(-size // ALIGNMENT) * ALIGNMENT, 0
     while at < size:
         try:
-            count = os.preadv(handle, [memory[at:room]], start + at)
+            count = read_again(partial(os.preadv, handle, [memory[at:room]], start + at))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -95,7 +97,7 @@ def fill(handle: int, views: Sequence[memoryview], start: int) -> None:
     """Fill all `views` from the file; raises `EOFError` when it ends before them."""
     waiting, at = list(views), start
     while waiting:
-        count = os.preadv(handle, waiting[:VECTORS_MAX], at)
+        count = read_again(partial(os.preadv, handle, waiting[:VECTORS_MAX], at))
         if count == 0:
             raise EOFError(f"ends at byte {at}, expected more")
         at += count

@@ -23,7 +23,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
+from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
 from holdfast.trainer.loading.plan import (
@@ -248,7 +251,8 @@ class _Reader:
     def check_whole(self, entry: FileEntry) -> None:
         """Compare a long file whose manifest has one checksum for all of it."""
         with self._noting(entry.path):
-            found = range_digest(self._directory / entry.path, 0, entry.bytes)
+            with self._open(entry.path) as handle:
+                found = read_again(lambda: range_digest(handle, 0, entry.bytes))
             with self._lock:
                 self.bytes_read += entry.bytes
                 if found != entry.checksum:
@@ -302,7 +306,8 @@ class _Reader:
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[int]:
         """The file's descriptor; raises `EOFError` when its size is not the manifest's."""
-        handle = os.open(self._directory / path, os.O_RDONLY | os.O_CLOEXEC)
+        here = self._directory
+        handle = read_again(lambda: open_regular(here / path, below=here, follow=True))
         try:
             entry, size = self.catalogue.entries.get(path), os.fstat(handle).st_size
             if entry is not None and size != entry.bytes:
@@ -316,8 +321,9 @@ class _Reader:
         """What is raised is kept for the end: the other ranks must not wait for this one."""
         try:
             yield
-        except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
+        except (OSError, EOFError, ForeignFileError) as error:
+            words = getattr(error, "strerror", None), getattr(error, "problem", None), str(error)
+            reason = next(filter(None, words))
             with self._lock:
                 line = f"{path}: {reason}"
                 if line not in self.problems:

@@ -27,6 +27,7 @@ from holdfast.contracts.errors import (
     HoldfastError,
     KeyMismatchError,
 )
+from holdfast.contracts.manifest import Manifest
 from holdfast.trainer.loading.compare_keys import (
     KeyComparison,
     Selection,
@@ -53,6 +54,7 @@ from holdfast.trainer.planning.metadata import (
     Opened,
     extents_of,
     open_checkpoint,
+    open_committed,
     pick_entries,
     read_metadata,
 )
@@ -129,8 +131,23 @@ def read_keys(directory: Path) -> frozenset[str]:
     return frozenset(read_metadata(directory).state_dict_metadata)
 
 
+def open_together(
+    directory: Path, manifest: Manifest | None, group: dist.ProcessGroup | None
+) -> Opened:
+    """The checkpoint in `directory`, whose manifest was read before; all ranks of `group` call it.
+
+    Raises on all ranks what any of them found: `DamagedCheckpointError` as `open_checkpoint` does.
+    """
+    return _agree(lambda: open_committed(directory, manifest), group, lambda _: None)[0]
+
+
+def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
+    """A checkpoint of ours or of stock DCP's; otherwise as `open_together`."""
+    return _agree(lambda: open_checkpoint(directory), group, lambda _: None)[0]
+
+
 def load_state(
-    directory: Path,
+    checkpoint: Path | Opened,
     state: dict[str, Any],
     *,
     group: dist.ProcessGroup | None,
@@ -140,8 +157,9 @@ def load_state(
     rename: Mapping[str, str] | None = None,
     planner: LoadPlanner | None = None,
 ) -> LoadReport:
-    """Load `directory` in place into `state`; all ranks of `group` call it together.
+    """Load a checkpoint in place into `state`; all ranks of `group` call it together.
 
+    `checkpoint` is its directory, or itself where that was looked into before.
     `include`, `exclude`, `rename` and `strict` are those of `Selection`; by default everything
     is taken, and both sides must have the same keys. With a `planner` of the caller's own, that
     decides what goes where, stock DCP reads, and the report has the keys that it asked for.
@@ -155,12 +173,13 @@ def load_state(
             "Leave include, exclude and rename out, or the planner"
         )
     pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
+    directory = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
     if planner is not None:
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
         held.enter_context(_uncollected())
         ready, words = _agree(
-            lambda: _prepare(directory, state, pick, held.enter_context(own_window())),
+            lambda: _prepare(checkpoint, state, pick, held.enter_context(own_window())),
             group,
             lambda ready: ready.word,
         )
@@ -172,7 +191,6 @@ def load_state(
             bytes_read = bytes_unique = 0
         else:
             node = Node.join(group, [word.address for word in words])
-            held.callback(node.leave)
             bytes_read, bytes_unique = _load_ranges(ready, state, node, group)
     return LoadReport(
         restored=len(ready.taken),
@@ -199,11 +217,11 @@ def _load_planned(
 
 
 def _prepare(
-    directory: Path, state: dict[str, Any], pick: Selection, address: Address
+    checkpoint: Path | Opened, state: dict[str, Any], pick: Selection, address: Address
 ) -> _Prepared:
     """What each rank finds out alone: how keys compare, and which bytes it wants."""
     flat = flatten(state)
-    opened = open_checkpoint(directory)
+    opened = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     names = pick.rename_all(opened.metadata.state_dict_metadata)
     renamed = {old: new for old, new in names.items() if old != new}
     if renamed:

@@ -15,17 +15,18 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.leases import reading
+from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
+from holdfast.contracts.retries import read_again
 from holdfast.trainer.collective import Ranks
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
-from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.link import Link
+from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.pacing.cadence import Interval
-from holdfast.trainer.planning.metadata import read_metadata
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.standby import changed_variables
@@ -37,10 +38,16 @@ FALLBACKS_MAX: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where training goes on: after `step`; `checkpoint` is an id, None when it begins."""
+    """Where training goes on: after `step`; `checkpoint` is an id, None when it begins.
+
+    `epoch` and `in_epoch` are as in `Progress`.
+    """
 
     step: int = 0
     checkpoint: str | None = None
+    manifest: Manifest | None = None
+    epoch: int = 0
+    in_epoch: bool = False
     skips: tuple[SkipWindow, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
@@ -48,9 +55,10 @@ class Resumed:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What rank 0 found, as the other ranks need it."""
+    """What rank 0 found, as the other ranks need it: the manifest is read once, by rank 0."""
 
     directory: str | None
+    manifest: Manifest | None
     checkpoint: str | None
     skipped: tuple[str, ...]
     skips: tuple[SkipWindow, ...]
@@ -70,7 +78,6 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
 def resume(
     link: Link,
     ranks: Ranks,
-    engine: CheckpointEngine,
     state: TrainState,
     recorder: Recorder | None,
 ) -> Resumed:
@@ -88,7 +95,7 @@ def resume(
         with contextlib.ExitStack() as held:
             choice = _choose_together(search, passed, held, link, ranks)
             try:
-                found, restored, notes = _restore(choice, link, ranks, engine, state)
+                found, restored, notes = _restore(choice, link, ranks, state)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
@@ -110,7 +117,6 @@ def _restore(
     choice: _Choice,
     link: Link,
     ranks: Ranks,
-    engine: CheckpointEngine,
     state: TrainState,
 ) -> tuple[Resumed, list[Restored], Sequence[str]]:
     """Load what was chosen; `DamagedCheckpointError` on all ranks if it is damaged.
@@ -123,15 +129,24 @@ def _restore(
     if choice.directory is not None:
         document = choice.document
         directory = Path(choice.directory)
-        target = state.template(document, lambda: read_metadata(directory))
+        opened = open_together(directory, choice.manifest, ranks.group)
+        target = state.template(document, lambda: opened.metadata)
         fit = state.fit_for(document)
-        report = engine.load(
-            directory, target, strict=fit.strict, rename=fit.rename, exclude=fit.exclude
+        report = load_state(
+            opened,
+            target,
+            group=ranks.group,
+            strict=fit.strict,
+            rename=fit.rename,
+            exclude=fit.exclude,
         )
         restored = ranks.gather(lambda: state.apply(target, document))
         found = Resumed(
             step=int(document["step"]),
             checkpoint=choice.checkpoint,
+            manifest=choice.manifest,
+            epoch=int(document["epoch"]),
+            in_epoch=bool(document.get("in_epoch", False)),
             skips=choice.skips,
             data=dict(document["data"]),
             best=dict(document["best"]),
@@ -238,17 +253,18 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
         if choice.directory is None or choice.manifest is None:
             break
         held.enter_context(reading(choice.directory))
-        if not (choice.directory / MANIFEST).exists():
+        if _is_gone(choice.directory / MANIFEST):
             continue
         try:
-            document = read_train_state(choice.directory)
+            document = read_train_state(choice.directory, choice.manifest)
         except DamagedCheckpointError as error:
             passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
             continue
         name = checkpoint_id(choice.manifest.run, choice.manifest.name)
         # A fork has the windows of the run that it was forked from in the checkpoint alone.
         skips = joined(skips, document.get("data", {}).get("skips", ()))
-        return _Choice(str(choice.directory), name, choice.skipped, skips, document)
+        directory = str(choice.directory)
+        return _Choice(directory, choice.manifest, name, choice.skipped, skips, document)
     if read_before:
         raise DamagedCheckpointError(
             f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
@@ -256,7 +272,18 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
             "Restore one from a copy, or fork a checkpoint of another run",
             damaged=choice.skipped,
         )
-    return _Choice(None, None, choice.skipped, skips, {})
+    return _Choice(None, None, None, choice.skipped, skips, {})
+
+
+def _is_gone(manifest: Path) -> bool:
+    """True when it was deleted since it was read; what storage does not say, loading finds out."""
+    try:
+        read_again(manifest.stat)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _journal(

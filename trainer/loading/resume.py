@@ -11,6 +11,7 @@ from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.retries import read_again
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def inspect(
     With `run_uid` the manifest must be of that run.
     """
     try:
-        manifest = read_manifest(directory)
+        manifest = read_again(lambda: read_manifest(directory))
     except DamagedCheckpointError as error:
         return None, _in_words(error.damaged)
     except OSError as error:

@@ -1,29 +1,34 @@
 """Loading through stock DCP: for planners of the caller's own, and for entries it transformed.
 
-What stock DCP reads is looked at before: the files by the manifest, and byte entries by a loader
-that makes plain values only, so that none of them runs code.
+What stock DCP reads is looked at before: the files by the manifest, and entries by a reader that
+lets plain values and tensors pass, so that none of them runs code or fills the memory.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageReaderTransforms
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 from torch.futures import Future
 
-from holdfast.contracts.errors import CheckpointError
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import find_damage
-from holdfast.trainer.loading.plain_load import load_plain
+from holdfast.trainer.loading.plain_load import repack
 from holdfast.trainer.planning.metadata import Opened
+
+# A zip's own parts, a number, or a list of such.
+VALUE_BYTES_MAX: Final = 64 << 20
 
 
 class HoldfastReader(FileSystemReader):
@@ -33,30 +38,47 @@ class HoldfastReader(FileSystemReader):
         super().__init__(directory)
         self._metadata = metadata
         self.keys_read: frozenset[str] = frozenset()
+        self.transforms = _CheckedEntries(metadata)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The metadata given at construction."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` says; byte entries are refused unless they are plain values."""
+        """Read what `plan` says; entries are refused unless they are plain values."""
         self.keys_read = frozenset(item.storage_index.fqn for item in plan.items)
-        return super().read_data(plan, _Careful(planner))  # type: ignore[arg-type]
+        return super().read_data(plan, planner)
 
 
-class _Careful:
-    """A planner that is handed byte entries only when they can be read without running code."""
+class _CheckedEntries(_StorageReaderTransforms):
+    """Every entry, after whatever undoes its compression, looked at before stock DCP opens it."""
 
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
+    def __init__(self, metadata: Metadata) -> None:
+        super().__init__()
+        self._entries = metadata.state_dict_metadata
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
+    def transform_load_stream(
+        self, read_item: ReadItem, transform_descriptors: Sequence[str], raw_stream: IO[bytes]
+    ) -> IO[bytes]:
+        """The entry as one that runs no code; `DamagedCheckpointError` for one that would."""
+        stream = super().transform_load_stream(read_item, transform_descriptors, raw_stream)
+        most = self._bytes_max(read_item.storage_index.fqn)
+        content = bytes(stream.read(most + 1))
+        if len(content) > most:
+            raise DamagedCheckpointError(
+                f"{read_item.storage_index.fqn}: its entry has more than {most} bytes; load "
+                "another checkpoint",
+                damaged=[f"{read_item.storage_index.fqn}: more than {most} bytes"],
+            )
+        return io.BytesIO(repack(content))
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Let the planner have a byte entry; `DamagedCheckpointError` for one that has code."""
-        load_plain(value.getvalue())
-        self._planner.load_bytes(read_item, value)
+    def _bytes_max(self, key: str) -> int:
+        """What an entry may have at most: its largest chunk, and what a zip has beside that."""
+        entry = self._entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return VALUE_BYTES_MAX
+        largest = max((prod(chunk.sizes) for chunk in entry.chunks), default=0)
+        return VALUE_BYTES_MAX + largest * entry.properties.dtype.itemsize
 
 
 def needs_stock(metadata: Metadata) -> bool:

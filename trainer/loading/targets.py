@@ -28,13 +28,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.plan import Chunk, Series, overlap, series_between
-from holdfast.trainer.planning.layout import make_template
-from holdfast.trainer.planning.metadata_check import overlap_any
+from holdfast.trainer.planning.layout import is_wrapper, make_template
+from holdfast.trainer.planning.metadata_check import tile
+from holdfast.trainer.planning.strides import find_odd_stride
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -167,6 +169,11 @@ def collect_wholes(pieces: list[Piece]) -> Wants:
 def place_whole(piece: Piece, content: Target) -> None:
     """Open an entry that was taken whole and put what is wanted of it into the tensor."""
     saved = load_plain(content.memory.tobytes())
+    if isinstance(saved, torch.Tensor) and is_wrapper(saved):
+        raise CheckpointError(
+            f"{piece.part.key}: it was saved as a {type(saved).__name__}, whose inner tensors "
+            f"cannot be loaded exactly; leave it out with exclude=[{piece.part.key!r}]"
+        )
     if not isinstance(saved, torch.Tensor) or tuple(saved.size()) != piece.saved.sizes:
         found = tuple(saved.size()) if isinstance(saved, torch.Tensor) else type(saved).__name__
         raise DamagedCheckpointError(
@@ -189,24 +196,34 @@ def _pieces_of(
 ) -> list[Piece]:
     """The saved chunks that overlap this rank's parts of a tensor."""
     found = []
-    for chunk in _create_chunk_list(value):
+    for chunk in _chunks_here(key, value):
         part = _make_part(key, value, chunk, entry.properties.dtype)
-        covered, boxes = 0, []
+        boxes = []
         for each in entry.chunks:
             saved = _chunk(each)
             box = overlap(saved, part.wanted)
             if box is not None:
-                covered += prod(box.sizes)
                 boxes.append((box.offsets, box.sizes))
                 info = _find(storage, MetadataIndex(key, each.offsets))
                 found.append(Piece(part, saved, box, info))
-        if covered != prod(part.wanted.sizes) or overlap_any(boxes):
+        if not tile(boxes, (part.wanted.offsets, part.wanted.sizes)):
+            held = sum(prod(sizes) for _, sizes in boxes)
             raise DamagedCheckpointError(
-                f"{key}: the saved chunks hold {covered} of the {prod(part.wanted.sizes)} "
+                f"{key}: the saved chunks hold {held} of the {prod(part.wanted.sizes)} "
                 "elements wanted, or some twice; the checkpoint is not whole. Load another one",
                 damaged=[f".metadata: {key}: its chunks are not the whole"],
             )
     return found
+
+
+def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
+    """This rank's parts of a tensor; none where its mesh is without this rank."""
+    if isinstance(value, DTensor):
+        if value.device_mesh.get_coordinate() is None:
+            return []
+        if (problem := find_odd_stride(value)) is not None:
+            raise CheckpointError(f"{key}: {problem}")
+    return list(_create_chunk_list(value))
 
 
 def _make_part(
@@ -218,6 +235,16 @@ def _make_part(
         raise CheckpointError(
             f"{key}: it is on the meta device and has no memory to load into; call "
             "model.to_empty(device=…) before loading"
+        )
+    if local.layout is not torch.strided:
+        raise CheckpointError(
+            f"{key}: its layout is {local.layout}, expected a dense tensor to load into; load it "
+            "into one and convert that, or leave it out with exclude"
+        )
+    if is_wrapper(local):
+        raise CheckpointError(
+            f"{key}: this program has it as a {type(local).__name__}, whose inner tensors cannot "
+            f"be loaded exactly; expected a dense tensor. Leave it out with exclude=[{key!r}]"
         )
     plain = type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous()
     if plain and local.dtype == dtype:
@@ -281,7 +308,8 @@ def _find(storage: Mapping[MetadataIndex, _StorageInfo], index: MetadataIndex) -
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
     """The memory of a contiguous tensor, as a flat array of bytes."""
-    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    # One element is contiguous at any stride, but bytes are seen at stride 1 alone.
+    flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
 
 

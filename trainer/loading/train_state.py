@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import read_manifest
+from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import TRAIN_STATE
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.metadata import read_verified
 
 
-def read_train_state(directory: Path) -> dict[str, Any]:
+def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, Any]:
     """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
 
-    Raises `DamagedCheckpointError` when it is not the manifest's, or no JSON object.
+    `manifest` is the checkpoint's, None for one of stock DCP. Raises `DamagedCheckpointError` when
+    the train state is not the manifest's, cannot be read, or is no JSON object.
     """
     path = directory / TRAIN_STATE
-    manifest = read_manifest(directory)
     listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
     if not listed and not path.exists():
         return {}

@@ -17,7 +17,9 @@ from holdfast.contracts.durable import (
     make_directory,
     write_bytes,
 )
+from holdfast.contracts.errors import MirrorError
 from holdfast.contracts.manifest import FileEntry
+from holdfast.contracts.reading import is_mine
 from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, telling
 
 # What is being written; left behind only by a crash.
@@ -30,6 +32,12 @@ class DirectoryStore:
     def __init__(self, url: str) -> None:
         self._url = url
         self._root = Path(unquote(urlsplit(url).path))
+        # In a directory that many users write, somebody else may have been here first.
+        if self._root.exists() and not is_mine(self._root):
+            raise MirrorError(
+                f"{url}: belongs to another user, so nothing there is believed; name a mirror that "
+                "others cannot write, or move that directory away"
+            )
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
         target = self._root / key

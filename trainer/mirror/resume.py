@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName, RunPaths
+from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.resume import Choice, choose
 from holdfast.trainer.mirror.fetch import Remote, fetch, newest_remote, read_remote
 from holdfast.trainer.mirror.store import Store, open_store
@@ -137,8 +139,8 @@ class Search:
             files = folder.checkpoint(directory.name)
             if directory.name in excluded or str(files) in self.passed or not files.is_dir():
                 continue
-            with contextlib.suppress(DamagedCheckpointError):
-                manifest = read_manifest(directory)
+            with contextlib.suppress(DamagedCheckpointError, OSError):
+                manifest = read_again(partial(read_manifest, directory))
                 if manifest is not None and not find_damage(files, manifest):
                     create_bytes(files / MANIFEST, (directory / MANIFEST).read_bytes())
                     return Choice(files, manifest, ())

@@ -62,9 +62,18 @@ class Cadence:
     """The agreed steps of one session; times are monotonic seconds."""
 
     def __init__(
-        self, interval: Interval, *, step: int, now: float, looks_early: bool = False
+        self,
+        interval: Interval,
+        *,
+        step: int,
+        now: float,
+        looks_early: bool = False,
+        looks_first: bool = False,
     ) -> None:
-        """`step` is the last complete one, from which training goes on."""
+        """`step` is the last complete one, from which training goes on.
+
+        `looks_first` has the ranks meet after the first step, which makes state to plan for.
+        """
         self._interval = interval
         self._interval_s = interval.seconds or 0.0
         self._saved_at = now
@@ -74,6 +83,8 @@ class Cadence:
         self.next_step = step + FIRST_LOOK_STEPS
         if interval.steps:
             self.next_step = self._by_steps(step)
+        if looks_first:
+            self.next_step = step + 1
 
     def adopt(self, interval_s: float) -> None:
         """Rank 0, by `auto`: the seconds between checkpoints from now on."""

@@ -32,10 +32,16 @@ class Pace:
         link: Link,
         saver: Saver,
         recorder: Recorder | None,
+        looks_first: bool = False,
     ) -> None:
         """`step` is the last complete one; `recorder` is set on rank 0 alone."""
-        now = time.monotonic()
-        self.cadence = Cadence(interval, step=step, now=now, looks_early=rhythm.is_auto)
+        self.cadence = Cadence(
+            interval,
+            step=step,
+            now=(now := time.monotonic()),
+            looks_early=rhythm.is_auto,
+            looks_first=looks_first,
+        )
         self.rhythm = rhythm
         self.meter = StepMeter(now)
         self._is_auto = interval.is_auto

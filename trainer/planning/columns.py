@@ -3,7 +3,8 @@
 A row is one box of a tensor (or one number) that the rank holds. Names, types and whole shapes
 are in tables of items, which most ranks have in common. A rank's rows are cut into blocks by what
 other ranks can have in common with them: whole tensors and numbers, which all that have them hold
-alike; parts of tensors; and what only one rank has (its random state). What parts of equal sizes
+alike; whole tensors of which ranks' copies may differ, such as running means; parts of tensors; and
+what only one rank has (its random state). What parts of equal sizes
 have in common, all but their places, is a pattern. Blocks, patterns and tables are known by
 digest: each travels once.
 """
@@ -26,9 +27,10 @@ UInt64s = npt.NDArray[np.uint64]
 
 # The kinds of blocks, in the order of a file.
 WHOLE: Final = 0
-PART: Final = 1
-OWN: Final = 2
-KINDS: Final = (WHOLE, PART, OWN)
+FIRST: Final = 1
+PART: Final = 2
+OWN: Final = 3
+KINDS: Final = (WHOLE, FIRST, PART, OWN)
 _ODD_A: Final = np.uint64(0x9E3779B97F4A7C15)
 _ODD_B: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT: Final = np.uint64(29)

@@ -1,7 +1,8 @@
 """Who writes what, for all ranks at once: rank 0's part of planning.
 
 Of equal boxes exactly one is written. Most boxes have one holder, who writes them; the others are
-given to whoever of their holders has the least to write. Everything is comparing and adding up of
+given to whoever of their holders has the least to write, but for those whose copies may differ,
+which the lowest rank writes. Everything is comparing and adding up of
 columns; Python loops run over keys, ranks and sets of holders, never over rows.
 """
 
@@ -23,6 +24,7 @@ from holdfast.trainer.planning.boxes import (
     pick_loose,
 )
 from holdfast.trainer.planning.columns import (
+    FIRST,
     KINDS,
     Int32s,
     Int64s,
@@ -76,7 +78,10 @@ def plan_all(
     _check_tiling(sheets, keys, items, distinct, loose, groups)
     loads = np.zeros(len(holdings), dtype=np.int64)
     writers = _holders_write(sheets, weights, distinct, keys, holders, loads)
-    chosen, begin = choose_writers(loose, groups, holders, loads), 0
+    by_first = np.zeros(len(items), dtype=bool)
+    for sheet, key in zip(sheets, keys, strict=True):
+        by_first[key] |= sheet.pattern.kind == FIRST
+    chosen, begin = choose_writers(loose, groups, holders, loads, by_first), 0
     for writer, rows in zip(writers, loose.at, strict=True):
         writer.ravel()[rows] = chosen[begin : begin + len(rows)]
         begin += len(rows)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import TRAIN_STATE
@@ -32,6 +33,10 @@ _ZIP_END_BYTES: Final = 22
 _NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
 _LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
 _KEYS_SHOWN: Final = 5
+# A list of numbers has room for the next power of two, or beyond this for as many more.
+LIST_LEAST: Final = 16
+LIST_STEP: Final = 2048
+_LIST: Final = "list"
 
 
 @dataclass(frozen=True)
@@ -372,7 +377,25 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
         return (value.metadata(), None, None)
     if isinstance(value, torch.Tensor):
         return (None, value.dtype, value.shape)
+    if isinstance(value, list | tuple) and len(value) > LIST_LEAST:
+        return (_LIST, None, capacity_of(value))
     return None
+
+
+def capacity_of(numbers: Sequence[Any]) -> int:
+    """How many numbers there is room for where a list of them has its entry: it may grow."""
+    if len(numbers) > LIST_STEP:
+        return _align(len(numbers), LIST_STEP)
+    return max(LIST_LEAST, 1 << (len(numbers) - 1).bit_length() if numbers else 0)
+
+
+def is_wrapper(part: torch.Tensor) -> bool:
+    """True for a tensor that is made of others, unless of a single one just like itself."""
+    if isinstance(part, DTensor) or not is_traceable_wrapper_subclass(part):
+        return False
+    attributes, _ = part.__tensor_flatten__()
+    inner = [getattr(part, name) for name in attributes]
+    return len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (part.shape, part.dtype)
 
 
 def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
@@ -382,6 +405,8 @@ def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
     if found is None:
         return "a number"
     spec, dtype, shape = found
+    if spec == _LIST:
+        return f"a list of up to {shape} numbers"
     if dtype is None:
         return f"a sharded tensor of {tuple(spec.size)}"
     where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "

@@ -1,69 +1,38 @@
 """Reading `.metadata`, DCP's pickle, without running what a stranger put into it.
 
-Only the classes that DCP's own planner and file writer put there are known; any other name is
-refused before it is looked up.
+Only the records that DCP's own planner and file writer put there are known; any other name is
+refused, and none is ever looked up.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from holdfast.contracts.digests import new_checksum
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.manifest import Manifest, read_manifest
-from holdfast.contracts.reading import read_bounded
+from holdfast.contracts.manifest import FileEntry, Manifest, read_manifest
+from holdfast.contracts.paths import MANIFEST
+from holdfast.contracts.reading import open_regular, read_bounded
+from holdfast.contracts.retries import read_again
 from holdfast.trainer.planning.metadata_check import find_problem
+from holdfast.trainer.planning.metadata_makers import BUILDS, KEY_TYPES, find_maker
+from holdfast.trainer.planning.plain_pickle import read_pickle
 
 METADATA: Final = ".metadata"
+CHUNK_BYTES: Final = 1 << 20
+WORDS_MAX: Final = 300
 # That of 10,000 ranks with 1,000 tensors each has about 1 GB.
 METADATA_BYTES_MAX: Final = 8 << 30
 _OF_A_STAGE: Final = re.compile(r"pp(\d+)/\.metadata")
-
-_ALLOWED: Final = frozenset(
-    {
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        # Stock DCP notes the directory that it wrote to, which older writers gave as a path.
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
-    }
-)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Resolves the names of DCP's own metadata and torch's dtypes, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        # Not by `getattr`, at which torch would import parts of itself that it has not yet.
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP never writes")
 
 
 def parse_metadata(content: bytes, source: str) -> Metadata:
@@ -72,26 +41,41 @@ def parse_metadata(content: bytes, source: str) -> Metadata:
     Raises `DamagedCheckpointError` when it is no metadata of DCP, or names anything else than
     DCP's own classes: no code of such a file is run.
     """
+    return _parse(iter((content,)), source)
+
+
+def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
     try:
-        parsed = _MetadataUnpickler(io.BytesIO(content)).load()
+        parsed = read_pickle(chunks, find_maker, BUILDS, keys=KEY_TYPES)
+        problem = _problem_of(parsed)
+    except OSError:
+        raise
     except Exception as error:
         # A hostile or torn pickle can raise anything at all; whatever it was, it is not ours.
+        words = shorten_words(error)
         raise DamagedCheckpointError(
-            f"{source}: not the metadata of a DCP checkpoint: {error}; "
+            f"{source}: not the metadata of a DCP checkpoint: {words}; "
             "load another checkpoint, or write this one again with DCP",
-            damaged=[f"{METADATA}: {error}"],
+            damaged=[f"{METADATA}: {words}"],
         ) from error
-    if not isinstance(parsed, Metadata):
-        raise DamagedCheckpointError(
-            f"{source}: holds a {type(parsed).__name__}, expected DCP's Metadata",
-            damaged=[f"{METADATA}: a {type(parsed).__name__}"],
-        )
-    if problem := find_problem(parsed):
+    if problem:
         raise DamagedCheckpointError(
             f"{source}: {problem}; load another checkpoint, or write this one again with DCP",
             damaged=[f"{METADATA}: {problem}"],
         )
-    return parsed
+    return cast(Metadata, parsed)
+
+
+def _problem_of(parsed: Any) -> str | None:
+    if type(parsed) is not Metadata:
+        return f"holds a {type(parsed).__name__}, expected DCP's Metadata"
+    return find_problem(parsed)
+
+
+def shorten_words(error: Exception) -> str:
+    """An error in words, however much a stranger's file put into them."""
+    words = str(error) or type(error).__name__
+    return words if len(words) <= WORDS_MAX else f"{words[:WORDS_MAX]}…"
 
 
 @dataclass(frozen=True)
@@ -111,15 +95,23 @@ def read_metadata(directory: Path) -> Metadata:
 def open_checkpoint(directory: Path) -> Opened:
     """The metadata of the checkpoint in `directory`, ours or stock DCP's, of all its stages.
 
-    A manifest, where there is one, must bear out the bytes before they are looked into, and
-    must have every file that they name. Raises `DamagedCheckpointError` when they differ, are
-    missing, are not DCP's, or lead outside the directory.
+    A manifest, where there is one, must bear out the bytes before they are used, and must have
+    every file that they name. Raises `DamagedCheckpointError` when they differ, are missing,
+    cannot be read, are not DCP's, or lead outside the directory.
     """
-    manifest = read_manifest(directory)
-    parts = {}
-    for path in _metadata_paths(directory, manifest):
-        content = read_verified(directory, path, manifest)
-        parts[path.removesuffix(METADATA)] = parse_metadata(content, str(directory / path))
+    try:
+        manifest = read_again(lambda: read_manifest(directory))
+    except OSError as error:
+        raise _unreadable(directory, MANIFEST, error) from error
+    return open_committed(directory, manifest)
+
+
+def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
+    """The same of a checkpoint whose manifest was read before."""
+    parts = {
+        path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
+        for path in _metadata_paths(directory, manifest)
+    }
     metadata = merge(parts)
     _check_paths(directory, metadata, manifest)
     return Opened(directory, manifest, metadata)
@@ -170,31 +162,90 @@ def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
     )
 
 
-def read_verified(
-    directory: Path, path: str, manifest: Manifest | None, bytes_max: int = METADATA_BYTES_MAX
-) -> bytes:
+def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_max: int) -> bytes:
     """The bytes of a small file of a checkpoint, borne out by the manifest where there is one.
 
     Raises `DamagedCheckpointError` when they are not, cannot be read or are over `bytes_max`.
     """
-    entry = next((e for e in manifest.files if e.path == path), None) if manifest else None
+    entry = _entry_of(path, manifest)
+    most = bytes_max if entry is None else min(bytes_max, entry.bytes)
     try:
-        content = read_bounded(directory / path, bytes_max)
+        content = read_again(
+            lambda: read_bounded(directory / path, most, below=directory, follow=True)
+        )
     except (OSError, ValueError) as error:
-        words = error.strerror if isinstance(error, OSError) else str(error)
-        raise DamagedCheckpointError(
-            f"{directory / path}: cannot be read: {words}; expected the directory of a "
-            "DCP checkpoint",
-            damaged=[f"{path}: {words}"],
-        ) from error
+        raise _unreadable(directory, path, error) from error
     problem = entry.difference(content) if entry is not None else None
     if problem is not None:
-        raise DamagedCheckpointError(
-            f"{directory / path}: it is not what the manifest says, so it is not opened; "
-            "`holdfast verify` lists what else is damaged",
-            damaged=[f"{path}: {problem}"],
-        )
+        raise _different(directory, path, problem)
     return content
+
+
+def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Metadata:
+    """One `.metadata`, parsed as it is read: at no time is all of it in memory."""
+    entry, problems = _entry_of(path, manifest), list[str]()
+    try:
+        handle = read_again(lambda: open_regular(directory / path, below=directory, follow=True))
+        try:
+            size = os.fstat(handle).st_size
+            if entry is not None and size != entry.bytes:
+                raise _different(directory, path, f"{size} bytes, expected {entry.bytes}")
+            if size > METADATA_BYTES_MAX:
+                problem = f"{size} bytes, expected {METADATA_BYTES_MAX} or less"
+                raise _different(directory, path, problem)
+            chunks = _chunks(handle, size, entry, problems)
+            try:
+                return _parse(chunks, str(directory / path))
+            finally:
+                # What the manifest says of the bytes comes before what they say.
+                if entry is not None:
+                    deque(chunks, maxlen=0)
+                if problems:
+                    raise _different(directory, path, problems[0])
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as error:
+        raise _unreadable(directory, path, error) from error
+
+
+def _chunks(
+    handle: int, size: int, entry: FileEntry | None, problems: list[str]
+) -> Iterator[bytes]:
+    """The bytes of an open file; `problems` gets what of them is not as its entry says."""
+    for start, length, expected in entry.spans() if entry else [(0, size, "")]:
+        running = new_checksum()
+        for at in range(start, start + length, CHUNK_BYTES):
+            count = min(CHUNK_BYTES, start + length - at)
+            piece = read_again(partial(os.pread, handle, count, at))
+            if entry is not None:
+                running.update(piece)
+            if len(piece) < count:
+                problems.append(f"it ends before byte {at + count}, expected {size} bytes")
+                return
+            yield piece
+        if entry is not None and (found := running.hexdigest()) != expected:
+            problems.append(entry.describe(start, found))
+            return
+
+
+def _entry_of(path: str, manifest: Manifest | None) -> FileEntry | None:
+    return next((e for e in manifest.files if e.path == path), None) if manifest else None
+
+
+def _unreadable(directory: Path, path: str, error: Exception) -> DamagedCheckpointError:
+    words = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
+    return DamagedCheckpointError(
+        f"{directory / path}: cannot be read: {words}; expected the directory of a DCP checkpoint",
+        damaged=[f"{path}: {words}"],
+    )
+
+
+def _different(directory: Path, path: str, problem: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{directory / path}: it is not what was committed, so it is not opened: {problem}; "
+        "`holdfast verify` lists what else is damaged",
+        damaged=[f"{path}: {problem}"],
+    )
 
 
 def extents_of(metadata: Metadata) -> dict[str, int]:

@@ -5,12 +5,11 @@ The unpickler lets through DCP's own classes alone, but a stranger may fill thos
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -22,6 +21,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+_PRIME: Final = (1 << 61) - 1
+
 Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Of each box its offsets and its sizes, one number per dimension."""
 
@@ -31,22 +32,32 @@ def find_problem(metadata: Metadata) -> str | None:
     return next(_problems(metadata), None)
 
 
-def overlap_any(boxes: Boxes) -> bool:
-    """True when two of the boxes, all of one number of dimensions, share an element."""
-    filled = sorted((tuple(o), tuple(s)) for o, s in boxes if prod(s))
-    # Most tensors are cut along one dimension, whose pieces follow each other.
-    for dimension in range(len(filled[0][0]) if filled else 0):
-        ordered = sorted((o[dimension], o[dimension] + s[dimension]) for o, s in filled)
-        if all(end <= begin for (_, end), (begin, _) in pairwise(ordered)):
-            return False
+def tile(boxes: Boxes, whole: tuple[Sequence[int], Sequence[int]]) -> bool:
+    """True when the boxes together are `whole`, and no two of them share an element.
+
+    Each dimension is given a random function of the place. The boxes' integrals over the product
+    of these add up to that of `whole` exactly when they tile it; by chance they do once in 10^18.
+    """
+    filled = [(offsets, sizes) for offsets, sizes in boxes if prod(sizes)]
     if len(filled) < 2:
-        return False
-    low = np.array([o for o, _ in filled], dtype=np.int64)
-    high = low + np.array([s for _, s in filled], dtype=np.int64)
-    return any(
-        bool(((low[i] < high[i + 1 :]) & (low[i + 1 :] < high[i])).all(axis=1).any())
-        for i in range(len(filled) - 1)
-    )
+        return [(tuple(o), tuple(s)) for o, s in filled] == (
+            [(tuple(whole[0]), tuple(whole[1]))] if prod(whole[1]) else []
+        )
+    chances: list[dict[int, int]] = [{} for _ in whole[0]]
+
+    def integral(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        value = 1
+        for known, begin, size in zip(chances, offsets, sizes, strict=True):
+            low = known.get(begin)
+            if low is None:
+                low = known[begin] = secrets.randbelow(_PRIME)
+            high = known.get(begin + size)
+            if high is None:
+                high = known[begin + size] = secrets.randbelow(_PRIME)
+            value = value * (high - low) % _PRIME
+        return value
+
+    return sum(integral(*box) for box in filled) % _PRIME == integral(*whole)
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:

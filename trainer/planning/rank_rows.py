@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.contracts.errors import SaveError
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.columns import (
+    FIRST,
     KINDS,
     OWN,
     PART,
@@ -29,13 +30,18 @@ from holdfast.trainer.planning.layout import (
     Signature,
     Template,
     TensorEntry,
+    capacity_of,
     encode_number,
     flatten,
+    is_wrapper,
     make_template,
 )
+from holdfast.trainer.planning.strides import find_odd_stride
 
 # A number's later values may take this many bytes more than the first.
 NUMBER_ROOM_BYTES: Final = 192
+# What one more number in a list may take.
+LIST_ENTRY_BYTES: Final = 12
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes)"""
@@ -63,11 +69,12 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
     found = []
     for key, value in flat.items():
         item = _item(key, paths[key], value)
-        found.append((item, reader.read(item, value)))
+        held = reader.read(item, value)
+        found.append((item, held, _kind_of(item, held, value)))
     blocks, patterns, tables = {}, {}, {}
     entries: list[tuple[TensorEntry | NumberEntry, ...]] = []
     for kind in KINDS:
-        ours = [(item, held) for item, held in found if _kind_of(item, held) == kind]
+        ours = [(item, held) for item, held, its_kind in found if its_kind == kind]
         rows = [held for _, held in ours if held is not None]
         entries.append(tuple(entry for _, entry in rows))
         if ours:
@@ -78,10 +85,36 @@ def describe_rank(state: Mapping[str, Any]) -> RankRows:
     return RankRows(blocks, patterns, tables, tuple(entries), Signature(flat))
 
 
-def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None) -> int:
+def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None, value: Any) -> int:
     if is_of_one_rank(item.key):
         return OWN
+    if isinstance(value, torch.nn.Buffer) and held is not None and held[0].is_whole:
+        return FIRST
     return WHOLE if held is not None and held[0].is_whole else PART
+
+
+def check_form(key: str, value: torch.Tensor) -> None:
+    """Raise `SaveError` for a tensor whose bytes are not those of its values in order."""
+    part = value._local_tensor if isinstance(value, DTensor) else value
+    if isinstance(part, ShardedTensor):
+        return
+    problem = ""
+    if is_wrapper(part):
+        attributes, _ = part.__tensor_flatten__()  # type: ignore[attr-defined]
+        problem = f"a {type(part).__name__} with inner tensors {', '.join(attributes)}"
+    elif part.is_meta:
+        problem = "on the meta device, without bytes"
+    elif part.layout is not torch.strided:
+        problem = f"of layout {part.layout}"
+    elif part.is_quantized:
+        problem = f"quantized, of type {part.dtype}"
+    if problem:
+        raise SaveError(
+            f"{key}: it is {problem}, which a checkpoint cannot keep exactly; expected a dense "
+            "tensor with memory. Train with plain tensors, or keep this one out of the model and "
+            "the optimizer and give Session(extra={…}) an object whose state_dict returns it as "
+            "dense tensors"
+        )
 
 
 class _Reader:
@@ -97,12 +130,15 @@ class _Reader:
         if item.dtype is None:
             length = self._number_bytes(value)
             return Row(item, (), (), length), NumberEntry(item.key, length)
-        box = self._box(item.key, value)
-        if box is None:
-            return None
+        check_form(item.key, value)
+        # Parts of nothing have no places of their own: every rank has all of it, one writes it.
+        box = ((0,) * len(item.shape), item.shape)
+        if 0 not in item.shape:
+            held = self._box(item.key, value)
+            if held is None or 0 in held[1]:
+                return None
+            box = held
         offsets, sizes = box
-        if 0 in sizes and 0 not in item.shape:
-            return None
         template = self._template(torch.Size(sizes), value.dtype)
         entry = TensorEntry(item.key, torch.Size(sizes), value.dtype, template)
         return Row(item, offsets, sizes, template.length), entry
@@ -110,7 +146,9 @@ class _Reader:
     def _number_bytes(self, value: Any) -> int:
         text = repr(value)
         if text not in self._lengths:
-            self._lengths[text] = len(encode_number(value)) + NUMBER_ROOM_BYTES
+            more = capacity_of(value) - len(value) if isinstance(value, list | tuple) else 0
+            room = NUMBER_ROOM_BYTES + more * LIST_ENTRY_BYTES
+            self._lengths[text] = len(encode_number(value)) + room
         return self._lengths[text]
 
     def _template(self, shape: torch.Size, dtype: torch.dtype) -> Template:
@@ -131,6 +169,8 @@ class _Reader:
             return None
         known = (mesh, value.placements, value.shape)
         if known not in self._boxes:
+            if (problem := find_odd_stride(value)) is not None:
+                raise SaveError(f"{key}: {problem}")
             try:
                 (chunk,) = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
             except (RuntimeError, ValueError) as error:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from holdfast.contracts.errors import SaveError
+from holdfast.contracts.memory_limit import group_room
 from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer.collective import Tree
 from holdfast.trainer.identity import Identity, distcp_name
@@ -101,11 +102,20 @@ def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
     return result[0]
 
 
-def check_memory(tree: Tree, node: int, image_bytes: int) -> None:
-    """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory."""
-    told = tree.gather_node(image_bytes)
+def check_memory(tree: Tree, node: int, image_bytes: int, held_bytes: int) -> None:
+    """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory.
+
+    Free is what the machine and the job's control group leave, and the `held_bytes` of the slots
+    that the new ones replace: the flusher lets those go first.
+    """
+    told = tree.gather_node((image_bytes, held_bytes))
+    room = group_room()
     available = psutil.virtual_memory().available
-    problem = find_shortage(node, told, available) if tree.is_first else None
+    if room is not None:
+        available = min(available, room)
+    available += sum(held for _, held in told)
+    images = [image for image, _ in told]
+    problem = find_shortage(node, images, available) if tree.is_first else None
     raise_problems(tree.agree(problem))
 
 

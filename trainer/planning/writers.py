@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.trainer.planning.boxes import Groups, Loose
+from holdfast.trainer.planning.boxes import Bools, Groups, Loose
 from holdfast.trainer.planning.columns import Int32s, Int64s
 
 NOBODY: Final = -1
@@ -47,15 +47,21 @@ class Holders:
         return self.rank[self.start[block] : self.start[block] + self.count[block]]
 
 
-def choose_writers(loose: Loose, groups: Groups, holders: Holders, loads: Int64s) -> Int32s:
+def choose_writers(
+    loose: Loose, groups: Groups, holders: Holders, loads: Int64s, by_first: Bools
+) -> Int32s:
     """The rank that writes each row, `NOBODY` for a copy that another writes.
 
-    `loads` has the bytes that each rank writes besides; what is given to it here is added.
+    Boxes of the keys `by_first` are written by the lowest rank that has them: copies that differ
+    are then all of one rank. `loads` has the bytes that each rank writes besides; what is given to
+    it here is added.
     """
     first = groups.first
     writer = holders.first[loose.block]
     is_shared = (groups.count > 1) | (holders.count[loose.block[first]] > 1)
-    shared = np.flatnonzero(is_shared)
+    is_first = by_first[loose.key[first]]
+    _give_to_first(np.flatnonzero(is_shared & is_first), groups, writer)
+    shared = np.flatnonzero(is_shared & ~is_first)
     copies, _ = groups.rows_of(shared)
     writer[copies] = NOBODY
     alone = np.flatnonzero(writer >= 0)
@@ -63,6 +69,14 @@ def choose_writers(loose: Loose, groups: Groups, holders: Holders, loads: Int64s
     for batch in _batches(_holder_sets(shared, groups, loose.block, holders)):
         _share_out(batch, groups, loose.weight, loads, writer)
     return writer
+
+
+def _give_to_first(boxes: Int64s, groups: Groups, writer: Int32s) -> None:
+    """Of `writer`, which has the lowest rank of each row's block, leave the lowest of each box."""
+    copies, box = groups.rows_of(boxes)
+    order = np.lexsort((writer[copies], box))
+    is_other = np.diff(box[order], prepend=-1) == 0
+    writer[copies[order[is_other]]] = NOBODY
 
 
 @dataclass(frozen=True)

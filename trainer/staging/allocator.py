@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from typing import Final
@@ -35,5 +36,8 @@ class Allocator:
     def _allocate(self, slots: Sequence[Slot], data_bytes: int) -> None:
         with self._room:
             for slot in slots:
-                if not self._is_over.is_set():
+                if self._is_over.is_set():
+                    return
+                # A slot that was closed meanwhile needs no memory.
+                with contextlib.suppress(ValueError):
                     slot.allocate(data_bytes, is_over=self._is_over.is_set)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -24,6 +24,9 @@ MOVE_BYTES: Final = 512 * 1024
 _Move = tuple[int, int, int]
 """(destination, source, bytes), addresses of this process"""
 
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""(view, source)"""
+
 
 class Copier:
     """Copies into the same views again and again; `threads` copy at once, the caller included."""
@@ -31,6 +34,7 @@ class Copier:
     def __init__(self, views: Sequence[torch.Tensor], threads: int) -> None:
         self._views = list(views)
         self._places = [(view.data_ptr(), view.nbytes) for view in views]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._threads = max(1, threads)
         self._pool: ThreadPoolExecutor | None = None
         if self._threads > 1:
@@ -39,29 +43,46 @@ class Copier:
     def copy(self, sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its view; returns when the bytes are there.
 
-        From a GPU the copies run on a side stream that waits for what is queued on the current
-        one, so they are ordered after the optimizer's kernels.
+        From GPUs the copies run on a side stream of each device. It waits for what is queued on
+        that device's current stream, so they are ordered after the optimizer's kernels there.
         """
-        device = next((s.device for s in sources if s.device.type == "cuda"), None)
-        with torch.no_grad():
-            if device is not None:
-                _copy_from_gpu(self._views, sources, device)
-                return
-            moves: list[_Move] = []
-            for view, (address, size), source in zip(
-                self._views, self._places, sources, strict=True
-            ):
-                if is_plain(source) and source.nbytes == size and source.dtype is view.dtype:
-                    moves.append((address, source.data_ptr(), size))
-                else:
+        on_gpus: dict[torch.device, list[_Pair]] = {}
+        others: list[_Pair] = []
+        moves: list[_Move] = []
+        for view, (address, size), source in zip(self._views, self._places, sources, strict=True):
+            if not size:
+                continue
+            if source.device.type == "cuda":
+                on_gpus.setdefault(source.device, []).append((view, source))
+            elif is_plain(source) and source.nbytes == size and source.dtype is view.dtype:
+                moves.append((address, source.data_ptr(), size))
+            else:
+                others.append((view, source))
+        begun = []
+        try:
+            with torch.no_grad():
+                for device, pairs in on_gpus.items():
+                    begun.append(self._stream_of(device))
+                    _begin_copies(pairs, device, begun[-1])
+                for view, source in others:
                     view.copy_(source)
-        self._move(moves)
+            self._move(moves)
+        finally:
+            # Whatever happened: the caller may change or free the sources from here on.
+            for stream in begun:
+                stream.synchronize()
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
 
     def close(self) -> None:
         """Let threads and views go."""
         if self._pool is not None:
             self._pool.shutdown()
         self._views.clear()
+        self._streams.clear()
 
     def _move(self, moves: list[_Move]) -> None:
         if self._pool is None:
@@ -75,6 +96,11 @@ class Copier:
         _take_and_move(pieces)
         for other in others:
             other.result()
+
+
+def find_gpu(sources: Iterable[torch.Tensor]) -> torch.device | None:
+    """The device of the first source that is on a GPU."""
+    return next((s.device for s in sources if s.device.type == "cuda"), None)
 
 
 def is_plain(source: torch.Tensor) -> bool:
@@ -124,14 +150,11 @@ def _move_all(moves: Sequence[_Move]) -> None:
             memmove(to + at, source + at, min(MOVE_BYTES, size - at))
 
 
-def _copy_from_gpu(
-    views: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device
-) -> None:
+def _begin_copies(pairs: Sequence[_Pair], device: torch.device, stream: torch.cuda.Stream) -> None:
+    """Queue copies from `device` on `stream`, after what is queued on its current stream."""
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(torch.cuda.current_stream(device))
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        for view, source in zip(views, sources, strict=True):
+        for view, source in pairs:
             view.copy_(source, non_blocking=True)
-    stream.synchronize()

@@ -44,13 +44,18 @@ KEYS_TOLD_MAX: Final = 3
 KEY_CHARACTERS_MAX: Final = 200
 
 _UNWRITTEN: Final = object()
+# cudaHostRegisterPortable: page-locked for every device, and not the current one alone.
+_HOST_REGISTER_PORTABLE: Final = 1
 
 
 class FlusherLink:
     """This rank's line to the node's flusher; it calls again when the flusher was restarted."""
 
-    def __init__(self, name: str, identity: Identity) -> None:
-        self._name, self._identity = name, identity
+    def __init__(self, place: str, identity: Identity) -> None:
+        """`place` is the path of the file by which the flusher is found: see `contracts.wire`."""
+        # Of the slots that were last given to this rank.
+        self.held_bytes = 0
+        self._place, self._identity = place, identity
         self._connection: socket.socket | None = None
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
@@ -60,13 +65,13 @@ class FlusherLink:
         give_up = time.monotonic() + timeout_s
         while True:
             try:
-                self._connection = wire.connect(self._name, ANSWER_TIMEOUT_S)
+                self._connection = wire.connect(self._place, ANSWER_TIMEOUT_S)
                 break
             except OSError as error:
                 # It may be starting, or starting anew.
                 if time.monotonic() > give_up:
                     raise SaveError(
-                        f"no flusher listens on {self._name!r} after {timeout_s:.0f} s "
+                        f"no flusher is found by {self._place} after {timeout_s:.0f} s "
                         f"({error.strerror}); its keeper should have started one: see the node's "
                         "log for what it said"
                     ) from error
@@ -87,6 +92,7 @@ class FlusherLink:
         """
         self.connect()
         handles = self._ask("slots", bytes=data_bytes, used_bytes=used_bytes)
+        self.held_bytes = SLOTS_PER_RANK * used_bytes
         if len(handles) != SLOTS_PER_RANK:
             raise SaveError(
                 f"the flusher gave {len(handles)} slots, expected {SLOTS_PER_RANK}; "
@@ -143,7 +149,7 @@ class FlusherLink:
         if heard is None:
             self.close()
             raise SaveError(
-                f"the flusher {self._name!r} gave no answer to `{kind}`: {problem}; nothing is "
+                f"the flusher {self._place} gave no answer to `{kind}`: {problem}; nothing is "
                 "saved until its keeper has started it anew"
             )
         return heard[1]
@@ -152,8 +158,10 @@ class FlusherLink:
         """The flusher never speaks unasked, so anything to be read is the end."""
         if self._connection is None:
             return True
-        readable, _, _ = select.select([self._connection], [], [], 0)
-        return bool(readable)
+        # Not select, which knows no descriptors above 1023.
+        looking = select.poll()
+        looking.register(self._connection, select.POLLIN)
+        return bool(looking.poll(0))
 
 
 class StagedSlot:
@@ -193,7 +201,10 @@ class StagedSlot:
             self.slot.data[at : at + len(train_state)] = train_state
 
     def pin(self) -> None:
-        """Page-lock the memory for copies from a GPU; no save copies meanwhile."""
+        """Page-lock the memory for copies from GPUs; no save copies meanwhile.
+
+        Uses the calling thread's current device.
+        """
         with self._lock:
             self._pinned = _pin(self._memory[: self._layout.used_bytes])
 
@@ -227,12 +238,13 @@ class StagedSlot:
 class Stage:
     """A rank's slots, and which of them are in flight."""
 
-    def __init__(self, link: FlusherLink, layout: Layout, *, pin: bool) -> None:
+    def __init__(self, link: FlusherLink, layout: Layout, *, gpu: torch.device | None) -> None:
+        """`gpu` is one that this rank's state is on; the slots' memory is then page-locked."""
         handles = link.request_slots(layout.image_bytes, layout.used_bytes)
         self.slots = [StagedSlot(handle, layout) for handle in handles]
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._make_ready, args=(layout.used_bytes, pin), name="holdfast-map", daemon=True
+            target=self._make_ready, args=(layout.used_bytes, gpu), name="holdfast-map", daemon=True
         )
         self._thread.start()
         self._late: LateWriter | None = None
@@ -279,11 +291,15 @@ class Stage:
         for staged in self.slots:
             staged.close()
 
-    def _make_ready(self, used_bytes: int, pin: bool) -> None:
+    def _make_ready(self, used_bytes: int, gpu: torch.device | None) -> None:
         """Map what the flusher has allocated, the slot of the first save first; then pin it.
 
         A save may come before this is through: it then waits for the pages that it touches.
         """
+        if gpu is not None:
+            # A new thread's device is GPU 0: page-locking would open a context on it, in every
+            # rank of the node.
+            torch.cuda.set_device(gpu)
         give_up = time.monotonic() + ALLOCATION_TIMEOUT_S
         for staged in self.slots:
             slot, mapped, stop = staged.slot, 0, DATA_OFFSET + used_bytes
@@ -296,16 +312,16 @@ class Stage:
                     break
                 elif self._is_closed.wait(ALLOCATION_POLL_S):
                     return
-            if pin:
+            if gpu is not None:
                 staged.pin()
 
 
 def _pin(memory: torch.Tensor) -> int:
-    """Page-lock a slot for copies from a GPU; its address, or 0 when the driver declines.
+    """Page-lock a slot for copies from any GPU; its address, or 0 when the driver declines.
 
     Unpinned copies are slower and as right, so declining is no error.
     """
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = runtime.cudaHostRegister(address, memory.numel(), 0)
+    status = runtime.cudaHostRegister(address, memory.numel(), _HOST_REGISTER_PORTABLE)
     return address if int(status) == 0 else 0

@@ -8,7 +8,7 @@ each time: a replaced parameter or a new submodule is seen because nothing is re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -41,11 +41,13 @@ _STANDARD: Final = (nn.Module, nn.modules.batchnorm._NormBase)
 class Named:
     """The tensors of a model by canonical name: the live ones, not copies.
 
-    `parameters` gives a parameter's first name by its id. Names count for the model's state only
-    while `is_plain`: else a module says itself what its state is, and must be asked.
+    `parameters` gives a parameter's first name by its id, `buffers` are the names of buffers.
+    Names count for the model's state only while `is_plain`: else a module says itself what its
+    state is, and must be asked.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)
     parameters: dict[int, str] = field(default_factory=dict)
     is_plain: bool = True
 
@@ -85,16 +87,30 @@ def copy_unless_same(live: torch.Tensor, loaded: torch.Tensor) -> None:
             live.copy_(loaded)
 
 
+def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached view that planning takes for a buffer, of which ranks' copies may differ."""
+    return torch.nn.Buffer(tensor.detach())
+
+
 class Views:
     """Detached views of tensors, by name; those of a DTensor are kept while they are right."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[DTensor, DTensor]] = {}
 
-    def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A detached view of each; it shares its memory with the tensor as it is now."""
+    def of(
+        self, tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """A detached view of each; it shares its memory with the tensor as it is now.
+
+        Those of `buffers` are marked: ranks' copies may differ, and one rank's is saved.
+        """
         return {
-            name: self._sharded(name, tensor) if isinstance(tensor, DTensor) else tensor.detach()
+            name: self._sharded(name, tensor)
+            if isinstance(tensor, DTensor)
+            else as_buffer(tensor)
+            if name in buffers
+            else tensor.detach()
             for name, tensor in tensors.items()
         }
 
@@ -129,6 +145,7 @@ def _walk(module: nn.Module, prefix: str, found: Named) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             tensors[prefix + name] = buffer
+            found.buffers.add(prefix + name)
     hidden = _hidden_child(type(module))
     for name, child in module._modules.items():
         if child is not None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from holdfast.contracts.errors import CheckpointError
 from holdfast.trainer.state import plain
-from holdfast.trainer.state.names import Views, copy_unless_same, find_named
+from holdfast.trainer.state.names import Named, Views, as_buffer, copy_unless_same, find_named
 
 SCHEDULER: Final = "scheduler"
 EXTRA: Final = "extra"
@@ -121,13 +121,17 @@ class Objects:
         tensors: Tensors = {}
         documents: dict[str, Any] = {}
         for name, thing in self._things.items():
-            module = _module_tensors(thing, name)
+            module = _named_module(thing, name)
             if module is not None:
                 documents[name] = {plain.MARK: MODULE}
-                tensors |= self._views.of(module)
+                tensors |= self._views.of(module.tensors, module.buffers)
             else:
                 documents[name], found = plain.encode(thing.state_dict(), name)
-                tensors |= found
+                # The document is one rank's, and so are the tensors that it names.
+                tensors |= {
+                    key: as_buffer(one) if type(one) is torch.Tensor else one
+                    for key, one in found.items()
+                }
         for name, thing in self._alone.items():
             kind = type(thing).__name__
             documents[name] = {plain.MARK: PER_RANK, "class": kind, "ranks": self._world_size}
@@ -161,7 +165,8 @@ class Objects:
                     found[key] = torch.empty(list(shapes()[key]), dtype=torch.uint8)
             elif form == MODULE:
                 if thing is not None:
-                    found |= self._views.of(self._module_of(name, thing))
+                    module = self._module_of(name, thing)
+                    found |= self._views.of(module.tensors, module.buffers)
             else:
                 live = plain.encode(thing.state_dict(), name)[1] if thing else {}
                 found |= plain.templates(saved, live)
@@ -183,7 +188,7 @@ class Objects:
             if form == PER_RANK and name in self._alone:
                 self._load(name, self._alone[name], _read_row(tensors[self._row_key(name)]))
             elif form == MODULE and name in self._things:
-                for key, live in self._module_of(name, self._things[name]).items():
+                for key, live in self._module_of(name, self._things[name]).tensors.items():
                     copy_unless_same(live, tensors[key])
             elif form is None and name in self._things and saved != {}:
                 self._load(name, self._things[name], plain.decode(saved, tensors))
@@ -206,14 +211,14 @@ class Objects:
                 f"{error}; mend it, or leave it out once with exclude=[{name!r}]"
             ) from error
 
-    def _module_of(self, name: str, thing: Stateful) -> Tensors:
-        tensors = _module_tensors(thing, name)
-        if tensors is None:
+    def _module_of(self, name: str, thing: Stateful) -> Named:
+        found = _named_module(thing, name)
+        if found is None:
             raise CheckpointError(
                 f"{name}: saved as a module's tensors, but now it is a {type(thing).__name__}; "
                 f"expected the same kind of object, or exclude=[{name!r}]"
             )
-        return tensors
+        return found
 
     def _check_ranks(self, name: str, saved: Mapping[str, Any]) -> None:
         if saved["ranks"] != self._world_size:
@@ -250,12 +255,15 @@ def _read_row(row: torch.Tensor) -> Any:
     return plain.from_bytes(content[_LENGTH_BYTES : _LENGTH_BYTES + length])
 
 
-def _module_tensors(thing: object, name: str) -> Tensors | None:
+def _named_module(thing: object, name: str) -> Named | None:
     """The tensors of a module that leaves saving to torch, by key; None for anything else."""
     if not isinstance(thing, nn.Module):
         return None
     found = find_named(thing)
-    return {f"{name}.{k}": t for k, t in found.tensors.items()} if found.is_plain else None
+    if not found.is_plain:
+        return None
+    tensors = {f"{name}.{key}": tensor for key, tensor in found.tensors.items()}
+    return Named(tensors, {f"{name}.{key}" for key in found.buffers})
 
 
 def _form(saved: Any) -> str | None:

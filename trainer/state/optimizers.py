@@ -1,20 +1,38 @@
 """Optimizer state by the names of parameters, as stock DCP flattens it, gathered and put back.
 
-An optimizer fills a parameter's state at its first step with a gradient. A checkpoint taken
-before that, or with untouched parameters, would lack keys that a later one has: such state is
-made here, and so is that of a frozen parameter which was trained when the checkpoint was saved.
+State is found and never made: the program's own first step makes it, so that training under a
+session is training without one. What a checkpoint has of it is made again from the checkpoint:
+its keys, their sizes and types, and the forms that it keeps of what these leave open. So a
+checkpoint may be older than the state of a parameter, and a program may unfreeze one later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
+from holdfast.trainer.state import plain
+from holdfast.trainer.state.forms import (
+    DOTTED,
+    OTHER,
+    PLAIN,
+    SIMPLE,
+    Forms,
+    assemble,
+    blank,
+    form_of,
+    spread,
+    view_of,
+)
+from holdfast.trainer.state.known_keys import OPTIONS_OF_TORCH, known_keys
 from holdfast.trainer.state.names import copy_unless_same
 
 STATE: Final = "state"
@@ -22,8 +40,22 @@ GROUPS: Final = "param_groups"
 # Not of a parameter: the list itself, and the names that the program gave, which know wrappers.
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})
 NAMES_SHOWN: Final = 5
-# What a step with a zero gradient leaves behind, and what it must be for an untouched parameter.
-UNTOUCHED: Final = {"step": 0.0, "mu_product": 1.0}
+_OF_TORCH: Final = "torch.optim."
+
+Names = Mapping[int, str]
+"""Canonical names by the ids of parameters."""
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer that `optimizer` hands everything on to, as Accelerate's does; else itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    while (
+        isinstance(inner, Optimizer)
+        and getattr(optimizer, "param_groups", None) is inner.param_groups
+        and getattr(optimizer, "state", None) is inner.state
+    ):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    return optimizer
 
 
 def is_plain(optimizer: Optimizer) -> bool:
@@ -41,11 +73,22 @@ def is_plain(optimizer: Optimizer) -> bool:
     )
 
 
-def check_names(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+def awaits_state(optimizer: Optimizer) -> bool:
+    """True when a parameter that is trained has no state, and is not known to stay without."""
+    return any(
+        p.requires_grad
+        and not optimizer.state.get(p)
+        and known_keys(optimizer, p, group) != frozenset()
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+def check_names(optimizers: Sequence[Optimizer], names: Names) -> None:
     """Raise `CheckpointError` unless each parameter is one of the model's and of one optimizer."""
     seen: set[int] = set()
     for optimizer in optimizers:
-        every = [p for group in optimizer.param_groups for p in group["params"]]
+        every = _parameters(optimizer)
         strange = [p for p in every if id(p) not in names]
         if strange:
             shapes = ", ".join(str(tuple(p.shape)) for p in strange[:NAMES_SHOWN])
@@ -64,41 +107,244 @@ def check_names(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
         seen.update(id(p) for p in every)
 
 
-class OptimizerState:
-    """The flattened state of one plain optimizer: `state.<name>.…`, `param_groups.<name>.…`."""
+@dataclass
+class Part:
+    """What a checkpoint has under one parameter's name, or another's: entries and forms by path.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    `was` is the type that the parameter has there.
+    """
+
+    was: torch.dtype | None = None
+    entries: dict[str, STORAGE_TYPES] = field(default_factory=dict)
+    forms: Forms = field(default_factory=dict)
+
+
+@dataclass
+class Saved:
+    """What a checkpoint has of optimizers, by the names that the program knows.
+
+    `others` are entries of the state that are no parameter's, with the number of their optimizer.
+    `knows_forms` is False for a checkpoint of stock DCP's, which has none.
+    """
+
+    knows_forms: bool = False
+    empty_groups: Mapping[str, Any] = field(default_factory=dict)
+    state: dict[str, Part] = field(default_factory=dict)
+    options: dict[str, Part] = field(default_factory=dict)
+    others: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, entries: Mapping[str, STORAGE_TYPES], forms: Forms | None, known: Collection[str]
+    ) -> Saved:
+        """From entries and forms by key, `state.…` or `param_groups.…`, of the `known` names."""
+        saved = cls(knows_forms=forms is not None)
+        forms = forms or {}
+        for key, form in forms.items():
+            if OTHER in form:
+                saved.others[key.partition(".")[2]] = form[OTHER]
+        for key, entry in entries.items():
+            found = saved._place(key, known)
+            if found is not None:
+                part, path = found
+                part.entries[path] = entry
+        for key, form in forms.items():
+            found = saved._place(key, known)
+            if found is not None:
+                part, path = found
+                part.forms[path] = form
+        return saved
+
+    def _place(self, key: str, known: Collection[str]) -> tuple[Part, str] | None:
+        """The part that `key` belongs to, and its path there."""
+        kind, _, rest = key.partition(".")
+        parts = {STATE: self.state, GROUPS: self.options}.get(kind)
+        if parts is None:
+            return None
+        name, path = rest, ""
+        while name:
+            if name in known or (kind == STATE and name in self.others):
+                return parts.setdefault(name, Part()), path
+            name, _, last = name.rpartition(".")
+            path = f"{last}.{path}" if path else last
+        return None
+
+
+class OptimizerState:
+    """The flattened state of one optimizer: `state.<name>.…`, `param_groups.<name>.…`.
+
+    `number` is its place among the program's optimizers. One that says itself what its state is
+    is asked for it, and given it, by its own `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, optimizer: Optimizer, number: int = 0) -> None:
+        self._optimizer, self._number = optimizer, number
         # Keys of each group's options, and what they were made of.
         self._keys: dict[int, tuple[list[str], list[str], list[str]]] = {}
 
-    def gather(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Tensors, the live ones, and numbers by key; `names` by the ids of parameters."""
+    def gather(self, names: Names, forms: Forms | None = None) -> dict[str, Any]:
+        """Tensors, the live ones, and numbers by key; adds to `forms` what keys leave open."""
         found: dict[str, Any] = {}
-        state = self._optimizer.state
-        for number, group in enumerate(self._optimizer.param_groups):
+        state, groups = self._now()
+        for number, group in enumerate(groups):
             owners = [names[id(p)] for p in group["params"]]
             for parameter, name in zip(group["params"], owners, strict=True):
-                for key, value in state.get(parameter, {}).items():
-                    if isinstance(value, dict):
-                        found.update(_flatten(value, f"{STATE}.{name}.{key}"))
-                    else:
-                        found[f"{STATE}.{name}.{key}"] = value
+                values = state.get(parameter)
+                if values:
+                    _gather_one(found, parameter, group, f"{STATE}.{name}", values, forms)
             options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
-            found.update(
-                zip(self._option_keys(number, owners, list(options)), cycle(options.values()))
-            )
+            flat: dict[str, Any] = {}
+            noted: Forms = {}
+            for option, value in options.items():
+                spread(value, option, flat, noted)
+            keys = self._option_keys(number, owners, list(flat))
+            found.update(zip(keys, cycle(flat.values())))
+            if forms is not None:
+                for name in owners:
+                    forms.update({f"{GROUPS}.{name}.{k}": form for k, form in noted.items()})
+        self._gather_others(found, state, forms)
         return found
 
-    def put_back(self, loaded: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        """Take over what `gather` would give; what is not in `loaded` stays as it is."""
-        for key, holder, name in self._places(names):
-            if key in loaded:
-                value, live = loaded[key], holder[name]
-                if isinstance(live, torch.Tensor):
-                    copy_unless_same(live, value)
-                else:
-                    holder[name] = value
+    def wanted(self, found: dict[str, Any], saved: Saved, names: Names) -> None:
+        """Add to `found`, as gathered, what `saved` has more: blank tensors, and `None` of numbers.
+
+        Nothing of it is in the optimizer until it is put back.
+        """
+        _, groups = self._now()
+        for group in groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                part = saved.state.get(name)
+                if part is not None and part.entries:
+                    self._want_one(found, f"{STATE}.{name}", part, parameter, group)
+                options = saved.options.get(name)
+                if options is not None:
+                    self._want_one(found, f"{GROUPS}.{name}", options, parameter, group)
+        for other, number in saved.others.items():
+            if number == self._number and other in saved.state:
+                self._want_one(found, f"{STATE}.{other}", saved.state[other], torch.empty(0), {})
+
+    def put_back(self, loaded: Mapping[str, Any], saved: Saved, names: Names) -> None:
+        """Take over what `wanted` named, now that it is loaded."""
+        state, groups = self._now()
+        for number, group in enumerate(groups):
+            options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
+            if not group["params"]:
+                its = saved.empty_groups.get(f"{self._number}.{number}", {})
+                options |= plain.decode(its, {})
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                now = state.get(parameter) or {}
+                if _put(now, _made(loaded, f"{STATE}.{name}", now, saved, saved.state.get(name))):
+                    state[parameter] = now
+                part = saved.options.get(name)
+                _put(options, _made(loaded, f"{GROUPS}.{name}", options, saved, part))
+            group.update(options)
+        for other, number in saved.others.items():
+            if number == self._number and other in saved.state:
+                part = saved.state[other]
+                paths = {path: f"{other}.{path}" if path else other for path in part.entries}
+                forms = {f"{other}.{path}" if path else other: f for path, f in part.forms.items()}
+                leaves = {
+                    path: loaded[f"{STATE}.{path}"]
+                    for path in paths.values()
+                    if f"{STATE}.{path}" in loaded
+                }
+                _put(state, assemble(leaves, forms))
+        self._commit(state, groups)
+
+    @property
+    def _is_of_torch(self) -> bool:
+        return type(self._optimizer).__module__.startswith(_OF_TORCH)
+
+    def empty_groups(self) -> dict[str, Any]:
+        """The options of groups without parameters, as plain data: no parameter's key has them."""
+        return {
+            f"{self._number}.{number}": plain.encode(
+                {k: v for k, v in group.items() if k != "params" and type(v) in PLAIN}, ""
+            )[0]
+            for number, group in enumerate(self._optimizer.param_groups)
+            if not group["params"]
+        }
+
+    def _now(self) -> tuple[Any, list[dict[str, Any]]]:
+        """State by parameter, and groups: the optimizer's own, or as its `state_dict` says."""
+        optimizer = self._optimizer
+        if is_plain(optimizer):
+            return optimizer.state, optimizer.param_groups
+        said = optimizer.state_dict()
+        more = sorted(said.keys() - {STATE, GROUPS})
+        if more:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.state_dict has {', '.join(map(repr, more))} besides "
+                f"{STATE!r} and {GROUPS!r}, which no checkpoint of parameters holds; save it "
+                'whole: Session(model, extra={"optimizer": optimizer})'
+            )
+        every = _parameters(optimizer)
+        state = {
+            every[key] if isinstance(key, int) and key < len(every) else key: value
+            for key, value in said[STATE].items()
+        }
+        groups = [
+            {**its, "params": live["params"]}
+            for its, live in zip(said[GROUPS], optimizer.param_groups, strict=True)
+        ]
+        return state, groups
+
+    def _commit(self, state: Any, groups: list[dict[str, Any]]) -> None:
+        """Give an optimizer that says itself what its state is what has become of it."""
+        if is_plain(self._optimizer):
+            return
+        numbers = {id(p): n for n, p in enumerate(_parameters(self._optimizer))}
+        self._optimizer.load_state_dict(
+            {
+                STATE: {numbers.get(id(key), key): value for key, value in state.items()},
+                GROUPS: [
+                    {**group, "params": [numbers[id(p)] for p in group["params"]]}
+                    for group in groups
+                ],
+            }
+        )
+
+    def _gather_others(self, found: dict[str, Any], state: Any, forms: Forms | None) -> None:
+        """State that an optimizer keeps under a name of its own rather than of a parameter."""
+        for name, value in state.items():
+            if isinstance(name, torch.Tensor):
+                continue
+            key = f"{STATE}.{name}"
+            if not isinstance(name, str) or any(k.startswith(f"{key}.") for k in found):
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__}.state has an entry under {name!r}; expected "
+                    "parameters, and text that is no parameter's name"
+                )
+            if forms is not None:
+                forms[key] = {OTHER: self._number} | ({DOTTED: True} if "." in name else {})
+            spread(value, key, found, forms)
+
+    def _want_one(
+        self,
+        found: dict[str, Any],
+        prefix: str,
+        part: Part,
+        parameter: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> None:
+        entries = part.entries
+        known, is_state = None, prefix.startswith(f"{STATE}.")
+        if is_state and group:
+            known = known_keys(self._optimizer, parameter, group)
+        for path in known or ():
+            # One that the checkpoint lacks is refused by its name when keys are compared.
+            if path not in entries:
+                found.setdefault(f"{prefix}.{path}", None)
+        for path, entry in entries.items():
+            key = f"{prefix}.{path}" if path else prefix
+            if key in found or (known is not None and path not in known):
+                continue
+            if not is_state and self._is_of_torch and path in OPTIONS_OF_TORCH:
+                continue
+            form = part.forms.get(path, {})
+            found[key] = blank(entry, parameter, group, form, part.was)
 
     def _option_keys(self, number: int, owners: list[str], options: list[str]) -> list[str]:
         """A key for each parameter and option of a group, made anew only when these changed."""
@@ -108,110 +354,69 @@ class OptimizerState:
             kept = self._keys[number] = owners, options, keys
         return kept[2]
 
-    def _places(self, names: Mapping[int, str]) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """(key, mapping, name in it) of every value; an option stands under each parameter."""
-        state = self._optimizer.state
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                name = names[id(parameter)]
-                yield from _leaves(state.get(parameter, {}), f"{STATE}.{name}")
-                for option in group:
-                    if option not in _NOT_OPTIONS:
-                        yield f"{GROUPS}.{name}.{option}", group, option
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def materialise_saved(
-    optimizer: Optimizer, names: Mapping[int, str], saved: Collection[str]
+def _gather_one(
+    found: dict[str, Any],
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    prefix: str,
+    values: Mapping[Any, Any],
+    forms: Forms | None,
 ) -> None:
-    """Make the state of frozen parameters which the keys `saved` say that they had.
-
-    A parameter frozen now may have been trained: its program unfreezes it again later.
-    """
-    trained = {key.removeprefix(f"optimizer.{STATE}.").rpartition(".")[0] for key in saved}
-    frozen = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if not p.requires_grad and not optimizer.state.get(p) and names[id(p)] in trained
-    ]
-    _make(optimizer, frozen)
-
-
-def materialise(optimizer: Optimizer) -> int:
-    """Give every trainable parameter without state the state of one that was never stepped.
-
-    Takes one step with zero gradients and a learning rate of zero for those parameters alone,
-    then sets their counters back. Parameters, gradients and other state stay as they are.
-    Returns the number of parameters that gained a state: 0 when all had one, or when the
-    optimizer keeps none.
-    """
-    state = optimizer.state
-    return _make(
-        optimizer,
-        [
-            p
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad and not state.get(p)
-        ],
-    )
+    """Add the state of one parameter to `found`, and what keys leave open of it to `forms`."""
+    is_sharded = isinstance(parameter, DTensor)
+    for name, value in values.items():
+        key = f"{prefix}.{name}"
+        # Nearly all are of these, and every save comes through here.
+        if forms is None and type(value) in SIMPLE and type(name) is str and not is_sharded:
+            found[key] = value
+            continue
+        if type(name) is not str:
+            raise CheckpointError(
+                f"{prefix}: the optimizer keeps a value under {name!r}; expected text"
+            )
+        flat: dict[str, Any] = {}
+        if forms is not None and "." in name:
+            forms[key] = {DOTTED: True}
+        spread(value, key, flat, forms)
+        for path, one in flat.items():
+            is_tensor = isinstance(one, torch.Tensor)
+            found[path] = view_of(one, parameter) if is_tensor else one
+            form = form_of(one, parameter, group) if is_tensor and forms is not None else None
+            if forms is not None and form:
+                forms.setdefault(path, {}).update(form)
 
 
-def _make(optimizer: Optimizer, lacking: Sequence[torch.Tensor]) -> int:
-    if not lacking:
-        return 0
-    groups = optimizer.param_groups
-    every = [p for group in groups for p in group["params"]]
-    gradients = [p.grad for p in every]
-    rates = [group.get("lr") for group in groups]
-    wanted = {id(p) for p in lacking}
-    try:
-        for parameter in every:
-            parameter.grad = torch.zeros_like(parameter) if id(parameter) in wanted else None
-        for group, rate in zip(groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        optimizer.step()
-    except TypeError as error:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} cannot step without a closure, so the state that it will "
-            "have cannot be made before training; expected an optimizer that steps from "
-            f'gradients. Save this one whole: Session(model, extra={{"optimizer": optimizer}})'
-        ) from error
-    finally:
-        for parameter, gradient in zip(every, gradients, strict=True):
-            parameter.grad = gradient
-        for group, rate in zip(groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-    gained = [p for p in lacking if optimizer.state.get(p)]
-    for parameter in gained:
-        _set_back(optimizer.state[parameter])
-    return len(gained)
-
-
-def _set_back(state: dict[str, Any]) -> None:
-    for name, value in UNTOUCHED.items():
-        if isinstance(state.get(name), torch.Tensor):
-            state[name].fill_(value)
-        elif name in state:
-            state[name] = type(state[name])(value)
-
-
-def _flatten(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
-    """Nested mappings as one, the keys joined by dots, as stock DCP joins them."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found.update(_flatten(value, f"{prefix}.{key}"))
+def _put(live: dict[Any, Any], made: Mapping[Any, Any]) -> bool:
+    """Take `made` over into `live`, tensors in place; True when there was anything."""
+    for key, value in made.items():
+        old = live.get(key)
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+            copy_unless_same(old, value)
+        elif isinstance(old, dict) and isinstance(value, dict):
+            _put(old, value)
         else:
-            found[f"{prefix}.{key}"] = value
-    return found
+            live[key] = value
+    return bool(made)
 
 
-def _leaves(values: dict[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}.{key}")
-        else:
-            yield f"{prefix}.{key}", values, key
+def _made(
+    loaded: Mapping[str, Any],
+    prefix: str,
+    now: Mapping[Any, Any],
+    saved: Saved,
+    part: Part | None,
+) -> dict[str, Any]:
+    """The loaded values under `prefix` as they were, forms and all; those of `now` among them."""
+    noted: Forms = {}
+    flat: dict[str, Any] = {}
+    for key, value in now.items():
+        spread(value, str(key), flat, noted)
+    part = part or Part()
+    flat |= dict.fromkeys(part.entries)
+    leaves = {path: loaded[f"{prefix}.{path}"] for path in flat if f"{prefix}.{path}" in loaded}
+    return assemble(leaves, part.forms if saved.knows_forms else noted)

@@ -20,6 +20,8 @@ PYTHON: Final = "python"
 NUMPY: Final = "numpy"
 TORCH: Final = "torch"
 CUDA: Final = "cuda"
+# Loaders whose iterators may be made before the first step: one for training, one to evaluate.
+LOADERS_MAX: Final = 2
 MT_WORDS: Final = 624
 SEEDS: Final = 1 << 62
 
@@ -60,6 +62,28 @@ def restore(states: Mapping[str, torch.Tensor]) -> None:
         torch.set_rng_state(states[TORCH].cpu())
     if CUDA in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states[CUDA].cpu())
+
+
+def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
+    """The generators that were used since `states` were captured, by name.
+
+    The seeds that the iterators of a few loaders draw from torch's do not count.
+    """
+    now = capture()
+    used = [kind for kind, saved in states.items() if not _is_same(now.get(kind), saved)]
+    if TORCH in used:
+        probe = torch.Generator()
+        probe.set_state(states[TORCH].cpu())
+        for _ in range(LOADERS_MAX):
+            torch.empty((), dtype=torch.int64).random_(generator=probe)
+            if torch.equal(probe.get_state(), now[TORCH]):
+                used.remove(TORCH)
+                break
+    return used
+
+
+def _is_same(now: torch.Tensor | None, saved: torch.Tensor) -> bool:
+    return now is None or torch.equal(now, saved.cpu())
 
 
 def reseed(seed: int, rank: int, step: int) -> None:

@@ -14,33 +14,39 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.state import optimizers as flattened
-from holdfast.trainer.state import rng
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.loading.compare_keys import Selection
+from holdfast.trainer.state import fsdp1, rng
 from holdfast.trainer.state.fit import FIT, Fit
+from holdfast.trainer.state.forms import Forms
 from holdfast.trainer.state.names import (
     Named,
     Views,
+    as_buffer,
     copy_unless_same,
     find_named,
     is_fsdp1,
     merge_disjoint,
 )
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
+from holdfast.trainer.state.optimizers import (
+    OptimizerState,
+    Saved,
+    awaits_state,
+    check_names,
+    is_plain,
+    unwrap,
+)
 
 __all__ = ["Progress", "Restored", "State", "Stateful", "TrainState", "listed"]
 
 FORMAT: Final = 1
-OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
+FORMS: Final = "forms"
+EMPTY_GROUPS: Final = "empty_groups"
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer"
 RNG: Final = "rng"
@@ -51,11 +57,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where training stands: the plain part of a checkpoint that the session itself keeps."""
+    """Where training stands: the plain part of a checkpoint that the session itself keeps.
+
+    `in_epoch` says that a loop over epochs had begun `epoch`, whose end is still to come.
+    """
 
     step: int
     seed: int
     epoch: int = 0
+    in_epoch: bool = False
     data: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
 
@@ -91,15 +101,16 @@ class TrainState:
         what cannot be saved.
         """
         self._models = (models,) if isinstance(models, nn.Module) else tuple(models)
-        self._optimizers = tuple(optimizers)
-        self._flattened = [flattened.OptimizerState(each) for each in self._optimizers]
+        self._optimizers: tuple[Optimizer, ...] = tuple(unwrap(each) for each in optimizers)
+        self._flattened = [OptimizerState(each, n) for n, each in enumerate(self._optimizers)]
         self._objects = Objects(
             schedulers, extra or {}, per_rank or {}, rank=rank, world_size=world_size
         )
         self._rank, self._world_size = rank, world_size
         self._fit = fit or Fit()
         self._views = Views()
-        self._stateless: set[int] = set()
+        self._saved = Saved()
+        self._forms: Forms | None = None
         self._generators: dict[str, torch.Tensor] | None = None
         # FSDP1 turns flat parameters into named ones by collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
@@ -125,14 +136,35 @@ class TrainState:
             "step": progress.step,
             "seed": progress.seed,
             "epoch": progress.epoch,
+            "in_epoch": progress.in_epoch,
             "data": progress.data,
             "best": progress.best,
             "world_size": self._world_size,
             "rng": sorted(generators),
             FIT: self._fit.describe(),
+            FORMS: self._own_forms() if self._forms is None else self._forms,
+            EMPTY_GROUPS: {
+                k: v for each in self._flattened for k, v in each.empty_groups().items()
+            },
             "objects": documents,
         }
         return state, document
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """True while parameters that are trained have no optimizer state, and may get some."""
+        return any(map(awaits_state, self._optimizers))
+
+    def note_forms(self, ranks: Ranks) -> None:
+        """Have the forms of all ranks' optimizers for the documents to come; all ranks call it.
+
+        To be called when saves are planned: forms change only with what is planned.
+        """
+        own = self._own_forms()
+        self._forms = {}
+        if ranks.largest([bool(own)])[0]:
+            for forms in ranks.gather(lambda: own):
+                self._forms |= forms
 
     def template(
         self, document: Mapping[str, Any], metadata: Callable[[], Metadata] | None = None
@@ -147,7 +179,9 @@ class TrainState:
                 f"train_state.json has format {document.get('format')!r}; this version of "
                 f"Holdfast reads {FORMAT}"
             )
-        state = self.tensors(metadata)
+        fit = self.fit_for(document)
+        pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename)
+        state = self.tensors(metadata, pick, document)
         saved_ranks = int(document["world_size"])
         # The states of ranks that are no more are read by rank 0 and left unused, so that the
         # keys of all ranks together are those of the checkpoint.
@@ -160,8 +194,7 @@ class TrainState:
         def shapes() -> dict[str, Sequence[int]]:
             return _shapes(metadata()) if metadata is not None else {}
 
-        exclude = self.fit_for(document).exclude
-        _put(state, self._objects.templates(document["objects"], shapes, exclude))
+        _put(state, self._objects.templates(document["objects"], shapes, fit.exclude))
         return state
 
     def apply(self, state: State, document: Mapping[str, Any]) -> Restored:
@@ -189,10 +222,23 @@ class TrainState:
             reseeded=own is None,
         )
 
-    def tensors(self, metadata: Callable[[], Metadata] | None = None) -> State:
-        """Model and optimizer state alone; `metadata` is as for `template`."""
-        self._materialise_saved(metadata)
-        return self._tensors()
+    def tensors(
+        self,
+        metadata: Callable[[], Metadata] | None = None,
+        pick: Selection | None = None,
+        document: Mapping[str, Any] | None = None,
+    ) -> State:
+        """Model and optimizer state alone; with `metadata`, what that has of it besides.
+
+        `pick` says what is taken of the checkpoint; `document` is its own, or empty.
+        """
+        state = self._tensors()
+        self._saved = Saved()
+        if self._optimizers and metadata is not None:
+            document = document or {}
+            self._want(state[OPTIMIZER], metadata(), pick or Selection(), document.get(FORMS))
+            self._saved.empty_groups = document.get(EMPTY_GROUPS, {})
+        return state
 
     def weights(self) -> Iterable[torch.Tensor]:
         """Parameters and buffers of all models, as they are on this rank."""
@@ -211,15 +257,24 @@ class TrainState:
             parts.append(OPTIMIZER)
         return parts
 
-    def rewind_generators(self) -> None:
-        """Put the random generators back to where `apply` left them; the first call alone does.
+    def rewind_generators(self, *, is_last: bool) -> list[str]:
+        """Put the random generators back to where `apply` left them, until the last call did.
 
         What a program draws between a resume and its first step, as the iterator of a loader
-        does, an uninterrupted run never drew there.
+        does, an uninterrupted run never drew there. Returns the generators that were used for
+        more than the seeds of loaders.
         """
-        if self._generators is not None:
+        if self._generators is None:
+            return []
+        used = rng.used_since(self._generators)
+        rng.restore(self._generators)
+        self._generators = None if is_last else self._generators
+        return used
+
+    def rewind_seeds(self) -> None:
+        """Take back the seeds that the iterators of loaders drew, if nothing else was drawn."""
+        if self._generators is not None and not rng.used_since(self._generators):
             rng.restore(self._generators)
-            self._generators = None
 
     # --- model and optimizers -------------------------------------------------------------
 
@@ -230,61 +285,88 @@ class TrainState:
             return parts[0]
         return Named(
             merge_disjoint([part.tensors for part in parts]),
+            {name for part in parts for name in part.buffers},
             {key: name for part in parts for key, name in part.parameters.items()},
             all(part.is_plain for part in parts),
         )
 
     def _check(self, named: Named) -> None:
         if not self._is_fsdp1:
-            flattened.check_names(self._optimizers, named.parameters)
-        by_torch = self._is_fsdp1 or not all(map(flattened.is_plain, self._optimizers))
-        if by_torch and len(self._models) > 1 and self._optimizers:
+            check_names(self._optimizers, named.parameters)
+        elif self._optimizers and not (len(self._models) == 1 and self._are_plain()):
             raise CheckpointError(
                 "several models with FSDP1, or with an optimizer that has a state_dict of its "
                 "own, are not supported; use fully_shard, or one model that holds them all"
             )
 
+    def _are_plain(self) -> bool:
+        return all(map(is_plain, self._optimizers))
+
     def _tensors(self) -> State:
-        """Model and optimizer state, with the optimizer's made where it does not exist yet."""
-        for optimizer in self._optimizers:
-            if id(optimizer) not in self._stateless:
-                flattened.materialise(optimizer)
-                if not optimizer.state:
-                    self._stateless.add(id(optimizer))
+        """Model and optimizer state as they are: nothing of it is made here."""
         named = self._find()
         if named.is_plain:
-            state: State = {MODEL: self._views.of(named.tensors)}
+            state: State = {MODEL: self._views.of(named.tensors, named.buffers)}
         else:
-            state = {MODEL: merge_disjoint([get_model_state_dict(m) for m in self._models])}
+            state = {MODEL: merge_disjoint([self._asked(m, named) for m in self._models])}
         if self._optimizers:
             state[OPTIMIZER] = self._optimizer_tensors(named)
         return state
 
-    def _optimizer_tensors(self, named: Named) -> State:
-        if not self._is_fsdp1 and all(map(flattened.is_plain, self._optimizers)):
-            found: State = {}
-            try:
-                for each in self._flattened:
-                    found |= each.gather(named.parameters)
-            except KeyError:
-                # A parameter was replaced behind the optimizer's back; this says which.
-                self._check(named)
-                raise
-            return found
-        return get_optimizer_state_dict(self._models[0], self._optimizers, options=OPTIONS)
+    def _asked(self, model: nn.Module, named: Named) -> State:
+        """The state of a model that says itself what it is, buffers marked as such."""
+        found = get_model_state_dict(model)
+        # Of FSDP1's modules the walk sees nothing, but their parameters are never plain tensors.
+        return {
+            name: as_buffer(value)
+            if type(value) is torch.Tensor and (self._is_fsdp1 or name in named.buffers)
+            else value
+            for name, value in found.items()
+        }
 
-    def _materialise_saved(self, metadata: Callable[[], Metadata] | None) -> None:
-        """State of frozen parameters that the checkpoint has: made, so that it is restored."""
-        frozen = any(
-            not p.requires_grad and not optimizer.state.get(p)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-        if frozen and metadata is not None and not self._is_fsdp1:
-            names, saved = self._find().parameters, metadata().state_dict_metadata
-            for optimizer in self._optimizers:
-                flattened.materialise_saved(optimizer, names, saved)
+    def _optimizer_tensors(self, named: Named, forms: Forms | None = None) -> State:
+        if self._is_fsdp1:
+            return fsdp1.gather(self._models[0], self._optimizers)
+        found: State = {}
+        try:
+            for each in self._flattened:
+                found |= each.gather(named.parameters, forms)
+        except KeyError:
+            # A parameter was replaced behind the optimizer's back; this says which.
+            self._check(named)
+            raise
+        return found
+
+    def _own_forms(self) -> Forms:
+        forms: Forms = {}
+        if self._optimizers and not self._is_fsdp1:
+            self._optimizer_tensors(self._find(), forms)
+        return forms
+
+    def _want(self, found: State, metadata: Metadata, pick: Selection, forms: Forms | None) -> None:
+        """Add what a checkpoint has of the optimizers' state to what there is of it."""
+        entries, prefix = metadata.state_dict_metadata, f"{OPTIMIZER}."
+        ours = {
+            new.removeprefix(prefix): entry
+            for key, entry in entries.items()
+            if key.startswith(prefix) and pick.takes(new := pick.renamed(key))
+        }
+        if forms is not None:
+            renamed = {pick.renamed(prefix + key): form for key, form in forms.items()}
+            forms = {key.removeprefix(prefix): form for key, form in renamed.items()}
+        if self._is_fsdp1:
+            known = get_model_state_dict(self._models[0]).keys()
+            self._saved = Saved.of(ours, forms, known)
+            fsdp1.wanted(found, self._saved, self._models[0])
+            return
+        named = self._find().parameters
+        self._saved = Saved.of(ours, forms, set(named.values()))
+        for key, entry in entries.items():
+            part = self._saved.state.get(pick.renamed(key).removeprefix(f"{MODEL}."))
+            if part is not None and isinstance(entry, TensorStorageMetadata):
+                part.was = entry.properties.dtype
+        for each in self._flattened:
+            each.wanted(found, self._saved, named)
 
     def _apply_model(self, loaded: State) -> None:
         named = self._find()
@@ -297,12 +379,12 @@ class TrainState:
             set_model_state_dict(model, {name: loaded[name] for name in own})
 
     def _apply_optimizers(self, loaded: State) -> None:
-        if not self._is_fsdp1 and all(map(flattened.is_plain, self._optimizers)):
-            names = self._find().parameters
-            for each in self._flattened:
-                each.put_back(loaded, names)
+        if self._is_fsdp1:
+            fsdp1.put_back(self._models[0], self._optimizers, loaded)
             return
-        set_optimizer_state_dict(self._models[0], self._optimizers, loaded, options=OPTIONS)
+        names = self._find().parameters
+        for each in self._flattened:
+            each.put_back(loaded, self._saved, names)
 
 
 def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:

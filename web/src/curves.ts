@@ -8,6 +8,10 @@ export interface Curve {
   y: (number | null)[];
 }
 
+/** Distances between ticks: steps are whole numbers, so their labels never round. */
+export const STEP_INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+  .flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
 const RATE = "steps per second";
 // A loss is what most people look for; the rest stands in the order of the alphabet.
 const order = (name: string): string =>

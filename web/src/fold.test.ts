@@ -73,6 +73,24 @@ describe("fold", () => {
     expect(edges.every((edge) => there.has(edge.from) && there.has(edge.to))).toBe(true);
   });
 
+  it("draws a restart in place forwards, and keeps the checkpoint it resumed from in sight", () => {
+    const graph = line(40);
+    // The second launch resumed from step 20, which the first one had left for steps up to 40.
+    const again = (step: number) => id(step).replace(/i\d+$/, "i02");
+    for (const step of [21, 22, 23]) {
+      graph.nodes.push({ id: again(step), kind: "checkpoint", run: "gpt", state: "committed", step,
+        pinned: false, rolled_back: false });
+      graph.edges.push(
+        { from: again(step), to: step === 21 ? id(20) : again(step - 1), kind: "parent" });
+    }
+    graph.edges.push({ from: "gpt:attempt-0001", to: id(20), kind: "resumed_from" });
+    const { nodes, edges } = fold(graph, new Set());
+    expect(edges).toContainEqual({ from: id(20), to: again(21), kind: "resumed_from" });
+    expect(edges.some((edge) => edge.to === "gpt:attempt-0001" && edge.from === id(20)))
+      .toBe(false);
+    expect(new Set(members(nodes)).has(id(20))).toBe(false);
+  });
+
   it("bears a circle, which damaged manifests may tell of", () => {
     const graph = line(30);
     graph.edges.push({ from: id(1), to: id(30), kind: "parent" });

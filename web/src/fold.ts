@@ -17,11 +17,38 @@ export const isFold = (node: Shown): node is Fold => node.kind === "fold";
 /** An opened fold shows at most about this many nodes, the rest in folds of their own. */
 export const SHOWN_MAX = 24;
 const FOLD_MIN = 4;
-const ID = /^(.*):step-\d+\.a(\d+)\.i\d+$/;
+const ID = /^(.*):step-\d+\.a(\d+)\.i(\d+)$/;
+const ATTEMPT = /^(.*):attempt-(\d+)$/;
+
+/** (run, attempt, launch) in the id of a checkpoint or, without a launch, of an attempt. */
+function originOf(id: string): [string, number, number] | null {
+  const found = ID.exec(id) ?? ATTEMPT.exec(id);
+  return found ? [found[1] ?? "", Number(found[2]), Number(found[3] ?? 0)] : null;
+}
+
+/** Whether an edge says that an attempt resumed from a checkpoint which it had made itself. */
+function isInPlace({ from, to, kind }: GraphEdge): boolean {
+  if (kind !== "resumed_from") return false;
+  const [one, other] = [originOf(from), originOf(to)];
+  return one !== null && other !== null && one[0] === other[0] && one[1] === other[1];
+}
+
+/** Edges in which a restart in place leads from the checkpoint to the first of the new launch.
+
+    From the attempt, which made both, it would close a circle. */
+function withoutCircles(edges: GraphEdge[]): GraphEdge[] {
+  const restarted = new Set(edges.filter(isInPlace).map((edge) => edge.to));
+  return edges.filter((edge) => !isInPlace(edge)).map((edge) => {
+    if (edge.kind !== "parent" || !restarted.has(edge.to)) return edge;
+    const [child, parent] = [originOf(edge.from), originOf(edge.to)];
+    const isNext = child && parent && child[1] === parent[1] && child[2] > parent[2];
+    return isNext ? { ...edge, kind: "resumed_from" } : edge;
+  });
+}
 
 /** Edges in the order of time, `from` before `to`, and those between attempts and their first. */
 export function inTime({ nodes, edges }: Graph): GraphEdge[] {
-  const found = edges.map((edge) =>
+  const found = withoutCircles(edges).map((edge) =>
     edge.kind === "exported_to" || edge.kind === "rolled_back"
       ? edge
       : { from: edge.to, to: edge.from, kind: edge.kind },

@@ -100,3 +100,12 @@ export function when(iso: string | null | undefined): number | null {
   const value = iso ? Date.parse(iso) : Number.NaN;
   return Number.isNaN(value) ? null : value;
 }
+
+/** Unix seconds as an ISO time. */
+export const isoOf = (seconds: number): string => new Date(seconds * 1000).toISOString();
+
+/** The attempt that wrote a checkpoint, from its id or its directory's name. */
+export function attemptOf(id: string): number | null {
+  const found = /\.a(\d+)\.i\d+$/.exec(id);
+  return found ? Number(found[1]) : null;
+}

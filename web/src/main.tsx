@@ -4,6 +4,7 @@ import { RouterProvider } from "@tanstack/react-router";
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 import { ApiError } from "./api/client";
+import { preloadViews } from "./lazy";
 import { ClockProvider } from "./parts/basics";
 import { router } from "./router";
 import "./styles/base.css";
@@ -11,6 +12,7 @@ import "./styles/shell.css";
 import "./styles/parts.css";
 
 const STALE_MS = 2_000;
+const PRELOAD_MS = 2_000;
 const TRIES = 2;
 
 const client: QueryClient = new QueryClient({
@@ -46,4 +48,6 @@ if (place) {
       </QueryClientProvider>
     </StrictMode>,
   );
+  // After the first view, not beside it.
+  window.setTimeout(() => void preloadViews(), PRELOAD_MS);
 }

@@ -1,8 +1,10 @@
 import { describe, expect, it } from "vitest";
-import type { Attempt, Checkpoint, Point, Series } from "./api/types";
-import { stitch } from "./curves";
+import type { Checkpoint, Point, Run, Series } from "./api/types";
+import { STEP_INCREMENTS, stitch } from "./curves";
+import { KINDS, factOf, factsOf } from "./events";
 import { bytes, checkpointWords, count, percent, relative, runOf, span, when } from "./format";
-import { timeLeft } from "./progress";
+import { committedStep, stepOf, timeLeft } from "./progress";
+import { attempt } from "./samples";
 import { reachedStages, stageOf } from "./stages";
 import { segmentsOf, ticks } from "./timeline";
 
@@ -50,50 +52,24 @@ describe("stitch", () => {
   });
 });
 
+it("puts ticks at whole steps only", () => {
+  expect(STEP_INCREMENTS.every(Number.isInteger)).toBe(true);
+  expect(STEP_INCREMENTS).toEqual(STEP_INCREMENTS.toSorted((a, b) => a - b));
+});
+
 const at = (seconds: number) => new Date(seconds * 1000).toISOString();
 
-const attempt = (fields: Partial<Attempt>): Attempt => ({
-  number: 1, state: "running", cause: null, evidence: [], reason: null, executor: null,
-  job_id: null, nodes: [], world_size: 2, resumed_from: null, resumed_step: null, first_step: null,
-  last_step: null, committed_step: null, steps: null, incarnations: [], submitted_at: null,
-  started_at: null, stop_requested_at: null, stop_committed_at: null, ended_at: null,
-  signal_to_commit_s: null, failed_rank: null, traceback: null, ...fields,
-});
-
-const launch = (from: number, to: number | null) => ({
-  number: 1, world_size: 2, resumed_from: null, first_step: 1, last_step: null,
-  started_at: at(from), ended_at: to === null ? null : at(to), ending: null, exit_code: null,
-});
-
-const told = (one: Attempt, now: number) =>
-  segmentsOf(one, now * 1000).map(({ part, from, to }) => [part, from / 1000, to / 1000]);
+const segment = (part: string, from: number, to: number, attempt = 1) =>
+  ({ attempt, part, began_at: at(from), ended_at: at(to) });
 
 describe("segmentsOf", () => {
-  it("shows an attempt that waits as queued until now", () => {
-    expect(told(attempt({ submitted_at: at(10) }), 40)).toEqual([["queued", 10, 40]]);
-  });
+  const told = [segment("queued", 0, 10), segment("training", 10, 40), segment("lost", 5, 6, 2)];
 
-  it("shows start, training and the last flush of one that was preempted", () => {
-    const one = attempt({
-      submitted_at: at(0), started_at: at(10), incarnations: [launch(20, 110)],
-      stop_requested_at: at(100), ended_at: at(110), first_step: 1, last_step: 80,
-      committed_step: 80,
-    });
-    expect(told(one, 500)).toEqual([
-      ["queued", 0, 10], ["starting", 10, 20], ["training", 20, 100], ["flushing", 100, 110],
-    ]);
-  });
-
-  it("shows the share of training that a lost node took with it", () => {
-    const one = attempt({
-      submitted_at: at(0), started_at: at(0), incarnations: [launch(0, 100)], ended_at: at(100),
-      first_step: 1, last_step: 100, committed_step: 75,
-    });
-    expect(told(one, 500)).toEqual([["training", 0, 75], ["lost", 75, 100]]);
-  });
-
-  it("has no time without a time", () => {
-    expect(told(attempt({}), 40)).toEqual([]);
+  it("takes the server's account of one attempt, and lets the present go on until now", () => {
+    expect(segmentsOf(attempt({}), told, 50_000)).toEqual([
+      { part: "queued", from: 0, to: 10_000 }, { part: "training", from: 10_000, to: 50_000 }]);
+    const ended = attempt({ ended_at: at(40) });
+    expect(segmentsOf(ended, told, 50_000).at(-1)?.to).toBe(40_000);
   });
 });
 
@@ -104,11 +80,21 @@ describe("small decisions", () => {
   });
 
   it("says how long a run still needs only where that can be known", () => {
-    const run = { state: "running", step: 100, steps_total: 400, goodput: { training_s: 50 } };
-    expect(timeLeft(run)).toBe(150);
+    const run = { state: "running", step: 100, live_step: 150, steps_total: 400, step_s: 0.5 };
+    // The newest step counts, not the last commit; so it never rises while a run trains.
+    expect(timeLeft(run)).toBe(125);
     expect(timeLeft({ ...run, state: "waiting" })).toBeNull();
     expect(timeLeft({ ...run, steps_total: null })).toBeNull();
-    expect(timeLeft({ ...run, step: 400 })).toBeNull();
+    expect(timeLeft({ ...run, live_step: 400 })).toBeNull();
+    expect(timeLeft({ ...run, step_s: null })).toBeNull();
+  });
+
+  it("knows no step before the first one, and the newest commit across attempts", () => {
+    expect(stepOf({ step: null, live_step: -1 })).toBeNull();
+    expect(stepOf({ step: 0, live_step: 7 })).toBe(7);
+    const attempts = [attempt({ committed_step: 3190 }), attempt({ number: 2 })];
+    expect(committedStep({ state: "running", step: 3190, attempts } as Run)).toBe(3190);
+    expect(committedStep({ state: "completed", step: 3200, attempts } as Run)).toBe(3190);
   });
 });
 
@@ -124,8 +110,24 @@ describe("stages", () => {
   it("are told in their order, with whoever read it back", () => {
     const one = { state: "committed", staged_at: "a", committed_at: "b", verified_ok: true,
       verified_at: "c", verified_by: "resume", mirrored_at: null } as Checkpoint;
-    expect(reachedStages(one).map(({ word, at, note }) => [word, at, note])).toEqual([
-      ["staged", "a", null], ["durable", "b", null], ["verified", "c", "by a resume"],
-      ["mirrored", null, null]]);
+    const own = [
+      ["staged", "a", null], ["durable", "b", null], ["verified", "c", "by a resume"]];
+    const told = (hasMirror: boolean) =>
+      reachedStages(one, hasMirror).map(({ word, at, note }) => [word, at, note]);
+    expect(told(true)).toEqual([...own, ["mirrored", null, null]]);
+    // Nothing is missing where no mirror is configured.
+    expect(told(false)).toEqual(own);
+  });
+});
+
+describe("events", () => {
+  it("show times as times and names in digits as they are", () => {
+    expect(factOf("deadline", 1_795_000_000)).toMatch(/^2026-11-1\d/);
+    expect(factOf("pid", 19_080)).toBe("19080");
+    expect(factOf("agent_pid", 4_000)).toBe("4000");
+    expect(factOf("waited_s", 90)).toBe("1 min 30 s");
+    expect(factOf("step", 19_080)).toBe(count(19_080));
+    expect(factsOf({ attempt: 1, pid: 7, reason: "", dumps: [] })).toBe("pid 7");
+    expect(KINDS).toContain("hang_suspected");
   });
 });

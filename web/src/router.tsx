@@ -3,8 +3,8 @@ import {
   createRootRoute,
   createRoute,
   createRouter,
-  lazyRouteComponent,
 } from "@tanstack/react-router";
+import { lazyView } from "./lazy";
 import { Problem } from "./parts/basics";
 import { NotFound } from "./pages/NotFound";
 import { Runs } from "./pages/Runs";
@@ -39,7 +39,7 @@ const runs = createRoute({
 const run = createRoute({
   getParentRoute: () => root,
   path: "/runs/$run",
-  component: lazyRouteComponent(() => import("./pages/run/Run"), "RunPage"),
+  component: lazyView(() => import("./pages/run/Run"), "RunPage"),
 });
 
 const page = <P extends string>(
@@ -50,7 +50,7 @@ const page = <P extends string>(
   createRoute({
     getParentRoute: () => run,
     path,
-    component: lazyRouteComponent(load as () => Promise<Record<string, never>>, name),
+    component: lazyView(load, name),
   });
 
 const overview = page("/", () => import("./pages/run/Overview"), "Overview");
@@ -61,7 +61,7 @@ const events = page("/events", () => import("./pages/run/Events"), "Events");
 const logs = createRoute({
   getParentRoute: () => run,
   path: "/logs",
-  component: lazyRouteComponent(() => import("./pages/run/Logs"), "Logs"),
+  component: lazyView(() => import("./pages/run/Logs"), "Logs"),
   validateSearch: (given: Record<string, unknown>): { file?: string; attempt?: string } => ({
     file: text(given.file),
     attempt: given.attempt === undefined ? undefined : String(given.attempt),
@@ -71,20 +71,20 @@ const logs = createRoute({
 const lineage = createRoute({
   getParentRoute: () => run,
   path: "/lineage",
-  component: lazyRouteComponent(() => import("./pages/run/Lineage"), "Lineage"),
+  component: lazyView(() => import("./pages/run/Lineage"), "Lineage"),
   validateSearch: (given: Record<string, unknown>): { at?: string } => ({ at: text(given.at) }),
 });
 
 const checkpoint = createRoute({
   getParentRoute: () => root,
   path: "/checkpoints/$id",
-  component: lazyRouteComponent(() => import("./pages/Checkpoint"), "CheckpointPage"),
+  component: lazyView(() => import("./pages/Checkpoint"), "CheckpointPage"),
 });
 
 const compare = createRoute({
   getParentRoute: () => root,
   path: "/compare",
-  component: lazyRouteComponent(() => import("./pages/Compare"), "Compare"),
+  component: lazyView(() => import("./pages/Compare"), "Compare"),
   validateSearch: (given: Record<string, unknown>): { a?: string; b?: string } => ({
     a: text(given.a),
     b: text(given.b),
@@ -94,13 +94,13 @@ const compare = createRoute({
 const goodput = createRoute({
   getParentRoute: () => root,
   path: "/goodput",
-  component: lazyRouteComponent(() => import("./pages/Goodput"), "GoodputPage"),
+  component: lazyView(() => import("./pages/Goodput"), "GoodputPage"),
 });
 
 const nodes = createRoute({
   getParentRoute: () => root,
   path: "/nodes",
-  component: lazyRouteComponent(() => import("./pages/Nodes"), "Nodes"),
+  component: lazyView(() => import("./pages/Nodes"), "Nodes"),
   validateSearch: (given: Record<string, unknown>): { host?: string } => ({
     host: text(given.host),
   }),
@@ -109,7 +109,7 @@ const nodes = createRoute({
 const storage = createRoute({
   getParentRoute: () => root,
   path: "/storage",
-  component: lazyRouteComponent(() => import("./pages/Storage"), "Storage"),
+  component: lazyView(() => import("./pages/Storage"), "Storage"),
 });
 
 export const router = createRouter({

@@ -85,7 +85,7 @@ function Bar({ help }: { help: () => void }) {
         <span className="connection"><State state={state}>{word}</State></span>
         <ThemeChoice />
         <button type="button" onClick={help} aria-label="Keys">?</button>
-        {session.data?.login_required && session.data.name ? (
+        {session.data?.name ? (
           <button type="button" onClick={logOut}>Log out {session.data.name}</button>
         ) : null}
       </div>

@@ -30,8 +30,9 @@ export interface Reached {
   note: string | null;
 }
 
-/** The four stages in their order, each with when it was reached, if it was. */
-export function reachedStages(one: Checkpoint): Reached[] {
+/** The stages in their order, each with when it was reached, if it was. Without a mirror in the
+    run's spec the last one is left out. */
+export function reachedStages(one: Checkpoint, hasMirror: boolean): Reached[] {
   const isDamaged = stageOfCheckpoint(one) === "damaged";
   const whom = one.verified_by === "resume" ? "a resume" : one.verified_by;
   return [
@@ -39,6 +40,7 @@ export function reachedStages(one: Checkpoint): Reached[] {
     { word: "durable", at: one.committed_at, note: null },
     { word: isDamaged ? "damaged" : "verified", at: one.verified_at ?? null,
       note: whom ? `by ${whom}` : null },
-    { word: "mirrored", at: one.mirrored_at ?? null, note: null },
+    ...(hasMirror || one.mirrored_at
+      ? [{ word: "mirrored", at: one.mirrored_at ?? null, note: null } as const] : []),
   ];
 }

@@ -1,61 +1,26 @@
-// An attempt's life as spans of one kind each, from its record alone. Pure.
-import type { Attempt } from "./api/types";
+// What attempts did against time, from the server's account, and round times on an axis. Pure.
+import type { Attempt, Segment } from "./api/types";
 import { when } from "./format";
-import type { Part } from "./states";
+import { PARTS, type Part } from "./states";
 
-export interface Segment {
+export interface Drawn {
   part: Part;
   from: number;
   to: number;
 }
 
-/** The spans of an attempt in order, milliseconds; `now` ends what has not ended. */
-export function segmentsOf(attempt: Attempt, now: number): Segment[] {
-  const submitted = when(attempt.submitted_at);
-  const started = when(attempt.started_at);
-  const end = when(attempt.ended_at) ?? now;
-  const found: Segment[] = [];
-  const add = (part: Part, from: number, to: number) => {
-    if (to > from) found.push({ part, from, to });
-  };
-  if (submitted !== null) add("queued", submitted, started ?? end);
-  if (started === null) return found;
-  const launches = attempt.incarnations.filter((one) => when(one.started_at) !== null);
-  let cursor = started;
-  for (const launch of launches) {
-    const from = Math.max(cursor, when(launch.started_at) ?? cursor);
-    add("starting", cursor, from);
-    const stop = when(attempt.stop_requested_at);
-    const ended = Math.min(end, when(launch.ended_at) ?? end);
-    const isLast = launch === launches.at(-1);
-    const trained = isLast && stop !== null ? Math.max(from, Math.min(stop, ended)) : ended;
-    add("training", from, trained);
-    if (isLast) add("flushing", trained, ended);
-    cursor = Math.max(cursor, ended);
-  }
-  if (launches.length === 0) add("starting", started, end);
-  return withLoss(found, attempt);
-}
+const isPart = (word: string): word is Part => (PARTS as readonly string[]).includes(word);
 
-/** The steps after the last commit of an attempt that is over had to be trained again. */
-function withLoss(found: Segment[], attempt: Attempt): Segment[] {
-  const { last_step: last, ended_at: ended } = attempt;
-  const base = attempt.committed_step ?? attempt.resumed_step ?? 0;
-  const first = attempt.first_step ?? attempt.resumed_step ?? 0;
-  if (ended === null || last === null || last <= base || last <= first) return found;
-  const training = found.filter((one) => one.part === "training");
-  const whole = training.reduce((sum, one) => sum + one.to - one.from, 0);
-  let lost = whole * Math.min(1, (last - base) / (last - first + 1));
-  const cut = found.map((one) => ({ ...one }));
-  for (let index = cut.length - 1; index >= 0 && lost > 0; index -= 1) {
-    const one = cut[index];
-    if (one?.part !== "training") continue;
-    const taken = Math.min(lost, one.to - one.from);
-    cut.splice(index + 1, 0, { part: "lost", from: one.to - taken, to: one.to });
-    one.to -= taken;
-    lost -= taken;
-  }
-  return cut.filter((one) => one.to > one.from);
+/** What an attempt did, milliseconds. Its last segment goes on until `now` while it lives. */
+export function segmentsOf(attempt: Attempt, segments: Segment[], now: number): Drawn[] {
+  const found = segments.flatMap((one): Drawn[] => {
+    const [from, to] = [when(one.began_at), when(one.ended_at)];
+    if (one.attempt !== attempt.number || from === null || to === null) return [];
+    return isPart(one.part) ? [{ part: one.part, from, to }] : [];
+  });
+  const last = found.at(-1);
+  if (last && attempt.ended_at === null) last.to = Math.max(last.to, now);
+  return found;
 }
 
 const STEPS_MS = [1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400]

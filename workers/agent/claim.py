@@ -6,7 +6,7 @@ import os
 import time
 from typing import Final
 
-from holdfast.contracts.attempt import Claim, create_document, read_document
+from holdfast.contracts.attempt import Claim, create_document, read_claim, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.foreign import set_aside_foreign
@@ -31,7 +31,7 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
     number = context.attempt.number
     set_aside_foreign(context.attempt, journal)
     if context.attempt.outcome.exists() or not create_document(context.attempt.claim, document):
-        holder = read_document(Claim, context.attempt.claim)
+        holder = read_claim(context.attempt)
         who = f"job {holder.job_id} on {holder.host}" if holder else "a job that has ended"
         journal.append(
             EventKind.NOTE,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from holdfast.contracts.attempt import Request, read_document
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+
+INCARNATIONS_MAX: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +61,14 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
         host=(variables.get("SLURMD_NODENAME") if on_slurm else None) or socket.gethostname(),
         started_at=time.time(),
     )
+
+
+def take_number(attempt: AttemptPaths) -> int:
+    """The next free incarnation number, taken by exclusive creation of its folder."""
+    for number in range(1, INCARNATIONS_MAX + 1):
+        folder = attempt.incarnation(number)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            return number
+    raise AgreementError(f"{INCARNATIONS_MAX} incarnations in one attempt: something is wrong")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from holdfast.contracts.agreement import ROUNDS_MAX, settle
+from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, ask_in_turn, settle
 from holdfast.contracts.board import NOWHERE, Proposal
 from holdfast.contracts.errors import AgreementError
 from holdfast.workers.agent.runtime import Node, NodeReport
@@ -17,8 +17,8 @@ from holdfast.workers.agent.runtime import Node, NodeReport
 class EarlySave:
     """At most one at a time. `note` takes what people should know."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self, note: Callable[[str], None], ask_all: AskAll = ask_in_turn) -> None:
+        self._note, self._ask_all = note, ask_all
         self._is_wanted = False
         self._answered = 0
         self._step: int | None = None
@@ -49,7 +49,9 @@ class EarlySave:
             return serial
         self._is_wanted = False
         try:
-            self._step, _ = settle(nodes, first_serial=serial, word=Proposal.SAVE)
+            self._step, _ = settle(
+                nodes, first_serial=serial, word=Proposal.SAVE, ask_all=self._ask_all
+            )
         except AgreementError as error:
             self._note(f"no early save: {error}")
         except ConnectionError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -49,13 +48,15 @@ class FlusherKeeper:
     """One node's flusher, kept alive; safe for its reader thread and the agent's loop."""
 
     def __init__(self, context: AgentContext) -> None:
-        token = secrets.token_hex(4)
-        self.socket_name = f"holdfast-{context.request.run_uid[:12]}-{context.job_id}-{token}"
+        self._address = os.memfd_create("holdfast-flusher-address", os.MFD_CLOEXEC)
+        # Opened by this user's processes alone, as the kernel sees to.
+        self.place = f"/proc/{os.getpid()}/fd/{self._address}"
         self.told = Flushed()
         self._context = context
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int, int], int] = {}
         self._drained: dict[str, Any] | None = None
+        self._drains = 0
         self._starts = 0
         self._closing = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,6 +117,7 @@ class FlusherKeeper:
                 self._process.kill()
                 self._process.wait(LEAVE_WAIT_S)
         self.forget(sys.maxsize)
+        os.close(self._address)
 
     def _start(self) -> None:
         self._hang_up()
@@ -124,7 +126,7 @@ class FlusherKeeper:
         logs = self._context.attempt.node_logs(self._context.node)
         logs.mkdir(parents=True, exist_ok=True)
         request = self._context.request
-        command = [sys.executable, "-m", MODULE, "--socket", self.socket_name]
+        command = [sys.executable, "-m", MODULE, "--address-fd", str(self._address)]
         command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
         command += ["--run", str(self._context.run.directory)]
         command += ["--keeper-fd", str(theirs.fileno())]
@@ -136,9 +138,14 @@ class FlusherKeeper:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), self._address),
                 start_new_session=True,
-                env=build_environment(os.environ, request.environment, request.tiers),
+                env=build_environment(
+                    os.environ,
+                    request.environment,
+                    request.tiers,
+                    request.supervision.flush_timeout_s,
+                ),
             )
         self._connection = ours
         self._give_back(ours)
@@ -163,11 +170,12 @@ class FlusherKeeper:
         connection, process = self._connection, self._process
         if connection is None or process is None:
             return False
-        self._drained = None
+        self._drains += 1
         try:
             wire.send(
                 connection,
                 "drain",
+                number=self._drains,
                 timeout_s=max(timeout_s - REPLY_MARGIN_S, timeout_s / 2),
                 lost=sorted(lost),
                 mirror=mirror,
@@ -176,8 +184,10 @@ class FlusherKeeper:
             return False
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
-            if self._drained is not None:
-                return not self._drained.get("unmirrored")
+            answer = self._drained
+            # The answer to an earlier question may come now.
+            if answer is not None and answer.get("number") == self._drains:
+                return bool(answer["is_done"]) and not answer["unmirrored"]
             if process.poll() is not None:
                 return False
             time.sleep(POLL_S)
@@ -233,8 +243,9 @@ class FlusherKeeper:
 
 
 def build_environment(
-    inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers
+    inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers, flush_timeout_s: float
 ) -> dict[str, str]:
-    """The flusher's environment: this one, with the spec's words on where copies go: pure."""
+    """The flusher's environment: this one, with what the spec says of copies and waits: pure."""
     stores = {k: v for k, v in spec.items() if k.startswith(STORE_PREFIXES)}
-    return {**inherited, **stores, **tiers.to_environment()}
+    limit = {environment.FLUSH_TIMEOUT: str(flush_timeout_s)}
+    return {**inherited, **stores, **limit, **tiers.to_environment()}

@@ -176,7 +176,8 @@ class HangWatch:
             open_.still_since, open_.still_samples = sample.at, 0
         else:
             open_.still_samples += 1
-        if not open_.is_told:
+        # Ranks that end have no stacks any more, and their silence is no news.
+        if not open_.is_told and any(stack.top for stack in sample.stacks.values()):
             self._tell(EventKind.HANG_SUSPECTED, open_, looks)
             open_.is_told = True
         open_.next_at = now + self._gap_s(looks, sample_number=open_.taken)

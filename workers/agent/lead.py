@@ -6,8 +6,10 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, TypeVar
 
 from holdfast.contracts.agreement import ROUNDS_MAX, settle
 from holdfast.contracts.attempt import IncarnationRecord, Outcome
@@ -17,10 +19,13 @@ from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.history import goes_on_after_numerics, stopped_for_numerics
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import Cause
-from holdfast.workers.agent.context import AgentContext
+from holdfast.workers.agent.context import INCARNATIONS_MAX, AgentContext, take_number
+from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew, any_silent, await_result
+from holdfast.workers.agent.drains import drain_all
 from holdfast.workers.agent.early_save import EarlySave
 from holdfast.workers.agent.ended import Ended
 from holdfast.workers.agent.hangs import HangWatch
+from holdfast.workers.agent.listener import StopListener
 from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.runtime import Node, NodeReport, NodeRuntime, Wreck
@@ -42,8 +47,9 @@ CRASH_DRAIN_S: Final = 300.0
 # The files of a node that is lost will not come; only what is complete without it is waited for.
 LOST_DRAIN_S: Final = 30.0
 RESTART_PAUSE_S: Final = 1.0
-MIRROR_SLICE_S: Final = 2.0
-INCARNATIONS_MAX: Final = 1000
+ANSWER_S_MIN: Final = 0.5
+
+T = TypeVar("T")
 
 
 class Lead:
@@ -58,19 +64,21 @@ class Lead:
         host: ChannelHost | None,
     ) -> None:
         self.context = context
-        self.wish: StopWish | None = None
         self.lost: list[str] = []
         self.incarnations: list[IncarnationRecord] = []
         self.last: Ended | None = None
         self.verdict = ""
-        self._signals, self._journal, self._runtime = signals, journal, runtime
+        self._journal, self._runtime, self._host = journal, runtime, host
         self._stops = StopWatch(context, lambda: runtime.step_s)
+        self._listener = StopListener(context, signals, self._stops)
+        self._crew = Crew(context.nodes)
+        self._announced: StopWish | None = None
         self._hangs = HangWatch(context.request, context.attempt, journal)
-        self._remotes = [RemoteNode(p) for _, p in sorted(host.peers.items())] if host else []
+        self._remotes: list[RemoteNode] = []
         self._reports: dict[str, NodeReport] = {}
-        self._heard: list[str] = []
+        self._asked: dict[str, Future[NodeReport]] = {}
         self._noticed: list[tuple[str, Notice]] = []
-        self._early = EarlySave(self._note)
+        self._early = EarlySave(self._note, self._crew.agree)
         self._spares = SparePlan(context, self._address, self._note)
         self._remote_at = 0.0
         self._serial = 1
@@ -79,14 +87,25 @@ class Lead:
         self._settle_at = 0.0
 
     @property
+    def wish(self) -> StopWish | None:
+        """Why the attempt is to stop, once something has asked for it."""
+        return self._listener.wish
+
+    @property
     def nodes(self) -> list[Node]:
         """The nodes that are still there, this one first."""
         return [self._runtime, *(r for r in self._remotes if r.name not in self.lost)]
 
     def run(self) -> None:
-        """Start incarnations until training ends, is stopped, or is not worth another one."""
+        """Start incarnations until training ends, is stopped, or is not worth another one.
+
+        Raises `AgreementError` when a node does not join.
+        """
+        self._gather()
+        if self.wish is not None:
+            return
         for restarts in range(INCARNATIONS_MAX):
-            number = self._take_number()
+            number = take_number(self.context.attempt)
             ended = self._run_incarnation(number)
             self.last = ended
             if ended.ending not in {"crashed", "hung"} or self.wish is not None:
@@ -96,26 +115,39 @@ class Lead:
             self._note(f"{decision.action} in place: {decision.reason}")
             if decision.action != "restart":
                 break
-            self._look_for_stops(self._signals.wait(0.0 if ended.gained else RESTART_PAUSE_S))
+            self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
             if self.wish is not None:
                 break
+        self._listener.end()
         self._await_mirror()
+
+    def _gather(self) -> None:
+        """Wait for the other nodes, unless a stop is asked for meanwhile."""
+        if self._host is None:
+            return
+        timeout_s = self.context.request.supervision.join_timeout_s
+        self._host.wait_for_peers(timeout_s, is_over=lambda: self.wish is not None)
+        peers = sorted(self._host.peers.items())
+        self._remotes = [RemoteNode(peer, self._crew.post) for _, peer in peers]
 
     def acknowledge(self, outcome: Outcome) -> None:
         """Tell clouds that announced an end that they may go on, if no step is left to lose."""
         is_safe = outcome.last_step is None or outcome.committed_step == outcome.last_step
         if self.wish is None or self.wish.source != "notice" or not is_safe:
             return
-        for node in self.nodes:
-            with self._losing(node):
-                node.acknowledge()
+        self._ask_all(lambda node: node.acknowledge())
 
     def finish(self) -> None:
         """Let the other nodes' agents go."""
-        for remote in self._remotes:
-            if remote.name not in self.lost:
-                with contextlib.suppress(ConnectionError):
-                    remote.finish()
+        there = [remote for remote in self._remotes if remote.name not in self.lost]
+        for going in [self._crew.begin(RemoteNode.finish, remote) for remote in there]:
+            with contextlib.suppress(ConnectionError):
+                await_result(going, self._give_up_at())
+
+    def close(self) -> None:
+        """Hear and ask nothing more."""
+        self._listener.close()
+        self._crew.close()
 
     # --- one incarnation --------------------------------------------------------------------
 
@@ -132,9 +164,7 @@ class Lead:
             incarnation=number,
             world_size=self.context.request.world_size,
         )
-        for node in reversed(self.nodes):
-            with self._losing(node):
-                node.start(number, address, port)
+        self._ask_all(lambda node: node.start(number, address, port))
         # What a node said last is of the incarnation before, which has ended.
         self._reports.clear()
         self._remote_at = 0.0
@@ -156,31 +186,36 @@ class Lead:
     def _watch(self) -> str:
         """Wait for the incarnation's end: bounded by the stop's deadline, else by training."""
         while True:
-            names = self._signals.wait(POLL_S)
+            self._listener.wait(POLL_S)
             self._poll_nodes()
-            self._look_for_stops(names)
+            self._take_up_notices()
+            self._announce()
             if self.lost:
                 return "crashed"
             codes = [report.exit_code for report in self._reports.values()]
             if any(code not in {None, 0} for code in codes):
                 self._wait_for_neighbours()
                 return "crashed" if self.wish is None else "stopped"
-            if codes and all(code == 0 for code in codes):
+            # Not every node may have reported yet.
+            is_whole = len(self._reports) == len(self.nodes)
+            if is_whole and all(code == 0 for code in codes):
                 return self._ending_of_leaving()
-            if self._is_hung():
+            if is_whole and self._is_hung():
                 return "hung" if self.wish is None else "killed"
-            if self.wish is None:
+            if (wish := self.wish) is None:
                 reports = self._reports.values()
+                if not is_whole or any_silent(self.nodes):
+                    continue
                 self._serial = self._early.pursue(self.nodes, reports, self._serial)
                 with contextlib.suppress(ConnectionError):
                     # A node that is gone is found lost at the next look.
                     self._spares.look(self.nodes, reports, len(self.incarnations))
                 continue
-            self._settle()
+            self._settle(wish)
             if self._all_have_left():
                 # torchrun itself takes seconds to leave, which the grace is too short for.
                 return "left"
-            if time.time() > self._kill_at(self.wish):
+            if time.time() > self._kill_at(wish):
                 return "killed"
 
     def _is_hung(self) -> bool:
@@ -200,22 +235,20 @@ class Lead:
 
     def _end_incarnation(self, ending: str) -> Ended:
         """End every node's processes, let the flushers finish, gather what is known."""
-        for node in self.nodes:
-            with self._losing(node):
-                node.kill()
-        drain_s = self._drain_s()
+        self._collect_reports()
+        self._ask_all(lambda node: node.kill())
+        began = time.time()
+        until = partial(self._drain_until, began)
         # What lies on the nodes' own disks counts once it is mirrored, so a restart awaits that.
         has_local = bool(self.context.request.checkpoint_local)
-        for node in self.nodes:
-            with self._losing(node):
-                if not node.drain(drain_s, self._lost_numbers(), mirror=has_local):
-                    self._note(f"the flusher of {node.name} was not done within {drain_s:.0f} s")
+        for name in drain_all(self._ask_all, self._lost_numbers, until, mirror=has_local):
+            spent_s = time.time() - began
+            self._note(f"the flusher of {name} was not done within {spent_s:.0f} s")
+        for node, report in self._ask_all(lambda node: node.report()):
+            self._take(node, report)
         wrecks = []
-        for node in self.nodes:
-            self._look_at(node)
-            with self._losing(node):
-                if ending in {"crashed", "stopped"}:
-                    wrecks.append(node.wreck())
+        if ending in {"crashed", "stopped"}:
+            wrecks = [wreck for _, wreck in self._ask_all(lambda node: node.wreck())]
         codes = [r.exit_code for r in self._reports.values()]
         exit_code = next((code for code in codes if code), codes[0] if codes else None)
         has_left = ending == "left"
@@ -232,21 +265,35 @@ class Lead:
         return "stopped" if stopped else "completed"
 
     def _poll_nodes(self) -> None:
-        """This node's report at every look, the others' a few times a second."""
-        self._look_at(self._runtime)
+        """This node's report at every look, the others' a few times a second; waits for none."""
+        self._take(self._runtime, self._runtime.report())
+        for node in self.nodes[1:]:
+            asked = self._asked.get(node.name)
+            if asked is not None and asked.done():
+                del self._asked[node.name]
+                with self._losing(node):
+                    self._take(node, asked.result())
         if time.monotonic() - self._remote_at < REMOTE_POLL_S:
             return
         self._remote_at = time.monotonic()
         for node in self.nodes[1:]:
-            self._look_at(node)
+            if node.name not in self._asked:
+                self._asked[node.name] = self._crew.begin(lambda one: one.report(), node)
 
-    def _look_at(self, node: Node) -> None:
-        """Ask a node how it is, and keep in mind what its agent heard."""
-        with self._losing(node):
-            report = node.report()
-            self._reports[node.name] = report
-            self._heard += report.signals
-            self._noticed += [(node.name, notice) for notice in report.notices]
+    def _collect_reports(self) -> None:
+        """Wait for the reports that were asked for: they have what the nodes' agents heard."""
+        for node in self.nodes[1:]:
+            asked = self._asked.pop(node.name, None)
+            if asked is not None:
+                with self._losing(node):
+                    self._take(node, await_result(asked, self._give_up_at()))
+
+    def _take(self, node: Node, report: NodeReport) -> None:
+        """Keep in mind how a node is, and what its agent heard."""
+        self._reports[node.name] = report
+        for name in report.signals:
+            self._listener.hear(name)
+        self._noticed += [(node.name, notice) for notice in report.notices]
 
     def _wait_for_neighbours(self) -> None:
         """After a failure: time for the node that caused it to fail as well."""
@@ -257,23 +304,20 @@ class Lead:
 
     # --- stopping ---------------------------------------------------------------------------
 
-    def _look_for_stops(self, heard: list[str]) -> None:
-        """Take up every reason to stop that has come since the last look."""
-        now = time.time()
-        heard, self._heard = [*heard, *self._heard], []
-        for name in heard:
-            if self.wish is not None:
-                # Signals repeat, and the second of a pair says nothing new.
-                continue
-            wish, judgement = self._stops.from_signal(name, now)
-            if wish is None:
-                self._note(f"{name}: a warning of the time limit ({judgement.detail})")
-            else:
-                self._take_up(wish)
-        wishes = [self._stops.from_file(now), self._stops.from_limit(now), *self._notices(now)]
-        for wish in wishes:
-            if wish is not None:
-                self._take_up(wish)
+    def _take_up_notices(self) -> None:
+        """What clouds have announced since the last look."""
+        for wish in self._notices(time.time()):
+            self._listener.take_up(wish)
+
+    def _announce(self) -> None:
+        """Tell the nodes' ranks that a stop is wanted, and by when, if that is new."""
+        wish = self.wish
+        if wish is None or wish == self._announced:
+            return
+        self._announced = wish
+        for node in self.nodes:
+            with self._losing(node):
+                node.announce(wish.deadline)
 
     def _notices(self, now: float) -> list[StopWish]:
         """Journal the notices that have come; the wishes of those that end a node."""
@@ -292,34 +336,22 @@ class Lead:
                 self._early.ask()
         return [self._stops.from_notice(n, host, now) for host, n in noticed if n.wants == "stop"]
 
-    def _take_up(self, wish: StopWish) -> None:
-        if self.wish is not None:
-            self.wish = self.wish.hurried_by(wish)
-        else:
-            self.wish = wish
-            self._journal.append(
-                EventKind.SIGNAL,
-                attempt=self.context.attempt.number,
-                source=wish.source,
-                name=wish.name,
-                cause=wish.cause.value,
-                deadline=wish.deadline,
-                detail=wish.detail,
-            )
-        for node in self.nodes:
-            with self._losing(node):
-                node.announce(self.wish.deadline)
+    def _agree_s(self, wish: StopWish) -> float:
+        """Seconds that nodes get to answer in: a part of what is left, for there are others."""
+        left_s = self._kill_at(wish) - time.time()
+        return max(ANSWER_S_MIN, min(AGREE_WAIT_S, left_s / 4))
 
-    def _settle(self) -> None:
+    def _settle(self, wish: StopWish) -> None:
         """Bring all ranks to one step; tried again, bounded, until it holds."""
         if self._settled or self._tries >= SETTLE_TRIES_MAX or time.monotonic() < self._settle_at:
             return
-        if self._early.is_under_way(self._reports.values()):
+        if self._early.is_under_way(self._reports.values()) or any_silent(self.nodes):
             return
         self._tries += 1
         began = time.monotonic()
         try:
-            step, rounds = settle(self.nodes, first_serial=self._serial)
+            ask_all = partial(self._crew.agree, wait_s=self._agree_s(wish))
+            step, rounds = settle(self.nodes, first_serial=self._serial, ask_all=ask_all)
         except AgreementError as error:
             newest = max((r.completed for r in self._reports.values()), default=NOWHERE)
             self._journal.append(
@@ -356,49 +388,32 @@ class Lead:
         by_patience = wish.requested_at + limit_s
         return by_patience if wish.deadline is None else min(wish.deadline - RESERVE_S, by_patience)
 
-    def _drain_s(self) -> float:
-        """Seconds that the flushers get to finish what is sealed."""
+    def _drain_until(self, began: float) -> float:
+        """Unix seconds at which flushers that finish since `began` are waited for no longer."""
         longest_s = self.context.request.supervision.flush_timeout_s
         if self.lost:
             longest_s = min(longest_s, LOST_DRAIN_S)
-        if self.wish is not None and self.wish.deadline is not None:
-            return max(1.0, min(self.wish.deadline - time.time(), longest_s))
-        return min(CRASH_DRAIN_S, longest_s) if self.wish is None else longest_s
+        wish = self.wish
+        if wish is not None and wish.deadline is not None:
+            return max(began + 1.0, min(wish.deadline, began + longest_s))
+        return began + (min(CRASH_DRAIN_S, longest_s) if wish is None else longest_s)
 
     def _await_mirror(self) -> None:
-        """Keep the nodes until what was committed is in the mirror, or the time is up.
-
-        In slices, so that a signal with a deadline is heard meanwhile. How the attempt ended is
-        known by then, and such a signal changes nothing of it.
-        """
+        """Keep the nodes until what was committed is in the mirror, or the time is up."""
         if not self.context.request.checkpoint_mirror:
             return
         until = time.time() + self.context.request.supervision.flush_timeout_s
         if self.wish is not None and self.wish.deadline is not None:
             until = min(until, self.wish.deadline - RESERVE_S)
-        waiting = list(self.nodes)
-        while waiting and time.time() < until:
-            for node in list(waiting):
-                slice_s = max(0.1, min(MIRROR_SLICE_S, until - time.time()))
-                with self._losing(node):
-                    if node.drain(slice_s, mirror=True):
-                        waiting.remove(node)
-            waiting = [node for node in waiting if node.name not in self.lost]
-            until = min(until, self._deadline_heard() - RESERVE_S)
-        if waiting:
-            names = ", ".join(node.name for node in waiting)
-            self._note(f"not everything of {names} was in the mirror when time was up")
 
-    def _deadline_heard(self) -> float:
-        """The earliest deadline, Unix seconds, of what asked for a stop since the last look."""
-        now = time.time()
-        for node in self.nodes:
-            self._look_at(node)
-        heard, self._heard = [*self._signals.wait(0.0), *self._heard], []
-        wishes = [self._stops.from_signal(name, now)[0] for name in heard]
-        wishes += [self._stops.from_file(now), self._stops.from_limit(now), *self._notices(now)]
-        deadlines = [w.deadline for w in wishes if w is not None and w.deadline is not None]
-        return min(deadlines, default=math.inf)
+        def end() -> float:
+            for node, report in self._ask_all(lambda node: node.report()):
+                self._take(node, report)
+            self._take_up_notices()
+            return min(until, self._listener.late_deadline - RESERVE_S)
+
+        if late := drain_all(self._ask_all, self._lost_numbers, end, mirror=True):
+            self._note(f"not everything of {', '.join(late)} was in the mirror when time was up")
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -427,22 +442,39 @@ class Lead:
         attempt = self.context.attempt
         return read_journal(attempt.rank_journal)[0], attempt.number, self.incarnations[-1].number
 
-    def _take_number(self) -> int:
-        """The next free incarnation number, taken by exclusive creation of its folder."""
-        for number in range(1, INCARNATIONS_MAX + 1):
-            folder = self.context.attempt.incarnation(number)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir()
-                return number
-        raise AgreementError(f"{INCARNATIONS_MAX} incarnations in one attempt: something is wrong")
-
     def _address(self) -> str:
         """Under which name the ranks of all nodes reach this one."""
+        if self.context.nodes == 1:
+            return "127.0.0.1"
         for node in self.nodes[1:]:
+            if node.name not in self._reports:
+                with self._losing(node):
+                    asked = self._crew.begin(lambda one: one.report(), node)
+                    self._take(node, await_result(asked, self._give_up_at()))
+            if node.name in self._reports:
+                return self._reports[node.name].host_address or socket.gethostname()
+        return socket.gethostname()
+
+    def _ask_all(self, act: Callable[[Node], T]) -> list[tuple[Node, T]]:
+        """Have all nodes do the same at once, and wait; the answers of those that are there."""
+        give_up_at = self._give_up_at()
+        here, *others = self.nodes
+        asked = [(node, self._crew.begin(act, node)) for node in others]
+        answers = [(here, act(here))]
+        for node, future in asked:
             with self._losing(node):
-                return node.report().host_address or socket.gethostname()
-        return socket.gethostname() if self.context.nodes > 1 else "127.0.0.1"
+                answers.append((node, await_result(future, give_up_at)))
+        return answers
+
+    def _give_up_at(self) -> Callable[[], float]:
+        """Until when a node is waited for, Unix seconds: to the deadline of a stop, if one came."""
+        soonest = time.time() + ANSWER_S_MIN
+
+        def give_up_at() -> float:
+            deadline = self.wish.deadline if self.wish is not None else None
+            return math.inf if deadline is None else max(soonest, deadline - RESERVE_S)
+
+        return give_up_at
 
     @contextlib.contextmanager
     def _losing(self, node: Node) -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import sys
 import traceback
 from pathlib import Path
 
@@ -19,10 +22,11 @@ from holdfast.workers.agent.signals import SignalBox
 def run_agent(request_path: str) -> str:
     """Run this node's part of the attempt whose `request.json` is at `request_path`.
 
-    Returns how it ended, in words, for submitit's result file.
+    Returns how it ended, in words, for the job's log.
     """
     signals = SignalBox()
     signals.install()
+    _raise_descriptor_limit()
     context = load_context(Path(request_path))
     if not context.is_lead:
         return follow(context, signals)
@@ -38,14 +42,21 @@ def run_agent(request_path: str) -> str:
             raise
 
 
+def _raise_descriptor_limit() -> None:
+    """Take all the descriptors that this job may have: a lead of many nodes needs one for each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> str:
     """Gather the nodes, run the attempt, write its outcome, let everybody go."""
     runtime = NodeRuntime(context)
-    host = None
+    host = lead = None
     try:
         if context.nodes > 1:
-            host = ChannelHost(context.attempt.channel, context.nodes)
-            host.wait_for_peers()
+            ports = context.request.supervision.port_range
+            host = ChannelHost(context.attempt.channel, context.nodes, ports=ports)
         lead = Lead(context, signals, journal, runtime, host)
         lead.run()
         outcome = build_outcome(lead)
@@ -54,7 +65,13 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         lead.acknowledge(outcome)
         lead.finish()
     finally:
+        if lead is not None:
+            lead.close()
         runtime.close()
         if host is not None:
             host.close()
     return f"attempt {context.attempt.number}: {outcome.state}"
+
+
+if __name__ == "__main__":
+    print(run_agent(sys.argv[1]))

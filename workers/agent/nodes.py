@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Claim, Submission, read_document
+from holdfast.contracts.attempt import Submission, read_claim
 from holdfast.contracts.board import Proposal
 from holdfast.contracts.channel import (
     CALL_TIMEOUT_S,
     ChannelMember,
+    DismissedError,
     Peer,
     answer_for_board,
 )
 from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.timeouts import Timeout
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
@@ -33,27 +36,36 @@ SILENCE_MARGIN_S: Final = 300.0
 
 
 class RemoteNode:
-    """Another node, led over the channel. Every call may raise `ConnectionError`."""
+    """Another node, led over the channel. Every call may raise `ConnectionError`.
 
-    def __init__(self, peer: Peer) -> None:
-        self._peer = peer
+    What is told without waiting goes by `post`.
+    """
+
+    def __init__(self, peer: Peer, post: Callable[[Callable[[], object]], None]) -> None:
+        self._peer, self._post = peer, post
         self.number = int(peer.hello["node"])
         self.name = str(peer.hello["host"])
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the question that is open now has been waiting for its answer."""
+        return self._peer.waiting_s
 
     def start(self, incarnation: int, address: str, port: int) -> None:
         self._peer.call("start", incarnation=incarnation, address=address, port=port)
 
     def prepare(self, incarnation: int, address: str, port: int) -> None:
-        self._peer.call("prepare", incarnation=incarnation, address=address, port=port)
+        call = partial(self._peer.call, "prepare", incarnation=incarnation)
+        self._post(partial(call, address=address, port=port))
 
     def report(self) -> NodeReport:
         return NodeReport.from_json(self._peer.call("report"))
 
     def announce(self, deadline: float | None) -> None:
-        self._peer.call("announce", deadline=deadline)
+        self._post(lambda: self._peer.call("announce", deadline=deadline))
 
     def take_stacks(self, dump: int, number: int) -> None:
-        self._peer.call("stacks", dump=dump, number=number)
+        self._post(lambda: self._peer.call("stacks", dump=dump, number=number))
 
     def kill(self) -> None:
         self._peer.call("kill", timeout_s=KILL_WAIT_S + CALL_TIMEOUT_S)
@@ -91,7 +103,7 @@ class RemoteNode:
 def follow(context: AgentContext, signals: SignalBox) -> str:
     """The agent of a node other than 0: join, obey, leave. Returns how it ended, in words."""
     if not wait_for_claim(context):
-        holder = read_document(Claim, context.attempt.claim)
+        holder = read_claim(context.attempt)
         return f"node {context.node} leaves: the attempt is of job {holder and holder.job_id}"
     hello = {
         "node": context.node,
@@ -101,14 +113,23 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
     }
     try:
         # Before anything of the node is touched: another agent may be in charge of it.
-        member = ChannelMember(context.attempt.channel, hello)
+        member = ChannelMember(
+            context.attempt.channel, hello, context.request.supervision.join_timeout_s
+        )
     except AgreementError as error:
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
         return f"node {context.node} leaves: {error}"
     runtime = NodeRuntime(context)
+    silence_s = context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
     try:
-        _obey(runtime, member, signals)
+        obey(runtime, member, signals, silence_s)
+    except DismissedError as error:
+        # Node 0 is there and ends the job itself, or goes on without this node.
+        runtime.note(str(error))
+        runtime.kill()
+        runtime.drain(ORPHAN_DRAIN_S)
+        return f"node {context.node} leaves: {error}"
     except ConnectionError as error:
         _leave_without_lead(context, runtime, error)
         return f"node {context.node} leaves: {error}"
@@ -118,18 +139,21 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
     return f"node {context.node} was let go"
 
 
-def _obey(runtime: NodeRuntime, member: ChannelMember, signals: SignalBox) -> None:
-    """Answer node 0's questions until it says `finish`; `ConnectionError` when it is gone."""
-    silence_s = runtime.context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
-    heard_at = time.monotonic()
-    while time.monotonic() - heard_at < silence_s:
+def obey(runtime: NodeRuntime, member: ChannelMember, signals: SignalBox, silence_s: float) -> None:
+    """Answer node 0's questions until it says `finish`.
+
+    Raises `ConnectionError` when node 0 is gone, or silent for `silence_s` seconds in which this
+    process could run.
+    """
+    silence = Timeout(silence_s)
+    while not silence.is_over:
         for name in signals.wait(0.0):
             runtime.hear(name)
         question = member.receive(POLL_S)
         if question is None:
             continue
-        heard_at = time.monotonic()
         member.reply(**_reply(runtime, member, question))
+        silence.restart()
         if question["kind"] == "finish":
             return
     raise ConnectionError(f"node 0 said nothing for {silence_s:.0f} s")
@@ -170,7 +194,7 @@ def _leave_without_lead(
     ended too: its batch shell was on node 0, and with `--no-kill` Slurm would keep the other nodes
     for it until the time limit.
     """
-    holder = read_document(Claim, context.attempt.claim)
+    holder = read_claim(context.attempt)
     if not context.attempt.outcome.exists():
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(

@@ -15,6 +15,7 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.promises import judge_completion
 from holdfast.workers.agent.stops import StopWish
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
 from holdfast.workers.checkpoints import newest_committed
@@ -60,9 +61,13 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     if wish is not None and last is not None and last.ending in {"crashed", "hung"}:
         lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
         return _stopped(wish, lost or "asked for while training was being started again"), None
+    if wish is not None and last is None:
+        return _stopped(wish, "asked for before training had begun"), None
     assert last is not None
     if last.ending == "completed":
-        return Ending(state=AttemptState.COMPLETED, cause=None), None
+        events = _events(lead.context)
+        number = lead.incarnations[-1].number
+        return judge_completion(events, incarnation=number, step=last.completed), None
     if wish is None and last.ending == "stopped":
         words = "the ranks stopped early, and nothing had asked this agent for it"
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
@@ -126,11 +131,16 @@ def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
 def _resumes(context: AgentContext) -> dict[int, Event]:
     """Each incarnation's `resumed` line, from whichever journal of the attempt has it."""
     found: dict[int, Event] = {}
-    for path in sorted(context.attempt.journal.glob("*.jsonl")):
-        for event in read_journal(path)[0]:
-            if event.kind is EventKind.RESUMED:
-                found[int(event.data.get("incarnation", 0))] = event
+    for event in _events(context):
+        if event.kind is EventKind.RESUMED:
+            found[int(event.data.get("incarnation", 0))] = event
     return found
+
+
+def _events(context: AgentContext) -> list[Event]:
+    """Everything in the attempt's journals, one file after the other."""
+    paths = sorted(context.attempt.journal.glob("*.jsonl"))
+    return [event for path in paths for event in read_journal(path)[0]]
 
 
 def _with_resume(record: IncarnationRecord, event: Event | None) -> IncarnationRecord:

@@ -187,13 +187,13 @@ class NodeRuntime(BoardPort):
             supervision.notices,
             supervision.notices_url,
             {**os.environ, **context.request.environment},
-            self._note,
+            self.note,
         )
         self._torchrun: Torchrun | None = None
         self._spare: Spare | None = None
         self._released: Spare | None = None
         self._oom_kills_before = 0
-        self._salvaged_journaled = 0
+        self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = False
         self._heard: list[str] = []
 
@@ -223,10 +223,10 @@ class NodeRuntime(BoardPort):
         if has_room(self.context.request.gpus_per_node):
             self._spare = Spare(self.context, incarnation, address, port, self._handles())
         else:
-            self._note("no spare: the node has too little memory for one")
+            self.note("no spare: the node has too little memory for one")
 
     def _handles(self) -> Handles:
-        return Handles(self._board_handle, self.keeper.socket_name)
+        return Handles(self._board_handle, self.keeper.place)
 
     def _release_spare(self, incarnation: int, port: int) -> Torchrun | None:
         """The torchrun of a spare for this incarnation and port; any other is ended."""
@@ -300,6 +300,8 @@ class NodeRuntime(BoardPort):
         self._stacks.take(targets, folder, dump, number)
 
     def kill(self) -> None:
+        # What failed before was the ranks' to journal.
+        self._failed_journaled = len(self.keeper.told.failed)
         if self._torchrun is not None:
             self._torchrun.kill()
             # Where the guard itself was killed, what it guarded is this process's to end.
@@ -311,12 +313,13 @@ class NodeRuntime(BoardPort):
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
         told = self.keeper.told
-        failed_before = len(told.failed)
         is_done = self.keeper.drain(timeout_s, lost, mirror=mirror)
         # The ranks are dead by now, so nobody else says what the lost node took with it, nor
         # what was in memory alone and is committed now.
         if lost:
-            self._journal_told(EventKind.SAVE_FAILED, told.failed[failed_before:])
+            failed = told.failed[self._failed_journaled :]
+            self._failed_journaled += len(failed)
+            self._journal_told(EventKind.SAVE_FAILED, failed)
         if self.context.node == 0:
             # The flusher does not wait for this question: it begins when the last rank is dead.
             salvaged = told.salvaged[self._salvaged_journaled :]
@@ -327,7 +330,8 @@ class NodeRuntime(BoardPort):
     def acknowledge(self) -> None:
         self._notices.acknowledge()
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Journal what people should know of this node."""
         attempt, host = self.context.attempt, self.context.host
         with JournalWriter(attempt.node_journal(self.context.node)) as journal:
             journal.append(EventKind.NOTE, attempt=attempt.number, host=host, text=text)

@@ -47,7 +47,9 @@ class SignalBox:
     def wait(self, timeout_s: float) -> list[str]:
         """Names of the signals that came, in order, after up to `timeout_s` for the first."""
         with contextlib.suppress(InterruptedError):
-            select.select([self._read], [], [], timeout_s)
+            waiter = select.poll()
+            waiter.register(self._read, select.POLLIN)
+            waiter.poll(timeout_s * 1000)
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self._read, 4096)
@@ -80,7 +82,14 @@ def judge(
     """
     by_grace = now + grace_s
     if job is None:
-        return _judge_alone(name, on_slurm=on_slurm, now=now, by_grace=by_grace, end_at=end_at)
+        return _judge_alone(
+            name,
+            on_slurm=on_slurm,
+            now=now,
+            by_grace=by_grace,
+            end_at=end_at,
+            warning_s=warning_s,
+        )
     state = bare_word(job.get("JobState", ""))
     end = parse_time(job.get("EndTime", ""))
     preempted_at = parse_time(job.get("PreemptTime", ""))
@@ -114,10 +123,20 @@ def _of_state(state: str, job: Mapping[str, str]) -> Cause | None:
 
 
 def _judge_alone(
-    name: str, *, on_slurm: bool, now: float, by_grace: float, end_at: float | None
+    name: str,
+    *,
+    on_slurm: bool,
+    now: float,
+    by_grace: float,
+    end_at: float | None,
+    warning_s: float,
 ) -> Judgement:
-    """The judgement without a scheduler's word."""
+    """The judgement without a scheduler's word, by the end that the job was started with."""
     words = "Slurm did not answer" if on_slurm else "no scheduler to ask"
+    is_warning = on_slurm and warning_s > 0 and name in {"SIGUSR2", "SIGUSR1"}
+    if is_warning and end_at is not None and end_at - now <= warning_s + WARNING_EARLY_S:
+        detail = f"{words}; the job's time is up in {end_at - now:.0f} s"
+        return Judgement(cause=None, deadline=end_at, detail=detail)
     if name == "SIGINT":
         return Judgement(cause=Cause.OPERATOR, deadline=by_grace, detail="interrupted")
     if end_at is not None and end_at - now <= LIMIT_NEAR_S:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.runtime import Node, NodeReport
@@ -28,7 +31,8 @@ class SparePlan:
         """
         ready = [report.spare for report in reports]
         is_ready = self._port and len(ready) == len(nodes) and set(ready) == {number}
-        port = self._port if is_ready else free_port()
+        ports = self._context.request.supervision.port_range
+        port = self._port if is_ready else free_port(ports)
         self._number, self._port = number, 0
         self._since, self._is_settled = 0.0, False
         return port
@@ -52,7 +56,7 @@ class SparePlan:
         self._is_settled = True
         if restarts >= supervision.restarts_in_place or not self._may_load_ahead():
             return
-        self._port, address = free_port(), self._address()
+        self._port, address = free_port(supervision.port_range), self._address()
         for node in reversed(nodes):
             node.prepare(self._number + 1, address, self._port)
 
@@ -72,8 +76,13 @@ class SparePlan:
         return False
 
 
-def free_port() -> int:
-    """A port that was free a moment ago; were it taken since, the incarnation is started again."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def free_port(ports: range | None) -> int:
+    """A port of `ports`, or any, that was free a moment ago.
+
+    Were it taken since, the incarnation is started again. Raises `AgreementError` when all are.
+    """
+    for port in [0] if ports is None else random.sample(ports, len(ports)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise AgreementError(f"no port for torchrun is free of {ports}; give supervision.ports more")

@@ -111,7 +111,7 @@ def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
     known = [stack for stack in stacks if stack.top]
     unknown = [stack.rank for stack in stacks if not stack.top]
     if not known:
-        return "no stacks could be had"
+        return "stack capture failed on every rank"
     behind = _behind(known, steps)
     working = behind or [stack for stack in known if not stack.waits]
     waiting = [stack for stack in known if stack not in working]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -20,6 +21,9 @@ from holdfast.workers.request import warning_lead_s
 FILE_POLL_S: Final = 0.5
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
+# Unix seconds that Slurm gives a job of 23.02 and later.
+START_VARIABLE: Final = "SLURM_JOB_START_TIME"
+END_VARIABLE: Final = "SLURM_JOB_END_TIME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +145,21 @@ class StopWatch:
         return lead_s + LIMIT_POLL_S
 
     def _find_end(self, started_at: float, known: float | None = None) -> float | None:
-        """Unix seconds at which the job's time is up, None without a limit."""
-        if not self._on_slurm:
-            limit = self._context.request.resources.time_limit_min
-            return started_at + 60.0 * limit if limit else None
-        job = self._job()
-        return slurm_client.parse_time(job.get("EndTime", "")) if job else known
+        """Unix seconds at which the job's time is up, None without a limit.
+
+        In a container there may be no `scontrol`: then it is what Slurm told the job at its start,
+        or else what the request asked for.
+        """
+        if (job := self._job()) is not None:
+            return slurm_client.parse_time(job.get("EndTime", ""))
+        if known is not None:
+            return known
+        if self._on_slurm and (told := os.environ.get(END_VARIABLE, "")).isdigit():
+            return float(told)
+        limit = self._context.request.resources.time_limit_min
+        began = os.environ.get(START_VARIABLE, "") if self._on_slurm else ""
+        first = float(began) if began.isdigit() else started_at
+        return first + 60.0 * limit if limit else None
 
     def _job(self) -> Mapping[str, str] | None:
         """Slurm's fields of this job now; None off Slurm and where it does not answer in time."""

@@ -307,6 +307,7 @@ def build_environment(
         **request.tiers.to_environment(),
         environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint_snapshots),
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
+        environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }
     threads = str(request.resources.cpus_per_gpu or 1)
     kept = {

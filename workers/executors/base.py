@@ -35,6 +35,8 @@ class JobStatus:
     evidence: tuple[str, ...] = ()
     # The node that led the job is gone and the job is not: nothing can come of it any more.
     is_leaderless: bool = False
+    # The scheduler answered, and has no such job.
+    is_absent: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -46,6 +48,9 @@ class Executor(ABC):
     """A place that takes jobs. Every call is bounded in time."""
 
     kind: str
+    # Seconds after which a job that was submitted without an answer, and that the scheduler does
+    # not show, is believed not to exist.
+    absence_s: float
 
     @abstractmethod
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
@@ -62,6 +67,18 @@ class Executor(ABC):
         Raises `SchedulerUnavailableError` when the scheduler did not answer.
         """
 
+    def live_jobs(self, request: Request) -> tuple[Submission, ...]:
+        """Every job of the attempt's name that has not ended, oldest first.
+
+        Raises `SchedulerUnavailableError` when the scheduler did not answer.
+        """
+        found = self.find(request)
+        return () if found is None else (found,)
+
+    def withdraw(self, request: Request, submission: Submission) -> None:
+        """Cancel the job unless it has begun to run."""
+        self.cancel(request, submission)
+
     @abstractmethod
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
         """Where the job stands. Raises `SchedulerUnavailableError` without an answer."""
@@ -76,3 +93,8 @@ class Executor(ABC):
 
         `held` are GPUs, by host, that would be free as well were a job of ours gone.
         """
+
+    def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
+        """GPUs, by host, of a job that has ended and whose nodes are still being cleaned up."""
+        del request, submission
+        return {}

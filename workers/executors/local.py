@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import psutil
 
-from holdfast.contracts.attempt import Claim, Request, Submission, read_document
+from holdfast.contracts.attempt import Claim, Request, Submission, read_claim
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -34,6 +34,9 @@ LAUNCH_TIMEOUT_S: Final = 120.0
 LAUNCHER: Final = "holdfast.workers.executors.local_launch"
 # submitit's, above the agent.
 CONTROLLER: Final = "submitit.local._local"
+# The kernel lists processes without delay, but a process that was just forked has its parent's
+# command line for a moment.
+ABSENCE_S: Final = 1.0
 # The flusher may have a sealed step to write when the job is cancelled by force.
 CANCEL_TERM_WAIT_S: Final = 2.0
 
@@ -42,6 +45,7 @@ class LocalExecutor(Executor):
     """Jobs are process trees of this machine; documents and process names tell where they are."""
 
     kind = "local"
+    absence_s = ABSENCE_S
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         make_directory(paths.logs)
@@ -141,7 +145,7 @@ def _paths(request: Request) -> AttemptPaths:
 
 def _claim_here(paths: AttemptPaths) -> Claim | None:
     """The attempt's claim; raises when another machine, whose processes are unseen, made it."""
-    claim = read_document(Claim, paths.claim)
+    claim = read_claim(paths)
     _check_host(claim.host if claim else None, paths)
     return claim
 

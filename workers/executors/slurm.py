@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import pwd
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,34 +17,80 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from holdfast.contracts.attempt import Request, Submission
 from holdfast.contracts.durable import make_directory
-from holdfast.contracts.errors import SchedulerError, SchedulerUnavailableError
+from holdfast.contracts.errors import (
+    SchedulerError,
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
 from holdfast.workers.executors.base import Executor, JobStatus
-from holdfast.workers.request import NO_GRES
-from holdfast.workers.slurm_client import JobLine, gpus_of
+from holdfast.workers.executors.slurm_capacity import (
+    free_gpus,
+    gpus_under_qos,
+    ranks_that_fit,
+    wanted_of,
+)
+from holdfast.workers.slurm_client import JobLine
 from holdfast.workers.slurm_states import bare_word, translate
 
 SBATCH_TIMEOUT_S: Final = 60
-# A job just taken may not be in the accounts yet; within this time an absence says nothing.
-ABSENCE_MATURES_S: Final = 60.0
-_UNUSABLE = ("DOWN", "DRAIN", "FAIL", "MAINT", "RESERVED", "NO_RESPOND", "NOT_RESPONDING")
+AGENT: Final = "holdfast.workers.agent.main"
+# How long a job may exist before Slurm shows it. A submission that timed out here may wait in a
+# loaded controller's queue for minutes, and the accounts follow the controller later still.
+ABSENCE_S: Final = 300.0
+# By which a site gives its users an account and the like; a spec that names one comes first.
+SITE_DEFAULTS: Final = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_WCKEY": "wckey",
+}
 
 
 class _BoundedSlurmExecutor(submitit.SlurmExecutor):
-    """submitit's executor with a bound on sbatch, which by itself may wait for minutes."""
+    """submitit's executor with a bound on sbatch, which by itself may wait for minutes.
+
+    Its jobs start the agent themselves. submitit's own would wait for a file that is named after
+    the job's number, so a job whose number was never heard here could not start.
+    """
+
+    request: Path
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{self.python} -u -m {AGENT} {shlex.quote(str(self.request))}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        clean = [word for name in self._variables_to_hide() for word in ("-u", name)]
         bound = ["timeout", "--kill-after=5", str(SBATCH_TIMEOUT_S)]
-        return [*bound, "sbatch", str(submission_file_path)]
+        return ["env", *clean, *bound, "sbatch", str(submission_file_path)]
+
+    def _variables_to_hide(self) -> list[str]:
+        """Variables of this process that would change the job, or pass for the job's own.
+
+        sbatch puts its `SBATCH_*` above the request, and gives the job the whole environment,
+        where an allocation around this process would contradict the job's own.
+        """
+        given = {**self.parameters, **self.parameters.get("additional_parameters", {})}
+        asked = {name for name, value in given.items() if value is not None}
+        return [
+            name
+            for name in os.environ
+            if (slurm_client.is_users_default(name) or name.startswith("SUBMITIT_"))
+            and (name not in SITE_DEFAULTS or SITE_DEFAULTS[name] in asked)
+        ]
 
 
 class SlurmExecutor(Executor):
     """Jobs of a Slurm cluster whose commands work on this host."""
 
     kind = "slurm"
+    absence_s = ABSENCE_S
 
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         from holdfast.workers.agent.main import run_agent
@@ -50,15 +98,19 @@ class SlurmExecutor(Executor):
         make_directory(paths.logs)
         python = shlex.quote(request.launch.python or sys.executable)
         executor = _BoundedSlurmExecutor(folder=paths.logs, python=python)
+        executor.request = paths.request
         try:
             executor.update_parameters(**request.scheduler)
             job = executor.submit(run_agent, str(paths.request))
         except (FailedJobError, FailedSubmissionError) as error:
             words = " ".join(str(error).split())[:1000]
-            if "sbatch: error: Batch job submission failed" in words and slurm_client.is_refusal(
-                words
-            ):
-                raise SchedulerError(f"Slurm refused {request.job_name}: {words}") from error
+            passes = slurm_client.may_pass(words)
+            is_answer = "Batch job submission failed" in words or not passes
+            if is_answer and slurm_client.is_refusal(words):
+                raise SubmissionRefusedError(
+                    f"Slurm refused {request.job_name}: {words}",
+                    may_pass=passes,
+                ) from error
             raise SchedulerUnavailableError(
                 f"nobody knows whether Slurm took {request.job_name}: {words}; it will be looked "
                 "up by name before it is submitted again"
@@ -74,6 +126,21 @@ class SlurmExecutor(Executor):
         return Submission(
             job_id=jobs[0].job_id, executor=self.kind, submitted_at=request.created_at
         )
+
+    def live_jobs(self, request: Request) -> tuple[Submission, ...]:
+        live = [
+            job.job_id
+            for job in slurm_client.queued_jobs(request.job_name)
+            if not (translate(job.state) or AttemptState.PENDING).is_terminal
+        ]
+        return tuple(
+            Submission(job_id=job_id, executor=self.kind, submitted_at=request.created_at)
+            for job_id in sorted(live, key=_serial)
+        )
+
+    def withdraw(self, request: Request, submission: Submission) -> None:
+        # Slurm compares the state itself: a job that began in this moment is left alone.
+        self._scancel("--state=PENDING", submission.job_id)
 
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
         submission = submission or self.find(request)
@@ -96,8 +163,11 @@ class SlurmExecutor(Executor):
             line = slurm_client.show_job(submission.job_id)
             if line is not None and line.name != request.job_name:
                 return
+        self._scancel(submission.job_id)
+
+    def _scancel(self, *arguments: str) -> None:
         try:
-            slurm_client.call(["scancel", submission.job_id])
+            slurm_client.call(["scancel", *arguments])
         except SchedulerUnavailableError:
             raise
         except SchedulerError as error:
@@ -105,21 +175,40 @@ class SlurmExecutor(Executor):
                 raise
 
     def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
+        held = held or {}
         try:
             nodes = slurm_client.show_nodes()
+            names = str(resources.extra.get("reservation", ""))
+            wanted = wanted_of(resources, slurm_client.reservation_nodes(names) if names else None)
+            allowed = self._gpus_under_qos(resources.qos, held)
         except SchedulerError:
             return None
-        held = held or {}
-        free = [
-            _free_gpus(node, resources, held.get(node.get("NodeName", ""), 0)) for node in nodes
-        ]
-        return ranks_that_fit(free, resources)
+        free = [free_gpus(node, wanted, held.get(node.get("NodeName", ""), 0)) for node in nodes]
+        ranks = ranks_that_fit(free, resources)
+        return ranks if ranks is None or allowed is None else min(ranks, allowed)
+
+    def _gpus_under_qos(self, qos: str | None, held: Mapping[str, int]) -> int | None:
+        """GPUs that the spec's QOS still allows; None without one, or where it is not enforced."""
+        if qos is None or not slurm_client.enforces_qos():
+            return None
+        limits, in_use = slurm_client.qos_limits(qos), slurm_client.jobs_in_qos(qos)
+        user = pwd.getpwuid(os.getuid()).pw_name
+        return gpus_under_qos(limits, in_use, user, sum(held.values()))
+
+    def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
+        try:
+            line = slurm_client.show_job(submission.job_id)
+        except SchedulerError:
+            return {}
+        if line is None or line.name != request.job_name or bare_word(line.state) != "COMPLETING":
+            return {}
+        return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_per_node)
 
     def _absent(self, since: float, name: str) -> JobStatus:
-        if slurm_client.now() - since < ABSENCE_MATURES_S:
+        if slurm_client.now() - since < ABSENCE_S:
             return JobStatus(state=None, detail="Slurm does not show the job yet")
         words = f"neither squeue nor sacct knows {name}"
-        return JobStatus(state=AttemptState.LOST, detail=words, evidence=(words,))
+        return JobStatus(state=AttemptState.LOST, detail=words, evidence=(words,), is_absent=True)
 
 
 def _status_of(line: JobLine) -> JobStatus:
@@ -151,29 +240,7 @@ def _status_of(line: JobLine) -> JobStatus:
     )
 
 
-def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
-    """The most ranks that nodes with `free` GPUs each can start now; None where GPUs do not tell.
-
-    A job of several nodes needs all that the spec asks for on each of them; one of a single node
-    is content with a part, unless the spec's GRES says what a node must give.
-    """
-    if resources.gres == NO_GRES:
-        return None
-    wanted = gpus_of(resources.gres) if resources.gres else resources.gpus_per_node
-    whole = sum(1 for count in free if count >= wanted)
-    if whole or resources.gres:
-        return whole * resources.gpus_per_node
-    return max(free, default=0)
-
-
-def _free_gpus(node: dict[str, str], resources: Resources, held: int) -> int:
-    """GPUs of one node that a job with these resources could have now, `held` ones among them."""
-    state = node.get("State", "").upper()
-    if any(word in state for word in _UNUSABLE):
-        return 0
-    if resources.partition:
-        wanted = set(resources.partition.split(","))
-        if not wanted & set(node.get("Partitions", "").split(",")):
-            return 0
-    free = gpus_of(node.get("Gres", "")) - gpus_of(node.get("GresUsed", "")) + held
-    return max(free, 0)
+def _serial(job_id: str) -> tuple[int, str]:
+    """Slurm numbers jobs in order, so 999 is older than 1000."""
+    head = job_id.split("_")[0]
+    return (int(head) if head.isdigit() else 0, job_id)

@@ -12,6 +12,7 @@ import asyncio
 import json
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,8 @@ class Hub:
     async def read(
         self, after: str | None, run: str | None, *, idle_s: float
     ) -> AsyncIterator[bytes | None]:
-        """News as server-sent events, of one run when its uid is given; None after `idle_s`
-        seconds without any.
+        """News as server-sent events, of one run when its uid is given; None whenever `idle_s`
+        seconds passed without any, whatever other runs have to tell.
 
         Raises `Refusal` when there are too many readers.
         """
@@ -127,16 +128,20 @@ class Hub:
         try:
             if text := Batch(self._boot, missed).text(run, -1):
                 yield text
+            quiet_since = time.monotonic()
             while True:
+                left_s = quiet_since + idle_s - time.monotonic()
                 try:
-                    batch = await asyncio.wait_for(queue.get(), idle_s)
+                    batch = await asyncio.wait_for(queue.get(), max(0.0, left_s))
                 except TimeoutError:
                     yield None
+                    quiet_since = time.monotonic()
                     continue
                 if batch is None:
                     return
                 if text := batch.text(run, last):
                     yield text
+                    quiet_since = time.monotonic()
         finally:
             self._readers.discard(queue)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import BinaryIO, Final, Literal
 
 from holdfast.api.schemas import LogFile, LogPart
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.redaction import mask_bytes
 
 STRETCH_BYTES_MAX: Final = 1024 * 1024
+# More than the longest secret and the words before it, by which it is known.
+AROUND_BYTES: Final = 20 * 1024
 FILES_MAX: Final = 20_000
 Stream = Literal["stdout", "stderr"]
-_FILE = re.compile(r"node-(\d+)/i(\d+)/rank-(\d+)\.(stdout|stderr)\.log")
+_FILE = re.compile(r"node-(\d{1,9})/i(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
@@ -33,7 +39,8 @@ def list_logs(attempt: AttemptPaths) -> list[LogFile]:
     found = []
     for path in attempt.logs.glob("node-*/i*/rank-*.log"):
         match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
-        if match and _is_inside(path, attempt):
+        size = _size(path, attempt) if match else None
+        if match and size is not None:
             found.append(
                 LogFile(
                     attempt=attempt.number,
@@ -41,7 +48,7 @@ def list_logs(attempt: AttemptPaths) -> list[LogFile]:
                     incarnation=int(match[2]),
                     rank=int(match[3]),
                     stream=match[4],
-                    bytes=path.stat().st_size,
+                    bytes=size,
                 )
             )
             if len(found) == FILES_MAX:
@@ -58,17 +65,20 @@ def read_log(
     incarnation: int | None,
     offset: int | None,
     limit: int,
+    secrets: Sequence[str] = (),
 ) -> LogPart:
     """`limit` bytes of a rank's output from `offset` on, or the last ones without an offset.
 
     Of the newest incarnation unless one is given. A stretch ends with a whole line where it can,
-    and always with a whole character. Raises `NotFoundError` when the rank wrote nothing there.
+    and always with a whole character. Secrets are masked, by as many bytes. Raises
+    `NotFoundError` when the rank wrote nothing there.
     """
     wanted = f"node-*/i{incarnation:02d}" if incarnation is not None else "node-*/i*"
     found = [
         path
         for path in attempt.logs.glob(f"{wanted}/rank-{rank:05d}.{stream}.log")
-        if _is_inside(path, attempt)
+        if _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
+        and _size(path, attempt) is not None
     ]
     if not found:
         raise NotFoundError(
@@ -76,11 +86,10 @@ def read_log(
             + (f" in incarnation {incarnation}" if incarnation is not None else "")
         )
     path = max(found, key=lambda one: one.parent.name)
-    with open(path, "rb") as file:
-        size = file.seek(0, 2)
+    with open(_open(path, attempt), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         start = max(0, size - limit) if offset is None else min(offset, size)
-        file.seek(start)
-        content = file.read(limit)
+        content = _read_masked(file, start, limit, secrets)
     if offset is None and start:
         # The tail begins with a whole line.
         cut = content.find(b"\n") + 1
@@ -100,6 +109,17 @@ def read_log(
     )
 
 
+def _read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str]) -> bytes:
+    """`limit` bytes from `start` on, masked as part of what is written around them.
+
+    A stretch may begin or end inside of a secret.
+    """
+    before = min(start, AROUND_BYTES)
+    file.seek(start - before)
+    content = mask_bytes(file.read(before + limit + AROUND_BYTES), secrets)
+    return content[before : before + limit]
+
+
 def _whole(content: bytes, *, is_end: bool) -> bytes:
     """Without a last line that goes on, or a last character that does."""
     line = content.rfind(b"\n") + 1
@@ -114,6 +134,18 @@ def _whole(content: bytes, *, is_end: bool) -> bytes:
     return content
 
 
-def _is_inside(path: Path, attempt: AttemptPaths) -> bool:
-    """False for a link that leads out of the attempt."""
-    return path.resolve().is_relative_to(attempt.directory.resolve())
+def _open(path: Path, attempt: AttemptPaths) -> int:
+    """A log opened for reading; `torchrun`'s names are links, which may not leave the attempt."""
+    return open_regular(path, below=attempt.directory, follow=True)
+
+
+def _size(path: Path, attempt: AttemptPaths) -> int | None:
+    """Bytes of a log; None for what is none: a link out of the attempt, a pipe, a device."""
+    try:
+        handle = _open(path, attempt)
+    except (OSError, ForeignFileError):
+        return None
+    try:
+        return os.fstat(handle).st_size
+    finally:
+        os.close(handle)

@@ -5,13 +5,15 @@ Times are ISO-8601 in UTC, durations seconds, sizes bytes, unless a name says ot
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
 from holdfast.lineage import reports, stages, views
 from holdfast.workers import exports
+
+TOKEN_CHARACTERS_MAX: Final = 200
 
 T = TypeVar("T")
 
@@ -38,8 +40,7 @@ class Problem(BaseModel):
 class Session(BaseModel):
     """Who asks, and what a page must know to log in or to change something."""
 
-    login_required: bool
-    name: str | None
+    name: str | None = Field(description="null for a stranger, who must log in")
     role: Role | None
     csrf: str | None = Field(description="to be sent as X-Holdfast-CSRF with each change")
     version: str
@@ -77,6 +78,40 @@ class FailedSave(BaseModel):
     at: float
 
 
+class OperatorRequest(BaseModel):
+    """What an operator asked of a run. `at` is Unix seconds.
+
+    `after_attempt` is the newest attempt at that time, 0 before the first one.
+    """
+
+    action: str
+    by: str
+    at: float
+    gpus: int | None
+    after_attempt: int
+
+
+class Supervision(BaseModel):
+    """Who supervises a live run.
+
+    `is_alive` is false when no process holds the run's lock, and null while one may be starting.
+    `host` and `pid` are those of the newest supervisor; its lock may be invisible from another
+    host, as `is_remote` says.
+    """
+
+    is_alive: bool | None
+    is_remote: bool
+    host: str | None
+    pid: int | None
+
+
+class RunLine(views.RunRow):
+    """A line of the list of runs; a live one's newest step, and the seconds that a step takes."""
+
+    live_step: int | None
+    step_s: float | None
+
+
 class RunDetail(views.RunView):
     """`holdfast show RUN --json`, and where the live attempt is; `steps_total` where known."""
 
@@ -84,6 +119,9 @@ class RunDetail(views.RunView):
     failed_saves: list[FailedSave]
     noticed: list[Noticed]
     live_step: int | None
+    step_s: float | None
+    supervision: Supervision | None
+    requests: list[OperatorRequest]
     steps_total: int | None
     gpus_min: int | None
     gpus_max: int | None
@@ -98,6 +136,7 @@ class CheckpointDetail(CheckpointRow):
 
     on_disk: bool
     mirror: str | None
+    has_mirror: bool
     manifest: dict[str, Any] | None
     manifest_files: list[reports.FileView]
     commands: dict[str, str]
@@ -126,7 +165,7 @@ class RankRow(BaseModel):
     cpu_percent: float | None
 
 
-class NodeRow(BaseModel):
+class AttemptNode(BaseModel):
     """One node of an attempt; `age_s` is seconds since its heartbeat, by this machine's clock."""
 
     node: int
@@ -144,7 +183,7 @@ class Heartbeats(BaseModel):
 
     run: str
     attempt: int | None
-    nodes: list[NodeRow]
+    nodes: list[AttemptNode]
     clock_problems: list[str]
 
 
@@ -251,7 +290,7 @@ class Body(BaseModel):
 class LogIn(Body):
     """A token, for a session of the page."""
 
-    token: Annotated[str, Field(max_length=200)]
+    token: Annotated[str, Field(max_length=TOKEN_CHARACTERS_MAX)]
 
 
 class Ask(Body):

@@ -21,7 +21,6 @@ from holdfast.api.problems import LOG, refused
 
 BODY_BYTES_MAX: Final = 64 * 1024
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 CONTENT_POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -55,7 +54,6 @@ class Exposure:
     With `any_address` it goes by IP addresses too: no name server can point one elsewhere.
     """
 
-    needs_token: bool
     hosts: frozenset[str] = frozenset()
     any_address: bool = False
 
@@ -137,11 +135,6 @@ def problem_with(method: str, headers: Headers, exposure: Exposure) -> tuple[int
         return 421, (
             f"this server does not go by the name {host[:100]!r}; start it with `holdfast serve "
             "--name NAME` if it should"
-        )
-    if not exposure.needs_token and any(name in headers for name in FORWARDED):
-        return 403, (
-            "a proxy passes this on, but the server asks nobody for a token; start it with "
-            "`holdfast serve --require-token`"
         )
     length = headers.get("content-length", "0")
     if not length.isdigit():

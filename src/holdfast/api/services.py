@@ -27,7 +27,7 @@ Fork = Callable[[RunPaths, str, str, Sequence[str], str], Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class Services:
-    """One server's parts. `user` is whom actions are recorded for where no token is asked for."""
+    """One server's parts."""
 
     store: Store
     watch: Watch
@@ -35,7 +35,6 @@ class Services:
     exposure: Exposure
     tokens: TokenStore
     roots: tuple[Path, ...]
-    user: str
     start: Start
     fork: Fork
     sessions: Sessions = field(init=False)

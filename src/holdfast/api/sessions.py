@@ -14,7 +14,6 @@ from typing import Final
 from holdfast.api.tokens import Token, TokenStore
 
 COOKIE: Final = "holdfast_session"
-CSRF_COOKIE: Final = "holdfast_csrf"
 CSRF_HEADER: Final = "x-holdfast-csrf"
 SESSION_S_MAX: Final = 12 * 3600.0
 SESSIONS_MAX: Final = 10_000
@@ -85,6 +84,11 @@ class Tries:
             else:
                 self._failed.pop(address, None)
         return self._window_s - (now - times[0]) if len(times) >= self._most else 0.0
+
+    def addresses(self) -> frozenset[str]:
+        """The addresses that failed of late."""
+        with self._lock:
+            return frozenset(self._failed)
 
     def failed(self, address: str) -> None:
         """Remember one more failure."""

@@ -10,20 +10,30 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from holdfast.api.redaction import HIDDEN, is_secret, secrets_of
 from holdfast.api.schemas import CheckpointRow, Page
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.redaction import secrets_of
 from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import KINDS
-from holdfast.lineage import comparison, nodes, pages, queries, reports, series, stages, views
+from holdfast.lineage import (
+    comparison,
+    nodes,
+    pages,
+    queries,
+    reports,
+    series,
+    stages,
+    totals,
+    views,
+)
 from holdfast.lineage.cursors import PAGE_MAX
 from holdfast.lineage.cursors import Page as IndexPage
 from holdfast.lineage.index import Index
 from holdfast.lineage.openlineage import export_run
-from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort
+from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.lineage.queries import RunRef
 
 # A name, a folder's name or a uid: never a path.
@@ -31,6 +41,7 @@ RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 LIVE: Final = tuple(state for state in RunState if state.is_live)
 LIVE_PAGES_MAX: Final = 20
 TOLD_MAX: Final = 200
+STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
 T = TypeVar("T")
@@ -69,8 +80,11 @@ class Store:
 
     def folder_of(self, run: str) -> RunPaths:
         """The run's folder on disk. Raises `NotFoundError` when it is not there any more."""
-        paths = self.find_run(run).paths
-        if not paths.spec.is_file():
+        ref = self.find_run(run)
+        paths = ref.paths
+        record = read_document(RunRecord, paths.spec)
+        # Another cluster's run of the same path is in the index too, and not on this machine.
+        if record is None or record.uid != ref.uid:
             raise NotFoundError(
                 f"{paths.directory}: the run's folder is gone, or its root is not mounted; what "
                 "the index last knew of it can still be read"
@@ -98,11 +112,17 @@ class Store:
         return queries.find_checkpoint(self.index.open(), identity)
 
     def list_runs(
-        self, where: RunFilter, sort: RunSort, after: str | None, limit: int
+        self,
+        where: RunFilter,
+        sort: RunSort,
+        after: str | None,
+        limit: int,
+        order: SortOrder | None = None,
     ) -> Page[views.RunRow]:
         """Runs, newest first unless sorted otherwise."""
         index = self.index.open()
-        return _page(pages.list_runs(index, where, sort=sort, after=after, limit=limit))
+        found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
+        return _page(found)
 
     @in_one_look
     def show_run(self, run: str) -> views.RunView:
@@ -144,6 +164,12 @@ class Store:
                 return self._with_proofs(run.uid, [row])[0]
         raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
 
+    def has_mirror(self, identity: str) -> bool:
+        """Whether the spec of a checkpoint's run names a mirror."""
+        run, _ = self.find_checkpoint(identity)
+        checkpoint = queries.read_spec(self.index.open(), run.uid).get("checkpoint")
+        return isinstance(checkpoint, dict) and bool(checkpoint.get("mirror"))
+
     @in_one_look
     def list_files(self, identity: str) -> list[reports.FileView]:
         """The first files of a checkpoint, as its manifest lists them."""
@@ -158,13 +184,9 @@ class Store:
 
     @in_one_look
     def compare(self, one: str, other: str) -> reports.Comparison:
-        """Two checkpoints side by side; what the runs' environments hold in secret is hidden."""
+        """Two checkpoints side by side."""
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
-        found = comparison.compare(self.index.open(), *ids)
-        for fact in found["config"]:
-            if is_secret(fact["name"]):
-                fact["one"] = fact["other"] = HIDDEN
-        return found
+        return comparison.compare(self.index.open(), *ids)
 
     @in_one_look
     def list_events(
@@ -183,7 +205,19 @@ class Store:
 
     def told(self, run: str) -> list[Event]:
         """The newest lines that `contracts.watch_words` puts into words, oldest first."""
-        where = EventFilter(kinds=tuple(str(kind) for kind in KINDS))
+        return self._newest(run, KINDS)
+
+    def steering(self, run: str) -> list[Event]:
+        """The newest requests of operators and beginnings of supervision, oldest first."""
+        return self._newest(run, STEERING)
+
+    @in_one_look
+    def timeline(self, run: str) -> list[reports.Segment]:
+        """What each attempt of a run did when, until now."""
+        return queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
+
+    def _newest(self, run: str, kinds: Sequence[EventKind]) -> list[Event]:
+        where = EventFilter(kinds=tuple(str(kind) for kind in kinds))
         page = self.list_events(run, where, newest_first=True, after=None, limit=TOLD_MAX)
         return [
             Event(
@@ -231,10 +265,25 @@ class Store:
         return nodes.node_faults(self.index.open(), host)
 
     def list_storage(
-        self, where: RunFilter, after: str | None, limit: int
+        self,
+        where: RunFilter,
+        sort: RunSort,
+        after: str | None,
+        limit: int,
+        order: SortOrder | None = None,
     ) -> Page[views.StorageRow]:
         """What each run's checkpoints take."""
-        return _page(pages.list_storage(self.index.open(), where, after=after, limit=limit))
+        index = self.index.open()
+        found = pages.list_storage(index, where, sort=sort, order=order, after=after, limit=limit)
+        return _page(found)
+
+    def storage_totals(self, where: RunFilter) -> totals.StorageTotals:
+        """What the checkpoints of all runs that match take."""
+        return totals.storage_totals(self.index.open(), where)
+
+    def goodput_totals(self, where: RunFilter) -> totals.GoodputTotals:
+        """Where the time of all runs that match went."""
+        return totals.goodput_totals(self.index.open(), where)
 
     def ping(self) -> None:
         """Raises `LineageError` when the index does not answer."""

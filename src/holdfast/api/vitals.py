@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from holdfast.api.logs import choose_attempt
-from holdfast.api.schemas import Heartbeats, NodeRow, RankRow
+from holdfast.api.schemas import AttemptNode, Heartbeats, RankRow
 from holdfast.contracts.paths import RunPaths
 from holdfast.lineage.views import iso_time
 from holdfast.workers.heartbeats import NodeBeat, clock_problems, newest_step, read_heartbeats
@@ -29,8 +29,8 @@ def live_step(paths: RunPaths) -> int | None:
     return newest_step(read_heartbeats(attempts[-1])) if attempts else None
 
 
-def _node(beat: NodeBeat, now: float) -> NodeRow:
-    return NodeRow(
+def _node(beat: NodeBeat, now: float) -> AttemptNode:
+    return AttemptNode(
         node=beat.node,
         host=beat.host,
         time=iso_time(beat.time),

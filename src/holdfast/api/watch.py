@@ -17,11 +17,14 @@ from typing import Any, Final
 
 from holdfast.api.hub import Hub
 from holdfast.api.problems import LOG
-from holdfast.api.redaction import redact
 from holdfast.api.store import Store
+from holdfast.contracts.attempt import read_document
 from holdfast.contracts.errors import HoldfastError, LineageError
 from holdfast.contracts.journal import Event, read_journal
-from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.plain_text import plain_line
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.redaction import redact
 from holdfast.lineage import views
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.metric_ingest import follow_metrics
@@ -35,10 +38,17 @@ QUIET_PER_ROUND_MAX: Final = 200
 ELSEWHERE_S: Final = 10.0
 RECONCILE_S: Final = 15.0
 JOIN_S: Final = 5.0
-# What foreign or damaged files in one run's folder raise must not hide the other runs.
-_UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
+PROBLEM_CHARACTERS_MAX: Final = 1000
 
 Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far a live run is by its newest heartbeat; `step_s` is the median duration of a step."""
+
+    step: int | None
+    step_s: float | None
 
 
 @dataclass
@@ -59,6 +69,7 @@ class Watch:
     def __init__(self, store: Store, hub: Hub, roots: tuple[Path, ...]) -> None:
         self._store, self._hub, self._roots = store, hub, roots
         self._runs: dict[Path, _Seen] = {}
+        self._paces: dict[str, Pace] = {}
         self._quiet: list[Path] = []
         self._asked_elsewhere = -ELSEWHERE_S
         self._stop = threading.Event()
@@ -92,6 +103,10 @@ class Watch:
     def lag_s(self) -> float | None:
         """Seconds since all live runs were last seen to be in the index; None before the first."""
         return None if self.round_ended_at is None else time.monotonic() - self.round_ended_at
+
+    def pace(self, uid: str) -> Pace | None:
+        """How far a live run is; None for one that is not live or gave no heartbeat yet."""
+        return self._paces.get(uid)
 
     def look(self) -> None:
         """One round: everything that is due."""
@@ -139,7 +154,7 @@ class Watch:
         # At the start live runs come first; a folder that appears later is a run that begins.
         is_start = not self._runs
         for path in (found | live) - self._runs.keys():
-            if (path / "spec.json").is_file():
+            if has_spec(path):
                 is_live = path in live or not is_start
                 self._runs[path] = _Seen(RunPaths(path), is_live=is_live)
 
@@ -174,9 +189,10 @@ class Watch:
                 self._tell_beat(seen)
             self.problems.pop(name, None)
         except LineageError as error:
-            self.problems["database"] = str(error)
-        except _UNREADABLE as error:
-            self.problems[name] = f"passed over: {error}"
+            self.problems["database"] = plain_line(error)
+        # Whatever one folder holds, the others are looked at.
+        except Exception as error:
+            self.problems[name] = plain_line(f"passed over: {error}")[:PROBLEM_CHARACTERS_MAX]
 
     def _ingest(self, seen: _Seen) -> None:
         """Bring the run's rows up to date, then tell what its journals gained."""
@@ -186,6 +202,8 @@ class Watch:
         self.problems.pop("database", None)
         seen.ref = ref = self._store.by_folder(seen.paths.directory)
         seen.is_live = ref.state.is_live
+        if not seen.is_live:
+            self._paces.pop(ref.uid, None)
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
         secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
@@ -207,22 +225,24 @@ class Watch:
             facts = path.stat()
             if (facts.st_mtime_ns, facts.st_ino) == seen.beat:
                 return
-            beat = NodeBeat.model_validate_json(path.read_bytes())
-        except (OSError, ValueError):
+            beat = read_document(NodeBeat, path)
+        except (OSError, HoldfastError):
+            return
+        if beat is None:
             return
         seen.beat = (facts.st_mtime_ns, facts.st_ino)
-        steps = [rank.step for rank in beat.ranks if rank.step >= 0]
+        pace = self._paces[seen.ref.uid] = pace_of(beat)
+        # Metrics change no journal: they are ingested with each heartbeat, before pages ask.
+        follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
         data: dict[str, Any] = {
             "run": seen.ref.run,
             "uid": seen.ref.uid,
             "attempt": attempts,
-            "step": max(steps, default=None),
+            "step": pace.step,
             "phase": beat.ranks[0].phase if beat.ranks else None,
             "step_time_s": beat.ranks[0].step_time_s if beat.ranks else None,
         }
         self._hub.publish("beat", data, seen.ref.uid)
-        # What it logs changes no journal: curves go on with the heartbeat.
-        follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
 
     def _reconcile(self) -> None:
         while not self._stop.wait(RECONCILE_S):
@@ -230,9 +250,22 @@ class Watch:
                 if self._stop.is_set():
                     return
                 try:
-                    reconcile(seen.paths, writer=WRITER)
-                except _UNREADABLE as error:
-                    LOG.warning("%s: not reconciled: %s", seen.paths.name, error)
+                    # Nothing is written unasked into another user's folder.
+                    if is_mine(seen.paths.directory.resolve()):
+                        reconcile(seen.paths, writer=WRITER)
+                # Whatever one folder holds, the others are reconciled.
+                except Exception as error:
+                    words = plain_line(error)[:PROBLEM_CHARACTERS_MAX]
+                    LOG.warning("%s: not reconciled: %s", plain_line(seen.paths.name), words)
+
+
+def pace_of(beat: NodeBeat) -> Pace:
+    """The newest step of a node's ranks, and the median duration of their steps, seconds."""
+    first = beat.ranks[0] if beat.ranks else None
+    return Pace(
+        step=max((rank.step for rank in beat.ranks if rank.step >= 0), default=None),
+        step_s=(first.step_p50_s or first.step_time_s or None) if first else None,
+    )
 
 
 def take_stamp(paths: RunPaths) -> Stamp:
@@ -240,7 +273,7 @@ def take_stamp(paths: RunPaths) -> Stamp:
 
     The journals' sizes tell of almost everything; folders' times of what comes without a line.
     """
-    if not paths.spec.exists():
+    if not has_spec(paths.directory):
         return ()
     seen = [paths.spec, paths.attempts, paths.checkpoints, paths.tombstones]
     folders = [paths.journal]
@@ -255,7 +288,7 @@ def take_stamp(paths: RunPaths) -> Stamp:
 def _stats(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
     for path in files:
         try:
-            facts = path.stat()
+            facts = path.lstat()
         except OSError:
             continue
         yield str(path), facts.st_size, facts.st_mtime_ns
@@ -264,17 +297,17 @@ def _stats(files: Iterable[Path]) -> Iterator[tuple[str, int, int]]:
 def _sizes(folder: Path) -> list[tuple[str, int, int]]:
     try:
         with os.scandir(folder) as entries:
-            return [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for e in entries]
+            found = [(entry.path, entry.stat(follow_symlinks=False)) for entry in entries]
+            return [(path, facts.st_size, facts.st_mtime_ns) for path, facts in found]
     except OSError:
         return []
 
 
 def _newest_attempt(paths: RunPaths) -> int | None:
     try:
-        numbers = [int(name) for name in os.listdir(paths.attempts) if name.isdigit()]
+        return max((attempt.number for attempt in paths.list_attempts()), default=None)
     except OSError:
         return None
-    return max(numbers, default=None)
 
 
 def _new_lines(seen: _Seen, *, is_first: bool) -> Iterator[tuple[str, int | None, Event]]:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.index import locate_checkpoint, locate_run, look_at, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table
+from holdfast.cli.index import locate_checkpoint, locate_run, look_at, plain_path, user_name
+from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
+from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.manifest import Manifest, find_damage
 from holdfast.contracts.paths import checkpoint_id
 
@@ -37,7 +38,7 @@ def pin(
     paths, name = locate_checkpoint(checkpoint, root)
     operator.pin(paths, name, by=user_name(), note=note)
     facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": True}
-    answer(facts, as_json, lambda data: typer.echo(f"pinned {data['checkpoint']}"))
+    answer(facts, as_json, lambda data: say(f"pinned {data['checkpoint']}"))
 
 
 def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -47,7 +48,7 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
     paths, name = locate_checkpoint(checkpoint, root)
     operator.unpin(paths, name, by=user_name())
     facts = {"checkpoint": checkpoint_id(paths.name, name), "pinned": False}
-    answer(facts, as_json, lambda data: typer.echo(f"unpinned {data['checkpoint']}"))
+    answer(facts, as_json, lambda data: say(f"unpinned {data['checkpoint']}"))
 
 
 def prune(
@@ -85,8 +86,8 @@ def verify(
     facts = verification.verify(directory, find)
     try:
         verification.record(directory, facts, by=user_name())
-    except OSError as error:
-        typer.echo(f"the run's journal has no line of this: {error}", err=True)
+    except (OSError, ForeignFileError) as error:
+        warn(f"the run's journal has no line of this: {error}")
     answer(facts, as_json, _render_verify)
     if not facts["ok"]:
         raise typer.Exit(1)
@@ -97,9 +98,9 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
 
     Raises `NotFoundError` when there is none, with what became of it where that is known.
     """
-    path = Path(checkpoint).expanduser()
+    path = plain_path(checkpoint)
     if path.is_dir():
-        return path.resolve()
+        return path
     from holdfast.workers.verification import directory_to_verify
 
     return directory_to_verify(*locate_checkpoint(checkpoint, root))
@@ -126,7 +127,7 @@ def _render_prune(facts: dict[str, Any]) -> None:
         (one["checkpoint"], bytes_text(one["bytes"]), what, one["reason"]) for one, what in marked
     ]
     print_table(("checkpoint", "size", "", "reason"), rows)
-    typer.echo(
+    say(
         f"{len(facts['deleted'])} {verb} ({bytes_text(facts['bytes_deleted'])}), "
         f"{len(facts['kept'])} kept ({bytes_text(facts['bytes_kept'])})"
     )
@@ -135,10 +136,10 @@ def _render_prune(facts: dict[str, Any]) -> None:
 def _render_verify(facts: dict[str, Any]) -> None:
     if facts["ok"]:
         size = bytes_text(facts["bytes"])
-        typer.echo(f"{facts['checkpoint']}: {facts['files']} files, {size}: as committed")
+        say(f"{facts['checkpoint']}: {facts['files']} files, {size}: as committed")
         if facts["mirror"]:
-            typer.echo(f"  also in {facts['mirror']}")
+            say(f"  also in {facts['mirror']}")
         return
-    typer.echo(f"{facts['checkpoint']}: damaged")
+    say(f"{facts['checkpoint']}: damaged")
     for line in facts["damaged"]:
-        typer.echo(f"  {line}")
+        say(f"  {line}")

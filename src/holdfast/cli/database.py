@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.index import choose_root, open_index
-from holdfast.cli.output import AsJson, answer, print_facts
+from holdfast.cli.output import AsJson, answer, print_facts, say, warn
 from holdfast.contracts.collector import settle_memory
 from holdfast.contracts.errors import NotFoundError
 
@@ -59,7 +59,10 @@ def reindex(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build the index of all runs under ROOT again from disk alone."""
+    """Build the index of all runs under ROOT again from disk alone.
+
+    The exit status is 1 when a run cannot be read; its rows stay as they are.
+    """
     from holdfast.lineage.reindex import reindex as build_again
 
     home = choose_root(str(root) if root else None)
@@ -70,10 +73,14 @@ def reindex(
         report = build_again(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}
     answer(facts, as_json, print_facts)
+    for run, why in report.failed.items():
+        warn(f"holdfast: {run}: cannot be read: {why}")
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def _render_revision(facts: dict[str, Any]) -> None:
     head = facts.get("head")
     told = facts["revision"] or "no schema"
     behind = head is not None and head != facts["revision"]
-    typer.echo(f"{told}; this version needs {head}: `holdfast db upgrade`" if behind else told)
+    say(f"{told}; this version needs {head}: `holdfast db upgrade`" if behind else told)

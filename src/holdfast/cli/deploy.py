@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.output import AsJson, answer
+from holdfast.cli.output import AsJson, answer, say
 
 
 def register(app: typer.Typer) -> None:
@@ -30,5 +30,5 @@ def deploy(
 
 
 def _render(facts: dict[str, Any]) -> None:
-    typer.echo(f"deployment {facts['deployment']} on pool {facts['pool']} at {facts['url']}")
-    typer.echo(f"start a worker: prefect worker start --pool {facts['pool']}")
+    say(f"deployment {facts['deployment']} on pool {facts['pool']} at {facts['url']}")
+    say(f"start a worker: prefect worker start --pool {facts['pool']}")

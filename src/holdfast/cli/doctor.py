@@ -9,7 +9,7 @@ import typer
 from holdfast.cli import doctor_run
 from holdfast.cli.doctor_checks import Finding, run_checks
 from holdfast.cli.index import choose_root
-from holdfast.cli.output import AsJson, RootOption, answer
+from holdfast.cli.output import AsJson, RootOption, answer, say
 
 
 def register(app: typer.Typer) -> None:
@@ -54,6 +54,6 @@ def _check_machine(root: str | None, as_json: bool) -> bool:
 def _render(findings: list[Finding]) -> None:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        typer.echo(f"{finding.level:4}  {finding.name.ljust(width)}  {finding.detail}")
+        say(f"{finding.level:4}  {finding.name.ljust(width)}  {finding.detail}")
         if finding.next_step:
-            typer.echo(f"{'':{width + 8}}next: {finding.next_step}")
+            say(f"{'':{width + 8}}next: {finding.next_step}")

@@ -16,6 +16,7 @@ from typing import Final, Literal
 from holdfast.cli.output import bytes_text
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
 
 Level = Literal["ok", "warn", "fail"]
 COMMAND_S_MAX: Final = 60.0
@@ -85,12 +86,10 @@ def check_torch() -> Finding:
 
 def check_root(root: Path) -> Finding:
     """Whether runs can be created under the root, and where it lies."""
-    from holdfast.workers.preflight import NODE_LOCAL, filesystem_type
-
     try:
         make_directory(root)
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor."):
-            kind = filesystem_type(root)
+            kind = filesystem_of(root).kind
     except OSError as error:
         step = "give a writable directory with --root or HOLDFAST_ROOT"
         return Finding("root", "fail", f"{root}: {error.strerror or error}", step)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
-import typer
-
 from holdfast.cli.index import locate_checkpoint, locate_run
-from holdfast.cli.output import bytes_text, print_facts
+from holdfast.cli.output import bytes_text, print_facts, say
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
-from holdfast.workers.trainer_call import ask_trainer
+from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
 # What `python -m holdfast.trainer.shape` calls them → what people read.
 PARTS: Final = {
@@ -36,9 +33,8 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     paths = locate_run(run, root)
     spec = load_history(paths).spec
     directory = paths.checkpoint(_choose(paths, checkpoint, root))
-    shape = ask_trainer(
-        spec.launch.python or sys.executable, "shape", str(directory), "--gpus", str(gpus)
-    )
+    python = interpreter_of(paths, spec)
+    shape = ask_trainer(python, "shape", str(directory.absolute()), "--gpus", str(gpus))
     problem = problem_with(spec, gpus) or shape.pop("problem")
     return {
         "ok": problem is None,
@@ -55,11 +51,11 @@ def render(facts: dict[str, Any]) -> None:
     """The answer for people."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
-    typer.echo(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
+    say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
     if facts["problem"]:
-        typer.echo(f"  {facts['problem']}")
+        say(f"  {facts['problem']}")
         return
-    typer.echo("memory of the largest rank, activations not counted")
+    say("memory of the largest rank, activations not counted")
     print_facts({f"  {PARTS[part]}": bytes_text(size) for part, size in memory.items()})
 
 

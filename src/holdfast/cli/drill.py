@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.index import locate_run
-from holdfast.cli.output import AsJson, RootOption, answer, print_table, seconds_text, warn
+from holdfast.cli.output import AsJson, RootOption, answer, print_table, say, seconds_text, warn
 from holdfast.contracts.errors import SpecError
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ def _render(data: dict[str, Any]) -> None:
     ]
     print_table(("fault", "kind", "", "steps lost", "trains again after", "what was done"), rows)
     for one in data["broken"]:
-        typer.echo(f"broken: {one['invariant']}: {one['detail']}")
+        say(f"broken: {one['invariant']}: {one['detail']}")
     for folder in data["kept"]:
-        typer.echo(f"kept: {folder}")
+        say(f"kept: {folder}")
     if not data["broken"]:
-        typer.echo(f"{len(data['faults'])} faults, every invariant held (seed {data['seed']})")
+        say(f"{len(data['faults'])} faults, every invariant held (seed {data['seed']})")

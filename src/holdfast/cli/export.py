@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.checkpoints import CheckpointArgument, directory_of
-from holdfast.cli.output import AsJson, RootOption, answer, bytes_text
+from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, say
 from holdfast.workers import exports
 from holdfast.workers.exports import Form
 
@@ -56,7 +56,7 @@ def export(
 
 
 def _render(facts: dict[str, Any]) -> None:
-    typer.echo(
+    say(
         f"{facts['checkpoint']} → {facts['path']}: {facts['tensors']} tensors, "
         f"{bytes_text(facts['bytes'])} ({facts['format']})"
     )

@@ -11,6 +11,7 @@ from holdfast.cli.output import warn
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.supervision import is_supervised
 from holdfast.flows.progress import describe_progress
 from holdfast.flows.start import Started, log_tail
 from holdfast.flows.summary import end_reason, summarize
@@ -68,8 +69,6 @@ class _FlowWatch:
             )
 
     def _why_gone(self) -> str | None:
-        from holdfast.flows.flow_lock import is_supervised
-
         process = self._started.process
         if process is not None and process.poll() is not None:
             if is_supervised(self._paths.flow_lock):
@@ -83,7 +82,6 @@ class _FlowWatch:
     def _flow_run_ended(self) -> str | None:
         """Ask Prefect, at most every `ASK_FLOW_S` seconds; an API that is away says nothing."""
         from holdfast.flows.deployments import flow_run_state
-        from holdfast.flows.flow_lock import is_supervised
 
         now = time.monotonic()
         if self._gone_since is None and now - self._asked_at < ASK_FLOW_S:

@@ -15,13 +15,23 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.output import warn
 from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.bounds import UID
 from holdfast.contracts.errors import (
     HoldfastError,
     LineageError,
     NotFoundError,
 )
-from holdfast.contracts.history import RunHistory
-from holdfast.contracts.paths import CheckpointName, RunPaths, default_root, list_runs
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.paths import (
+    LATEST,
+    CheckpointName,
+    RunPaths,
+    default_root,
+    has_spec,
+    list_runs,
+)
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.redaction import secrets_of
 
 # SQLAlchemy and submitit take most of a second to import: only the commands that use them pay.
 if TYPE_CHECKING:
@@ -49,15 +59,18 @@ def locate_run(name: str, root: str | None) -> RunPaths:
     Raises `NotFoundError` with the names that come near.
     """
     folder = Path(name).expanduser()
-    if (folder / "spec.json").is_file() and ("/" in name or folder.is_absolute()):
+    if ("/" in name or folder.is_absolute()) and has_spec(folder):
         return RunPaths(folder.absolute())
     from holdfast.workers.runs import find_run
 
     home = choose_root(root)
-    for paths in list_runs(home):
-        record = read_document(RunRecord, paths.spec)
-        if record and record.uid == name:
-            return paths
+    if UID.fullmatch(name):
+        for paths in list_runs(home):
+            # One folder that cannot be read keeps nobody from naming another.
+            with contextlib.suppress(HoldfastError, OSError):
+                record = read_document(RunRecord, paths.spec)
+                if record and record.uid == name:
+                    return paths
     return find_run(home, name)
 
 
@@ -87,16 +100,27 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
     run, colon, name = text.rpartition(":")
     if colon and "/" not in name and CheckpointName.parse(name):
         return locate_run(run, root), name
-    path = Path(text).expanduser().absolute()
-    if path.is_symlink():
-        path = path.resolve()
+    path = plain_path(text)
     paths = RunPaths(path.parent.parent)
-    if CheckpointName.parse(path.name) and paths.spec.is_file():
+    if CheckpointName.parse(path.name) and has_spec(paths.directory):
         return paths, path.name
     raise NotFoundError(
         f"{text!r}: not a checkpoint; expected <run>:<step-…> as `holdfast checkpoints RUN` lists "
         "them, or the directory's path"
     )
+
+
+def plain_path(text: str) -> Path:
+    """A path as it was given, absolute; of links, `latest` alone is followed, to its neighbour.
+
+    A link in another user's folder would lead to a run that nobody named.
+    """
+    path = Path(os.path.abspath(Path(text).expanduser()))
+    if path.name == LATEST:
+        with contextlib.suppress(OSError):
+            target = os.readlink(path)
+            return path.with_name(target) if CheckpointName.parse(target) else path
+    return path
 
 
 def refresh(paths: RunPaths, database: Database) -> RunHistory:
@@ -109,22 +133,36 @@ def refresh(paths: RunPaths, database: Database) -> RunHistory:
 
 
 def look_at(paths: RunPaths) -> RunHistory:
-    """The run's history, with what disk and scheduler have to add; other processes may be dead."""
+    """The run's history, with what disk and scheduler have to add; other processes may be dead.
+
+    What is added is written into the run's journal, so another user's run is only read.
+    """
     from holdfast.workers.reconcile import reconcile
 
+    if not is_mine(paths.directory.resolve()):
+        return load_history(paths)
     return reconcile(paths, writer=WRITER)
 
 
-def refresh_all(folders: Iterable[RunPaths], database: Database) -> None:
-    """Refresh every run; one that cannot be read is named and passed over."""
+def refresh_all(folders: Iterable[RunPaths], database: Database) -> dict[RunPaths, str]:
+    """Refresh every run; those that cannot be read are named, passed over, and returned."""
+    unreadable = {}
     for paths in folders:
         try:
             refresh(paths, database)
         except LineageError:
             raise
         # What foreign or damaged files in one run's folder raise must not hide the other runs.
-        except (HoldfastError, OSError, ValueError, LookupError) as error:
+        except (HoldfastError, OSError) as error:
+            unreadable[paths] = str(error)
             warn(f"holdfast: {paths.name}: passed over: {error}")
+    return unreadable
+
+
+def secrets_in(paths: RunPaths) -> tuple[str, ...]:
+    """The secrets that a run's spec holds in plain text; none where the folder is gone."""
+    record = read_document(RunRecord, paths.spec)
+    return secrets_of(record.spec) if record else ()
 
 
 def open_index() -> Database:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,13 +15,18 @@ import typer
 from holdfast.cli.index import locate_run, look_at
 from holdfast.cli.operate import RunArgument
 from holdfast.cli.output import AsJson, RootOption, answer, warn
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.plain_text import plain_output
+from holdfast.contracts.reading import open_regular, read_tail
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 0.5
 READ_BYTES_MAX: Final = 1024 * 1024
 JSON_BYTES_MAX: Final = 1024 * 1024
+# More is for a pager or an editor than for a terminal.
+PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
+_DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +50,10 @@ def logs(
     paths = locate_run(run, root)
     chosen = choose_attempt(paths, attempt)
     if as_json:
-        files = [{"path": str(path), "text": _tail(path)} for path in rank_logs(chosen, rank)]
+        files = [
+            {"path": str(path), "text": read_tail(path, JSON_BYTES_MAX, below=chosen.directory)}
+            for path in rank_logs(chosen, rank)
+        ]
         answer(
             {"run": paths.name, "attempt": chosen.number, "rank": rank, "logs": files},
             True,
@@ -51,7 +61,7 @@ def logs(
         )
         return
     reader = _Reader()
-    printed = reader.print_new(rank_logs(chosen, rank))
+    printed = reader.print_new(rank_logs(chosen, rank), chosen.directory)
     if follow:
         _follow(paths, chosen, rank, reader, is_pinned=attempt is not None)
     elif not printed:
@@ -74,9 +84,18 @@ def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
 
 
 def rank_logs(attempt: AttemptPaths, rank: int) -> list[Path]:
-    """The files of one rank's output, those of the first incarnation first."""
-    found = attempt.logs.glob(f"node-*/i*/rank-{rank:05d}.*.log")
-    return sorted(found, key=lambda path: (path.parent.name, path.name))
+    """The files of one rank's output, launch by launch, standard output before standard error.
+
+    What is no file of the attempt's, such as a link out of it or a pipe, is named and left out.
+    """
+    found = []
+    for path in attempt.logs.glob(f"node-*/i*/rank-{rank:05d}.*.log"):
+        try:
+            os.close(open_regular(path, below=attempt.directory, follow=True))
+            found.append(path)
+        except (OSError, ForeignFileError) as error:
+            warn(f"holdfast: left out: {error}")
+    return sorted(found, key=lambda path: (path.parent.name, "stderr" in path.name, path.name))
 
 
 class _Reader:
@@ -84,22 +103,35 @@ class _Reader:
 
     def __init__(self) -> None:
         self._offsets: dict[Path, int] = {}
+        self._decoders: dict[Path, codecs.IncrementalDecoder] = {}
 
-    def print_new(self, files: list[Path]) -> bool:
+    def print_new(self, files: list[Path], below: Path) -> bool:
         """Print what the files gained since the last call; True when that was anything."""
         printed = False
         for path in files:
-            for part in self._parts(path):
-                sys.stdout.buffer.write(part)
+            for part in self._parts(path, below):
+                # A log is the program's own words, and they are no commands to a terminal.
+                typer.echo(plain_output(part), nl=False)
                 printed = True
         sys.stdout.flush()
         return printed
 
-    def _parts(self, path: Path) -> Iterator[bytes]:
-        with open(path, "rb") as stream:
-            stream.seek(self._offsets.get(path, 0))
-            while part := stream.read(READ_BYTES_MAX):
-                yield part
+    def _parts(self, path: Path, below: Path) -> Iterator[str]:
+        decoder = self._decoders.setdefault(path, _DECODER(errors="replace"))
+        with open(open_regular(path, below=below, follow=True), "rb") as stream:
+            size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
+            if size - start > PRINTED_BYTES_MAX:
+                warn(
+                    f"holdfast: {size - start} bytes, of which the last {PRINTED_BYTES_MAX} follow"
+                )
+                warn(f"holdfast: all of them are in {path}")
+                start = size - PRINTED_BYTES_MAX
+            stream.seek(start)
+            # As much as there is now: a file that grows as fast as it is read has no end.
+            left = size - start
+            while left > 0 and (part := stream.read(min(left, READ_BYTES_MAX))):
+                left -= len(part)
+                yield decoder.decode(part)
             self._offsets[path] = stream.tell()
 
 
@@ -111,7 +143,7 @@ def _follow(
     while time.monotonic() < ends_at:
         history = look_at(paths)
         view = next(a for a in history.attempts if a.number == attempt.number)
-        reader.print_new(rank_logs(attempt, rank))
+        reader.print_new(rank_logs(attempt, rank), attempt.directory)
         if view.state.is_terminal:
             newer = history.attempts[-1].number > attempt.number
             if is_pinned or not (newer or history.state.is_live):
@@ -123,14 +155,8 @@ def _follow(
         time.sleep(POLL_S)
 
 
-def _tail(path: Path) -> str:
-    with open(path, "rb") as stream:
-        stream.seek(max(0, path.stat().st_size - JSON_BYTES_MAX))
-        return stream.read().decode(errors="replace")
-
-
 def _say_where_else(attempt: AttemptPaths, rank: int) -> None:
-    others = [path for path in sorted(attempt.logs.rglob("*")) if path.is_file()]
+    others = [path for path in sorted(attempt.logs.rglob("*")) if not path.is_dir()]
     listing = "".join(f"\n  {path}" for path in others[:20])
     warn(
         f"holdfast: rank {rank} of attempt {attempt.number} has written nothing"

@@ -24,6 +24,7 @@ from holdfast.cli import (
     operate,
     serve,
     submit,
+    supervise,
     views,
 )
 from holdfast.cli.output import exit_status, print_error, warn
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for module in (
-    *(submit, views, logs, operate, checkpoints, export, serve),
+    *(submit, supervise, views, logs, operate, checkpoints, export, serve),
     *(database, deploy, doctor, bench, drill),
 ):
     module.register(app)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.index import locate_run, look_at, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 
@@ -76,7 +76,7 @@ def _ask(
         "state": load_history(paths).state.value,
         **started,
     }
-    answer(facts, as_json, lambda data: typer.echo(data["message"]))
+    answer(facts, as_json, lambda data: say(data["message"]))
 
 
 def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:

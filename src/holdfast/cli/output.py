@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +16,9 @@ from holdfast.contracts.errors import (
     HoldfastError,
     RunFailedError,
     SchedulerError,
+    UnreadableRunError,
 )
+from holdfast.contracts.plain_text import plain, plain_line
 
 AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON on standard output.")]
 RootOption = Annotated[
@@ -23,7 +26,9 @@ RootOption = Annotated[
     typer.Option("--root", help="Where runs live; $HOLDFAST_ROOT unless given.", metavar="DIR"),
 ]
 # These say that the thing asked about is bad; every other error says that the call is.
-_BAD_THINGS: Final = (CheckpointError, RunFailedError, SchedulerError)
+_BAD_THINGS: Final = (CheckpointError, RunFailedError, SchedulerError, UnreadableRunError)
+# JSON itself escapes the control characters of ASCII, and no others.
+_UNSAFE_IN_JSON: Final = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -41,13 +46,28 @@ def print_error(error: HoldfastError) -> None:
 
 def warn(text: str) -> None:
     """A line for people, on standard error so that JSON stays alone on standard output."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
+
+
+def say(text: object) -> None:
+    """A line for people on standard output; what files say cannot steer the terminal."""
+    typer.echo(plain(text))
+
+
+def plain_values(data: Any) -> Any:
+    """`data` with every text in it in one line and without control characters."""
+    if isinstance(data, Mapping):
+        return {key: plain_values(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain_values(value) for value in data]
+    return plain_line(data) if isinstance(data, str) else data
 
 
 def answer(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
     """Print `data`: as JSON when asked for it, else as `render` shows it."""
     if as_json:
-        typer.echo(json.dumps(data, indent=1, ensure_ascii=False, default=str))
+        text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
+        typer.echo(_UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
     else:
         render(data)
 
@@ -64,7 +84,7 @@ def print_table(
     for heading in headings:
         table.add_column(heading, no_wrap=not sys.stdout.isatty())
     for row in rows:
-        table.add_row(*(cell_text(cell) for cell in row))
+        table.add_row(*(plain_line(cell_text(cell)) for cell in row))
     width = None if sys.stdout.isatty() else 10_000
     Console(width=width, highlight=False, markup=False, emoji=False).print(table)
 
@@ -74,7 +94,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         if value is not None and value != "":
-            typer.echo(f"{name.ljust(width)}  {cell_text(value)}")
+            say(f"{name.ljust(width)}  {cell_text(value)}")
 
 
 def cell_text(value: object) -> str:

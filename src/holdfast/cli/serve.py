@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from holdfast.cli.index import choose_root, user_name
-from holdfast.cli.output import AsJson, answer, print_table, time_text, warn
+from holdfast.cli.output import AsJson, answer, print_table, say, time_text, warn
 from holdfast.contracts.collector import settle_memory
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
@@ -18,6 +18,7 @@ from holdfast.contracts.paths import RunPaths
 
 if TYPE_CHECKING:
     from holdfast.api.security import Exposure
+    from holdfast.api.services import Services
     from holdfast.api.tokens import Token
 
 SHUT_DOWN_S: Final = 3
@@ -27,7 +28,7 @@ ROLES: Final = ("reader", "operator")
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(serve)
-    group = typer.Typer(help="Who may reach a server from elsewhere.", no_args_is_help=True)
+    group = typer.Typer(help="Tokens for a server: readers and operators.", no_args_is_help=True)
     group.command("add")(add_token)
     group.command("list")(list_tokens)
     group.command("revoke")(revoke_token)
@@ -47,9 +48,13 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="A further name that browsers know the server by."),
     ] = None,
-    require_token: Annotated[
-        bool, typer.Option("--require-token", help="Ask for a token on loopback too.")
-    ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="A proxy whose X-Forwarded-For and -Proto headers are believed; repeatable.",
+        ),
+    ] = None,
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Serve https with this PEM certificate.")
     ] = None,
@@ -57,38 +62,44 @@ def serve(
         Path | None, typer.Option(metavar="FILE", help="The certificate's private key.")
     ] = None,
 ) -> None:
-    """Answer the page and the API until interrupted.
+    """Serve the web UI and the API until interrupted.
 
-    On loopback everybody on this machine may read and operate, without a token. Any other
-    address asks for one, which `holdfast token add` makes.
+    Every request needs a token. On loopback the URL that is printed contains one, which is valid
+    until the server stops; with another address, or with --name, `holdfast token add` makes them.
     """
     import uvicorn
 
     from holdfast.api.app import create_app
+    from holdfast.api.connections import limited_protocol, raise_open_files
 
-    exposure = _exposure(host, name or (), require_token=require_token)
+    exposure = _exposure(host, name or ())
     listening = _listen(host, port)
     roots = tuple(one.expanduser().absolute() for one in root or [choose_root(None)])
-    app = create_app(_services(roots, exposure))
+    services = _services(roots, exposure)
     is_secure = certificate is not None
     config = uvicorn.Config(
-        app,
+        create_app(services),
         log_level="warning",
-        # What a proxy says of addresses would be believed.
-        proxy_headers=False,
+        http=limited_protocol(raise_open_files()),
+        # Anybody can send these headers: they are believed from the proxies that were named.
+        proxy_headers=bool(trusted_proxy),
+        forwarded_allow_ips=trusted_proxy or [],
         server_header=False,
         timeout_graceful_shutdown=SHUT_DOWN_S,
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    if exposure.needs_token and not is_secure:
+    if not (is_secure or trusted_proxy or is_private(host, name or ())):
         warn(
-            "holdfast: tokens cross the network unencrypted; give --certificate and --key, or a "
-            "proxy that has them"
+            "holdfast: tokens cross the network unencrypted; give --certificate and --key, or "
+            "--trusted-proxy with the address of a proxy that serves https"
         )
     shown = f"[{host}]" if ":" in host else host
     scheme = "https" if is_secure else "http"
-    warn(f"holdfast: serving {scheme}://{shown}:{listening.getsockname()[1]}/")
+    address = f"{scheme}://{shown}:{listening.getsockname()[1]}/"
+    if is_private(host, name or ()):
+        address += f"?token={_own_token(services)}"
+    warn(f"holdfast: serving {address}")
     settle_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
@@ -104,7 +115,7 @@ def add_token(
     if role not in ROLES:
         raise SpecError(f"--role {role!r}: expected {' or '.join(ROLES)}")
     token, text = TokenStore().add(name, Role(role))
-    answer({**_facts(token), "token": text}, as_json, lambda facts: typer.echo(facts["token"]))
+    answer({**_facts(token), "token": text}, as_json, lambda facts: say(facts["token"]))
 
 
 def list_tokens(as_json: AsJson = False) -> None:
@@ -121,7 +132,7 @@ def revoke_token(
     from holdfast.api.tokens import TokenStore
 
     token = TokenStore().revoke(name)
-    answer(_facts(token), as_json, lambda facts: typer.echo(f"revoked {facts['name']}"))
+    answer(_facts(token), as_json, lambda facts: say(f"revoked {facts['name']}"))
 
 
 def start_run(paths: RunPaths) -> Mapping[str, Any]:
@@ -145,7 +156,7 @@ def begin_fork(
     )
 
 
-def _services(roots: tuple[Path, ...], exposure: Exposure) -> Any:
+def _services(roots: tuple[Path, ...], exposure: Exposure) -> Services:
     from holdfast.api.hub import Hub
     from holdfast.api.services import Services
     from holdfast.api.store import Store
@@ -163,26 +174,37 @@ def _services(roots: tuple[Path, ...], exposure: Exposure) -> Any:
         exposure=exposure,
         tokens=TokenStore(),
         roots=roots,
-        user=user_name(),
         start=start_run,
         fork=begin_fork,
     )
 
 
-def _exposure(host: str, names: Sequence[str], *, require_token: bool) -> Exposure:
-    """Who can reach the server. Raises `SpecError` where a token is needed and there is none."""
+def is_private(host: str, names: Sequence[str]) -> bool:
+    """True when only this machine is meant to reach the server."""
+    from holdfast.api.security import is_loopback
+
+    return is_loopback(host) and not names
+
+
+def _own_token(services: Services) -> str:
+    """An operator's token for whoever started the server; it is written nowhere."""
+    from holdfast.api.tokens import Role
+
+    return services.tokens.issue(user_name(), Role.OPERATOR)[1]
+
+
+def _exposure(host: str, names: Sequence[str]) -> Exposure:
+    """Who can reach the server. Raises `SpecError` where tokens are needed and there are none."""
     from holdfast.api.security import Exposure, is_loopback
     from holdfast.api.tokens import TokenStore
 
-    is_open = is_loopback(host) and not names and not require_token
-    if not is_open and not TokenStore().tokens():
+    if not is_private(host, names) and not TokenStore().tokens():
         raise SpecError(
             f"{host} can be reached from elsewhere, and there is no token yet; make one with "
             "`holdfast token add NAME --role operator`, or serve on 127.0.0.1"
         )
     own = () if is_loopback(host) else (host, socket.gethostname(), socket.getfqdn())
     return Exposure(
-        needs_token=not is_open,
         hosts=frozenset(one.lower() for one in (*own, *names)),
         any_address=not is_loopback(host),
     )

@@ -16,11 +16,12 @@ from holdfast.cli.index import (
     look_at,
     user_name,
 )
-from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.attempt import Request, RunRecord
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import RunState
 
 INTERRUPTED: Final = 130
 
@@ -51,6 +52,10 @@ def submit(
             help="Leave the checks to the flow, where the cluster cannot be reached from here.",
         ),
     ] = False,
+    no_preflight: Annotated[
+        bool,
+        typer.Option("--no-preflight", help="Check nothing before the job is queued."),
+    ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +66,7 @@ def submit(
     if dry_run:
         answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
         return
-    if not skip_preflight:
+    if not skip_preflight and not no_preflight:
         from holdfast.flows.forks import check_everything
 
         check_everything(run_spec, home)
@@ -71,7 +76,14 @@ def submit(
     earlier = newest_generation(home, run_spec.name)
     warnings = warnings_of(run_spec, earlier)
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
-    start_and_follow(paths, warnings, created=created, wait=wait, as_json=as_json)
+    start_and_follow(
+        paths,
+        warnings,
+        created=created,
+        wait=wait,
+        as_json=as_json,
+        preflight=not no_preflight,
+    )
 
 
 def fork(
@@ -116,13 +128,19 @@ def first_request(spec: RunSpec, root: Path) -> Request:
 
 
 def start_and_follow(
-    paths: RunPaths, warnings: Sequence[str] = (), *, created: bool, wait: bool, as_json: bool
+    paths: RunPaths,
+    warnings: Sequence[str] = (),
+    *,
+    created: bool,
+    wait: bool,
+    as_json: bool,
+    preflight: bool = True,
 ) -> None:
     """Start a flow for the run unless one lives or nothing is left to do; then follow or end."""
     from holdfast.flows.start import Started, start_if_alone
 
     history = look_at(paths)
-    started = start_if_alone(paths) if history.state.is_live else Started()
+    started = start_if_alone(paths, preflight=preflight) if history.state.is_live else Started()
     for warning in (*warnings, *([started.warning] if started.warning else [])):
         warn(f"holdfast: {warning}")
     facts: dict[str, Any] = {
@@ -147,14 +165,19 @@ def start_and_follow(
 
 
 def _render_submitted(facts: dict[str, Any]) -> None:
+    state = RunState(facts["state"])
+    if not facts["created"] and not state.is_live:
+        say(f"run {facts['run']} at {facts['directory']} has ended: {state}; nothing was submitted")
+        say(f"`holdfast show {facts['run']}` has its story; another name starts another run")
+        return
     verb = "created" if facts["created"] else "attached to"
-    typer.echo(f"{verb} run {facts['run']} at {facts['directory']}")
+    say(f"{verb} run {facts['run']} at {facts['directory']}")
     if facts["url"]:
-        typer.echo(f"flow run: {facts['url']}")
+        say(f"flow run: {facts['url']}")
     elif facts["log"]:
-        typer.echo(f"supervised by process {facts['pid']}; its log is {facts['log']}")
-    typer.echo(f"`holdfast show {facts['run']}` says how it goes")
+        say(f"supervised by process {facts['pid']}; its log is {facts['log']}")
+    say(f"`holdfast show {facts['run']}` says how it goes")
 
 
 def _render_end(facts: dict[str, Any]) -> None:
-    typer.echo(f"{facts['run']} {facts['state']}: {facts['reason']}")
+    say(f"{facts['run']} {facts['state']}: {facts['reason']}")

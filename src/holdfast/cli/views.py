@@ -15,6 +15,7 @@ from holdfast.cli.index import (
     open_index,
     refresh,
     refresh_all,
+    secrets_in,
 )
 from holdfast.cli.operate import RunArgument
 from holdfast.cli.output import (
@@ -22,21 +23,29 @@ from holdfast.cli.output import (
     RootOption,
     answer,
     bytes_text,
+    plain_values,
     print_facts,
     print_table,
+    say,
     seconds_text,
     time_text,
     warn,
 )
+from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
+from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.mirrors import read_record
-from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.paths import RunPaths, has_spec, list_runs
+from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
+from holdfast.contracts.supervision import is_supervised
 from holdfast.contracts.watch_words import FAILED_SAVES_MAX, failed_saves, noticed
 
 DIGEST_CHARACTERS = 12
+# What stands in the place of a state where a run's folder cannot be read.
+UNREADABLE = "unreadable"
 
 
 class Form(StrEnum):
@@ -66,16 +75,37 @@ def runs(
 
     home = choose_root(root)
     with open_index() as database:
-        refresh_all(list_runs(home), database)
+        unreadable = refresh_all(list_runs(home), database)
         known = queries.list_runs(database)
         elsewhere = [
             RunPaths(choose_root(row["path"]))
             for row in known
             if RunState(row["state"]).is_live and row["root"] != str(home.resolve())
         ]
-        refresh_all([paths for paths in elsewhere if paths.spec.is_file()], database)
+        refresh_all([one for one in elsewhere if has_spec(one.directory)], database)
         found = queries.list_runs(database, root=home if root else None, limit=limit)
-    answer(found, as_json, _render_runs)
+    named = {row["path"] for row in found}
+    broken = [
+        _unreadable_row(paths, reason)
+        for paths, reason in unreadable.items()
+        if str(paths.directory.resolve()) not in named
+    ]
+    answer([*found, *broken][:limit], as_json, _render_runs)
+
+
+def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
+    """A run of which nothing can be told but why, with the keys of the others."""
+    from holdfast.lineage import views
+
+    return {
+        **dict.fromkeys(views.RunSummary.__required_keys__),
+        "run": paths.name,
+        "name": paths.name,
+        "state": UNREADABLE,
+        "reason": reason,
+        "root": str(paths.directory.parent),
+        "path": str(paths.directory),
+    }
 
 
 def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -84,24 +114,45 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
 
     with open_index() as database:
         directory = _brought_up_to_date(run, root, database)
-        shown = queries.show_run(database, directory)
-        events = load_events(RunPaths(Path(directory)))
-        found = {
-            "failed_saves": failed_saves(events),
-            "noticed": noticed(events),
-            "warnings": _warnings(shown),
-        }
-        answer({**shown, **found}, as_json, _render_run)
+        with reading_run(directory):
+            shown = queries.show_run(database, directory)
+            paths = RunPaths(Path(directory))
+            events = load_events(paths)
+            found = {
+                "failed_saves": failed_saves(events),
+                "noticed": noticed(events),
+                "live_step": _live_step(shown),
+                "warnings": _warnings(shown, events),
+            }
+        answer({**shown, **redact(found, secrets_in(paths))}, as_json, _render_run)
 
 
-def _warnings(run: Mapping[str, Any]) -> list[str]:
-    """What a live run's people should know of its grace period."""
+def _live_step(run: Mapping[str, Any]) -> int | None:
+    """The newest step in the heartbeats of a running run, which is ahead of its commits."""
+    from holdfast.workers.heartbeats import newest_step, read_heartbeats
+
+    attempts = RunPaths(Path(run["path"])).list_attempts()
+    if not attempts or run["state"] != RunState.RUNNING:
+        return None
+    return newest_step(read_heartbeats(attempts[-1]))
+
+
+def _warnings(run: Mapping[str, Any], events: Sequence[Event]) -> list[str]:
+    """What the owner of a live run should know of its grace period and its supervisor."""
     from holdfast.workers.grace import warnings_of
 
     paths = RunPaths(Path(run["path"]))
-    if not RunState(run["state"]).is_live or not paths.spec.is_file():
+    if not RunState(run["state"]).is_live or not has_spec(paths.directory):
         return []
-    return warnings_of(RunSpec.model_validate(run["spec"]), paths)
+    warnings = warnings_of(RunSpec.model_validate(run["spec"]), paths)
+    # A run that was just created waits for its first supervisor.
+    was_supervised = any(event.kind is EventKind.SUPERVISED for event in events)
+    if was_supervised and not is_supervised(paths.flow_lock):
+        warnings.append(
+            f"this host sees no supervisor of {paths.name}; `holdfast supervise {paths.name}` "
+            "starts one"
+        )
+    return warnings
 
 
 def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
@@ -154,13 +205,14 @@ def lineage(
         return
     from holdfast.cli.lineage_formats import dot, mermaid
 
+    graph = plain_values(graph)
     typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
 
 
 def _brought_up_to_date(run: str, root: str | None, database: Any) -> str:
     """The folder of the run that is meant, its rows in line with disk and scheduler."""
     paths = locate_known(run, root, database)
-    if paths.spec.is_file():
+    if has_spec(paths.directory):
         refresh(paths, database)
     else:
         warn(f"holdfast: {paths.directory} is gone; shown as the index last knew it")
@@ -192,6 +244,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
             "state": run["state"],
             "reason": run["reason"],
             "step": run["step"],
+            "live step": run["live_step"],
             "folder": run["path"],
             "created": f"{time_text(run['created_at'])} by {run['created_by']}",
             "forked from": run["forked_from"],
@@ -214,10 +267,10 @@ def _render_run(run: Mapping[str, Any]) -> None:
     print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
     for one in run["noticed"]:
         dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
-        typer.echo(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
+        say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
     _print_failures(run["attempts"])
     for warning in run["warnings"]:
-        typer.echo(f"warning: {warning}")
+        say(f"warning: {warning}")
 
 
 def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:
@@ -256,9 +309,9 @@ def _print_failures(attempts: list[Mapping[str, Any]]) -> None:
         return
     last = ended[-1]
     for line in last["evidence"]:
-        typer.echo(f"attempt {last['number']}: {line}")
+        say(f"attempt {last['number']}: {line}")
     if last["traceback"]:
-        typer.echo(last["traceback"].rstrip())
+        say(last["traceback"].rstrip())
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
@@ -287,7 +340,9 @@ def render_lineage(graph: Mapping[str, Any]) -> None:
 
     from holdfast.cli.lineage_tree import lineage_tree
 
-    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(lineage_tree(graph))
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(
+        lineage_tree(plain_values(graph))
+    )
 
 
 def _short(digest: str | None) -> str | None:

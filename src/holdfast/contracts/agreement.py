@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol, TypeVar
 
 from holdfast.contracts.board import AT_START, NOWHERE, Board, Proposal, RankRecord
 from holdfast.contracts.errors import AgreementError
@@ -27,6 +28,8 @@ ROUNDS_MAX: Final = 24
 MARGINS: Final = (0, 1, 1, 2, 2, 4)
 ANSWER_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.0005
+
+T = TypeVar("T")
 
 
 class NodePort(Protocol):
@@ -62,30 +65,61 @@ class BoardPort:
         self._board.answer(serial, state)
 
 
+class AskAll(Protocol):
+    """Asks every port the same, and returns the answers in the ports' order.
+
+    Raises `ConnectionError` when one is lost, `AgreementError` when one does not answer in time.
+    Every port has been asked then.
+    """
+
+    def __call__(self, ports: Sequence[NodePort], ask: Callable[[NodePort], T], /) -> list[T]: ...
+
+
+def ask_in_turn(ports: Sequence[NodePort], ask: Callable[[NodePort], T]) -> list[T]:
+    """One port after another: for few of them."""
+    answers: list[T] = []
+    problem: ConnectionError | None = None
+    for port in ports:
+        try:
+            answers.append(ask(port))
+        except ConnectionError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return answers
+
+
 def settle(
-    ports: Sequence[NodePort], *, first_serial: int = 1, word: Proposal = Proposal.GO
+    ports: Sequence[NodePort],
+    *,
+    first_serial: int = 1,
+    word: Proposal = Proposal.GO,
+    ask_all: AskAll = ask_in_turn,
 ) -> tuple[int, int]:
     """Bring all nodes to one step; returns (step, rounds). `AT_START` means before any step.
 
     `word` is what ranks are told that wait there: `GO` to leave, `SAVE` to save and train on.
 
-    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused, and `ConnectionError` when
-    a node is lost; ranks that waited have then been told to train on, where they can be reached.
+    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused or a node did not answer in
+    time, and `ConnectionError` when a node is lost; ranks that waited have then been told to train
+    on, where they can be reached.
     """
     newest = NOWHERE
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
-        before, newest = newest, max(port.newest_entered() for port in ports)
+        before, newest = newest, max(ask_all(ports, lambda port: port.newest_entered()))
         step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
         # Every node is asked even after a refusal, so that all boards bear the same serial.
         try:
-            accepted = [port.propose(serial, step) for port in ports]
-        except ConnectionError:
-            _free_ranks(ports, serial)
+            accepted = ask_all(ports, partial(_propose, serial=serial, step=step))
+        except (ConnectionError, AgreementError):
+            with contextlib.suppress(ConnectionError, AgreementError):
+                ask_all(ports, partial(_answer, serial=serial, verdict=Proposal.ABORT))
             raise
         verdict = word if all(accepted) else Proposal.ABORT
-        for port in ports:
-            port.answer(serial, verdict)
+        # A node that is slow to confirm it has been told all the same.
+        with contextlib.suppress(AgreementError):
+            ask_all(ports, partial(_answer, serial=serial, verdict=verdict))
         if verdict is word:
             return step, round_number + 1
     raise AgreementError(
@@ -104,10 +138,12 @@ def _margin(refused: int, before: int, newest: int) -> int:
     return MARGINS[min(refused, len(MARGINS) - 1)] + ran
 
 
-def _free_ranks(ports: Sequence[NodePort], serial: int) -> None:
-    for port in ports:
-        with contextlib.suppress(ConnectionError):
-            port.answer(serial, Proposal.ABORT)
+def _propose(port: NodePort, serial: int, step: int) -> bool:
+    return port.propose(serial, step)
+
+
+def _answer(port: NodePort, serial: int, verdict: Proposal) -> None:
+    port.answer(serial, verdict)
 
 
 def consider(board: Board, record: RankRecord, completed: int) -> Proposal:

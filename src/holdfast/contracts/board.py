@@ -15,12 +15,13 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
 MAGIC: Final = 0x48464253_00000001
 HEAD_BYTES: Final = 4096
-RECORD_BYTES: Final = 256
+RECORD_BYTES: Final = 512
 RANKS_MAX: Final = 1024
 SETTLE_S: Final = 0.002
 REFUSAL_WAIT_S: Final = 0.05
@@ -78,11 +79,17 @@ class _Record(IntEnum):
     STACKS_SIGNAL = 10  # the signal that makes the rank write its stacks, 0 for none
     STACKS_FILE = 11  # the rank's own file descriptor that they are written to
     ASKED = 12  # the step whose loss all ranks should talk about, 0 for none
+    MEETING = 13  # the number of the newest meeting that this rank came to
 
 
 # floats, after the words above: seconds of the last `RECENT_STEPS` steps, by step number
 _RECENT: Final = 16
 _RECENT_MASK: Final = RECENT_STEPS - 1
+# words, after those: what the rank says at meetings of even and of odd numbers
+_SAID: Final = (32, 48)
+SAID_MAX: Final = 16
+_SERIAL_BITS: Final = 24
+_SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 
 
 class Board:
@@ -128,8 +135,8 @@ class Board:
         self._floats[_Head.DEADLINE] = 0.0
         for local in range(self.ranks):
             at = self._at(local)
-            for field in _Record:
-                self._words[at + field] = 0
+            for word in range(RECORD_BYTES // 8):
+                self._words[at + word] = 0
             for field in (_Record.COMPLETED, _Record.ENTERING, _Record.RANK, _Record.RESUMED):
                 self._words[at + field] = NOWHERE
 
@@ -291,6 +298,32 @@ class RankRecord:
     def ask(self, step: int) -> None:
         """Ask for a meeting of all ranks about step `step`; 0 when they have met."""
         self._words[self._at + _Record.ASKED] = step
+
+    def say(self, meeting: int, values: Sequence[int]) -> None:
+        """Publish this rank's values for meeting number `meeting`, from 1; `SAID_MAX` at most.
+
+        Each word carries the meeting's number, so a reader believes a word by itself and needs no
+        order of stores. A rank says something new in the same half only after all others came to
+        the meeting between, and so have read this one.
+        """
+        if len(values) > SAID_MAX:
+            raise ValueError(f"{len(values)} values for a meeting: expected {SAID_MAX} at most")
+        at = self._at + _SAID[meeting & 1]
+        for offset, value in enumerate(values):
+            self._words[at + offset] = value << _SERIAL_BITS | meeting & _SERIAL_MASK
+        self._words[self._at + _Record.MEETING] = meeting
+
+    def said(self, meeting: int, count: int) -> list[int] | None:
+        """This rank's `count` values for meeting number `meeting`; None until all are there."""
+        at, serial = self._at + _SAID[meeting & 1], meeting & _SERIAL_MASK
+        words = [self._words[at + offset] for offset in range(count)]
+        if any(word & _SERIAL_MASK != serial for word in words):
+            return None
+        return [word >> _SERIAL_BITS for word in words]
+
+    @property
+    def meeting(self) -> int:
+        return self._words[self._at + _Record.MEETING]
 
     @property
     def asked(self) -> int:

@@ -1,57 +1,70 @@
 """The channel between the nodes of one attempt: node 0 listens, the others call.
 
-Standard library only: connections of `multiprocessing.connection`, JSON in their byte messages
-and never pickles. Both ends prove that they know a random token (HMAC-SHA256 over the other's
-nonce) before a word is read. Address and token lie in the attempt's folder, readable by the
-run's user alone.
+Standard library only: JSON messages (`contracts.lines`), never pickles. Both ends prove that they
+know a random token (HMAC-SHA256 over the other's nonce) before a word is read. Address and token
+lie in the attempt's folder, readable by the run's user alone.
+
+Every question has a number, and its answer has the same one: a late answer is dropped, and never
+taken for the answer to a later question. A node that does not answer in time is dismissed: it is
+told so, and its connection is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
+import os
+import random
 import secrets
 import socket
 import threading
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.board import NOWHERE, Board, Proposal
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.lines import MESSAGE_BYTES_MAX, Line
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.timeouts import Timeout
 
 CALL_TIMEOUT_S: Final = 30.0
 JOIN_TIMEOUT_S: Final = 300.0
 DIAL_TIMEOUT_S: Final = 5.0
+# For all of a handshake together, however little at a time the other end says.
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 256
+BACKLOG_MIN: Final = 1024
 HELLO_BYTES_MAX: Final = 64 * 1024
 POLL_S: Final = 0.1
 NONCE_BYTES: Final = 32
-# A node that lost its power sends no farewell: the kernel asks, and gives up after about 25 s.
-_KEEPALIVE: Final = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-)
+DISMISSED: Final = "dismissed"
+# root needs no trick.
+TRUSTED_USERS: Final = frozenset({0})
+_STRANGE: Final = (OSError, EOFError, ValueError, LookupError, TypeError)
+
+
+class DismissedError(ConnectionError):
+    """Node 0 has given this node up, and goes on without it."""
 
 
 class ChannelHost:
     """Node 0's end: accepts the other nodes and asks them things, one question at a time."""
 
-    def __init__(self, path: Path, nodes: int) -> None:
+    def __init__(self, path: Path, nodes: int, *, ports: range | None = None) -> None:
+        """Listens on a port of `ports`, or on any. Raises `AgreementError` when all are taken."""
         self._token = secrets.token_bytes(32)
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=max(nodes, 16))
-        self._handshakes = threading.BoundedSemaphore(HANDSHAKES_MAX)
+        self._listener = _listen(ports, backlog=max(nodes, BACKLOG_MIN))
         self.port = int(self._listener.getsockname()[1])
         self.nodes = nodes
         self.peers: dict[int, Peer] = {}
         self._joining = threading.Lock()
+        self._callers: dict[Line, None] = {}
+        self._calling = threading.Lock()
         document = {
             "addresses": _own_addresses(),
             "port": self.port,
@@ -60,11 +73,16 @@ class ChannelHost:
         write_bytes(path, to_json(document), mode=0o600)
         threading.Thread(target=self._accept, name="channel", daemon=True).start()
 
-    def wait_for_peers(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Wait until every other node has called; raises `AgreementError` naming those missing."""
-        give_up = time.monotonic() + timeout_s
-        while len(self.peers) < self.nodes - 1:
-            if time.monotonic() > give_up:
+    def wait_for_peers(
+        self, timeout_s: float = JOIN_TIMEOUT_S, *, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until every other node has called, or `is_over()`.
+
+        Raises `AgreementError` that names those missing.
+        """
+        timeout = Timeout(timeout_s)
+        while len(self.peers) < self.nodes - 1 and not is_over():
+            if timeout.is_over:
                 missing = sorted(set(range(1, self.nodes)) - set(self.peers))
                 raise AgreementError(
                     f"nodes {missing} did not join within {timeout_s:.0f} s; expected all "
@@ -92,23 +110,37 @@ class ChannelHost:
                 time.sleep(POLL_S)
                 continue
             # Each caller has a thread of its own: one that stays silent keeps nobody waiting.
-            if self._handshakes.acquire(blocking=False):
-                threading.Thread(target=self._admit, args=(caller,), daemon=True).start()
-            else:
-                caller.close()
+            with contextlib.suppress(OSError):
+                line = self._register(Line(caller, bytes_max=HELLO_BYTES_MAX))
+                threading.Thread(target=self._admit, args=(line,), daemon=True).start()
 
-    def _admit(self, caller: socket.socket) -> None:
-        connection = None
+    def _register(self, line: Line) -> Line:
+        """Count a caller in; where there are too many, the one that came first must go.
+
+        A node is through with its handshake in milliseconds, so the first is none of ours.
+        """
+        with self._calling:
+            if len(self._callers) >= HANDSHAKES_MAX:
+                first = next(iter(self._callers))
+                del self._callers[first]
+                first.hang_up()
+            self._callers[line] = None
+        return line
+
+    def _admit(self, line: Line) -> None:
+        timeout = Timeout(HANDSHAKE_TIMEOUT_S)
         try:
-            connection = _wrap(caller)
-            _prove(connection, self._token, is_host=True)
-            hello = json.loads(_take(connection, HELLO_BYTES_MAX))
-            self._take_in(int(hello["node"]), Peer(connection, hello))
-        except (OSError, EOFError, ValueError, LookupError, TypeError):
+            _prove(line, self._token, timeout, is_host=True)
+            hello = _take(line, timeout)
+            node = int(hello["node"])
+            line.bytes_max = MESSAGE_BYTES_MAX
+            self._take_in(node, Peer(line, hello))
+        except _STRANGE:
             # A stranger, or a node that died meanwhile: it is as if it had never called.
-            (connection or caller).close()
+            line.close()
         finally:
-            self._handshakes.release()
+            with self._calling:
+                self._callers.pop(line, None)
 
     def _take_in(self, node: int, caller: Peer) -> None:
         """Let a node join. While the first that called for it is there, a second one is refused."""
@@ -127,13 +159,24 @@ class ChannelHost:
 
 
 class Peer:
-    """Another node, as node 0 sees it. Also a `NodePort` of the stop agreement."""
+    """Another node, as node 0 sees it. Also a `NodePort` of the stop agreement.
 
-    def __init__(self, connection: Connection, hello: dict[str, Any]) -> None:
-        self._connection = connection
+    Several threads may ask it things; each waits for its turn.
+    """
+
+    def __init__(self, line: Line, hello: dict[str, Any]) -> None:
+        self._line = line
+        self._asked = 0
+        self._asked_at: float | None = None
         self.asking = threading.Lock()
         self.hello = hello
         self.is_lost = False
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the question that is open now has been waiting for its answer; 0 without one."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def is_there(self) -> bool:
         """False once the node has hung up. Between two questions it has nothing to say."""
@@ -142,28 +185,44 @@ class Peer:
         if not self.asking.acquire(blocking=False):
             return True
         try:
-            return not self._connection.poll(0)
-        except (OSError, EOFError):
-            return False
+            return self._line.is_quiet()
         finally:
             self.asking.release()
 
     def tell(self, **data: Any) -> None:
         """Say something that is no question."""
-        self._connection.send_bytes(json.dumps(data).encode())
+        self._line.send(data)
 
     def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
-        """Ask the node and wait for its answer; raises `ConnectionError` when it is lost."""
+        """Ask the node and wait for its answer.
+
+        Raises `ConnectionError` when it is lost. A node that does not answer within `timeout_s`
+        seconds is lost from then on.
+        """
         with self.asking:
+            if self.is_lost:
+                raise ConnectionError(f"node {self.hello['node']} is lost")
+            self._asked_at = time.monotonic()
             try:
-                self._connection.send_bytes(json.dumps({"kind": kind, **data}).encode())
-                if not self._connection.poll(timeout_s):
-                    raise ConnectionError(f"no answer to {kind} within {timeout_s:.0f} s")
-                answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
-            except (OSError, EOFError) as error:
+                return self._ask(kind, data, Timeout(timeout_s))
+            except (OSError, EOFError, ValueError) as error:
                 self.is_lost = True
+                if isinstance(error, TimeoutError):
+                    # It may only be slow, and must learn that nobody waits for it any longer.
+                    with contextlib.suppress(OSError):
+                        self._line.send({"kind": DISMISSED}, Timeout(0.0))
+                self._line.close()
                 raise ConnectionError(f"node {self.hello['node']} is lost: {error}") from error
-        return answer
+            finally:
+                self._asked_at = None
+
+    def _ask(self, kind: str, data: dict[str, Any], timeout: Timeout) -> dict[str, Any]:
+        self._asked += 1
+        self._line.send({**data, "kind": kind, "message": self._asked}, timeout)
+        while (answer := self._line.receive(timeout)) is not None:
+            if answer.pop("answers", None) == self._asked:
+                return answer
+        raise TimeoutError(f"no answer to {kind} within {timeout.seconds:.0f} s")
 
     def newest_entered(self) -> int:
         return int(self.call("newest")["step"])
@@ -175,7 +234,8 @@ class Peer:
         self.call("answer", serial=serial, state=int(state))
 
     def close(self) -> None:
-        self._connection.close()
+        self.is_lost = True
+        self._line.close()
 
 
 class ChannelMember:
@@ -185,38 +245,48 @@ class ChannelMember:
         self, path: Path, hello: dict[str, Any], timeout_s: float = JOIN_TIMEOUT_S
     ) -> None:
         """Raises `AgreementError` when node 0 is not there, or another one speaks for the node."""
-        self._connection, self.host_address = _dial(path, timeout_s)
+        self._line, self.host_address = _dial(path, timeout_s)
+        self._question: int | None = None
         try:
-            self._connection.send_bytes(json.dumps(hello).encode())
-            first = json.loads(_take(self._connection, HELLO_BYTES_MAX))["refused"]
-        except (OSError, EOFError) as error:
-            self._connection.close()
+            self._line.send(hello)
+            first = _take(self._line, Timeout(HANDSHAKE_TIMEOUT_S))["refused"]
+        except (OSError, EOFError, ValueError, LookupError) as error:
+            self._line.close()
             raise AgreementError(
                 f"node 0 hung up on node {hello['node']} before it had joined: {error}"
             ) from error
         if first is not None:
-            self._connection.close()
+            self._line.close()
             raise AgreementError(
                 f"node {hello['node']} has joined already, as {first}; a second agent for it "
                 f"({hello}) is not let in"
             )
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Node 0's next question, or None when none came; `ConnectionError` when it is gone."""
+        """Node 0's next question, or None when none came.
+
+        Raises `ConnectionError` when node 0 is gone, `DismissedError` when it goes on without us.
+        """
         try:
-            if not self._connection.poll(timeout_s):
-                return None
-            question: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (OSError, EOFError) as error:
+            question = self._line.receive(Timeout(timeout_s))
+        except (OSError, EOFError, ValueError) as error:
             raise ConnectionError(f"node 0 is gone: {error}") from error
+        if question is None:
+            return None
+        if question["kind"] == DISMISSED:
+            raise DismissedError("node 0 gave this node up: an answer took too long")
+        self._question = question.pop("message", None)
         return question
 
     def reply(self, **data: Any) -> None:
-        """Answer the question received last."""
-        self._connection.send_bytes(json.dumps(data).encode())
+        """Answer the question received last; raises `ConnectionError` when node 0 is gone."""
+        try:
+            self._line.send({**data, "answers": self._question})
+        except OSError as error:
+            raise ConnectionError(f"node 0 is gone: {error}") from error
 
     def close(self) -> None:
-        self._connection.close()
+        self._line.close()
 
 
 def answer_for_board(board: Board, question: dict[str, Any]) -> dict[str, Any] | None:
@@ -241,31 +311,56 @@ def answer_for_board(board: Board, question: dict[str, Any]) -> dict[str, Any] |
     return None
 
 
+def _listen(ports: range | None, backlog: int) -> socket.socket:
+    """A listener of both address families where there are two, on a port of `ports` or any."""
+    tries = [0] if ports is None else random.sample(ports, len(ports))
+    problem: OSError | None = None
+    for port in tries:
+        for family in (socket.AF_INET6, socket.AF_INET):
+            is_dual = family == socket.AF_INET6
+            if is_dual and not socket.has_dualstack_ipv6():
+                continue
+            try:
+                return socket.create_server(
+                    ("", port), family=family, backlog=backlog, dualstack_ipv6=is_dual
+                )
+            except OSError as error:
+                problem = error
+                if error.errno == errno.EADDRINUSE:
+                    break
+    raise AgreementError(
+        f"no port to listen on for the other nodes: {problem}; "
+        f"tried {'any' if ports is None else f'{ports.start} to {ports.stop - 1}'}"
+    )
+
+
 def _own_addresses() -> list[str]:
     """Names and addresses under which another node may reach this one, best first."""
     name = socket.gethostname()
     found = [name]
-    try:
-        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)]
-    except OSError:
-        found.append("127.0.0.1")
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(name, None)]
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
-def _dial(path: Path, timeout_s: float) -> tuple[Connection, str]:
-    give_up = time.monotonic() + timeout_s
+def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
+    timeout = Timeout(timeout_s)
     problem = f"{path} was not there"
-    while time.monotonic() < give_up:
+    while not timeout.is_over:
         try:
-            document = json.loads(path.read_bytes())
+            document = json.loads(_read_own(path))
             token, port = bytes.fromhex(document["token"]), int(document["port"])
-        except (OSError, ValueError):
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        except _STRANGE as error:
+            problem = str(error)
             time.sleep(POLL_S)
             continue
         for address in document["addresses"]:
             try:
                 return _call_up(address, port, token), address
-            except (OSError, EOFError) as error:
+            except _STRANGE as error:
                 # Refused, unresolvable, or another attempt's listener on a port used again.
                 problem = f"{address}:{port}: {error}"
         time.sleep(POLL_S)
@@ -275,17 +370,30 @@ def _dial(path: Path, timeout_s: float) -> tuple[Connection, str]:
     )
 
 
-def _call_up(address: str, port: int, token: bytes) -> Connection:
-    connection = _wrap(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
+def _read_own(path: Path) -> bytes:
+    """The content of `path`; raises `PermissionError` for another user's file.
+
+    Whoever writes the address leads this node: it starts what it is told to.
+    """
+    handle = open_regular(path)
+    with os.fdopen(handle, "rb") as stream:
+        owner = os.fstat(handle).st_uid
+        if owner not in {os.geteuid(), *TRUSTED_USERS}:
+            raise PermissionError(f"{path} is of user {owner}, expected {os.geteuid()}")
+        return stream.read(HELLO_BYTES_MAX)
+
+
+def _call_up(address: str, port: int, token: bytes) -> Line:
+    line = Line(socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S))
     try:
-        _prove(connection, token, is_host=False)
+        _prove(line, token, Timeout(HANDSHAKE_TIMEOUT_S), is_host=False)
     except BaseException:
-        connection.close()
+        line.close()
         raise
-    return connection
+    return line
 
 
-def _prove(connection: Connection, token: bytes, *, is_host: bool) -> None:
+def _prove(line: Line, token: bytes, timeout: Timeout, *, is_host: bool) -> None:
     """Show the other end that we know the token, and see that it does.
 
     Each end answers the other's nonce under its own role's name, so that neither's answer can
@@ -293,26 +401,20 @@ def _prove(connection: Connection, token: bytes, *, is_host: bool) -> None:
     """
     own, other = (b"host", b"member") if is_host else (b"member", b"host")
     nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.send_bytes(nonce)
-    theirs = _take(connection, NONCE_BYTES)
-    connection.send_bytes(hmac.digest(token, own + theirs, "sha256"))
-    answer = _take(connection, NONCE_BYTES)
+    line.send({"nonce": nonce.hex()}, timeout)
+    theirs = bytes.fromhex(_take(line, timeout)["nonce"])
+    line.send({"proof": hmac.digest(token, own + theirs, "sha256").hex()}, timeout)
+    answer = bytes.fromhex(_take(line, timeout)["proof"])
     if not hmac.compare_digest(answer, hmac.digest(token, other + nonce, "sha256")):
         raise PermissionError("the other end does not know the attempt's token")
 
 
-def _take(connection: Connection, bytes_max: int) -> bytes:
-    """The next message of a handshake; `OSError` when it is late or too long."""
-    if not connection.poll(HANDSHAKE_TIMEOUT_S):
-        raise TimeoutError(f"silent for {HANDSHAKE_TIMEOUT_S:.0f} s in the handshake")
-    return connection.recv_bytes(bytes_max)
-
-
-def _wrap(connected: socket.socket) -> Connection:
-    for level, option, value in _KEEPALIVE:
-        connected.setsockopt(level, option, value)
-    connected.setblocking(True)
-    return Connection(connected.detach())
+def _take(line: Line, timeout: Timeout) -> dict[str, Any]:
+    """The next message of a handshake; `TimeoutError` when it is late."""
+    message = line.receive(timeout)
+    if message is None:
+        raise TimeoutError(f"no whole handshake within {timeout.seconds:.0f} s")
+    return message
 
 
 def _is_listening(listener: socket.socket) -> bool:

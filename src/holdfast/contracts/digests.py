@@ -125,11 +125,10 @@ def file_checksum(path: Path) -> str:
     return running.finish()[0]
 
 
-def range_digest(path: Path, start: int, size_bytes: int) -> str:
-    """The digest of `size_bytes` bytes of a file from `start` on, or of as many as there are."""
+def range_digest(handle: int, start: int, size_bytes: int) -> str:
+    """The digest of `size_bytes` bytes of an open file from `start`, or of as many as there are."""
     running = new_checksum()
-    with open(path, "rb", buffering=0) as stream:
-        _feed(running, stream.fileno(), start, size_bytes)
+    _feed(running, handle, start, size_bytes)
     return running.hexdigest()
 
 

@@ -7,6 +7,8 @@ HoldfastError
 ├── RequestConflictError (RuntimeError)  another operator has just asked for something else
 ├── RunFailedError (RuntimeError)        a run ended failed, with its cause
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
+├── UnreadableRunError (ValueError)      a run's folder that cannot be read or believed
+├── ForeignFileError (ValueError)        a link, a pipe, a device or a huge file where none may be
 ├── IllegalTransitionError (RuntimeError) a state change that the transition table does not have
 ├── CheckpointError (RuntimeError)
 │   ├── DamagedCheckpointError           bytes on disk differ from the manifest
@@ -14,6 +16,7 @@ HoldfastError
 │   ├── MirrorError                      the mirror refused, or did not answer in time
 │   └── SaveError                        a save did not become durable
 ├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
+│   ├── SubmissionRefusedError           the scheduler refused a job, for now or for good
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
 ├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
 ├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
@@ -21,6 +24,7 @@ HoldfastError
 │   └── DamagedIndexError                its SQLite file is damaged
 ├── QueryError (ValueError)              a page, a sort or a filter that nothing can answer
 ├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
+├── SessionError (RuntimeError)          a program uses its Session as it must not
 └── AgreementError (RuntimeError)        ranks could not agree on a step in time
 
 A message says what was given, what was expected and what to do next.
@@ -28,7 +32,9 @@ A message says what was given, what was expected and what to do next.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 
 class HoldfastError(Exception):
@@ -71,6 +77,42 @@ class RunFailedError(HoldfastError, RuntimeError):
 
 class NotFoundError(HoldfastError, LookupError):
     """No run, attempt or checkpoint answers to what was given."""
+
+
+class UnreadableRunError(HoldfastError, ValueError):
+    """A run's folder that cannot be read, or whose files cannot be believed."""
+
+
+# What files in a run's folder can raise that nobody foresaw, when it is read as a run's.
+_UNFORESEEN: Final = (
+    *(ValueError, LookupError, TypeError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
+
+
+@contextlib.contextmanager
+def reading_run(directory: object) -> Iterator[None]:
+    """Turn whatever a run's own files make the block raise into `UnreadableRunError`.
+
+    Errors of Holdfast itself and of the operating system stay what they are.
+    """
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except _UNFORESEEN as error:
+        raise UnreadableRunError(
+            f"{directory}: cannot be read as a run: {type(error).__name__}: {error}; restore the "
+            "file that is damaged, or move the folder out of the root"
+        ) from error
+
+
+class ForeignFileError(HoldfastError, ValueError):
+    """A link, a pipe, a device or a huge file at `path`, where an ordinary file is expected."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.problem = problem
 
 
 class IllegalTransitionError(HoldfastError, RuntimeError):
@@ -122,6 +164,14 @@ class SchedulerError(HoldfastError, RuntimeError):
     """The scheduler refused a request; the message carries its own words."""
 
 
+class SubmissionRefusedError(SchedulerError):
+    """The scheduler refused a job; `may_pass` says that it may take the same job later."""
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
+
+
 class SchedulerUnavailableError(SchedulerError):
     """The scheduler did not answer. A job's state is then unknown, never absent."""
 
@@ -148,6 +198,10 @@ class QueryError(HoldfastError, ValueError):
 
 class ServiceError(HoldfastError, RuntimeError):
     """Prefect cannot be reached, or refused what was asked."""
+
+
+class SessionError(HoldfastError, RuntimeError):
+    """A program uses its Session as it must not, such as two of them at a time."""
 
 
 class AgreementError(HoldfastError, RuntimeError):

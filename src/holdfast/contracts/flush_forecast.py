@@ -41,8 +41,9 @@ def forecast_flush(events: Iterable[Event]) -> FlushForecast | None:
             blocked[name] = _duration(event.data.get("blocked_s")) or 0.0
         elif event.kind is EventKind.COMMITTED:
             flush_s = _duration(event.data.get("flush_s"))
-            if flush_s is not None:
-                took.append(blocked.pop(name, 0.0) + flush_s)
+            # A snapshot was never staged for a flush: it waited in memory until the ranks died.
+            if flush_s is not None and name in blocked:
+                took.append(blocked.pop(name) + flush_s)
     recent = took[-SAVES_RECENT:]
     return FlushForecast(seconds=max(recent), saves=len(recent)) if recent else None
 

@@ -1,10 +1,10 @@
 """Where a run's time went: every second of it in one part, from its journal alone. Pure.
 
     queued     the scheduler has the attempt and no node yet
-    starting   the attempt has its nodes, and its programs do not train yet
+    starting   the attempt has its nodes, and its programs report no step yet
     loading    ranks restore the state
-    training   steps that nobody trained before and that were not lost since: productive
-    lost       steps that had to be trained again
+    training   reported steps that were not lost since: productive
+    lost       steps that were trained again, or that no checkpoint kept when the last attempt ended
     blocked    training is held up by saves
     hung       ranks are silent, until they were ended for it
     flushing   training is over and its last state is on its way to storage
@@ -109,11 +109,25 @@ class Span:
     launches: tuple[Launch, ...] = ()
 
 
-@dataclass(kw_only=True)
-class _Leg:
-    """Steps trained without a break, and the seconds that they took."""
+@dataclass(frozen=True)
+class Segment:
+    """A time in which one attempt, by its place among the spans, did one thing; Unix seconds."""
 
     span: int
+    part: str
+    began_at: float
+    ended_at: float
+
+
+@dataclass(kw_only=True)
+class _Leg:
+    """Steps trained without a break, and the seconds that they took.
+
+    `pieces` are the times of it, without those in which a save held training up.
+    """
+
+    span: int
+    pieces: list[tuple[float, float]]
     resumed_step: int | None
     last_step: int | None
     trained_s: float
@@ -127,8 +141,10 @@ class _Account:
 
     cursor: float
     until: float
+    blocked_s_min: float = 0.0
     by_span: list[dict[str, float]] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    segments: list[Segment] = field(default_factory=list)
 
     def go_to(self, moment: float | None, part: str, limit: float | None = None) -> float:
         """Give `part` the time up to `moment`, not beyond `limit`; nothing when it is past.
@@ -140,9 +156,26 @@ class _Account:
         end = min(moment, self.until, self.until if limit is None else limit)
         if end <= self.cursor:
             return 0.0
-        seconds, self.cursor = end - self.cursor, end
+        seconds = end - self.cursor
+        if part not in {"stopped", "training"}:
+            self.segments.append(Segment(len(self.by_span) - 1, part, self.cursor, end))
+        self.cursor = end
         self.add(part, seconds)
         return seconds
+
+    def split(
+        self, held: Sequence[tuple[float, float]], span: int, began_at: float
+    ) -> list[tuple[float, float]]:
+        """The times of training from `began_at` to the cursor, without what saves `held` up."""
+        pieces = []
+        for low, high in held:
+            if high - low < self.blocked_s_min:
+                continue
+            self.segments.append(Segment(span, "blocked", low, high))
+            pieces.append((began_at, low))
+            began_at = high
+        pieces.append((began_at, self.cursor))
+        return [(low, high) for low, high in pieces if high > low]
 
     def add(self, part: str, seconds: float) -> None:
         self.parts[part] += seconds
@@ -157,25 +190,20 @@ def prices_of(spec: Mapping[str, Any]) -> Prices:
 
 
 def account(
-    spans: Sequence[Span], *, created_at: float, until: float, prices: Prices | None = None
+    spans: Sequence[Span],
+    *,
+    created_at: float,
+    until: float,
+    prices: Prices | None = None,
+    safe_step: int | None = None,
 ) -> Goodput:
     """The account from `created_at` to `until`, the end of an ended run or now; Unix seconds.
 
-    `spans` are the attempts in order of number.
+    `spans` are the attempts in order of number. `safe_step` is the newest committed step, 0 without
+    a checkpoint: once the last attempt has ended, the steps after it are lost. None is unknown.
     """
-    # A run whose clocks contradict each other has lasted for as long as any of them says.
-    kept = _Account(cursor=created_at, until=max(created_at, until))
+    kept, legs = _fold(spans, created_at, until, safe_step=safe_step)
     total_s = kept.until - created_at
-    legs: list[_Leg] = []
-    is_told = any(one.trained_from is not None for span in spans for one in span.launches)
-    for number, given in enumerate(spans):
-        span = replace(given, launches=_launches(given, is_told=is_told))
-        kept.go_to(_first(span.submitted_at, span.started_at), "stopped")
-        kept.by_span.append(dict.fromkeys(PARTS, 0.0))
-        legs += _walk(kept, span, number)
-    kept.by_span.append(dict.fromkeys(PARTS, 0.0))
-    kept.go_to(kept.until, "stopped")
-    _find_lost(legs)
     lost_s = sum(leg.lost_s for leg in legs)
     kept.parts["training"] -= lost_s
     kept.parts["lost"] += lost_s
@@ -193,17 +221,76 @@ def account(
     )
 
 
+def segments(
+    spans: Sequence[Span],
+    *,
+    created_at: float,
+    until: float,
+    blocked_s_min: float = 0.0,
+    safe_step: int | None = None,
+) -> list[Segment]:
+    """The same account as `account`, as the times that each part took, in order of attempts.
+
+    Times between attempts are left out. Saves that held training up for less than `blocked_s_min`
+    seconds are shown as the training that they interrupted.
+    """
+    kept, legs = _fold(spans, created_at, until, blocked_s_min, safe_step)
+    found = list(kept.segments)
+    for leg in legs:
+        left_s = leg.lost_s
+        # What was trained again is the end of it.
+        for began, ended in reversed(leg.pieces):
+            cut = max(began, ended - left_s)
+            left_s -= ended - cut
+            found += [
+                Segment(leg.span, part, low, high)
+                for part, low, high in (("training", began, cut), ("lost", cut, ended))
+                if high > low
+            ]
+    return sorted(found, key=lambda one: (one.span, one.began_at))
+
+
+def _fold(
+    spans: Sequence[Span],
+    created_at: float,
+    until: float,
+    blocked_s_min: float = 0.0,
+    safe_step: int | None = None,
+) -> tuple[_Account, list[_Leg]]:
+    """Move one cursor through all attempts; the account and the legs of training in it."""
+    # A run whose clocks contradict each other has lasted for as long as any of them says.
+    kept = _Account(cursor=created_at, until=max(created_at, until), blocked_s_min=blocked_s_min)
+    legs: list[_Leg] = []
+    is_told = any(one.trained_from is not None for span in spans for one in span.launches)
+    for number, given in enumerate(spans):
+        span = replace(given, launches=_launches(given, is_told=is_told))
+        kept.go_to(_first(span.submitted_at, span.started_at), "stopped")
+        kept.by_span.append(dict.fromkeys(PARTS, 0.0))
+        legs += _walk(kept, span, number)
+    kept.by_span.append(dict.fromkeys(PARTS, 0.0))
+    kept.go_to(kept.until, "stopped")
+    has_ended = bool(spans) and spans[-1].ended_at is not None
+    _find_lost(legs, safe_step if has_ended else None)
+    return kept, legs
+
+
 def _launches(span: Span, *, is_told: bool) -> tuple[Launch, ...]:
     """The attempt's launches, each with the time from which it trained.
 
-    `is_told` when any of the run says so; a program that never does trains from its start.
+    `is_told` when any of the run says so. Else a launch that reports steps trained from its start,
+    and one that reports none, as of a program without a session, never trained.
     """
     begins = span.started_at
     if not span.launches and span.last_step is not None:
         return (Launch(trained_from=begins, resumed_step=span.resumed_step),)
     if is_told:
         return span.launches
-    return tuple(replace(one, trained_from=_first(one.started_at, begins)) for one in span.launches)
+    return tuple(
+        replace(one, trained_from=_first(one.started_at, begins))
+        if one.last_step is not None or (one is span.launches[-1] and span.last_step is not None)
+        else one
+        for one in span.launches
+    )
 
 
 def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
@@ -229,7 +316,9 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
         trained_until = _first(launch.trained_until, asked, limit)
         window = kept.cursor
         trained_s = kept.go_to(_earliest(launch.hangs_from, trained_until), "training", limit)
-        held_s = _overlap(launch.held, window, kept.cursor)
+        held = _overlaps(launch.held, window, kept.cursor)
+        held_s = sum(end - begin for begin, end in held)
+        pieces = kept.split(held, number, window)
         kept.add("training", -held_s)
         kept.add("blocked", held_s)
         kept.go_to(trained_until, "hung", limit)
@@ -240,6 +329,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
         legs.append(
             _Leg(
                 span=number,
+                pieces=pieces,
                 resumed_step=launch.resumed_step,
                 last_step=last_step,
                 trained_s=trained_s - held_s,
@@ -250,34 +340,43 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
     return legs
 
 
-def _overlap(held: Sequence[tuple[float, float]], low: float, high: float) -> float:
-    """Seconds between `low` and `high` that any of the spans `held` covers."""
-    total_s, reached = 0.0, low
+def _overlaps(
+    held: Sequence[tuple[float, float]], low: float, high: float
+) -> list[tuple[float, float]]:
+    """The times between `low` and `high` that any of the spans `held` covers, each once."""
+    found, reached = [], low
     for begin, end in sorted(held):
         begin, end = max(begin, reached), min(end, high)
         if end > begin:
-            total_s += end - begin
+            found.append((begin, end))
             reached = end
-    return total_s
+    return found
 
 
-def _find_lost(legs: Sequence[_Leg]) -> None:
-    """Give each leg what of it was trained again: the last of its steps, at its own pace."""
+def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
+    """Give each leg what of it was lost: the last of its steps, at its own pace.
+
+    `safe_step` is where a next launch would resume; None while the last one goes on.
+    """
     # Steps on the run's present branch, oldest first: (leg, after its first, up to its last).
     branch: list[tuple[_Leg, int, int]] = []
+
+    def go_back(to: int | None) -> None:
+        while to is not None and branch and branch[-1][2] > to:
+            owner, first, last = branch.pop()
+            kept_to = max(first, to)
+            owner.steps_lost += last - kept_to
+            if kept_to > first:
+                branch.append((owner, first, kept_to))
+
     for leg in legs:
-        if leg.resumed_step is not None:
-            while branch and branch[-1][2] > leg.resumed_step:
-                owner, first, last = branch.pop()
-                kept_to = max(first, leg.resumed_step)
-                owner.steps_lost += last - kept_to
-                if kept_to > first:
-                    branch.append((owner, first, kept_to))
+        go_back(leg.resumed_step)
         if leg.last_step is None:
             continue
         first = leg.resumed_step or (branch[-1][2] if branch else 0)
         if leg.last_step > first:
             branch.append((leg, first, leg.last_step))
+    go_back(safe_step)
     for leg in legs:
         steps = (leg.last_step or 0) - (leg.resumed_step or 0)
         if leg.steps_lost and steps > 0:

@@ -16,16 +16,19 @@ from holdfast.contracts.attempt import (
     Request,
     RunRecord,
     Submission,
+    job_of,
+    read_claim,
     read_document,
     read_outcome,
 )
-from holdfast.contracts.errors import NotFoundError
+from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
 
 OPERATOR_HOLDS = frozenset({"pause", "stop", "cancel"})
+_CAUSES = frozenset(Cause)
 OPERATOR_GOES_ON = frozenset({"resume", "relaunch"})
 
 
@@ -37,6 +40,8 @@ class AttemptView:
     state: AttemptState
     request: Request | None
     job_id: str | None
+    # Why the scheduler does not run it yet, in its own words.
+    waits_for: str = ""
     cause: Cause | None = None
     evidence: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -96,7 +101,7 @@ class RunHistory:
                 event.data
                 for event in reversed(self.events)
                 if event.kind is EventKind.OPERATOR_REQUEST
-                and event.data.get("after_attempt", 0) >= last
+                and (event.data.get("after_attempt") or 0) >= last
             ),
             None,
         )
@@ -127,6 +132,8 @@ def fold_run_state(
     """Where a run stands; a table over the last attempt, the operator's word and the decision."""
     action = request["action"] if request else None
     last = attempts[-1] if attempts else None
+    if last and last.state is AttemptState.CREATED and last.waits_for:
+        return RunState.WAITING
     if last and not last.state.is_terminal:
         alive = last.state in {AttemptState.RUNNING, AttemptState.STOPPING}
         return RunState.RUNNING if alive else RunState.QUEUED
@@ -151,7 +158,7 @@ def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
         name
         for event in events
         if event.kind is EventKind.ROLLED_BACK
-        for name in event.data.get("excluded", ())
+        for name in event.data.get("excluded") or ()
     )
 
 
@@ -199,7 +206,8 @@ def load_events(paths: RunPaths) -> tuple[Event, ...]:
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:
-    """Read a run from disk. Raises `NotFoundError` when no run was created there.
+    """Read a run from disk. Raises `NotFoundError` when no run was created there, and
+    `UnreadableRunError` where its files cannot be believed.
 
     `events` are all lines of its journals as `load_events` gives them, where somebody has read
     them already.
@@ -209,15 +217,26 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
         raise NotFoundError(
             f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
         )
-    events = load_events(paths) if events is None else tuple(events)
-    attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
-    return RunHistory(
-        paths=paths,
-        record=record,
-        spec=RunSpec.model_validate(record.spec),
-        attempts=attempts,
-        events=events,
-    )
+    check_identity(paths, record)
+    with reading_run(paths.directory):
+        events = load_events(paths) if events is None else tuple(events)
+        attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
+        return RunHistory(
+            paths=paths,
+            record=record,
+            spec=RunSpec.model_validate(record.spec),
+            attempts=attempts,
+            events=events,
+        )
+
+
+def check_identity(paths: RunPaths, record: RunRecord) -> None:
+    """Raise `UnreadableRunError` for a spec that says that it is another folder's."""
+    if record.run not in {paths.name, paths.directory.resolve().name}:
+        raise UnreadableRunError(
+            f"{paths.spec}: the spec of run {record.run!r} lies in the folder {paths.name!r}; give "
+            f"the folder its name back, or move it out of the root"
+        )
 
 
 def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
@@ -225,10 +244,10 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
     ended = next((e for e in own if e.kind is EventKind.ATTEMPT_ENDED), None)
     request = read_document(Request, paths.request)
     submission = read_document(Submission, paths.submission)
-    claim = read_document(Claim, paths.claim)
+    claim = read_claim(paths)
     outcome = read_outcome(paths)
     facts = dict(ended.data) if ended else {}
-    job_id = submission.job_id if submission else claim.job_id if claim else None
+    job = job_of(submission, claim) or claim
     resumed = [e for e in own if e.kind is EventKind.RESUMED]
     first, last = resumed[0].data if resumed else {}, facts.get("last_step")
     if outcome and outcome.last_step is not None:
@@ -237,20 +256,35 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
         number=paths.number,
         state=_state(own, ended, submission, claim),
         request=request,
-        job_id=job_id,
-        cause=Cause(facts["cause"]) if facts.get("cause") else None,
-        evidence=tuple(facts.get("evidence", ())),
+        job_id=job.job_id if job else None,
+        waits_for=_waits_for(own) if submission is None and claim is None else "",
+        cause=_cause(facts.get("cause")),
+        evidence=tuple(facts.get("evidence") or ()),
         hosts=outcome.hosts if outcome else (claim.host,) if claim else (),
         outcome=outcome,
         facts=facts,
         resumed_from=first.get("checkpoint"),
         command_digest=first.get("command_digest"),
-        first_step=first["step"] + 1 if "step" in first else None,
+        first_step=first["step"] + 1 if first.get("step") is not None else None,
         last_step=last,
         submitted_at=submission.submitted_at if submission else None,
         started_at=claim.claimed_at if claim else None,
         ended_at=outcome.ended_at if outcome else facts.get("ended_at"),
     )
+
+
+def _cause(word: str | None) -> Cause | None:
+    """The cause that a line names; one that this version does not know is unknown."""
+    if not word:
+        return None
+    return Cause(word) if word in _CAUSES else Cause.UNKNOWN
+
+
+def _waits_for(own: Sequence[Event]) -> str:
+    """Why the scheduler did not take the job when it was last asked."""
+    said = [e.data for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    is_refused = bool(said) and said[-1]["state"] == AttemptState.CREATED
+    return str(said[-1].get("detail") or "") if is_refused else ""
 
 
 def _state(
@@ -260,6 +294,8 @@ def _state(
     if ended:
         return AttemptState(ended.data["state"])
     said = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    # What was said before the scheduler took the job tells nothing of the job.
+    said = [state for state in said if state != AttemptState.CREATED]
     # A scheduler that takes a job down does not take that back.
     is_stopping = AttemptState.STOPPING in said
     if is_stopping or any(e.kind is EventKind.SIGNAL for e in own):

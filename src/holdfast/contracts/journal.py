@@ -11,20 +11,33 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import time
 import warnings
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from holdfast.contracts.bounds import INTEGER_MAX, Name, has_long_number, problem_with_numbers
 from holdfast.contracts.durable import fsync_directory, make_directory
+from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.event_facts import problem_with_facts
+from holdfast.contracts.file_locks import wait_for_lock
+from holdfast.contracts.paths import folder_of
+from holdfast.contracts.reading import is_mine, open_beneath, open_regular
 
 TAIL_BYTES: Final = 64 * 1024
 # Far above what any writer says; a longer line is not ours and would only fill memory.
 LINE_BYTES_MAX: Final = 16 * 1024 * 1024
+# A year of lines, one a minute, has a thousandth of this.
+JOURNAL_BYTES_MAX: Final = 512 * 1024 * 1024
+FOREIGN_LOCK_S: Final = 2.0
+# A line is written in milliseconds; a process that was stopped may be continued within this time.
+OWN_LOCK_S: Final = 60.0
+_APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
 # Who asks when it is no person but the policy of growing.
 GROWER: Final = "elastic.grow"
 
@@ -79,11 +92,15 @@ class Event(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    writer: str
-    incarnation: int
-    sequence: int
+    writer: Name
+    incarnation: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+    sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     time: float
-    kind: EventKind
+    # A newer program's kinds are kept, and mean nothing here.
+    kind: Annotated[
+        EventKind | Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
+        Field(union_mode="left_to_right"),
+    ]
     data: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -95,13 +112,12 @@ class JournalWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        make_directory(path.parent)
+        """Open `path`, made if need be; a link or a pipe there is a `ForeignFileError`."""
+        if not path.parent.is_dir():
+            make_directory(path.parent)
         self.path = path
         self.writer = path.stem
-        existed = path.exists()
-        self._handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if not existed:
-            fsync_directory(path.parent)
+        self._handle, self._is_own = _open_for_appending(path)
         self._size_seen = -1
         self._incarnation = 0
         self._sequence = 0
@@ -109,9 +125,15 @@ class JournalWriter:
     def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
         """Write one line and, unless told otherwise, wait until it is durable.
 
-        Raises `ValueError` for a line that no reader would believe, and `OSError` as writing does.
+        Raises `ValueError` for a line that no reader would believe, and `OSError` as writing does:
+        a `TimeoutError` where another process keeps the file locked.
         """
-        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        lock_s = OWN_LOCK_S if self._is_own else FOREIGN_LOCK_S
+        if not wait_for_lock(self._handle, lock_s):
+            raise TimeoutError(
+                f"{self.path}: locked by another process for {lock_s:.0f} s; a process that writes "
+                "it hangs, or the file system's lock service does"
+            )
         try:
             prefix = self._catch_up()
             event = Event(
@@ -183,14 +205,17 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """The events of a journal from byte `offset` on, and the offset after the last whole line.
 
     One line at a time is in memory. One of more than `LINE_BYTES_MAX` is damage: a warning names
-    its place, and it is passed over as a torn one is.
+    its place, and it is passed over as a torn one is. Raises `ForeignFileError` for what is no
+    journal: a link, a pipe, a device, a file of more than `JOURNAL_BYTES_MAX`.
     """
     events: list[Event] = []
     try:
-        stream = open(path, "rb")  # noqa: SIM115
+        handle = open_regular(path, below=folder_of(path))
     except FileNotFoundError:
         return events, offset
-    with stream:
+    with open(handle, "rb") as stream:
+        if (size := os.fstat(handle).st_size) > JOURNAL_BYTES_MAX:
+            raise ForeignFileError(path, f"{size} bytes, expected {JOURNAL_BYTES_MAX} or less")
         stream.seek(offset)
         while line := stream.readline(LINE_BYTES_MAX + 1):
             length = len(line)
@@ -210,12 +235,38 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     return events, offset
 
 
+def _open_for_appending(path: Path) -> tuple[int, bool]:
+    """(descriptor, whether the folder is one's own) of a journal, which is made if need be.
+
+    In another user's folder nothing but that folder's own file is written to, and its owner, who
+    may hold the lock, is not waited for.
+    """
+    below = folder_of(path)
+    try:
+        handle = open_beneath(path, _APPEND, below=below)
+    except FileNotFoundError:
+        handle = open_beneath(path, _APPEND | os.O_CREAT, below=below)
+        fsync_directory(path.parent)
+    found, is_own = os.fstat(handle), is_mine(below)
+    # A second name of a file may be of one that lies elsewhere.
+    if stat.S_ISREG(found.st_mode) and (is_own or found.st_nlink == 1):
+        return handle, is_own
+    os.close(handle)
+    raise ForeignFileError(path, "not a regular file with one name, so nothing is written to it")
+
+
 def _parse(content: bytes) -> Iterator[Event]:
-    """The events in `content`; lines that were torn, or cut by its edges, are passed over."""
+    """The events in `content`.
+
+    Lines that were torn, cut by its edges, or have facts that cannot be meant, are passed over.
+    """
     for line in content.split(b"\n"):
         if not line.strip():
             continue
         try:
-            yield Event.model_validate_json(line)
+            event = Event.model_validate_json(line)
         except ValidationError:
             continue
+        is_long = has_long_number(line) and problem_with_numbers(event.data) is not None
+        if not is_long and problem_with_facts(event.kind, event.data) is None:
+            yield event

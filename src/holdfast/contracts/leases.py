@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.paths import READING, lease_path, list_leases
+from holdfast.contracts.reading import open_beneath
 
 LEASE_S: Final = 600.0
 RENEW_S: Final = 60.0
@@ -42,8 +44,10 @@ def reading(directory: Path) -> Iterator[bool]:
     """
     lease = lease_path(directory.absolute(), _holder())
     try:
-        os.close(os.open(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
-    except OSError:
+        # A link in the place of `checkpoints` would have the lease written elsewhere.
+        below = lease.parent.parent
+        os.close(open_beneath(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=below))
+    except (OSError, ForeignFileError):
         yield False
         return
     over = threading.Event()
@@ -71,7 +75,7 @@ def readers(directory: Path) -> list[str]:
     found = []
     for lease in list_leases(directory):
         try:
-            is_old = now - lease.stat().st_mtime > LEASE_S
+            is_old = now - lease.lstat().st_mtime > LEASE_S
         except FileNotFoundError:
             continue
         if is_old:
@@ -92,7 +96,7 @@ def _renew(lease: Path, over: threading.Event) -> None:
     """Touch the lease until it is over, and no longer than it exists."""
     while not over.wait(RENEW_S):
         try:
-            os.utime(lease)
+            os.utime(lease, follow_symlinks=False)
         except FileNotFoundError:
             return
         except OSError:

@@ -5,6 +5,7 @@ A checkpoint is committed exactly when its manifest is durable under its own nam
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,18 @@ from pydantic import (
     model_validator,
 )
 
+from holdfast.contracts.bounds import (
+    BYTES_MAX,
+    NUMBER_MAX,
+    RANKS_MAX,
+    STEP_MAX,
+    ByteCount,
+    FilePath,
+    Name,
+    Step,
+    Text,
+    problem_with_numbers,
+)
 from holdfast.contracts.digests import (
     DIGEST_HEX,
     Content,
@@ -32,13 +45,14 @@ from holdfast.contracts.digests import (
     range_digest,
 )
 from holdfast.contracts.durable import to_json
-from holdfast.contracts.errors import DamagedCheckpointError
+from holdfast.contracts.errors import DamagedCheckpointError, ForeignFileError
 from holdfast.contracts.paths import MANIFEST, CheckpointName
-from holdfast.contracts.reading import read_bounded
+from holdfast.contracts.reading import open_regular, read_bounded
+from holdfast.contracts.retries import read_again
 
 FORMAT: Final = 1
 # 10,000 ranks with a file of 256 blocks each come to 84 MB.
-MANIFEST_BYTES_MAX: Final = 1 << 30
+MANIFEST_BYTES_MAX: Final = 1 << 28
 READERS_MAX: Final = 4
 DIGEST_SEARCH_BYTES: Final = 200
 _DIGEST = re.compile(rb',\s*"digest": "([^"]*)"\s*}\s*$')
@@ -53,11 +67,11 @@ class FileEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: str
-    bytes: Annotated[int, Field(ge=0)]
-    checksum: str
-    block_bytes: Annotated[int, Field(ge=0)] = 0
-    blocks: str = ""
+    path: FilePath
+    bytes: ByteCount
+    checksum: Name
+    block_bytes: ByteCount = 0
+    blocks: Text = ""
 
     @classmethod
     def of(cls, path: str, size_bytes: int, checksum: FileChecksum) -> Self:
@@ -129,18 +143,20 @@ class Manifest(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     format: Literal[1] = 1
-    run_uid: str
-    run: str
-    name: str = Field(description="the checkpoint's directory name")
-    step: Annotated[int, Field(ge=0)]
-    attempt: int
-    incarnation: int
-    world_size: Annotated[int, Field(ge=1)]
-    parent: str | None = Field(
+    run_uid: Name
+    run: Name
+    name: Name = Field(description="the checkpoint's directory name")
+    step: Annotated[int, Field(ge=0, le=STEP_MAX)]
+    attempt: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
+    incarnation: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
+    world_size: Annotated[int, Field(ge=1, le=RANKS_MAX)]
+    parent: Name | None = Field(
         default=None, description="id of the checkpoint that this state grew from, `run:directory`"
     )
-    reason: str = Field(default="interval", description="interval, final, crash, request or notice")
-    command_digest: str = ""
+    reason: Name = Field(
+        default="interval", description="interval, final, crash, request or notice"
+    )
+    command_digest: Name = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]
     blocked_s: float = Field(default=0.0, description="seconds that the slowest rank was held")
@@ -149,7 +165,7 @@ class Manifest(BaseModel):
     committed_at: float
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
-    skips: tuple[tuple[int, int], ...] = Field(
+    skips: tuple[tuple[Step, Step], ...] = Field(
         default=(), description="data passed over: [first_step, steps]"
     )
     metrics: dict[str, float] = Field(
@@ -162,6 +178,15 @@ class Manifest(BaseModel):
         if len({entry.path for entry in value}) < len(value):
             ((twice, count),) = Counter(entry.path for entry in value).most_common(1)
             raise ValueError(f"{twice!r} is listed {count} times, expected once")
+        if (total := sum(entry.bytes for entry in value)) > BYTES_MAX:
+            raise ValueError(f"{total} bytes in all files, expected at most {BYTES_MAX}")
+        return value
+
+    @field_validator("topology")
+    @classmethod
+    def _topology_is_bounded(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if problem := problem_with_numbers(value):
+            raise ValueError(problem)
         return value
 
     @field_validator("metrics", mode="before")
@@ -208,13 +233,13 @@ def read_manifest(directory: Path) -> Manifest | None:
     # Text, for a run may have ten thousand of them.
     path = f"{directory}/{MANIFEST}"
     try:
-        content = read_bounded(path, MANIFEST_BYTES_MAX)
+        content = read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except ForeignFileError as error:
         raise DamagedCheckpointError(
-            f"{path}: {error}; expected the manifest of a checkpoint",
-            damaged=[f"{MANIFEST}: {error}"],
+            f"{error}; expected the manifest of a checkpoint",
+            damaged=[f"{MANIFEST}: {error.problem}"],
         ) from error
     _check_digest(path, content)
     try:
@@ -234,6 +259,16 @@ def read_manifest(directory: Path) -> Manifest | None:
             damaged=[f"{MANIFEST}: belongs to {manifest.name}"],
         )
     return manifest
+
+
+def read_tombstone(path: Path) -> Manifest | None:
+    """The manifest that a deleted checkpoint had; None when it cannot be read or believed."""
+    try:
+        return Manifest.model_validate_json(
+            read_bounded(path, MANIFEST_BYTES_MAX, below=path.parent.parent)
+        )
+    except (ValidationError, OSError, ForeignFileError):
+        return None
 
 
 def _check_digest(path: str, content: bytes) -> None:
@@ -270,19 +305,31 @@ def find_damage(
 
 def _misfit(directory: Path, entry: FileEntry) -> str | None:
     """What is wrong with a file before its contents are looked at."""
-    path = directory / entry.path
     try:
-        if not path.resolve().is_relative_to(directory.resolve()):
-            return f"{entry.path}: leads outside the checkpoint"
-        size = path.stat().st_size
-        if not path.is_file():
-            return f"{entry.path}: not a file"
+        size = read_again(lambda: _size_of(directory, entry))
     except FileNotFoundError:
         return f"{entry.path}: missing"
-    except (OSError, RuntimeError) as error:
-        # Links that lead in a circle are a RuntimeError.
-        return f"{entry.path}: cannot be read: {getattr(error, 'strerror', error)}"
+    except ForeignFileError as error:
+        return f"{entry.path}: {error.problem}"
+    except OSError as error:
+        return f"{entry.path}: cannot be read: {error.strerror}"
     return None if size == entry.bytes else f"{entry.path}: {size} bytes, expected {entry.bytes}"
+
+
+def _size_of(directory: Path, entry: FileEntry) -> int:
+    handle = open_regular(directory / entry.path, below=directory, follow=True)
+    try:
+        return os.fstat(handle).st_size
+    finally:
+        os.close(handle)
+
+
+def _digest_in(directory: Path, entry: FileEntry, start: int, size: int) -> str:
+    handle = open_regular(directory / entry.path, below=directory, follow=True)
+    try:
+        return range_digest(handle, start, size)
+    finally:
+        os.close(handle)
 
 
 def _differing(
@@ -293,7 +340,9 @@ def _differing(
     def read(item: tuple[FileEntry, int, int, str]) -> tuple[FileEntry, int, str | None]:
         entry, start, size, expected = item
         try:
-            digest = range_digest(directory / entry.path, start, size)
+            digest = read_again(lambda: _digest_in(directory, entry, start, size))
+        except ForeignFileError as error:
+            return entry, size, error.problem
         except OSError as error:
             return entry, size, f"cannot be read: {error.strerror}"
         return entry, size, None if digest == expected else entry.describe(start, digest)

@@ -18,11 +18,13 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.contracts import environment
+from holdfast.contracts.bounds import ByteCount, FilePath, Moment, Seconds
 from holdfast.contracts.durable import to_json, write_bytes
+from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.paths import MANIFEST, MIRRORED, RunPaths
+from holdfast.contracts.reading import read_bounded
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-UID_DIGITS = 8
 
 
 class MirrorRecord(BaseModel):
@@ -30,10 +32,10 @@ class MirrorRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    url: str
-    bytes: int
-    seconds: float
-    mirrored_at: float
+    url: FilePath
+    bytes: ByteCount
+    seconds: Seconds
+    mirrored_at: Moment
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def files_directory(table: Mapping[str, Any], directory: Path) -> Path:
 
 def place_of(run: str, run_uid: str) -> str:
     """The name of a run where runs of several roots meet: its folder's and its identity's."""
-    return f"{run}.{run_uid[:UID_DIGITS]}"
+    return f"{run}.{run_uid}"
 
 
 def checkpoint_folder(name: str) -> str:
@@ -120,6 +122,7 @@ def write_record(directory: Path, record: MirrorRecord) -> None:
 def read_record(directory: Path) -> MirrorRecord | None:
     """What is known of the mirrored copy; None when there is none, or none that can be read."""
     try:
-        return MirrorRecord.model_validate_json((directory / MIRRORED).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        content = read_bounded(directory / MIRRORED, below=directory.parent)
+        return MirrorRecord.model_validate_json(content)
+    except (FileNotFoundError, NotADirectoryError, ForeignFileError, ValidationError):
         return None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.contracts.reading import held_folder, is_mine
+
+ROOT_ID = ".holdfast-root"
 MANIFEST = "manifest.json"
 TRAIN_STATE = "train_state.json"
 LATEST = "latest"
@@ -17,10 +22,13 @@ MIRRORED = "mirrored.json"
 FETCHING = "fetching.json"
 
 # One spelling for each: `step-000000007` would be read as a directory that is not there.
+# No number has more digits than every column and clock can hold.
 _CHECKPOINT = re.compile(
-    r"step-([0-9]{8}|[1-9][0-9]{8,})\.a([0-9]{4}|[1-9][0-9]{4,})\.i([0-9]{2}|[1-9][0-9]{2,})"
+    r"step-([0-9]{8}|[1-9][0-9]{8,14})\.a([0-9]{4}|[1-9][0-9]{4,8})"
+    r"\.i([0-9]{2}|[1-9][0-9]{2,8})"
 )
-_ATTEMPT = re.compile(r"[0-9]{4,}")
+_ATTEMPT = re.compile(r"[0-9]{4}|[1-9][0-9]{4,8}")
+_REMOVING = re.compile(rf".*{re.escape(REMOVING)}")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -90,6 +98,16 @@ class AttemptPaths:
     @property
     def submission(self) -> Path:
         return self.directory / "submission.json"
+
+    @property
+    def submitting(self) -> Path:
+        """How often, when and from where the scheduler was asked to take the job."""
+        return self.directory / "submitting.json"
+
+    @property
+    def missing(self) -> Path:
+        """Since when something that should be there has been looked for in vain."""
+        return self.directory / "missing.json"
 
     @property
     def claim(self) -> Path:
@@ -162,6 +180,10 @@ class AttemptPaths:
         """A folder whose exclusive creation takes an incarnation number."""
         return self.directory / "incarnations" / f"{number:02d}"
 
+    def flusher_address(self, incarnation: int, node: int) -> Path:
+        """The file by which a flusher without an agent is found; the next launch looks for it."""
+        return self.incarnation(incarnation) / f"flusher-{node:04d}.address"
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -176,6 +198,11 @@ class RunPaths:
     @property
     def spec(self) -> Path:
         return self.directory / "spec.json"
+
+    @property
+    def reserve(self) -> Path:
+        """Bytes of no meaning; they are deleted when a request finds the disk full."""
+        return self.directory / "reserve"
 
     @property
     def flow_lock(self) -> Path:
@@ -270,7 +297,7 @@ class RunPaths:
 
     def list_removing(self) -> list[Path]:
         """What deletions that were cut short have left."""
-        return sorted(self.checkpoints.glob(f"*{REMOVING}"))
+        return [self.checkpoints / name for name in sorted(_names(self.checkpoints, _REMOVING))]
 
     def list_journals(self) -> list[Path]:
         """Every journal of the run: its own writers' and each attempt's nodes'."""
@@ -278,14 +305,79 @@ class RunPaths:
         return own + [p for a in self.list_attempts() for p in sorted(a.journal.glob("*.jsonl"))]
 
 
+@dataclass(frozen=True)
+class HeldRun(RunPaths):
+    """A run whose folders of checkpoints and tombstones are held open, see `hold`."""
+
+    held_checkpoints: Path
+    held_tombstones: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.held_checkpoints
+
+    @property
+    def tombstones(self) -> Path:
+        return self.held_tombstones
+
+
+@contextlib.contextmanager
+def hold(paths: RunPaths) -> Iterator[HeldRun]:
+    """The run with the folders that a deletion changes, whatever is put in their place meanwhile.
+
+    A link in the place of one is a `ForeignFileError`, unless it is one's own.
+    """
+    with contextlib.ExitStack() as stack:
+        held = [
+            stack.enter_context(_hold(each, paths))
+            for each in (paths.checkpoints, paths.tombstones)
+        ]
+        yield HeldRun(paths.directory, *held)
+
+
+def _hold(folder: Path, paths: RunPaths) -> contextlib.AbstractContextManager[Path]:
+    is_own = folder.is_symlink() and is_mine(folder)
+    target = folder.resolve() if is_own else folder
+    return held_folder(target, below=target.parent if is_own else paths.directory)
+
+
+def folder_of(path: Path) -> Path:
+    """The run's folder that a journal or document lies in by its name; else its own folder."""
+    for up in (1, 2):
+        if len(path.parents) > up + 1 and path.parents[up].name == "attempts":
+            return path.parents[up + 1]
+    is_inside = path.parent.name in {"journal", "tombstones", "metrics"}
+    return path.parents[1] if is_inside else path.parent
+
+
 def list_runs(root: Path) -> list[RunPaths]:
-    """The runs under `root`: the folders that hold a `spec.json`, by name."""
+    """The runs under `root`: the folders that hold a `spec.json` that one may see, by name."""
     if not root.is_dir():
         return []
-    return [RunPaths(p) for p in sorted(root.iterdir()) if (p / "spec.json").is_file()]
+    with os.scandir(root) as entries:
+        found = sorted(entry.path for entry in entries if has_spec(Path(entry.path)))
+    return [RunPaths(Path(path)) for path in found]
+
+
+def has_spec(directory: Path) -> bool:
+    """True when something called `spec.json` can be seen in `directory`, whatever it is."""
+    try:
+        (directory / "spec.json").lstat()
+    except OSError:
+        return False
+    return True
 
 
 def _names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
-    if not directory.is_dir():
+    """The folders in `directory` that are called so; links are none of them.
+
+    `directory` itself may be a link of one's own, to another disk say, and of nobody else.
+    """
+    if not directory.is_dir() or (directory.is_symlink() and not is_mine(directory)):
         return []
-    return [entry.name for entry in os.scandir(directory) if pattern.fullmatch(entry.name)]
+    with os.scandir(directory) as entries:
+        return [
+            entry.name
+            for entry in entries
+            if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]

@@ -1,27 +1,231 @@
-"""Reading small files that a stranger may have made: nothing that never ends, nothing huge."""
+"""Reading files that another user may have written.
+
+Whoever reads such a file must not wait for ever, fill the memory, or be led elsewhere. So every
+such file is opened here: without waiting, without following links, regular files only, up to a
+size. `docs/security.md` has the threat model.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import functools
 import os
 import stat
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
+
+from holdfast.contracts.errors import ForeignFileError
+
+# What a JSON document beside a run may take: far above any that Holdfast writes.
+DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
+LINKS_MAX: Final = 40
+TRIES_MAX: Final = 16
+# Of a file that is there to be locked alone.
+LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
+_READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+# The number of openat2 is the same on every architecture; libc has no function for it.
+_OPENAT2: Final = 437
+_NO_MAGIC_LINKS: Final = 0x02
+_NO_LINKS: Final = 0x04
+_BENEATH: Final = 0x08
+_IS_LINK: Final = frozenset({errno.ELOOP, errno.EXDEV})
 
 
-def read_bounded(path: Path | str, bytes_max: int) -> bytes:
-    """The bytes of a regular file of at most `bytes_max` bytes.
+class _How(ctypes.Structure):
+    """The kernel's `struct open_how`."""
 
-    Raises `OSError` as `open` and `read` do, and `ValueError` for a pipe or device, which might
-    never end, for a directory, and for a longer file.
+    _fields_ = [
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    ]
+
+
+def open_regular(path: Path | str, *, below: Path | None = None, follow: bool = False) -> int:
+    """A descriptor for reading the regular file `path`; the caller closes it.
+
+    The last part of `path` is never a link. With `below`, a folder that `path` lies in, no part
+    under that folder is a link either; with `follow` too, links are followed as long as they stay
+    inside the folder. Opening never waits. Raises `OSError` as `open` does, and `ForeignFileError`
+    for links, pipes, devices and folders.
     """
-    # Without O_NONBLOCK the opening of a pipe waits for a writer that may never come.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = open_beneath(path, _READ, below=below, follow=follow)
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("not a regular file")
-        if found.st_size > bytes_max:
-            raise ValueError(f"{found.st_size} bytes, expected {bytes_max} or less")
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ForeignFileError(path, "not a regular file")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_bounded(
+    path: Path | str,
+    bytes_max: int = DOCUMENT_BYTES_MAX,
+    *,
+    below: Path | None = None,
+    follow: bool = False,
+) -> bytes:
+    """The bytes of a regular file of at most `bytes_max` bytes, opened as `open_regular` does.
+
+    Raises `ForeignFileError` for a longer file too.
+    """
+    handle = open_regular(path, below=below, follow=follow)
+    try:
+        size = os.fstat(handle).st_size
+        if size > bytes_max:
+            raise ForeignFileError(path, f"{size} bytes, expected {bytes_max} or less")
         with open(handle, "rb", closefd=False) as stream:
-            return stream.read(found.st_size)
+            return stream.read(size)
     finally:
         os.close(handle)
+
+
+def read_tail(path: Path, bytes_max: int, *, below: Path) -> str:
+    """The last `bytes_max` bytes of a file as text; links are followed as long as they stay inside.
+
+    Raises as `open_regular` does.
+    """
+    with open(open_regular(path, below=below, follow=True), "rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - bytes_max))
+        return stream.read(bytes_max).decode(errors="replace")
+
+
+def open_beneath(
+    path: Path | str,
+    flags: int,
+    *,
+    mode: int = 0o666,
+    below: Path | None = None,
+    follow: bool = False,
+) -> int:
+    """`os.open` that follows no link under `below`, or with `follow` none that leaves it.
+
+    Without `below` only the last part of `path` is looked at. Raises `OSError` as `open` does, and
+    `ForeignFileError` for a link.
+    """
+    flags |= os.O_CLOEXEC
+    try:
+        if below is None:
+            return os.open(path, flags | os.O_NOFOLLOW, mode)
+        relative = Path(path).relative_to(below)
+        base = os.open(below, _FOLDER)
+        try:
+            return _open_inside(base, str(relative), flags, mode, follow)
+        finally:
+            os.close(base)
+    except OSError as error:
+        if error.errno in _IS_LINK:
+            raise ForeignFileError(path, _in_words(error.errno, follow)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path, *, below: Path) -> Iterator[Path]:
+    """A path to `folder` that stays with it, whatever is put in its place while the block runs.
+
+    No part of `folder` under `below` may be a link. Raises as `open_beneath` does.
+    """
+    handle = open_beneath(folder, _FOLDER, below=below)
+    try:
+        yield Path(f"/proc/self/fd/{handle}")
+    finally:
+        os.close(handle)
+
+
+def is_mine(path: Path) -> bool:
+    """True when `path` belongs to this process's user, or to root, who needs no trick.
+
+    A link is judged by its own owner. Raises `OSError` when there is nothing.
+    """
+    return path.lstat().st_uid in {os.geteuid(), 0}
+
+
+def _open_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+    """Open `relative` under the folder `base` by the kernel's own walk, else by one of ours."""
+    for _ in range(TRIES_MAX):
+        try:
+            return _openat2()(base, relative, flags, mode, follow)
+        except OSError as error:
+            # A rename elsewhere on the way: the kernel asks for another try.
+            if error.errno == errno.EAGAIN:
+                continue
+            if error.errno not in {errno.ENOSYS, errno.EPERM, errno.EINVAL}:
+                raise
+            break
+    return walk_inside(base, relative, flags, mode, follow)
+
+
+@functools.cache
+def _openat2() -> Callable[[int, str, int, int, bool], int]:
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+        resolve = _BENEATH | _NO_MAGIC_LINKS | (0 if follow else _NO_LINKS)
+        how = _How(flags, mode if flags & os.O_CREAT else 0, resolve)
+        found = libc.syscall(
+            ctypes.c_long(_OPENAT2),
+            ctypes.c_int(base),
+            ctypes.c_char_p(os.fsencode(relative)),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        )
+        if found < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        return int(found)
+
+    return call
+
+
+def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
+    """What `openat2` does, where a kernel or a container has none: one part after the other."""
+    parts, links = deque(Path(relative).parts), 0
+    handles = [os.dup(base)]
+    try:
+        while parts:
+            part = parts.popleft()
+            if part == "..":
+                os.close(handles.pop())
+                if not handles:
+                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+                continue
+            wanted = _FOLDER if parts else flags
+            try:
+                handles.append(os.open(part, wanted | os.O_NOFOLLOW, mode, dir_fd=handles[-1]))
+            except OSError as error:
+                target = _link_target(part, handles[-1])
+                if target is None:
+                    raise
+                links += 1
+                if not follow or links > LINKS_MAX:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+                if target.startswith("/"):
+                    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV)) from error
+                parts.extendleft(reversed(Path(target).parts))
+        return os.dup(handles[-1]) if len(handles) == 1 else handles.pop()
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _in_words(number: int, follow: bool) -> str:
+    """What is wrong with a link that an open with the error `number` met."""
+    if not follow:
+        return "a link, or behind one"
+    if number == errno.ELOOP:
+        return "too many links, or a circle of them"
+    return "leads outside its folder"
+
+
+def _link_target(part: str, folder: int) -> str | None:
+    """What a name in an open folder links to; None when it is no link."""
+    try:
+        return os.readlink(part, dir_fd=folder)
+    except OSError:
+        return None

@@ -7,13 +7,17 @@ disk (`history`). The digest of the spec is the identity that re-attachment comp
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from math import inf
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
+from holdfast.contracts.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.mirrors import problem_with_mirror
 from holdfast.contracts.paths import RUN_NAME
+from holdfast.contracts.slurm_options import problem_with_option
+from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import Cause
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
@@ -21,6 +25,8 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _PLAIN_HTTP = re.compile(r"http://[^\s/:@]+(:[0-9]{1,5})?(/[^\s?#]*)?")
+# What the program or a shell reads, which may be of several lines.
+_SEVERAL_LINES = frozenset({"command", "environment", "config", "setup"})
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -28,6 +34,13 @@ class SpecPart(BaseModel):
     """A frozen, keyword-only part of a spec that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
+
+    @model_validator(mode="after")
+    def _values_can_be_used(self) -> Self:
+        for name, value in self:
+            if problem := problem_with_value(value, several_lines=name in _SEVERAL_LINES):
+                raise ValueError(f"{name}: {problem}")
+        return self
 
 
 class Launch(SpecPart):
@@ -49,6 +62,16 @@ class Launch(SpecPart):
     code: Literal["in_place", "snapshot"] = Field(
         default="in_place", description="run the code where it lies, or from a copy in the run"
     )
+
+    @field_validator("container", "srun")
+    @classmethod
+    def _one_component(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if several := [word for word in value if word.startswith(("--het-group", "--pack-group"))]:
+            raise ValueError(
+                f"{several[0]!r}: expected a job of equal nodes; Holdfast starts no heterogeneous "
+                "jobs, so leave the option out"
+            )
+        return value
 
 
 class Resources(SpecPart):
@@ -72,8 +95,19 @@ class Resources(SpecPart):
         default=None, description="Slurm GRES for each node instead of gpu:<gpus_per_node>"
     )
     extra: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="further sbatch options, by their long names"
+        default_factory=dict,
+        description="further sbatch options by their long names, such as reservation or nodelist; "
+        "those that Holdfast sets by itself are refused",
     )
+
+    @field_validator("extra")
+    @classmethod
+    def _options_are_not_holdfasts(
+        cls, value: dict[str, str | int | bool]
+    ) -> dict[str, str | int | bool]:
+        if problems := [problem for name in value if (problem := problem_with_option(name))]:
+            raise ValueError("; ".join(problems))
+        return value
 
 
 class Elastic(SpecPart):
@@ -269,7 +303,16 @@ class Supervision(SpecPart):
         default="", description="where they are served instead of the cloud's own address"
     )
     flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=1800.0, description="the longest that a stop without a deadline may take"
+        default=1800.0,
+        description="the longest that a stop without a deadline, or a save, may take",
+    )
+    join_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0, description="the longest that node 0 and the other nodes wait to meet"
+    )
+    ports: str = Field(
+        default="any",
+        pattern=r"^(any|\d{1,5}-\d{1,5})$",
+        description="ports between nodes, for the agents and for torchrun, as 40000-40063",
     )
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         default=3, description="restarts of torchrun inside one attempt"
@@ -296,6 +339,23 @@ class Supervision(SpecPart):
         if value and not _PLAIN_HTTP.fullmatch(value):
             raise ValueError(f"{value!r}: expected an address such as http://169.254.169.254")
         return value
+
+    @field_validator("ports")
+    @classmethod
+    def _are_ports(cls, value: str) -> str:
+        if value != "any":
+            first, last = map(int, value.split("-"))
+            if not 1 <= first <= last <= 65535:
+                raise ValueError(f"ports {value!r}: expected first-last within 1 to 65535")
+        return value
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports that nodes may use between them; None for any."""
+        if self.ports == "any":
+            return None
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)
 
 
 class Cost(SpecPart):
@@ -331,8 +391,8 @@ class RunSpec(SpecPart):
     def _name_is_a_file_name(cls, value: str) -> str:
         if not RUN_NAME.fullmatch(value) or "." in value:
             raise ValueError(
-                f"{value!r}: expected up to 100 letters, digits, '-' and '_', beginning with a "
-                "letter or digit"
+                f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', beginning "
+                "with a letter or digit"
             )
         return value
 
@@ -378,14 +438,21 @@ class RunSpec(SpecPart):
         return self.elastic.max_gpus or largest
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The keys that a person gave, without any default."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    @property
     def digest(self) -> str:
-        """SHA-256 of the whole spec: equal digests mean the same run."""
+        """SHA-256 of the whole spec with its defaults, as this version of Holdfast has them."""
         return document_digest(self.model_dump(mode="json"))
 
 
 def _seconds(text: str) -> float | None:
+    """A duration such as `10m`; None for anything else, and for more than 30 years."""
     match = _DURATION.fullmatch(text)
-    return float(match[1]) * _SECONDS[match[2]] if match else None
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else inf
+    return seconds if seconds <= SECONDS_MAX else None
 
 
 def _size_bytes(text: str) -> int | None:
@@ -393,7 +460,8 @@ def _size_bytes(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    size = float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]
+    return int(size) if size <= INTEGER_MAX else None
 
 
 def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:

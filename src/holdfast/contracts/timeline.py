@@ -81,9 +81,9 @@ def launches_of(
 def spans_of(history: RunHistory) -> list[Span]:
     """The attempts of a run as disk tells them, in order."""
     marks = (
-        Mark(event.data["attempt"], event.kind.value, event.time, event.data)
+        Mark(event.data["attempt"], str(event.kind), event.time, event.data)
         for event in history.events
-        if event.kind.value in KINDS and _whole(event.data.get("attempt")) is not None
+        if str(event.kind) in KINDS and _whole(event.data.get("attempt")) is not None
     )
     records = (
         (view.number, record.number, record.model_dump())
@@ -104,6 +104,14 @@ def spans_of(history: RunHistory) -> list[Span]:
         )
         for view in history.attempts
     ]
+
+
+def safe_step_of(history: RunHistory) -> int:
+    """The newest step that an attempt of the run committed, as disk tells it; 0 for none."""
+    told = [view.facts.get("committed_step") for view in history.attempts]
+    told += [view.outcome.committed_step for view in history.attempts if view.outcome]
+    told += [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
+    return max((step for value in told if (step := _whole(value)) is not None), default=0)
 
 
 def _tell(launch: Launch, mark: Mark) -> Launch:

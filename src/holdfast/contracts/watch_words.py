@@ -17,17 +17,22 @@ KINDS: Final = (
     EventKind.STRAGGLER,
     EventKind.NODE_SILENT,
     EventKind.NUMERICS,
+    EventKind.INCARNATION_STARTED,
+    EventKind.INCARNATION_ENDED,
 )
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes, bad losses; of silences the last.
+    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes, bad losses and restarts in place.
+
+    Of repeated silences of the same ranks only the last one is included.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    crashed: dict[Any, dict[str, Any]] = {}
     for event in events:
-        words = _words(event)
+        words = _words(event) or _restart_words(event, crashed)
         if words:
             facts = event.data
             dumps = list(facts.get("dumps", ()))
@@ -35,7 +40,7 @@ def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
             key = (facts.get("attempt"), *(dumps or (event.kind, event.time, words)))
             found.pop(key, None)
             found[key] = {
-                "kind": event.kind.value,
+                "kind": str(event.kind),
                 "attempt": facts.get("attempt"),
                 "at": event.time,
                 "text": words,
@@ -57,6 +62,21 @@ def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
         if event.kind is EventKind.SAVE_FAILED
     }
     return list(found.values())[-FAILED_SAVES_MAX:]
+
+
+def _restart_words(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
+    """The words for a restart in place; `crashed` has the last launch that failed, by attempt."""
+    facts = event.data
+    if event.kind is EventKind.INCARNATION_ENDED and facts.get("ending") == "crashed":
+        crashed[facts.get("attempt")] = facts
+    before = None
+    if event.kind is EventKind.INCARNATION_STARTED:
+        before = crashed.pop(facts.get("attempt"), None)
+    if before is None:
+        return ""
+    step = before.get("last_step")
+    at = "" if step is None else f" at step {step}"
+    return f"launch {before.get('incarnation')} crashed{at} and was restarted in place"
 
 
 def _words(event: Event) -> str:

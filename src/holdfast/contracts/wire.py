@@ -2,7 +2,7 @@
 
 Two conversations use it, both with the flusher:
 
-rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
+rank → flusher, on the abstract socket whose name is in the file that `HOLDFAST_FLUSHER` names
     hello  {rank, local_rank, local_ranks, incarnation}            → welcome {}
     slots  {bytes, used_bytes}    → slots {numbers} with `SLOTS_PER_RANK` descriptors; the first
                         `used_bytes` of each are allocated after the answer
@@ -12,8 +12,9 @@ rank → flusher, on the abstract socket named by `HOLDFAST_FLUSHER`
 keeper (the agent, or the Session that started the flusher) ↔ flusher, on an inherited socket
     keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
     kept   {rank, slot, incarnation} with a descriptor             keeper → a flusher started anew
-    drain  {timeout_s, lost: [nodes], mirror}
-           → drained {committed: [steps], failed: [{step, error}], unmirrored: [checkpoints]}
+    drain  {number, timeout_s, lost: [nodes], mirror}
+           → drained {number, is_done, committed: [steps], failed: [{step, error}],
+                      unmirrored: [checkpoints]}, the newest of each that a message has room for;
            with `mirror`, what was committed is waited for in the mirror too
     committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
                                                                    flusher → keeper, as they occur;
@@ -23,43 +24,78 @@ keeper (the agent, or the Session that started the flusher) ↔ flusher, on an i
     A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
     its memory although a keeper still holds it; such a one need not be given back.
     The keeper closing its end tells the flusher to finish what is sealed and leave.
+
+Anybody on the machine can listen under an abstract name and connect to one. So a flusher chooses
+a random name, anew at each start, and writes it to a file of the run's user. Both ends ask the
+kernel for the other's user, and hang up on any other user than their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import secrets
 import socket
 import struct
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Final
 
 MESSAGE_BYTES_MAX: Final = 60_000
 DESCRIPTORS_MAX: Final = 8
+NAME_BYTES_MAX: Final = 100
 SOCKET_KIND: Final = socket.SOCK_SEQPACKET
 
 
-def listen(name: str) -> socket.socket:
-    """A listening socket with the abstract name `name`: no file is left behind.
+def name_prefix(run: Path | None) -> str:
+    """How the names of a run's sockets begin, for whoever looks for sockets that were left."""
+    return f"holdfast-{sha256(os.fsencode(run or '')).hexdigest()[:12]}-"
 
-    Raises `OSError` when somebody listens under that name already.
+
+def listen(address: int, run: Path | None = None) -> socket.socket:
+    """A socket that listens under a new random name, which is written to the file `address`.
+
+    `address` is an open descriptor. Raises `OSError` when the name cannot be written.
     """
+    name = (name_prefix(run) + secrets.token_hex(16)).encode()
     listener = socket.socket(socket.AF_UNIX, SOCKET_KIND)
     try:
-        listener.bind(f"\0{name}")
+        listener.bind(b"\0" + name)
         listener.listen(1024)
+        os.ftruncate(address, 0)
+        os.pwrite(address, name, 0)
     except BaseException:
         listener.close()
         raise
     return listener
 
 
-def connect(name: str, timeout_s: float) -> socket.socket:
-    """A connection to the listener `name`; raises `OSError` when nobody listens."""
+def connect(place: str | Path, timeout_s: float) -> socket.socket:
+    """A connection to the listener whose name is in the file at `place`.
+
+    Raises `OSError` when nobody listens, and its subclass `PermissionError` when another user
+    does; nothing has been said to that one.
+    """
+    handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        name = os.read(handle, NAME_BYTES_MAX)
+    finally:
+        os.close(handle)
+    if not name:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, f"{place} has no socket's name yet")
     connection = socket.socket(socket.AF_UNIX, SOCKET_KIND)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(f"\0{name}")
+        connection.connect(b"\0" + name)
+        if not is_same_user(connection):
+            raise PermissionError(
+                errno.EACCES,
+                f"user {peer_of(connection)[1]} listens on the socket named in {place}; "
+                f"expected user {os.geteuid()}",
+            )
     except BaseException:
         connection.close()
         raise
@@ -73,16 +109,24 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def is_same_user(connection: socket.socket) -> bool:
     """True when the peer process runs as this user, as the kernel says."""
+    return peer_of(connection)[1] == os.geteuid()
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """(process, user) that the kernel saw at the other end, when it listened or connected."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", credentials)
-    return bool(user == os.geteuid())
+    process, user, _ = struct.unpack("3i", credentials)
+    return int(process), int(user)
 
 
 def send(
     connection: socket.socket, kind: str, *, descriptors: tuple[int, ...] = (), **data: Any
 ) -> None:
-    """Send one message; raises `OSError` when the peer is gone."""
+    """Send one message.
+
+    Raises `OSError` when the peer is gone, `ValueError` when the message is too long.
+    """
     content = json.dumps({"kind": kind, **data}).encode()
     if len(content) > MESSAGE_BYTES_MAX:
         raise ValueError(f"a message of {len(content)} bytes: expected {MESSAGE_BYTES_MAX} or less")
@@ -90,6 +134,25 @@ def send(
         socket.send_fds(connection, [content], list(descriptors))
     else:
         connection.send(content)
+
+
+def clip(text: str, bytes_max: int) -> str:
+    """The beginning of `text` that takes up at most `bytes_max` bytes in a message."""
+    while len(json.dumps(text)) > bytes_max:
+        text = text[: len(text) * 3 // 4]
+    return text
+
+
+def newest_that_fit(items: Sequence[Any], bytes_max: int) -> list[Any]:
+    """The last of `items` that take up at most `bytes_max` bytes in a message; older ones go."""
+    kept: list[Any] = []
+    used = 0
+    for item in reversed(items):
+        used += len(json.dumps(item)) + 2
+        if used > bytes_max:
+            break
+        kept.append(item)
+    return kept[::-1]
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:

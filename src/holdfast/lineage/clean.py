@@ -1,9 +1,14 @@
-"""Values from outside as every database can store them."""
+"""Values from outside as every database can store them, and rows without secrets."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from holdfast.contracts.redaction import redact
+from holdfast.lineage.rows import RunRows
 
 
 def clean(value: Any) -> Any:
@@ -54,3 +59,18 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_cleaned(item) for item in value]
     return value
+
+
+def redacted(rows: RunRows, secrets: Sequence[str]) -> RunRows:
+    """The rows without secrets, which the database and whoever reads it are not told."""
+    run = {**rows.run, "spec": redact(rows.run["spec"], secrets)}
+    run["reason"] = redact(run["reason"], secrets)
+    told = ("evidence", "reason", "traceback")
+    attempts = [
+        {**row, **{key: redact(row[key], secrets) for key in told}} for row in rows.attempts
+    ]
+    noted = ("detail", "pin_note", "deleted_reason")
+    checkpoints = [
+        {**row, **{key: redact(row[key], secrets) for key in noted}} for row in rows.checkpoints
+    ]
+    return replace(rows, run=run, attempts=attempts, checkpoints=checkpoints)

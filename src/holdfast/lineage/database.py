@@ -8,21 +8,32 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    NullPool,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+)
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from holdfast.contracts.errors import DamagedIndexError, LineageError
+from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import holdfast_home
+from holdfast.lineage import models
 from holdfast.lineage.heal import says_damage, set_aside, was_database
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
@@ -31,15 +42,6 @@ CONNECT_TIMEOUT_S: Final = 10
 WAL_TRIES_MAX: Final = 100
 WAL_PAUSE_S: Final = 0.05
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
-# SQLite's locks and its shared memory do not hold between the hosts of such a file system.
-NETWORK_FILESYSTEMS: Final = frozenset(
-    (
-        *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "cvmfs", "fhgfs"),
-        *("gfs", "gfs2", "glusterfs", "gpfs", "juicefs", "lustre", "mfs", "ncpfs"),
-        *("nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "s3fs", "smb2"),
-        *("smb3", "smbfs", "sshfs", "vboxsf", "virtiofs", "wekafs"),
-    )
-)
 _WRITES: Final = "holdfast_writes"
 # Alembic keeps what it works on in module globals, so a process migrates in one thread at a time.
 _MIGRATING: Final = threading.Lock()
@@ -136,8 +138,8 @@ def open_database(url: str | None = None) -> Database:
 
     A SQLite file is created and its schema brought up to date, and one that is damaged is set
     aside first; the schema of PostgreSQL, which others use too, changes by `holdfast db upgrade`
-    alone. Raises `LineageError` with what to do when the database cannot be reached or its schema
-    is not this version's.
+    alone. A newer schema is used as long as it says that this version may. Raises `LineageError`
+    with what to do when the database cannot be reached or its schema cannot be used.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
@@ -152,7 +154,7 @@ def open_database(url: str | None = None) -> Database:
             _bring_up_to_date(parsed, url)
     else:
         found = _revision(parsed)
-        if found != head_revision():
+        if found != head_revision() and not _is_compatible(parsed, found):
             raise LineageError(_schema_words(parsed, found))
     return Database(_engine(parsed))
 
@@ -215,19 +217,6 @@ def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
         engine.dispose()
 
 
-def network_filesystem(path: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
-    """The type of the network file system that holds `path`, or None when it is a local one.
-
-    `mounts` are pairs of mount point and file system type.
-    """
-    holding = [
-        (len(Path(point).parts), kind) for point, kind in mounts if path.is_relative_to(point)
-    ]
-    kind = max(holding)[1] if holding else ""
-    plain = kind.lower().removeprefix("fuse.")
-    return kind if plain in NETWORK_FILESYSTEMS else None
-
-
 def _parse(url: str | None) -> URL:
     given = url or database_url()
     try:
@@ -260,19 +249,30 @@ def _prepare_file(url: URL) -> None:
             f"{path.parent}: cannot be created ({error.strerror}); set HOLDFAST_HOME to a folder "
             f"of yours on a local disk, or {URL_VARIABLE} to a PostgreSQL server"
         ) from error
-    mounts = [(m.mountpoint, m.fstype) for m in psutil.disk_partitions(all=True)]
-    kind = network_filesystem(path.resolve(), mounts)
-    if kind:
+    mounted = filesystem_of(path)
+    if mounted.is_network:
+        # SQLite's locks and its shared memory do not hold between the hosts of one.
         raise LineageError(
-            f"{path} lies on a network file system ({kind}), where SQLite's locks do not hold "
-            "and the file can be ruined; set HOLDFAST_HOME to a folder on a local disk, or "
+            f"{path} lies on a network file system ({mounted.kind}), where SQLite's locks do not "
+            "hold and the file can be ruined; set HOLDFAST_HOME to a folder on a local disk, or "
             f"{URL_VARIABLE} to a PostgreSQL server (postgresql://user@host/holdfast)"
         )
+
+
+def _create_private(path: Path) -> None:
+    """Create a SQLite file that its owner alone reads; its log and shared memory follow it.
+
+    It holds the specs and journals of every run. One that exists keeps its permissions.
+    """
+    # Whatever else is wrong with the place, SQLite says it.
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
 def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> Engine:
     try:
         if url.get_backend_name() == "sqlite":
+            _create_private(Path(url.database or ""))
             engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S}, **options)
             _tune_sqlite(engine, foreign_keys=foreign_keys)
             return engine
@@ -317,8 +317,27 @@ def _use_wal(connection: sqlite3.Connection) -> None:
 
 
 def _bring_up_to_date(parsed: URL, url: str | None) -> None:
-    if _revision(parsed) != head_revision():
+    found = _revision(parsed)
+    if found != head_revision() and not _is_compatible(parsed, found):
         upgrade(url)
+
+
+def _is_compatible(url: URL, found: str | None) -> bool:
+    """True for a newer schema that says that programs of this revision can read and write it."""
+    head = head_revision()
+    known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
+    if found is None or found in known:
+        return False
+    engine = _engine(url, poolclass=NullPool)
+    try:
+        with _said(url), engine.connect() as connection:
+            if not inspect(connection).has_table(models.Compatibility.__tablename__):
+                return False
+            oldest = connection.scalar(select(models.Compatibility.oldest))
+    finally:
+        engine.dispose()
+    # Revisions are numbers of four digits.
+    return oldest is not None and str(oldest) <= head
 
 
 def _revision(url: URL) -> str | None:

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.contracts.journal import Event, read_journal
-from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.manifest import Manifest, read_manifest, read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.lineage.models import INTEGER_MAX
 
@@ -28,8 +26,10 @@ Row = dict[str, Any]
 
 _METRICS: Final = re.compile(r"a([0-9]{4,9})\.i([0-9]{2,9})")
 
+# Ten million lines.
+METRICS_BYTES_MAX: Final = 1 << 30
 # Counted up when rows are built in another way, so that every run is read again.
-INGEST_VERSION: Final = 2
+INGEST_VERSION: Final = 3
 # What a manifest alone says of a checkpoint; the rest of its row comes from name and journals.
 FACTS: Final = (
     *("reason", "world_size", "parent", "bytes", "files", "checksum", "command_digest"),
@@ -113,8 +113,22 @@ def survey(paths: RunPaths) -> Survey:
         if stamp := look(path):
             records[name] = CommitRecord(name, path, stamp, False)
     return Survey(
-        document_digest([INGEST_VERSION, str(paths.directory), seen]),
+        f"{INGEST_VERSION}:{document_digest([str(paths.directory), seen])}",
         tuple(one for one in records.values() if one.name.step <= INTEGER_MAX),
+    )
+
+
+def version_of(fingerprint: str) -> int:
+    """The `INGEST_VERSION` of the program that made a fingerprint, 0 when it does not say."""
+    version, colon, _ = fingerprint.partition(":")
+    return int(version) if colon and version.isdigit() else 0
+
+
+def is_same_look(stored: str, seen: str) -> bool:
+    """True when both tell of the same folder, and the stored one's program knew as much."""
+    return (
+        version_of(stored) >= version_of(seen)
+        and stored.partition(":")[2] == seen.partition(":")[2]
     )
 
 
@@ -151,9 +165,15 @@ def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
     found = {}
     for path in paths.metrics.glob("*.jsonl"):
         match = _METRICS.fullmatch(path.stem)
-        if match and path.is_file():
+        if match and _is_plausible(path):
             found[int(match[1]), int(match[2])] = path
     return found
+
+
+def _is_plausible(path: Path) -> bool:
+    """False for what is no file of metrics whatever its name: a link, a pipe, a huge file."""
+    found = path.lstat()
+    return stat.S_ISREG(found.st_mode) and found.st_size <= METRICS_BYTES_MAX
 
 
 def empty_facts(detail: str | None) -> Row:
@@ -201,10 +221,7 @@ def _read(directory: str) -> Manifest | str:
 
 
 def _read_tombstone(path: str) -> Manifest | str:
-    try:
-        return Manifest.model_validate_json(Path(path).read_bytes())
-    except (ValidationError, OSError):
-        return "its manifest could not be read"
+    return read_tombstone(Path(path)) or "its manifest could not be read"
 
 
 def _facts(manifest: Manifest) -> Row:
@@ -245,7 +262,7 @@ def _documents(paths: RunPaths) -> Iterator[str]:
 def _stamp(path: str) -> str:
     """Size and time of the last change, empty when there is no such file."""
     try:
-        status = os.stat(path)
+        status = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     # A directory's time and size say what lies beside our files; that it exists is enough.

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Select, and_, or_, select
 
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.contracts.roots import read_root_id
 from holdfast.contracts.states import RunState
 from holdfast.lineage.database import Database
 from holdfast.lineage.tables import CHECKPOINTS, RUNS
@@ -66,6 +67,12 @@ def plain_root(root: Path) -> str:
     return str(root.expanduser().resolve())
 
 
+def is_under(root: Path) -> Any:
+    """The condition for runs of a root: of its path, and not of another cluster's same path."""
+    place = plain_root(root)
+    return and_(RUNS.c.root == place, RUNS.c.root_id == read_root_id(Path(place)))
+
+
 def rows_of(connection: Connection, query: Select[Any]) -> list[Row]:
     """The rows that a query finds, as dictionaries."""
     found = connection.execute(query)
@@ -93,8 +100,15 @@ def run_row(connection: Connection, name: str, root: Path | None) -> Row:
     newest = RUNS.c.created_at.desc(), RUNS.c.uid
     found = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
     wanted = plain_root(root) if root else None
+    is_several = len(found) > 1
     # Sorting is stable: within each group the newest stays first.
-    found.sort(key=lambda run: (run["root"] != wanted, name not in {run["uid"], run["run"]}))
+    found.sort(
+        key=lambda run: (
+            run["root"] != wanted,
+            name not in {run["uid"], run["run"]},
+            is_several and run["root_id"] != read_root_id(Path(run["root"])),
+        )
+    )
     if found:
         return found[0]
     names = connection.scalars(select(RUNS.c.run).order_by(*newest).limit(NAMES_SEARCHED_MAX))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from holdfast.contracts.paths import folder_of
+from holdfast.contracts.reading import open_regular
 from holdfast.lineage.models import INTEGER_MAX
 
 BUCKETS_MAX: Final = 512
@@ -58,7 +60,7 @@ class MetricSeries:
 
     def read(self, path: Path) -> None:
         """Take in the whole lines that follow; those that are no metrics are passed over."""
-        with open(path, "rb") as stream:
+        with open(open_regular(path, below=folder_of(path)), "rb") as stream:
             stream.seek(self.offset)
             while line := stream.readline(LINE_BYTES_MAX):
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:

@@ -85,7 +85,9 @@ class Run(Base):
     """One run: `spec.json`, and what its attempts and journals add up to.
 
     `goodput` is the account of its time until its end, or until `updated_at`, the newest time
-    that its folder tells of, while it lives.
+    that its folder tells of, while it lives. `root_id` is the UUID of its root. `unknown_kinds`
+    are the kinds of journal lines that the program which wrote the row did not know. `world_size`
+    is that of the newest attempt; `kept`, `damaged` and `deleted` count checkpoints by state.
     """
 
     __tablename__ = "runs"
@@ -122,6 +124,16 @@ class Run(Base):
     committed_at: Mapped[float | None]
     goodput: Mapped[dict[str, Any]]
     fingerprint: Mapped[str]
+    root_id: Mapped[str] = mapped_column(server_default="")
+    unknown_kinds: Mapped[list[str]] = mapped_column(server_default="[]")
+    attempts: Mapped[int] = mapped_column(server_default="0")
+    world_size: Mapped[int | None]
+    kept: Mapped[int] = mapped_column(server_default="0")
+    kept_bytes: Mapped[int] = mapped_column(server_default="0")
+    damaged: Mapped[int] = mapped_column(server_default="0")
+    damaged_bytes: Mapped[int] = mapped_column(server_default="0")
+    deleted: Mapped[int] = mapped_column(server_default="0")
+    deleted_bytes: Mapped[int] = mapped_column(server_default="0")
 
 
 class Attempt(Base):
@@ -403,6 +415,14 @@ class Metric(Base):
     step: Mapped[int]
     time: Mapped[float]
     data: Mapped[dict[str, Any]]
+
+
+class Compatibility(Base):
+    """One row: the oldest revision whose programs can still read and write this schema."""
+
+    __tablename__ = "compatibility"
+
+    oldest: Mapped[str] = mapped_column(primary_key=True)
 
 
 TABLES: Final = (

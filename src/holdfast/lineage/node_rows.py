@@ -12,6 +12,9 @@ Row = dict[str, Any]
 
 # Causes for which a node answers when nobody says which: the whole attempt's are blamed on none.
 _ALONE = frozenset({Cause.NODE_FAILURE, Cause.HOST_OOM, Cause.GPU_OOM, Cause.INFRASTRUCTURE})
+# Causes that may lie in the node that failed first. A program's error, its losses, a preemption
+# and an operator's word are no fault of the machine on which they showed.
+_OF_MACHINES = _ALONE | {Cause.HANG, Cause.UNKNOWN}
 
 
 def node_rows(history: RunHistory) -> list[Row]:
@@ -49,4 +52,4 @@ def _fault(view: AttemptView, is_lost: bool) -> str | None:
     """A node that was lost failed, whatever the attempt made of it."""
     if is_lost:
         return Cause.NODE_FAILURE.value
-    return view.cause.value if view.cause else None
+    return view.cause.value if view.cause in _OF_MACHINES else None

@@ -13,26 +13,74 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
-from sqlalchemy import Connection, Select, and_, func, or_, select
+from sqlalchemy import Connection, Double, Select, and_, case, func, or_, select
 
 from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage import views
 from holdfast.lineage.cursors import PAGE_DEFAULT, Order, Page, fetch_page
 from holdfast.lineage.database import Database
-from holdfast.lineage.find import Row, plain_root, rows_of, run_row
+from holdfast.lineage.find import Row, is_under, rows_of, run_row
 from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.reasons import NOTHING_KEEPS
 from holdfast.lineage.retained import keep_of, reasons_of
 from holdfast.lineage.series import sparks
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS, RUNS
 
-RunSort = Literal["created", "updated", "name"]
+RunSort = Literal[
+    "live",
+    "created",
+    "updated",
+    "name",
+    "state",
+    "step",
+    "attempts",
+    "gpus",
+    "checkpoint",
+    "goodput",
+    "cost",
+    "kept",
+    "kept_bytes",
+    "damaged",
+    "deleted",
+]
+SortOrder = Literal["asc", "desc"]
 
+
+def _figure(value: Any) -> tuple[Any, ...]:
+    """A figure to sort by; rows without it count as less than all others."""
+    return func.coalesce(value, -1, type_=Double()).label("sort_key"), RUNS.c.uid
+
+
+def _is_live() -> Any:
+    live = [str(state) for state in RunState if state.is_live]
+    return func.coalesce(case((RUNS.c.state.in_(live), 1.0)), 0.0, type_=Double()).label("sort_key")
+
+
+def _goodput(name: str) -> Any:
+    return RUNS.c.goodput[name].as_float()
+
+
+# What a list of runs begins with unless it is told: names by the alphabet, all else greatest
+# first. Those with an index come first; the others read the table of runs, not its pages.
 RUN_ORDERS: dict[RunSort, Order] = {
+    # Runs under way come before all that have ended.
+    "live": Order("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
     "created": Order("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
     "updated": Order("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
     "name": Order("name", (RUNS.c.name, RUNS.c.uid)),
+    "state": Order("state", (RUNS.c.state, RUNS.c.uid)),
+    "step": Order("step", _figure(RUNS.c.step), descending=True),
+    "attempts": Order("attempts", (RUNS.c.attempts, RUNS.c.uid), descending=True),
+    "gpus": Order("gpus", _figure(RUNS.c.world_size), descending=True),
+    "checkpoint": Order("checkpoint", _figure(RUNS.c.committed_at), descending=True),
+    "goodput": Order("goodput", _figure(_goodput("ettr")), descending=True),
+    "cost": Order("cost", _figure(_goodput("cost")), descending=True),
+    "kept": Order("kept", (RUNS.c.kept, RUNS.c.uid), descending=True),
+    "kept_bytes": Order("kept_bytes", (RUNS.c.kept_bytes, RUNS.c.uid), descending=True),
+    "damaged": Order("damaged", (RUNS.c.damaged, RUNS.c.uid), descending=True),
+    "deleted": Order("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
 }
+INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
 _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.incarnation)
 _LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.incarnation, EVENTS.c.sequence)
 
@@ -80,13 +128,13 @@ def list_runs(
     where: RunFilter | None = None,
     *,
     sort: RunSort = "created",
+    order: SortOrder | None = None,
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.RunRow]:
-    """Runs, newest first, or last changed first, or by name."""
+    """Runs, newest first, or sorted by another column, in its usual order or the given one."""
     with database.reading() as connection:
-        query = _wanted_runs(where or RunFilter())
-        page = fetch_page(connection, query, RUN_ORDERS[sort], after, limit)
+        page = _page_of_runs(connection, where, sort, order, after, limit)
         uids = [run["uid"] for run in page.items]
         newest = _newest_attempts(connection, uids)
         spark = sparks(connection, uids)
@@ -174,20 +222,37 @@ def list_storage(
     database: Database,
     where: RunFilter | None = None,
     *,
+    sort: RunSort = "created",
+    order: SortOrder | None = None,
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.StorageRow]:
     """What each run's checkpoints take, and what the next prune would give back."""
     with database.reading() as connection:
-        query = _wanted_runs(where or RunFilter())
-        page = fetch_page(connection, query, RUN_ORDERS["created"], after, limit)
-        totals = _totals(connection, [run["uid"] for run in page.items])
-        rows = [_storage(connection, run, totals[run["uid"]]) for run in page.items]
+        page = _page_of_runs(connection, where, sort, order, after, limit)
+        rows = [_storage(connection, run) for run in page.items]
     return Page(rows, page.next)
 
 
-def _wanted_runs(where: RunFilter) -> Select[Any]:
-    columns, query = RUNS.c, select(RUNS)
+def _page_of_runs(
+    connection: Connection,
+    where: RunFilter | None,
+    sort: RunSort,
+    order: SortOrder | None,
+    after: str | None,
+    limit: int,
+) -> Page[Row]:
+    usual = RUN_ORDERS[sort]
+    descending = usual.descending if order is None else order == "desc"
+    chosen = Order(f"{sort} {'desc' if descending else 'asc'}", usual.columns, descending)
+    query = wanted_runs(select(RUNS), where or RunFilter())
+    query = query.add_columns(*(one for one in usual.columns if one.name == "sort_key"))
+    return fetch_page(connection, query, chosen, after, limit)
+
+
+def wanted_runs(query: Select[*tuple[Any, ...]], where: RunFilter) -> Select[*tuple[Any, ...]]:
+    """The query of runs for those alone that are wanted."""
+    columns = RUNS.c
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
     if where.search:
@@ -204,7 +269,7 @@ def _wanted_runs(where: RunFilter) -> Select[Any]:
     if where.created_to is not None:
         query = query.where(columns.created_at <= where.created_to)
     if where.root is not None:
-        query = query.where(columns.root == plain_root(where.root))
+        query = query.where(is_under(where.root))
     return query
 
 
@@ -256,28 +321,7 @@ def _launches(
     return launches
 
 
-def _totals(connection: Connection, uids: Sequence[str]) -> defaultdict[str, dict[str, Any]]:
-    """By run and state of its checkpoints: (how many, bytes)."""
-    columns = CHECKPOINTS.c
-    query = (
-        select(
-            columns.run_uid,
-            columns.state,
-            func.count().label("count"),
-            func.coalesce(func.sum(columns.bytes), 0).label("bytes"),
-        )
-        .where(columns.run_uid.in_(uids))
-        .group_by(columns.run_uid, columns.state)
-    )
-    totals: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for row in rows_of(connection, query):
-        totals[row["run_uid"]][row["state"]] = (row["count"], int(row["bytes"]))
-    return totals
-
-
-def _storage(
-    connection: Connection, run: Row, totals: dict[str, tuple[int, int]]
-) -> views.StorageRow:
+def _storage(connection: Connection, run: Row) -> views.StorageRow:
     """One run's line; only keep rules that limit anything make a prune delete."""
     prunable: list[Row] = []
     if keep_of(run).is_limited:
@@ -285,4 +329,4 @@ def _storage(
         there = rows_of(connection, query.order_by(*_STEPS))
         reasons = reasons_of(connection, run, there)
         prunable = [one for one, why in zip(there, reasons, strict=True) if why == NOTHING_KEEPS]
-    return views.storage_row(run, totals, prunable)
+    return views.storage_row(run, prunable)

@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, Select, and_, func, or_, select
 
-from holdfast.contracts.goodput import Span, account, prices_of
+from holdfast.contracts.goodput import Span, account, prices_of, segments
 from holdfast.contracts.paths import CheckpointName
 from holdfast.contracts.states import Cause, RunState
 from holdfast.contracts.timeline import KINDS, Mark, launches_of
-from holdfast.lineage import views
+from holdfast.lineage import reports, views
 from holdfast.lineage.ancestry import ancestry, descent
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import (
@@ -25,7 +25,7 @@ from holdfast.lineage.find import (
     RunRef,
     find_checkpoint,
     find_run,
-    plain_root,
+    is_under,
     rows_of,
     rows_of_run,
     run_row,
@@ -37,6 +37,8 @@ from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARN
 EVENTS_MAX: Final = 1000
 # Those of ten thousand saves take a megabyte.
 SPANS_MAX: Final = 32
+# A save that takes less than such a part of a run's time is narrower than a pixel of its timeline.
+TIMELINE_PARTS: Final = 2000
 # By database, then by run's uid and fingerprint, the newest last.
 _SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] = (
     WeakKeyDictionary()
@@ -58,7 +60,9 @@ __all__ = (
     "list_checkpoints",
     "list_events",
     "list_runs",
+    "read_spec",
     "show_run",
+    "timeline",
 )
 
 
@@ -68,7 +72,7 @@ def list_runs(
     """All runs, newest first; of one root, or so many at most, when those are given."""
     query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.uid).limit(limit)
     if root is not None:
-        query = query.where(RUNS.c.root == plain_root(root))
+        query = query.where(is_under(root))
     with database.reading() as connection:
         runs = rows_of(connection, query)
         chosen = query.with_only_columns(RUNS.c.uid)
@@ -101,6 +105,13 @@ def count_runs(database: Database) -> dict[str, int]:
         return {str(state): int(count) for state, count in connection.execute(query)}
 
 
+def read_spec(database: Database, run: str) -> Mapping[str, Any]:
+    """The spec of a run, as plain data."""
+    with database.reading() as connection:
+        spec: Mapping[str, Any] = run_row(connection, run, None)["spec"]
+    return spec
+
+
 def show_run(
     database: Database, run: str, *, root: Path | None = None, now: float | None = None
 ) -> views.RunView:
@@ -119,6 +130,7 @@ def show_run(
             created_at=row["created_at"],
             until=(None if is_live else row["ended_at"]) or now or time.time(),
             prices=prices_of(row["spec"]),
+            safe_step=_safe_step(attempts),
         )
     )
     shown = [
@@ -126,6 +138,34 @@ def show_run(
         for a in attempts
     ]
     return views.run_view(row, shown, goodput)
+
+
+def timeline(
+    database: Database, run: str, *, root: Path | None = None, now: float
+) -> list[reports.Segment]:
+    """What each attempt of a run did when, as `show_run` accounts for it; `now` is Unix seconds."""
+    with database.reading() as connection:
+        row = run_row(connection, run, root)
+        attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
+        spans = _known_spans(connection, row, attempts, _launches(connection, row))
+    until = (None if RunState(row["state"]).is_live else row["ended_at"]) or now
+    seen_min_s = max(0.0, until - row["created_at"]) / TIMELINE_PARTS
+    found = segments(
+        spans,
+        created_at=row["created_at"],
+        until=until,
+        blocked_s_min=seen_min_s,
+        safe_step=_safe_step(attempts),
+    )
+    return [
+        reports.Segment(
+            attempt=attempts[one.span]["number"],
+            part=one.part,
+            began_at=views.iso_time(one.began_at),
+            ended_at=views.iso_time(one.ended_at),
+        )
+        for one in found
+    ]
 
 
 def list_checkpoints(
@@ -219,6 +259,11 @@ def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
     for row in rows_of(connection, query):
         launches[row["attempt"]].append(row)
     return launches
+
+
+def _safe_step(attempts: Sequence[Row]) -> int:
+    """The newest step that an attempt committed; 0 for none."""
+    return max((attempt["committed_step"] or 0 for attempt in attempts), default=0)
 
 
 def _known_spans(

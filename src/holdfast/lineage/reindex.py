@@ -12,14 +12,13 @@ from sqlalchemy import select
 
 from holdfast.contracts.errors import HoldfastError, LineageError, NotFoundError
 from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.roots import read_root_id
 from holdfast.lineage.database import Database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.tables import RUNS
 
 # More of them wait for each other: most of the work is Python's.
 RUNS_AT_ONCE: Final = 2
-# What foreign or damaged bytes in a run's folder can raise while they are read.
-UNREADABLE: Final = (HoldfastError, OSError, ValueError, LookupError, TypeError)
 
 
 class ReindexReport(BaseModel):
@@ -58,7 +57,9 @@ def reindex(
         if progress:
             progress(paths.name)
     with database.reading() as connection:
-        stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(RUNS.c.root == str(root)))
+        # Another cluster's root may have the same path.
+        is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
+        stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this))
         known = {str(uid): str(run) for uid, run in stored}
     there = {paths.name for paths in found}
     for uid, run in known.items():
@@ -88,6 +89,6 @@ def _ingest(database: Database, paths: RunPaths) -> str:
         ingest_run(database, paths, fresh=True)
     except LineageError:
         raise
-    except UNREADABLE as error:
+    except (HoldfastError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -37,6 +37,15 @@ class NodeFault(TypedDict):
     ended_at: str | None
 
 
+class Segment(TypedDict):
+    """A time in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`."""
+
+    attempt: int
+    part: str
+    began_at: str
+    ended_at: str
+
+
 class Spread(TypedDict):
     """A metric over some steps; None where no value was finite."""
 

@@ -18,14 +18,21 @@ from holdfast.contracts.history import (
 )
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, checkpoint_id
+from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.states import RunState
-from holdfast.contracts.timeline import spans_of
+from holdfast.contracts.timeline import safe_step_of, spans_of
 from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row, empty_facts
 from holdfast.lineage.models import INTEGER_MAX, CheckpointState, EdgeKind
 from holdfast.lineage.node_rows import node_rows
 
 # The end of the year 9999: later times have no date.
 TIME_MAX: Final = 253_402_300_799.0
+# Columns of a run that count its checkpoints of a state.
+STORAGE: Final = {
+    "kept": CheckpointState.COMMITTED,
+    "damaged": CheckpointState.DAMAGED,
+    "deleted": CheckpointState.DELETED,
+}
 _NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.i\d{2,}")
 
 
@@ -155,6 +162,7 @@ def _run_row(
         created_at=record.created_at,
         until=ended_at or updated_at,
         prices=prices_of(record.spec),
+        safe_step=max([safe_step_of(history), *(c["step"] for c in checkpoints if c["checksum"])]),
     )
     return {
         "uid": record.uid,
@@ -181,7 +189,23 @@ def _run_row(
         ),
         "goodput": asdict(goodput),
         "fingerprint": fingerprint,
+        "root_id": ensure_root_id(history.paths.directory.parent),
+        "unknown_kinds": sorted(
+            {str(event.kind) for event in history.events} - {str(kind) for kind in EventKind}
+        ),
+        "attempts": len(attempts),
+        "world_size": attempts[-1]["world_size"] if attempts else None,
+        **_storage(checkpoints),
     }
+
+
+def _storage(checkpoints: Sequence[Row]) -> Row:
+    """How many checkpoints there are in each state, and the bytes of them."""
+    totals: Row = {}
+    for name, state in STORAGE.items():
+        mine = [one["bytes"] or 0 for one in checkpoints if one["state"] == state]
+        totals |= {name: len(mine), f"{name}_bytes": min(sum(mine), INTEGER_MAX)}
+    return totals
 
 
 def _reason(history: RunHistory, state: RunState) -> str | None:
@@ -190,6 +214,9 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
     ended = _last(history.events, EventKind.RUN_ENDED)
     if not state.is_live and ended and ended.data.get("state") == state:
         return str(ended.data.get("reason") or "") or None
+    last = history.last_attempt
+    if state is RunState.WAITING and last and last.waits_for:
+        return last.waits_for
     if request and state in {RunState.PAUSED, RunState.CANCELLED, RunState.WAITING}:
         return f"{request['action']} by {request.get('by') or 'somebody'}"
     if decision and state is not RunState.RUNNING:
@@ -301,6 +328,7 @@ def _tell_incarnation(row: Any, attempt: int, number: int, event: Event, origins
             "ended_at": event.time,
             "ending": str(data.get("ending") or "") or None,
             "exit_code": whole(data.get("exit_code")),
+            "last_step": whole(data.get("last_step")),
         }
     elif event.kind is EventKind.RESUMED:
         step = whole(data.get("step"))

@@ -7,6 +7,7 @@ has the whole of it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from holdfast.lineage import views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
 from holdfast.lineage.models import EdgeKind
-from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS, RUNS
 
 # A resume that loaded a checkpoint has compared every byte of it with its manifest.
 RESUME: Final = "resume"
@@ -59,7 +60,9 @@ def tell_stages(database: Database, run: str, graph: views.Graph) -> views.Graph
         row = run_row(connection, run, None)
         proofs = _read_proofs(connection, row, None)
         staged = _staged(connection, row) if RunState(row["state"]).is_live else []
-    nodes = [_proven(node, proofs, row["run"]) for node in graph["nodes"]]
+        others = _proofs_of_others(connection, row, graph["nodes"])
+    # Names are directories' of this run, ids are of others; no name has a colon.
+    nodes = [_proven(node, proofs | others, row["run"]) for node in graph["nodes"]]
     edges = list(graph["edges"])
     newest = _newest(nodes, row["run"])
     for node in staged:
@@ -163,9 +166,31 @@ def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
     return launch.attempt, launch.number
 
 
+def _proofs_of_others(
+    connection: Connection, run: Row, nodes: Iterable[views.Node]
+) -> dict[str, Proof]:
+    """By id, what proves the checkpoints in a graph that belong to other runs than `run`."""
+    names: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    runs = set()
+    for node in nodes:
+        # A run's folder tells runs of one name in several roots apart.
+        folder, _, name = node.get("path", "").rpartition("/checkpoints/")
+        if node["kind"] == "checkpoint" and name and node.get("run") != run["run"]:
+            names[folder][name] = node["id"]
+            runs.add(node["run"])
+    query = select(RUNS).where(RUNS.c.run.in_(sorted(runs)))
+    return {
+        names[other["directory"]][name]: proof
+        for other in rows_of(connection, query)
+        if other["directory"] in names
+        for name, proof in _read_proofs(connection, other, names[other["directory"]]).items()
+    }
+
+
 def _proven(node: views.Node, proofs: Mapping[str, Proof], run: str) -> views.Node:
-    proof = proofs.get(node["id"].rpartition(":")[2])
-    if node["kind"] != "checkpoint" or node.get("run") != run or proof is None:
+    own = node.get("run") == run and proofs.get(node["id"].rpartition(":")[2])
+    proof = own or proofs.get(node["id"])
+    if node["kind"] != "checkpoint" or not proof:
         return node
     is_mirrored = proof["mirrored_at"] is not None
     return {**node, "verified": proof["verified_ok"], "mirrored": is_mirrored}

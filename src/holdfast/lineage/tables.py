@@ -82,8 +82,8 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
                 _send(cursor, f'COPY "{table.name}" ({listing}) FROM STDIN', table, rows)
                 return
             cursor.execute(
-                f'CREATE TEMPORARY TABLE IF NOT EXISTS {incoming} (LIKE "{table.name}") '
-                "ON COMMIT DELETE ROWS"
+                f"CREATE TEMPORARY TABLE IF NOT EXISTS {incoming} "
+                f'(LIKE "{table.name}" INCLUDING DEFAULTS) ON COMMIT DELETE ROWS'
             )
             _send(cursor, f"COPY {incoming} ({listing}) FROM STDIN", table, rows)
             cursor.execute(

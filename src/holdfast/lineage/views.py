@@ -290,25 +290,20 @@ def steps_total(spec: Mapping[str, Any]) -> int | None:
     return None
 
 
-def storage_row(
-    run: Row, totals: Mapping[str, tuple[int, int]], prunable: Sequence[Row]
-) -> StorageRow:
-    """A run's storage from (count, bytes) by state, and the checkpoints that a prune deletes."""
-    kept, kept_bytes = totals.get("committed", (0, 0))
-    damaged, damaged_bytes = totals.get("damaged", (0, 0))
-    deleted, deleted_bytes = totals.get("deleted", (0, 0))
+def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
+    """A run's storage, and the checkpoints that a prune deletes."""
     return StorageRow(
         run=run["run"],
         uid=run["uid"],
         name=run["name"],
         state=run["state"],
         root=run["root"],
-        kept=kept,
-        kept_bytes=kept_bytes,
-        damaged=damaged,
-        damaged_bytes=damaged_bytes,
-        deleted=deleted,
-        deleted_bytes=deleted_bytes,
+        kept=run["kept"],
+        kept_bytes=run["kept_bytes"],
+        damaged=run["damaged"],
+        damaged_bytes=run["damaged_bytes"],
+        deleted=run["deleted"],
+        deleted_bytes=run["deleted_bytes"],
         would_prune=[checkpoint_id(run["run"], one["name"]) for one in prunable],
         would_prune_bytes=sum(one["bytes"] or 0 for one in prunable),
     )

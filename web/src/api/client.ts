@@ -2,6 +2,7 @@
 
 const BASE = "/api/v1";
 const LIMIT_MS = 20_000;
+const PROBE_MS = 5_000;
 const HEADER = "X-Holdfast-CSRF";
 let changeWord: string | null = null;
 
@@ -54,10 +55,10 @@ async function refusal(response: Response): Promise<ApiError> {
   return new ApiError(response.status, title, told);
 }
 
-async function send(path: string, init: RequestInit): Promise<Response> {
+async function send(path: string, init: RequestInit, limitMs = LIMIT_MS): Promise<Response> {
   let response: Response;
   try {
-    const signal = AbortSignal.timeout(LIMIT_MS);
+    const signal = AbortSignal.timeout(limitMs);
     response = await fetch(BASE + path, { credentials: "same-origin", signal, ...init });
   } catch (error) {
     tellReach(false);
@@ -67,6 +68,16 @@ async function send(path: string, init: RequestInit): Promise<Response> {
   tellReach(![502, 503, 504].includes(response.status));
   if (!response.ok) throw await refusal(response);
   return response;
+}
+
+/** Finds out whether the server answers; listeners of `onReach` get the result. */
+export async function probe(): Promise<boolean> {
+  try {
+    await send("/session", {}, PROBE_MS);
+    return true;
+  } catch (error) {
+    return error instanceof ApiError;
+  }
 }
 
 export async function get<T>(path: string): Promise<T> {

@@ -3,11 +3,13 @@ import { keepPreviousData, useInfiniteQuery, useQuery } from "@tanstack/react-qu
 import { get, withQuery } from "./client";
 import { pollMs } from "./live";
 import type {
-  Ancestor, Checkpoint, CheckpointDetail, Comparison, Event, Graph, Heartbeats, LogFile, LogPart,
-  NodeFault, NodeRow, Page, Run, RunRow, Series, StorageRow,
+  Ancestor, Checkpoint, CheckpointDetail, Comparison, Event, GoodputTotals, Graph, Heartbeats,
+  LogFile, LogPart, NodeFault, NodeRow, Page, Run, RunRow, Segment, Series, StorageRow,
+  StorageTotals,
 } from "./types";
 
 const PAGE = 50;
+const HOSTS_PAGE = 500;
 const CHECKPOINTS_PAGE = 100;
 const CHECKPOINTS_DRAWN = 500;
 const BEAT_MS = 2_000;
@@ -15,7 +17,13 @@ const BEAT_MS = 2_000;
 const at = (run: string) => `/runs/${encodeURIComponent(run)}`;
 const refetchInterval = pollMs;
 
-export const useRuns = (where: { search?: string; state?: string }) =>
+/** A column of a list to sort by, over all of its pages. */
+export interface Sort {
+  sort: string;
+  order?: "asc" | "desc" | undefined;
+}
+
+export const useRuns = (where: { search?: string; state?: string } & Partial<Sort>) =>
   useInfiniteQuery({
     queryKey: ["runs", where],
     queryFn: ({ pageParam }) =>
@@ -49,6 +57,14 @@ export const useNewestCheckpoints = (run: string) =>
   useQuery({
     queryKey: ["run", run, "newest checkpoints"],
     queryFn: async () => (await checkpointsOf(run, CHECKPOINTS_DRAWN)).items,
+    refetchInterval,
+  });
+
+/** What each attempt did when; the same account as the run's goodput. */
+export const useTimeline = (run: string) =>
+  useQuery({
+    queryKey: ["run", run, "timeline"],
+    queryFn: () => get<Segment[]>(`${at(run)}/timeline`),
     refetchInterval,
   });
 
@@ -121,7 +137,14 @@ export const useComparison = (a: string | undefined, b: string | undefined) =>
   });
 
 export const useNodes = () =>
-  useQuery({ queryKey: ["nodes"], queryFn: () => get<Page<NodeRow>>("/nodes"), refetchInterval });
+  useInfiniteQuery({
+    queryKey: ["nodes"],
+    queryFn: ({ pageParam }) =>
+      get<Page<NodeRow>>(withQuery("/nodes", { after: pageParam, limit: HOSTS_PAGE })),
+    initialPageParam: null as string | null,
+    getNextPageParam: (page) => page.next,
+    refetchInterval,
+  });
 
 /** The newest ends of attempts that a machine is blamed for. */
 export const useFaults = (host: string) =>
@@ -131,9 +154,27 @@ export const useFaults = (host: string) =>
     refetchInterval,
   });
 
-export const useStorage = () =>
+export const useStorage = (by: Sort) =>
+  useInfiniteQuery({
+    queryKey: ["storage", by],
+    queryFn: ({ pageParam }) =>
+      get<Page<StorageRow>>(withQuery("/storage", { ...by, after: pageParam, limit: PAGE })),
+    initialPageParam: null as string | null,
+    getNextPageParam: (page) => page.next,
+    placeholderData: keepPreviousData,
+    refetchInterval,
+  });
+
+export const useStorageTotals = () =>
   useQuery({
-    queryKey: ["storage"],
-    queryFn: () => get<Page<StorageRow>>(withQuery("/storage", { limit: PAGE * 2 })),
+    queryKey: ["storage", "totals"],
+    queryFn: () => get<StorageTotals>("/storage/totals"),
+    refetchInterval,
+  });
+
+export const useGoodputTotals = () =>
+  useQuery({
+    queryKey: ["goodput"],
+    queryFn: () => get<GoodputTotals>("/goodput"),
     refetchInterval,
   });

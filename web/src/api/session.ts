@@ -4,7 +4,6 @@ import { useCallback } from "react";
 import { get, remove, setChangeWord } from "./client";
 
 export interface Session {
-  login_required: boolean;
   name: string | null;
   role: "reader" | "operator" | null;
   csrf: string | null;
@@ -18,7 +17,7 @@ async function ask(): Promise<Session> {
 }
 
 export const isStranger = (session: Session | undefined): boolean =>
-  session !== undefined && session.login_required && session.name === null;
+  session !== undefined && session.name === null;
 
 export const useSession = () =>
   useQuery({ queryKey: ["session"], queryFn: ask, staleTime: Number.POSITIVE_INFINITY });

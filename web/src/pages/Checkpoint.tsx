@@ -23,17 +23,30 @@ function actionsOf(one: CheckpointDetail): Action[] {
   return [
     one.pinned
       ? { id: "pin", word: "Unpin", title: "Unpin this checkpoint", path: `${base}/unpin`,
-          explanation: <p>The keep rules alone decide from then on whether it stays.</p> }
+          explanation: <p>From then on only the keep rules decide whether it is kept.</p> }
       : { id: "pin", word: "Pin", title: "Pin this checkpoint", path: `${base}/pin`,
-          disabled: there ? null : "It is gone.",
-          field: { name: "note", label: "Why, for the records", type: "text", initial: "" },
+          disabled: there ? null : "The checkpoint was deleted.",
+          field: { name: "note", label: "Reason (optional)", type: "text", initial: "" },
           explanation: <p>No rule deletes it while it is pinned.</p> },
-    { word: "Fork", title: "Begin a new run from here", path: `${base}/fork`,
-      disabled: there ? null : "It is gone.",
+    { word: "Fork", title: "Start a new run from this checkpoint", path: `${base}/fork`,
+      disabled: there ? null : "The checkpoint was deleted.",
       field: { name: "name", label: "Name of the new run", type: "text", required: true,
         initial: `${runOf(one.id)}-fork` },
-      explanation: <p>The new run has the same spec and starts from this state.</p> },
+      explanation: <p>The new run has the same spec and starts from this state.</p>,
+      done: (answer) => typeof answer.run === "string" ? (
+        <>Started <Link to="/runs/$run" params={{ run: answer.run }}>{answer.run}</Link>.</>
+      ) : null },
   ];
+}
+
+/** Who pinned it, when and why. */
+function Pin({ one }: { one: CheckpointDetail }) {
+  return (
+    <span className="whole">
+      {one.pin_note ? `${one.pin_note} — ` : ""}
+      {one.pinned_by ?? "unknown"}, <Time at={one.pinned_at} />
+    </span>
+  );
 }
 
 function AncestorLine({ one, of: id }: { one: Ancestor; of: string }) {
@@ -116,13 +129,14 @@ function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
       <StageLine one={one} />
       <Facts
         facts={[
-          ["Why it is kept or gone", <span className="whole">{one.reason}</span>],
-          ["Saved for", one.saved_for ? plain(one.saved_for) : null],
+          ["Retention", <span className="whole">{one.reason}</span>],
+          ["Pinned", one.pinned ? <Pin one={one} /> : null],
+          ["Trigger", one.saved_for ? plain(one.saved_for) : null],
           ["Attempt", `${one.attempt}, launch ${one.incarnation}`],
           ["GPUs", count(one.world_size)],
           ["Size", bytes(one.bytes)],
           ["Files", count(one.files)],
-          ["Held training up", span(one.blocked_s)],
+          ["Blocked training", span(one.blocked_s)],
           ["Flush", span(one.flush_s)],
           ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],
           ["Mirror", one.mirror],

@@ -1,34 +1,18 @@
 // What all the runs' time was spent on and what preemptions cost.
 import { Link } from "@tanstack/react-router";
 import { useMemo } from "react";
-import { useRuns } from "../api/queries";
-import type { Goodput, RunRow } from "../api/types";
-import { count, money, percent, span } from "../format";
-import { GoodputBar, PartLegend, type Parts } from "../parts/bars";
+import { useGoodputTotals, useRuns } from "../api/queries";
+import type { Goodput, Money, RunRow } from "../api/types";
+import { count, money as priceOf, percent, span } from "../format";
+import { GoodputBar, PartLegend } from "../parts/bars";
 import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
-
-const ADDED = [
-  "total_s", "queued_s", "starting_s", "loading_s", "training_s", "lost_s", "blocked_s", "hung_s",
-  "flushing_s", "stopped_s", "gpu_hours", "preemption_gpu_hours", "steps_lost",
-] as const;
-
-type Total = Record<(typeof ADDED)[number], number>;
 
 type Counted = RunRow & { goodput: Goodput };
 
-const sum = (runs: Counted[]): Total =>
-  Object.fromEntries(
-    ADDED.map((name) => [name, runs.reduce((all, { goodput }) => all + (goodput[name] ?? 0), 0)]),
-  ) as Total;
-
-const moneyOf = (runs: Counted[], name: "cost" | "preemption_cost" | "saved"): string => {
-  const told = runs.filter(({ goodput }) => goodput[name] !== null);
-  const currencies = new Set(told.map(({ goodput }) => goodput.currency));
+const moneyOf = (money: Money[], name: "cost" | "preemption_cost" | "saved"): string => {
+  const told = money.filter((one) => one[name] !== null);
   if (told.length === 0) return "no price given";
-  return [...currencies]
-    .map((one) => money(told.filter(({ goodput }) => goodput.currency === one)
-      .reduce((all, { goodput }) => all + (goodput[name] ?? 0), 0), one))
-    .join(" + ");
+  return told.map((one) => priceOf(one[name], one.currency)).join(" + ");
 };
 
 function Line({ run }: { run: Counted }) {
@@ -46,32 +30,36 @@ function Line({ run }: { run: Counted }) {
       <td className="number wide-only">{span(goodput.lost_s)}</td>
       <td className="number wide-only">{count(goodput.steps_lost)}</td>
       <td className="number wide-only">{goodput.gpu_hours.toFixed(1)}</td>
-      <td className="number wide-only">{money(goodput.preemption_cost, goodput.currency)}</td>
-      <td className="number">{money(goodput.cost, goodput.currency)}</td>
+      <td className="number wide-only">{priceOf(goodput.preemption_cost, goodput.currency)}</td>
+      <td className="number">{priceOf(goodput.cost, goodput.currency)}</td>
     </tr>
   );
 }
 
-function Totals({ runs }: { runs: Counted[] }) {
-  const total = useMemo(() => sum(runs), [runs]);
-  const parts: Parts = total;
+/** Over all runs, whichever of them are listed below. */
+function Totals() {
   return (
-    <section className="section">
-      <Facts
-        facts={[
-          ["Productive", percent(total.total_s > 0 ? total.training_s / total.total_s : null)],
-          ["Time of all runs", span(total.total_s)],
-          ["GPU hours", total.gpu_hours.toFixed(1)],
-          ["GPU hours preempted", total.preemption_gpu_hours.toFixed(1)],
-          ["Steps trained twice", count(total.steps_lost)],
-          ["Cost", moneyOf(runs, "cost")],
-          ["Cost of preemptions", moneyOf(runs, "preemption_cost")],
-          ["Saved on spot prices", moneyOf(runs, "saved")],
-        ]}
-      />
-      <GoodputBar parts={parts} />
-      <PartLegend parts={parts} />
-    </section>
+    <Loaded query={useGoodputTotals()}>
+      {(total) => (
+        <section className="section">
+          <Facts
+            facts={[
+              ["Productive", percent(total.ettr)],
+              ["Runs", count(total.runs)],
+              ["Time of all runs", span(total.total_s)],
+              ["GPU-hours", total.gpu_hours.toFixed(1)],
+              ["GPU-hours lost to preemption", total.preemption_gpu_hours.toFixed(1)],
+              ["Steps redone", count(total.steps_lost)],
+              ["Cost", moneyOf(total.money, "cost")],
+              ["Preemption cost", moneyOf(total.money, "preemption_cost")],
+              ["Saved on spot prices", moneyOf(total.money, "saved")],
+            ]}
+          />
+          <GoodputBar parts={{ ...total, ettr: total.ettr ?? 0 }} />
+          <PartLegend parts={{ ...total, ettr: total.ettr ?? 0 }} />
+        </section>
+      )}
+    </Loaded>
   );
 }
 
@@ -88,12 +76,12 @@ export function GoodputPage() {
       <div className="head"><h1>Goodput and cost</h1></div>
       <Loaded query={{ data: runs, error: list.error }}>
         {(told) => told.length === 0 ? (
-          <Empty title="No runs, no costs">
-            <p>Every second of a run is accounted for here once there is one.</p>
+          <Empty title="No runs yet">
+            <p>The time and the cost of every run are summed up here.</p>
           </Empty>
         ) : (
           <>
-            <Totals runs={told} />
+            <Totals />
             <div className="table-wrap" tabIndex={0} role="region" aria-label="Goodput by run">
               <table>
                 <thead>
@@ -103,9 +91,9 @@ export function GoodputPage() {
                     <th scope="col" className="number">Productive</th>
                     <th scope="col" className="number wide-only">Time</th>
                     <th scope="col" className="number wide-only">Lost</th>
-                    <th scope="col" className="number wide-only">Steps twice</th>
-                    <th scope="col" className="number wide-only">GPU hours</th>
-                    <th scope="col" className="number wide-only">For preemptions</th>
+                    <th scope="col" className="number wide-only">Steps redone</th>
+                    <th scope="col" className="number wide-only">GPU-hours</th>
+                    <th scope="col" className="number wide-only">Preemption cost</th>
                     <th scope="col" className="number">Cost</th>
                   </tr>
                 </thead>
@@ -115,7 +103,7 @@ export function GoodputPage() {
             {list.hasNextPage ? (
               <p>
                 <button type="button" disabled={list.isFetchingNextPage}
-                  onClick={() => void list.fetchNextPage()}>Count older runs, too</button>
+                  onClick={() => void list.fetchNextPage()}>Show more</button>
               </p>
             ) : null}
           </>

@@ -1,4 +1,4 @@
-// Where a server that is open to others asks who is there.
+// Where the server asks for a token.
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { post } from "../api/client";
@@ -16,8 +16,8 @@ export function Login() {
     <div className="login">
       <h1>Log in</h1>
       <p className="muted">
-        This server is open to other machines, so it asks who you are. On its own machine{" "}
-        <code>holdfast token add</code> makes a token.
+        Open the URL that <code>holdfast serve</code> printed, or paste a token that{" "}
+        <code>holdfast token add</code> made on the server.
       </p>
       <form
         onSubmit={(event) => {

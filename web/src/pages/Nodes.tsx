@@ -1,9 +1,9 @@
-// The machines that runs were on, and how often each was to blame when an attempt ended.
+// The machines that runs were on, and how often an attempt failed because of one.
 import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useFaults, useNodes } from "../api/queries";
 import type { NodeRow } from "../api/types";
-import { useCallback } from "react";
+import { useCallback, useEffect, useMemo, useRef } from "react";
 import { count, when } from "../format";
 import { Empty, Loaded, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
@@ -23,7 +23,7 @@ const COLUMNS: ColumnDef<NodeRow, unknown>[] = [
   { id: "attempts", header: "Attempts", accessorKey: "attempts", meta: { number: true } },
   { id: "failures", header: "Failures", accessorKey: "failures", meta: { number: true },
     cell: ({ row: { original: one } }) => one.failures === 0 ? "none" : count(one.failures) },
-  { id: "faults", header: "Of what kind", meta: { wide: true }, accessorFn: faults },
+  { id: "faults", header: "Causes", meta: { wide: true }, accessorFn: faults },
   { id: "failed", header: "Last failure", meta: { number: true },
     accessorFn: (one) => when(one.last_failed_at) ?? 0,
     cell: ({ row: { original: one } }) => <Time at={one.last_failed_at} /> },
@@ -34,9 +34,15 @@ const COLUMNS: ColumnDef<NodeRow, unknown>[] = [
 
 function Faults({ host }: { host: string }) {
   const query = useFaults(host);
+  const panel = useRef<HTMLElement>(null);
+  // On a phone the panel stands above the table, and the row that was chosen may be far below.
+  useEffect(() => panel.current?.scrollIntoView({ block: "nearest" }), [host]);
   return (
-    <section className="section">
-      <h2>Attempts that ended by the fault of {host}</h2>
+    <aside className="panel" aria-label={`Failures of ${host}`} ref={panel}>
+      <div className="section-head">
+        <h2>Failures attributed to {host}</h2>
+        <Link to="/nodes" search={{}}>Close</Link>
+      </div>
       <Loaded query={query}>
         {({ faults: told }) => told.length === 0 ? <p>None so far.</p> : (
           <ul>
@@ -49,13 +55,14 @@ function Faults({ host }: { host: string }) {
           </ul>
         )}
       </Loaded>
-    </section>
+    </aside>
   );
 }
 
 export function Nodes() {
   useTitle("Nodes");
   const query = useNodes();
+  const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   const { host } = useSearch({ from: "/nodes" });
   const navigate = useNavigate();
   const open = useCallback(
@@ -65,17 +72,23 @@ export function Nodes() {
   return (
     <>
       <div className="head"><h1>Nodes</h1></div>
-      <Loaded query={query}>
-        {({ items }) => items.length === 0 ? (
-          <Empty title="No node has been used yet">
-            <p>Every machine that an attempt was on is counted here, with its failures.</p>
+      <Loaded query={{ data: rows, error: query.error }}>
+        {(items) => items.length === 0 ? (
+          <Empty title="No nodes yet">
+            <p>Every machine that an attempt ran on is listed here, with its failures.</p>
           </Empty>
         ) : (
-          <>
-            <Table label="Nodes" rows={items} columns={COLUMNS} keyOf={(one) => one.host}
-              open={open} />
+          <div className={host ? "split details-first" : undefined}>
+            <div>
+              <Table label="Nodes" rows={items} columns={COLUMNS} keyOf={(one) => one.host}
+                open={open} isWhole={!query.hasNextPage} />
+              {query.hasNextPage ? (
+                <p className="after"><button type="button" disabled={query.isFetchingNextPage}
+                  onClick={() => void query.fetchNextPage()}>Show more</button></p>
+              ) : null}
+            </div>
             {host ? <Faults host={host} /> : null}
-          </>
+          </div>
         )}
       </Loaded>
     </>

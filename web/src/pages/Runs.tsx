@@ -2,14 +2,14 @@
 import { useNavigate, useSearch, Link } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useCallback, useEffect, useMemo, useRef, useState } from "react";
-import { useRuns } from "../api/queries";
+import { useRuns, type Sort } from "../api/queries";
 import type { RunRow } from "../api/types";
 import { count, figure, money, percent, when } from "../format";
 import { GoodputBar, Progress, Spark } from "../parts/bars";
 import { Copy, Empty, Loaded, State, Time, useTitle } from "../parts/basics";
 import { Table } from "../parts/Table";
 import { plain } from "../states";
-import { timeLeft } from "../progress";
+import { stepOf, timeLeft } from "../progress";
 
 const STATES = ["running", "queued", "waiting", "paused", "completed", "failed", "cancelled"];
 const TYPING_MS = 250;
@@ -38,7 +38,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
     cell: ({ row: { original } }) => <Name run={original} /> },
   { id: "step", header: "Progress", accessorKey: "step",
     cell: ({ row: { original: run } }) => (
-      <Progress step={run.step} total={run.steps_total} eta={timeLeft(run)} />
+      <Progress step={stepOf(run)} total={run.steps_total} eta={timeLeft(run)} />
     ) },
   { id: "goodput", header: "Goodput", meta: { wide: true },
     accessorFn: (run) => run.goodput?.ettr ?? -1,
@@ -63,7 +63,7 @@ const COLUMNS: ColumnDef<RunRow, unknown>[] = [
   { id: "cost", header: "Cost", meta: { wide: true, number: true },
     accessorFn: (run) => run.goodput?.cost ?? -1,
     cell: ({ row: { original: run } }) => money(run.goodput?.cost, run.goodput?.currency) },
-  { id: "created", header: "Began", meta: { number: true, wide: true },
+  { id: "created", header: "Started", meta: { number: true, wide: true },
     accessorFn: (run) => when(run.created_at) ?? 0,
     cell: ({ row: { original: run } }) => <Time at={run.created_at} /> },
 ];
@@ -145,11 +145,21 @@ function NoRuns({ filtered }: { filtered: boolean }) {
   );
 }
 
+// Runs under way come first.
+const USUAL: Sort = { sort: "live" };
+// The server's names of columns that have another id here.
+const SORTS: Record<string, string> = { run: "name" };
+
 export function Runs() {
   useTitle("Runs");
   const { search, state } = useSearch({ from: "/" });
   const navigate = useNavigate();
-  const query = useRuns({ search, state });
+  const [by, setBy] = useState(USUAL);
+  const query = useRuns({ search, state, ...by });
+  const sortBy = useCallback((column: string | null, descending: boolean) => setBy(
+    column === null ? USUAL
+      : { sort: SORTS[column] ?? column, order: descending ? "desc" : "asc" },
+  ), []);
   const rows = useMemo(() => query.data?.pages.flatMap((page) => page.items), [query.data]);
   const open = useCallback(
     (run: RunRow) => void navigate({ to: "/runs/$run", params: { run: run.run } }),
@@ -163,7 +173,7 @@ export function Runs() {
         {(runs) => runs.length === 0 ? <NoRuns filtered={Boolean(search || state)} /> : (
           <>
             <Table label="Runs" rows={runs} columns={COLUMNS} keyOf={(run) => run.uid}
-              open={open} />
+              open={open} onSort={sortBy} />
             {query.hasNextPage ? (
               <p><button type="button" disabled={query.isFetchingNextPage}
                 onClick={() => void query.fetchNextPage()}>Show more</button></p>

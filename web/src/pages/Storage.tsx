@@ -3,7 +3,7 @@ import { Link } from "@tanstack/react-router";
 import { useQuery } from "@tanstack/react-query";
 import { useState } from "react";
 import { get } from "../api/client";
-import { useStorage } from "../api/queries";
+import { useStorage, useStorageTotals } from "../api/queries";
 import { useMayAct } from "../api/session";
 import type { Prune, StorageRow, Verdict } from "../api/types";
 import { bytes, checkpointWords, count } from "../format";
@@ -38,7 +38,7 @@ function Plan({ run }: { run: string }) {
     <Loaded query={query}>
       {(plan) => (
         <div className="panel">
-          <Verdicts title={`Would be deleted: ${bytes(plan.bytes_deleted)}`}
+          <Verdicts title={`Prunable: ${bytes(plan.bytes_deleted)}`}
             verdicts={plan.deleted} />
           <Verdicts title={`Kept: ${bytes(plan.bytes_kept)}`} verdicts={plan.kept} />
           {plan.deleted.length > 0 && mayAct ? (
@@ -50,7 +50,7 @@ function Plan({ run }: { run: string }) {
                 body: { dry_run: false },
                 explanation: (
                   <p>{count(plan.deleted.length)} checkpoints are deleted for good, with the
-                    reasons above; {bytes(plan.bytes_deleted)} come free.</p>
+                    reasons above. This frees {bytes(plan.bytes_deleted)}.</p>
                 ),
               }}
             />
@@ -81,8 +81,8 @@ function Line({ row }: { row: StorageRow }) {
         </td>
         <td>
           <button type="button" aria-expanded={open} onClick={() => setOpen(!open)}
-            aria-label={`Why, for ${row.run}`}>
-            {open ? "Less" : "Why"}
+            aria-label={`${open ? "Hide" : "Details"} of ${row.run}`}>
+            {open ? "Hide" : "Details"}
           </button>
         </td>
       </tr>
@@ -91,28 +91,58 @@ function Line({ row }: { row: StorageRow }) {
   );
 }
 
+const SORTS: [string, string][] = [
+  ["kept_bytes", "size"], ["kept", "checkpoints"], ["damaged", "damaged"], ["deleted", "deleted"],
+  ["name", "name"], ["created", "newest"],
+];
+
+/** Over all runs, whichever of them are listed below. */
+function Totals({ prunable }: { prunable: number | null }) {
+  return (
+    <Loaded query={useStorageTotals()}>
+      {(total) => (
+        <Facts
+          facts={[
+            ["Kept", bytes(total.kept_bytes)],
+            ["Checkpoints kept", count(total.kept)],
+            ["Damaged", total.damaged > 0 ? count(total.damaged) : null],
+            ["Prunable", prunable === null ? null : bytes(prunable)],
+            ["Deleted so far", count(total.deleted)],
+            ["Runs", count(total.runs)],
+          ]}
+        />
+      )}
+    </Loaded>
+  );
+}
+
 export function Storage() {
   useTitle("Storage");
-  const query = useStorage();
+  const [sort, setSort] = useState("kept_bytes");
+  const query = useStorage({ sort });
+  const rows = query.data?.pages.flatMap((page) => page.items);
+  // What a prune would delete is known of the rows that are loaded, so only all of them add up.
+  const prunable = rows && !query.hasNextPage
+    ? rows.reduce((all, row) => all + row.would_prune_bytes, 0) : null;
   return (
     <>
       <div className="head"><h1>Storage</h1></div>
-      <Loaded query={query}>
-        {({ items }) => items.length === 0 ? (
-          <Empty title="Nothing is stored yet">
-            <p>Checkpoints of all runs are counted here, with the reason for which each is kept.</p>
+      <Loaded query={{ data: rows, error: query.error }}>
+        {(items) => items.length === 0 ? (
+          <Empty title="No checkpoints yet">
+            <p>The checkpoints of all runs are summed up here, with the reason each is kept.</p>
           </Empty>
         ) : (
           <>
-            <Facts
-              facts={[
-                ["Kept", bytes(items.reduce((all, row) => all + row.kept_bytes, 0))],
-                ["Checkpoints kept", count(items.reduce((all, row) => all + row.kept, 0))],
-                ["Would be pruned",
-                  bytes(items.reduce((all, row) => all + row.would_prune_bytes, 0))],
-                ["Deleted so far", count(items.reduce((all, row) => all + row.deleted, 0))],
-              ]}
-            />
+            <Totals prunable={prunable} />
+            <div className="toolbar">
+              <label>
+                Sort by
+                <select value={sort} onChange={(event) => setSort(event.target.value)}>
+                  {SORTS.map(([name, word]) => <option key={name} value={name}>{word}</option>)}
+                </select>
+              </label>
+            </div>
             <div className="table-wrap" tabIndex={0} role="region" aria-label="Storage by run">
               <table>
                 <thead>
@@ -123,13 +153,17 @@ export function Storage() {
                     <th scope="col" className="number">Size</th>
                     <th scope="col" className="number wide-only">Damaged</th>
                     <th scope="col" className="number wide-only">Deleted</th>
-                    <th scope="col" className="number">Would be pruned</th>
-                    <th scope="col"><span className="visually-hidden">Reasons</span></th>
+                    <th scope="col" className="number">Prunable</th>
+                    <th scope="col"><span className="visually-hidden">Details</span></th>
                   </tr>
                 </thead>
                 <tbody>{items.map((row) => <Line key={row.uid} row={row} />)}</tbody>
               </table>
             </div>
+            {query.hasNextPage ? (
+              <p className="after"><button type="button" disabled={query.isFetchingNextPage}
+                onClick={() => void query.fetchNextPage()}>Show more</button></p>
+            ) : null}
           </>
         )}
       </Loaded>

@@ -2,13 +2,9 @@
 import { useEffect, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { STEP_INCREMENTS } from "../curves";
 import { count, figure } from "../format";
-
-export interface Mark {
-  x: number;
-  word: string;
-  tone: "warn" | "bad" | "note" | "idle" | "live" | "good";
-}
+import type { Mark } from "../story";
 
 interface Props {
   x: number[];
@@ -75,15 +71,22 @@ const axis = (label: string): uPlot.Axis => ({
   size: 28,
 });
 
+// Half of the last tick's label stands to the right of the plot.
+const PADDING_RIGHT = 32;
+
 function options({ label, xLabel, marks }: Props, width: number): uPlot.Options {
   return {
     width,
     height: HEIGHT,
-    padding: [32, 12, 0, 4],
+    padding: [32, PADDING_RIGHT, 0, 4],
     scales: { x: { time: false } },
     cursor: { points: { size: 7 } },
     axes: [
-      { ...axis(xLabel), values: (_, ticks) => ticks.map((tick) => count(tick)) },
+      {
+        ...axis(xLabel),
+        incrs: STEP_INCREMENTS,
+        values: (_, ticks) => ticks.map((tick) => count(tick)),
+      },
       { ...axis(""), size: 62, values: (_, ticks) => ticks.map((tick) => figure(tick)) },
     ],
     series: [

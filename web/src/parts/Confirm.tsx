@@ -4,7 +4,7 @@ import {
 } from "@ariakit/react";
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
-import { ApiError, post } from "../api/client";
+import { ApiError, AwayError, post } from "../api/client";
 import { Problem } from "./basics";
 
 interface Field {
@@ -24,13 +24,17 @@ export interface Action {
   body?: Record<string, unknown>;
   field?: Field;
   explanation: ReactNode;
+  /** What to show once it is done, instead of the server's message. */
+  done?: (answer: Record<string, unknown>) => ReactNode;
   disabled?: string | null;
   /** Whether a second operator may insist while the first one's request is under way. */
   forceable?: boolean;
 }
 
+const UNANSWERED = "No response; the action may have been applied.";
+
 const valueOf = (field: Field, text: string): unknown =>
-  text === "" ? null : field.type === "number" ? Number(text) : text;
+  field.type === "text" ? text : text === "" ? null : Number(text);
 
 /** A button that asks first, then does; what the server answers is told in place. */
 export function ActionButton({ action: current }: { action: Action }) {
@@ -43,7 +47,7 @@ export function ActionButton({ action: current }: { action: Action }) {
     mutationFn: (force: boolean) => {
       const own = action.field ? { [action.field.name]: valueOf(action.field, text) } : {};
       const all = { ...action.body, ...own, ...(force ? { force } : {}) };
-      return post<{ message?: string } | undefined>(action.path, all);
+      return post<Record<string, unknown> | undefined>(action.path, all);
     },
     onSuccess: () => client.invalidateQueries(),
   });
@@ -54,7 +58,10 @@ export function ActionButton({ action: current }: { action: Action }) {
     dialog.show();
   };
   const field = action.field;
+  const answer = mutation.data ?? {};
+  const message = typeof answer.message === "string" ? answer.message : "Done.";
   const { error } = mutation;
+  const isUnanswered = error instanceof AwayError;
   const conflicts = Boolean(action.forceable) && error instanceof ApiError && error.status === 409;
   return (
     <>
@@ -70,10 +77,10 @@ export function ActionButton({ action: current }: { action: Action }) {
         unmountOnHide>
         <DialogHeading render={<h2 />}>{action.title}</DialogHeading>
         <DialogDescription render={<div />}>{action.explanation}</DialogDescription>
-        {error ? <Problem error={error} /> : null}
+        {error ? <Problem error={error} title={isUnanswered ? UNANSWERED : undefined} /> : null}
         {mutation.isSuccess ? (
           <div className="choices">
-            <p role="status">{mutation.data?.message ?? "Done."}</p>
+            <p role="status">{action.done?.(answer) ?? message}</p>
             <DialogDismiss>Close</DialogDismiss>
           </div>
         ) : (

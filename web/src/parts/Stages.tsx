@@ -2,7 +2,7 @@
 import { when } from "../format";
 import { lookOf } from "../states";
 import { STAGE_WORDS, reachedStages, type Stage } from "../stages";
-import type { Checkpoint } from "../api/types";
+import type { CheckpointDetail } from "../api/types";
 import { Shape, Time } from "./basics";
 
 const LEGEND = ["staged", "durable", "verified", "mirrored", "damaged", "deleted"] as const;
@@ -48,11 +48,11 @@ export function StageLegend() {
   );
 }
 
-/** Staged, durable, verified, mirrored: when each came about, or that it did not yet. */
-export function StageLine({ one }: { one: Checkpoint }) {
+/** Staged, durable, verified, mirrored: when each was reached, or that it was not yet. */
+export function StageLine({ one }: { one: CheckpointDetail }) {
   return (
     <ol className="stages" aria-label="How safe it is">
-      {reachedStages(one).map(({ word, at, note }) => {
+      {reachedStages(one, one.has_mirror ?? false).map(({ word, at, note }) => {
         const reached = when(at) !== null || (word === "damaged");
         const [tone] = lookOf(word);
         return (

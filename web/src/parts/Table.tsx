@@ -28,6 +28,10 @@ interface Props<T> {
   columns: ColumnDef<T, unknown>[];
   keyOf: (row: T) => string;
   open?: (row: T) => void;
+  /** Where the server sorts: it is asked anew. Otherwise the rows that are loaded are sorted. */
+  onSort?: (column: string | null, descending: boolean) => void;
+  /** False while rows are missing that only the server could sort. */
+  isWhole?: boolean;
   rowClass?: (row: T) => string | undefined;
 }
 
@@ -36,7 +40,9 @@ const classOf = (meta?: { number?: boolean; wide?: boolean }) =>
 
 const ARIA = { asc: "ascending", desc: "descending" } as const;
 
-export function Table<T>({ label, rows, columns, keyOf, open, rowClass }: Props<T>) {
+export function Table<T>({
+  label, rows, columns, keyOf, open, onSort, isWhole = true, rowClass,
+}: Props<T>) {
   const [sorting, setSorting] = useState<SortingState>([]);
   const [selected, setSelected] = useState(-1);
   const body = useRef<HTMLTableSectionElement>(null);
@@ -44,7 +50,13 @@ export function Table<T>({ label, rows, columns, keyOf, open, rowClass }: Props<
     data: rows,
     columns,
     state: { sorting },
-    onSortingChange: setSorting,
+    manualSorting: Boolean(onSort),
+    enableSorting: Boolean(onSort) || isWhole,
+    onSortingChange: (change) => {
+      const next = typeof change === "function" ? change(sorting) : change;
+      setSorting(next);
+      onSort?.(next[0]?.id ?? null, next[0]?.desc ?? false);
+    },
     getRowId: keyOf,
     getCoreRowModel: getCoreRowModel(),
     getSortedRowModel: getSortedRowModel(),

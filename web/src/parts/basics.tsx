@@ -1,6 +1,6 @@
 // Small things that every page shows: states, times, numbers, empty places, problems.
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
-import { ApiError } from "../api/client";
+import { ApiError, AwayError } from "../api/client";
 import { exact, relative, when } from "../format";
 import { lookOf, plain, type Shape as ShapeName } from "../states";
 
@@ -100,11 +100,13 @@ export function Empty({ title, children }: { title: string; children?: ReactNode
 }
 
 /** What went wrong with a request, in the server's own words. */
-export function Problem({ error }: { error: unknown }) {
+export function Problem({ error, title }: { error: unknown; title?: string | undefined }) {
   const text = error instanceof Error ? error.message : String(error);
+  const own = error instanceof ApiError ? error.title
+    : error instanceof AwayError ? "No response." : "Unexpected error.";
   return (
     <div className="problem" role="alert">
-      <strong>{error instanceof ApiError ? error.title : "This could not be shown."}</strong>
+      <strong>{title ?? own}</strong>
       <p>{text}</p>
     </div>
   );

@@ -29,20 +29,22 @@ from holdfast.contracts.errors import DamagedCheckpointError, SpecError
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.spec import Cost, Keep
 from holdfast.lineage import reports
 from holdfast.workers import exports, operator, verification
 
 CheckpointId = Annotated[str, Path(max_length=250, description="`<run>:<directory>`")]
 # What a fork may change from here: sizes, times and rules. Programs, paths and addresses are
 # changed where files can be, with `holdfast fork --set`.
-FORK_KEYS = frozenset(
-    {
-        *("resources.nodes", "resources.gpus_per_node", "resources.time_limit"),
-        *("elastic.min", "elastic.max", "checkpoint.interval", "checkpoint.budget"),
-        *("checkpoint.keep.last", "checkpoint.keep.every", "checkpoint.keep.ttl"),
-        *("cost.gpu_hour", "cost.on_demand_per_gpu_hour", "cost.currency"),
-    }
-)
+_FORK_CHANGES = {
+    "resources": ("nodes", "gpus_per_node", "time_limit_min"),
+    "elastic": ("min_gpus", "max_gpus"),
+    "checkpoint": ("interval", "budget"),
+    "checkpoint.keep": tuple(set(Keep.model_fields) - {"best"}),
+    "cost": tuple(Cost.model_fields),
+}
+FORK_KEYS = frozenset(f"{part}.{key}" for part, keys in _FORK_CHANGES.items() for key in keys)
 
 router = APIRouter(prefix="/checkpoints", tags=["checkpoints"], dependencies=[AS_READER])
 
@@ -57,6 +59,7 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
     more: dict[str, Any] = {
         "on_disk": directory.is_dir(),
         "mirror": record.url if record else None,
+        "has_mirror": services_of(request).store.has_mirror(checkpoint),
         "manifest": manifest.model_dump(mode="json", exclude={"files"}) if manifest else None,
         "manifest_files": services_of(request).store.list_files(checkpoint),
         "commands": {
@@ -122,6 +125,7 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
     """Write a checkpoint in another form into its run's `exports`; the answer is a job's."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
+    _refuse_foreign(paths, "holdfast export --output, as a user who may read it, writes elsewhere")
     directory = verification.directory_to_verify(paths, name)
     kind = f"-{body.dtype}" if body.dtype else ""
     output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
@@ -150,10 +154,11 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
     strange = sorted(body.set.keys() - FORK_KEYS)
     if strange:
         raise SpecError(
-            f"{', '.join(strange)}: not to be changed from here; expected {', '.join(FORK_KEYS)}, "
-            "and for all else `holdfast fork --set`"
+            f"{', '.join(strange)}: not to be changed from here; expected "
+            f"{', '.join(sorted(FORK_KEYS))}, and for all else `holdfast fork --set`"
         )
     paths, name = _on_disk(services, checkpoint)
+    _refuse_foreign(paths, "holdfast fork, after a look at the spec, runs it as whoever forks")
     overrides = [f"{key}={_text(value)}" for key, value in body.set.items()]
     with audited(paths, "fork", caller, checkpoint=name, into=body.name):
         facts = services.fork(paths, name, body.name, overrides, caller.name)
@@ -171,6 +176,15 @@ def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dic
     except OSError as error:
         LOG.warning("%s: verified, and no line of it: %s", directory, error)
     return facts
+
+
+def _refuse_foreign(paths: RunPaths, instead: str) -> None:
+    """Raise `SpecError` for the run of a user who is not the server's own.
+
+    What the run's spec says would run as the server, or its links say where the server writes.
+    """
+    if not is_mine(paths.directory):
+        raise SpecError(f"run {paths.name} belongs to another user than this server's; {instead}")
 
 
 def _on_disk(services: Services, checkpoint: str) -> tuple[RunPaths, str]:

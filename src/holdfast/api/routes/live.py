@@ -18,7 +18,10 @@ from holdfast.api.schemas import Health
 from holdfast.api.services import Services, services_of
 from holdfast.contracts.errors import LineageError
 
-IDLE_S: Final = 15.0
+# A comment would keep the connection open as well, but a page's EventSource never sees comments.
+PING_S: Final = 5.0
+PING: Final = b"event: ping\ndata: {}\n\n"
+CHECK_S: Final = 15.0
 LAG_S_MAX: Final = 30.0
 
 router = APIRouter(tags=["live"])
@@ -38,6 +41,7 @@ async def stream_events(
     """News as they come: `run` (its rows changed), `journal` (a line), `beat` (how far it is).
 
     `reset` says that something was missed: ask anew. Each has JSON with the run's name and uid.
+    `ping` comes after five seconds without news: a stream that is silent for longer is dead.
     """
     services = services_of(request)
     uid = await run_in_threadpool(lambda: services.store.find_run(run).uid) if run else None
@@ -53,7 +57,12 @@ def show_health(request: Request) -> JSONResponse:
     """Whether the server can do its work: 200, or 503 with what it cannot."""
     services = services_of(request)
     health = _health(services)
-    if services.exposure.needs_token and identify(request) is None:
+    try:
+        is_stranger = identify(request) is None
+    except Refusal:
+        # A wrong token hinders no check of the server's health.
+        is_stranger = True
+    if is_stranger:
         # A stranger learns whether, not where.
         health = health.model_copy(update={"roots": {}, "problems": {}, "database": ""})
     return JSONResponse(health.model_dump(mode="json"), 200 if health.ok else 503)
@@ -73,7 +82,9 @@ def _health(services: Services) -> Health:
     except LineageError as error:
         database = problems["database"] = str(error)
     lag_s = services.watch.lag_s()
-    if lag_s is not None and lag_s > LAG_S_MAX:
+    if lag_s is None:
+        problems["ingest"] = "the runs have not all been looked at yet since the server started"
+    elif lag_s > LAG_S_MAX:
         problems["ingest"] = f"the index is {lag_s:.0f} s behind disk"
     return Health(
         ok=database == "ok" and "ingest" not in problems,
@@ -91,9 +102,9 @@ async def _lines(
     services: Services, request: Request, after: str | None, run: str | None
 ) -> AsyncIterator[bytes]:
     checked_at = time.monotonic()
-    async for text in services.hub.read(after, run, idle_s=IDLE_S):
-        yield b": nothing new\n\n" if text is None else text
-        if time.monotonic() - checked_at > IDLE_S:
+    async for text in services.hub.read(after, run, idle_s=PING_S):
+        yield PING if text is None else text
+        if time.monotonic() - checked_at > CHECK_S:
             checked_at = time.monotonic()
             # A token may have been revoked since the stream began.
             try:

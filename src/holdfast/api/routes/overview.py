@@ -7,14 +7,16 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request
 
 from holdfast.api.access import AS_READER
-from holdfast.api.routes.runs import After, Limit
+from holdfast.api.routes.runs import After, Limit, SortAs
 from holdfast.api.schemas import NodeDetail, Page
 from holdfast.api.services import services_of
 from holdfast.contracts.states import RunState
-from holdfast.lineage import reports, views
+from holdfast.lineage import reports, totals, views
 from holdfast.lineage.cursors import PAGE_DEFAULT
-from holdfast.lineage.pages import RunFilter
+from holdfast.lineage.pages import RunFilter, RunSort
 
+States = Annotated[list[RunState] | None, Query(description="any of these")]
+Search = Annotated[str | None, Query(max_length=200, description="in name or folder")]
 Side = Annotated[str, Query(max_length=250, description="a checkpoint, `<run>:<directory>`")]
 
 router = APIRouter(tags=["overview"], dependencies=[AS_READER])
@@ -44,11 +46,31 @@ def show_node(request: Request, host: Annotated[str, Path(max_length=255)]) -> N
 @router.get("/storage")
 def list_storage(
     request: Request,
-    state: Annotated[list[RunState] | None, Query(description="any of these")] = None,
-    search: Annotated[str | None, Query(max_length=200, description="in name or folder")] = None,
+    state: States = None,
+    search: Search = None,
+    sort: RunSort = "created",
+    order: SortAs = None,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[views.StorageRow]:
     """What each run's checkpoints take, and what the next prune would give back."""
     where = RunFilter(states=tuple(state or ()), search=search)
-    return services_of(request).store.list_storage(where, after, limit)
+    return services_of(request).store.list_storage(where, sort, after, limit, order)
+
+
+@router.get("/storage/totals")
+def show_storage_totals(
+    request: Request, state: States = None, search: Search = None
+) -> totals.StorageTotals:
+    """What the checkpoints of all runs take together."""
+    where = RunFilter(states=tuple(state or ()), search=search)
+    return services_of(request).store.storage_totals(where)
+
+
+@router.get("/goodput")
+def show_goodput_totals(
+    request: Request, state: States = None, search: Search = None
+) -> totals.GoodputTotals:
+    """Where the time of all runs went together, and what it cost by currency."""
+    where = RunFilter(states=tuple(state or ()), search=search)
+    return services_of(request).store.goodput_totals(where)

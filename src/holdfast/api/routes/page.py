@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from fastapi import APIRouter
-from fastapi.responses import FileResponse, HTMLResponse, Response
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 from holdfast.api.problems import Refusal
+from holdfast.api.routes.session import begin_session
+from holdfast.api.schemas import TOKEN_CHARACTERS_MAX
 
 STATIC: Final = Path(__file__).resolve().parents[1] / "static"
 FOREVER: Final = "public, max-age=31536000, immutable"
@@ -25,6 +28,20 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/")
+def open_page(
+    request: Request,
+    token: Annotated[str | None, Query(max_length=TOKEN_CHARACTERS_MAX)] = None,
+) -> Response:
+    """The page; with `?token=`, a session begins and the address bar keeps no token."""
+    if token is None:
+        return show_page()
+    response = RedirectResponse("/", 303, {"Cache-Control": "no-store"})
+    # A wrong token leads to the page's own form.
+    with contextlib.suppress(Refusal):
+        begin_session(request, response, token)
+    return response
+
+
 @router.get("/{path:path}")
 def show_page(path: str = "") -> Response:
     """A built file, or the page for any address that is the page's own to understand."""

@@ -9,10 +9,20 @@ from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
 from holdfast.api.logs import STRETCH_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
-from holdfast.api.redaction import redact, redact_text, secrets_of
-from holdfast.api.schemas import CheckpointRow, Heartbeats, LogFile, LogPart, Page, Prune, RunDetail
+from holdfast.api.schemas import (
+    CheckpointRow,
+    Heartbeats,
+    LogFile,
+    LogPart,
+    Page,
+    Prune,
+    RunDetail,
+    RunLine,
+)
 from holdfast.api.services import services_of
+from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import live_step, read_nodes
+from holdfast.api.watch import Pace
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
@@ -20,7 +30,7 @@ from holdfast.contracts.watch_words import failed_saves, noticed
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.models import CheckpointState
-from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort
+from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.workers import pruning
 
 RunId = Annotated[str, Path(max_length=120, description="the run's uid, folder or name")]
@@ -29,6 +39,9 @@ Limit = Annotated[int, Query(ge=1, le=PAGE_MAX)]
 Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="attempt; the newest")]
 Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
 Step = Annotated[int | None, Query(ge=0, le=2**62)]
+SortAs = Annotated[
+    SortOrder | None, Query(description="names and states begin with A, all else with the most")
+]
 Kind = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
 
 router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
@@ -42,14 +55,18 @@ def list_runs(
     created_from: Moment = None,
     created_to: Moment = None,
     sort: RunSort = "created",
+    order: SortAs = None,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
-) -> Page[views.RunRow]:
-    """Runs, newest first, or last changed first, or by name."""
+) -> Page[RunLine]:
+    """Runs, newest first, or sorted by another column over all of them."""
     where = RunFilter(
         states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
     )
-    return services_of(request).store.list_runs(where, sort, after, limit)
+    services = services_of(request)
+    page = services.store.list_runs(where, sort, after, limit, order)
+    lines = [_line(row, services.watch.pace(row["uid"])) for row in page.items]
+    return Page(items=lines, next=page.next)
 
 
 @router.get("/{run}")
@@ -58,7 +75,9 @@ def show_run(request: Request, run: RunId) -> RunDetail:
     shown = services_of(request).store.show_run(run)
     paths = RunPaths(services_of(request).store.find_run(shown["uid"]).paths.directory)
     on_disk = paths.spec.is_file()
-    events = services_of(request).store.told(shown["uid"])
+    store, is_live = services_of(request).store, RunState(shown["state"]).is_live
+    events, asked = store.told(shown["uid"]), store.steering(shown["uid"])
+    pace = services_of(request).watch.pace(shown["uid"])
     least, most = _gpu_range(shown["spec"])
     detail: dict[str, Any] = {
         **shown,
@@ -66,18 +85,20 @@ def show_run(request: Request, run: RunId) -> RunDetail:
         "failed_saves": failed_saves(events),
         "noticed": noticed(events),
         "steps_total": views.steps_total(shown["spec"]),
-        "live_step": live_step(paths) if RunState(shown["state"]).is_live else None,
+        "live_step": live_step(paths) if is_live else None,
+        "step_s": pace.step_s if pace else None,
+        "supervision": read_supervision(paths, asked, shown["created_at"]) if is_live else None,
+        "requests": requests_in(asked),
         "gpus_min": least,
         "gpus_max": most,
     }
-    return cast(RunDetail, _told(detail, shown["spec"]))
+    return cast(RunDetail, detail)
 
 
 @router.get("/{run}/attempts")
 def list_attempts(request: Request, run: RunId) -> list[views.AttemptView]:
     """All attempts of a run, oldest first."""
-    shown = services_of(request).store.show_run(run)
-    return cast(list[views.AttemptView], _told(shown["attempts"], shown["spec"]))
+    return services_of(request).store.show_run(run)["attempts"]
 
 
 @router.get("/{run}/checkpoints")
@@ -114,8 +135,7 @@ def list_events(
     """A run's journal lines, newest first."""
     store = services_of(request).store
     where = EventFilter(kinds=tuple(kind or ()), attempt=attempt)
-    page = store.list_events(run, where, newest_first=newest_first, after=after, limit=limit)
-    return Page(items=redact(page.items, store.secrets(run)), next=page.next)
+    return store.list_events(run, where, newest_first=newest_first, after=after, limit=limit)
 
 
 @router.get("/{run}/lineage")
@@ -127,8 +147,7 @@ def show_lineage(request: Request, run: RunId) -> views.Graph:
 @router.get("/{run}/openlineage")
 def show_openlineage(request: Request, run: RunId) -> list[dict[str, Any]]:
     """The run's attempts as OpenLineage events."""
-    store = services_of(request).store
-    return cast(list[dict[str, Any]], redact(store.openlineage(run), store.secrets(run)))
+    return services_of(request).store.openlineage(run)
 
 
 @router.get("/{run}/metrics")
@@ -146,6 +165,12 @@ def show_metrics(
 def show_goodput(request: Request, run: RunId) -> dict[str, Any]:
     """Where the run's time went, seconds by part, and what it cost."""
     return services_of(request).store.show_run(run)["goodput"]
+
+
+@router.get("/{run}/timeline")
+def show_timeline(request: Request, run: RunId) -> list[reports.Segment]:
+    """What each attempt did when, in order: the same account as `goodput`, until now."""
+    return services_of(request).store.timeline(run)
 
 
 @router.get("/{run}/heartbeats")
@@ -179,8 +204,9 @@ def show_log(
     limit: Annotated[int, Query(ge=1, le=STRETCH_BYTES_MAX, description="bytes")] = 64 * 1024,
 ) -> LogPart:
     """A stretch of what a rank wrote; asked again from `next_offset` on, it follows."""
-    paths = services_of(request).store.folder_of(run)
-    part = read_log(
+    store = services_of(request).store
+    paths = store.folder_of(run)
+    return read_log(
         paths,
         choose_attempt(paths, attempt),
         rank,
@@ -188,13 +214,14 @@ def show_log(
         incarnation=incarnation,
         offset=offset,
         limit=limit,
+        secrets=store.secrets(run),
     )
-    secrets = services_of(request).store.secrets(run)
-    return part.model_copy(update={"text": redact_text(part.text, secrets)})
 
 
-def _told(value: Any, spec: dict[str, Any]) -> Any:
-    return redact(value, secrets_of(spec))
+def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
+    return RunLine(
+        **row, live_step=pace.step if pace else None, step_s=pace.step_s if pace else None
+    )
 
 
 def _gpu_range(spec: dict[str, Any]) -> tuple[int | None, int | None]:

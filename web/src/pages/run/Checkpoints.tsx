@@ -24,7 +24,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
         {one.rolled_back ? <div className="second">rolled back</div> : null}
       </>
     ) },
-  { id: "reason", header: "Why it is kept or gone", accessorKey: "reason",
+  { id: "reason", header: "Retention", accessorKey: "reason",
     cell: ({ row: { original: one } }) => (
       <>
         {one.reason}
@@ -33,7 +33,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
         </div>
       </>
     ) },
-  { id: "saved_for", header: "Saved for", accessorKey: "saved_for", meta: { wide: true },
+  { id: "saved_for", header: "Trigger", accessorKey: "saved_for", meta: { wide: true },
     cell: ({ row: { original: one } }) => plain(one.saved_for ?? "") },
   { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
     accessorFn: (one) => one.attempt * 1000 + one.incarnation,
@@ -41,7 +41,7 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
   { id: "world", header: "GPUs", accessorKey: "world_size", meta: { number: true, wide: true } },
   { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => bytes(one.bytes) },
-  { id: "blocked", header: "Held up", accessorKey: "blocked_s",
+  { id: "blocked", header: "Blocked", accessorKey: "blocked_s",
     meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => span(one.blocked_s) },
   { id: "flush", header: "Flush", accessorKey: "flush_s", meta: { number: true, wide: true },
@@ -63,13 +63,13 @@ export function Checkpoints() {
   return (
     <Loaded query={{ data: rows, error: query.error }}>
       {(all) => all.length === 0 ? (
-        <Empty title="No checkpoint yet">
-          <p>The first one appears here when its manifest is durable, and not before.</p>
+        <Empty title="No checkpoints yet">
+          <p>A checkpoint appears here once its manifest is durable.</p>
         </Empty>
       ) : (
         <>
           <Table label="Checkpoints" rows={all} columns={COLUMNS} keyOf={(one) => one.id}
-            open={open} />
+            open={open} isWhole={!query.hasNextPage} />
           {query.hasNextPage ? (
             <p>
               <button type="button" disabled={query.isFetchingNextPage}

@@ -5,7 +5,7 @@ import {
 } from "@xyflow/react";
 import "@xyflow/react/dist/style.css";
 import { Link, useNavigate, useParams, useSearch } from "@tanstack/react-router";
-import { useCallback, useEffect, useMemo, useState } from "react";
+import { useCallback, useEffect, useMemo, useState, type KeyboardEvent } from "react";
 import { useCheckpoint, useGraph } from "../../api/queries";
 import type { GraphEdge } from "../../api/types";
 import { fold, isFold, type Folded, type Shown } from "../../fold";
@@ -34,7 +34,7 @@ function title(shown: Shown): string {
 }
 
 function subtitle(shown: Shown, run: string): string {
-  if (isFold(shown)) return `steps ${count(shown.first_step)} – ${count(shown.last_step)}; open`;
+  if (isFold(shown)) return `steps ${count(shown.first_step)} – ${count(shown.last_step)}; expand`;
   const told = [
     shown.kind !== "run" && shown.run && shown.run !== run ? shown.run : null,
     shown.kind === "checkpoint" && shown.state ? stageOfNode(shown) : null,
@@ -241,10 +241,19 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
       .filter((one) => wanted.has(isFold(one) ? (one.members[0] ?? "") : one.id));
     if (there.length > 0) void flow.fitView({ ...FIT, nodes: there });
   }, [places, placed, opened, flow]);
+  // The library selects a card on these keys and reports no click.
+  const press = (event: KeyboardEvent<HTMLDivElement>) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    const card = (event.target as HTMLElement).closest<HTMLElement>(".react-flow__node");
+    const shown = placed.nodes.find((one) => one.id === card?.dataset.id);
+    if (!shown) return;
+    event.preventDefault();
+    choose(shown);
+  };
   if (error) return <Problem error={error} />;
-  if (!layout) return <p className="loading" role="status">Finding places for the nodes…</p>;
+  if (!layout) return <p className="loading" role="status">Laying out the graph…</p>;
   return (
-    <div className="graph" style={{ height: heightOf(layout) }}>
+    <div className="graph" style={{ height: heightOf(layout) }} onKeyDown={press}>
       <ReactFlow
         nodes={nodes}
         edges={edges}
@@ -302,7 +311,7 @@ export function Lineage() {
           <div className="toolbar">
             <span className="muted">
               {count(graph.nodes.length)} nodes, {count(folded.nodes.length)} shown. A dashed card
-              is a stretch in which nothing happened; open it with a click.
+              stands for uneventful checkpoints; click it to expand them.
             </span>
             {open.size > 0 ? (
               <button type="button" onClick={foldAll}>Fold all</button>

@@ -1,32 +1,19 @@
 // What happened to a run, at one look: its attempts against time, its curves, where time went.
 import { useParams } from "@tanstack/react-router";
-import { useMemo } from "react";
+import { useMemo, useState } from "react";
 import { stitch } from "../../curves";
-import { useMetrics, useNewestCheckpoints, useRun } from "../../api/queries";
+import { useMetrics, useNewestCheckpoints, useRun, useTimeline } from "../../api/queries";
 import type { Run } from "../../api/types";
-import { Chart, type Mark } from "../../parts/Chart";
+import { Chart } from "../../parts/Chart";
 import { GoodputBar, PartLegend } from "../../parts/bars";
-import { Copy, Empty, Loaded } from "../../parts/basics";
-import { figure } from "../../format";
+import { Copy, Empty, Loaded, Time } from "../../parts/basics";
+import { attemptOf, count, figure, isoOf } from "../../format";
 import { plain } from "../../states";
+import { isCurrent, marksOf, noticesOf, unsupervised } from "../../story";
 import { Attempts, Timeline } from "./Timeline";
 
 const NOTICES_MAX = 5;
-
-/** Where an attempt ended or the size changed, at the step where the next one went on. */
-function marksOf(run: Run): Mark[] {
-  return run.attempts.slice(1).map((attempt, index) => {
-    const before = run.attempts[index];
-    const cause = before?.cause ? plain(before.cause) : "relaunch";
-    const resized = before && before.world_size !== attempt.world_size
-      ? ` → ${attempt.world_size} GPUs` : "";
-    return {
-      x: attempt.resumed_step ?? attempt.first_step ?? 0,
-      word: `${cause}${resized}`,
-      tone: before?.state === "preempted" ? "warn" : before?.cause ? "bad" : "note",
-    };
-  });
-}
+const ROWS_MAX = 6;
 
 function Curves({ run }: { run: Run }) {
   const query = useMetrics(run.run);
@@ -62,33 +49,87 @@ function Curves({ run }: { run: Run }) {
   );
 }
 
-/** What somebody should know who looks now: lost folders, failed saves, what the watch noticed. */
+interface NoticeText {
+  text: string;
+  at: number;
+  attempt: number | null;
+}
+
+function Notice({ notice: { text, at, attempt }, tone }: { notice: NoticeText; tone: string }) {
+  return (
+    <p className={tone}>
+      {text}{" "}
+      <span className="muted">
+        {attempt === null ? "" : `attempt ${attempt}, `}<Time at={isoOf(at)} />
+      </span>
+    </p>
+  );
+}
+
+/** What an operator should know now; what concerned earlier attempts is folded away. */
 function Notices({ run }: { run: Run }) {
-  const told = [
-    ...(run.on_disk === false
-      ? ["The run's folder is gone, or its root is not mounted. This is what the index last knew."]
-      : []),
-    ...(run.failed_saves ?? []).slice(-NOTICES_MAX)
-      .map((one) => `The save of step ${one.step} was not committed: ${one.error}`),
-    ...(run.noticed ?? []).slice(-NOTICES_MAX).map((one) => one.text),
-  ];
-  return told.map((text) => <p key={text} className="problem">{text}</p>);
+  const alone = unsupervised(run);
+  const saves = (run.failed_saves ?? []).slice(-NOTICES_MAX).map((one): NoticeText => ({
+    text: `The save of step ${count(one.step)} was not committed: ${one.error}`,
+    at: one.at,
+    attempt: attemptOf(one.checkpoint),
+  }));
+  const told = [...saves, ...noticesOf(run).slice(-NOTICES_MAX)]
+    .toSorted((one, other) => other.at - one.at);
+  const [now, before] = [told.filter((one) => isCurrent(one, run)),
+    told.filter((one) => !isCurrent(one, run))];
+  return (
+    <>
+      {run.on_disk === false ? (
+        <p className="problem">The run's folder is gone, or its root is not mounted. The page shows
+          what the index last recorded.</p>
+      ) : null}
+      {alone ? <p className="problem" role="alert">{alone}</p> : null}
+      {now.map((one) => <Notice key={`${one.at}${one.text}`} notice={one} tone="problem" />)}
+      {before.length > 0 ? (
+        <details className="section">
+          <summary>{before.length} earlier notice{before.length === 1 ? "" : "s"}</summary>
+          {before.map((one) => (
+            <Notice key={`${one.at}${one.text}`} notice={one} tone="problem past" />
+          ))}
+        </details>
+      ) : null}
+    </>
+  );
+}
+
+/** The newest attempts against time and in words; all of them on request. */
+function AttemptsSection({ run }: { run: Run }) {
+  const checkpoints = useNewestCheckpoints(run.run);
+  const timeline = useTimeline(run.run);
+  const [all, setAll] = useState(false);
+  const shown = all ? run.attempts : run.attempts.slice(-ROWS_MAX);
+  return (
+    <section className="section">
+      <h2>Attempts</h2>
+      <Timeline attempts={shown} segments={timeline.data ?? []}
+        checkpoints={checkpoints.data ?? []} />
+      <Attempts attempts={shown} requests={run.requests ?? []} />
+      {run.attempts.length > ROWS_MAX ? (
+        <p className="after">
+          <button type="button" onClick={() => setAll(!all)}>
+            {all ? `Show the newest ${ROWS_MAX}` : `Show all ${run.attempts.length} attempts`}
+          </button>
+        </p>
+      ) : null}
+    </section>
+  );
 }
 
 export function Overview() {
   const { run: name } = useParams({ from: "/runs/$run" });
   const query = useRun(name);
-  const checkpoints = useNewestCheckpoints(name);
   return (
     <Loaded query={query}>
       {(run) => (
         <>
           <Notices run={run} />
-          <section className="section">
-            <h2>Attempts</h2>
-            <Timeline attempts={run.attempts} checkpoints={checkpoints.data ?? []} />
-            <Attempts attempts={run.attempts} />
-          </section>
+          <AttemptsSection run={run} />
           <section className="section">
             <h2>Where the time went</h2>
             <GoodputBar parts={run.goodput} />

@@ -8,13 +8,15 @@ import { isLive, plain } from "../../states";
 
 const SILENT_S = 30;
 
-function Rank({ rank }: { rank: RankRow }) {
+function Rank({ rank, beatAge }: { rank: RankRow; beatAge: number }) {
+  // The agent reported the rank's silence as of its heartbeat, which has an age of its own.
+  const age = rank.age_s === null ? null : rank.age_s + Math.max(0, beatAge);
   return (
     <tr>
       <td className="number">{rank.rank}</td>
       <td className="number">{rank.step < 0 ? "–" : count(rank.step)}</td>
       <td>{plain(rank.phase)}</td>
-      <td className="number">{rank.age_s === null ? "–" : `${span(rank.age_s)} ago`}</td>
+      <td className="number">{age === null ? "—" : `${span(age)} ago`}</td>
       <td className="number wide-only">{span(rank.step_p50_s || rank.step_time_s)}</td>
       <td className="number wide-only">{span(rank.step_p99_s || null)}</td>
       <td className="number wide-only">{span(rank.own_s || null)}</td>
@@ -47,15 +49,17 @@ function Node({ node, live }: { node: NodeBeat; live: boolean }) {
               <th scope="col" className="number">Rank</th>
               <th scope="col" className="number">Step</th>
               <th scope="col">Phase</th>
-              <th scope="col" className="number">Seen</th>
-              <th scope="col" className="number wide-only">Step, median</th>
-              <th scope="col" className="number wide-only">99 %</th>
-              <th scope="col" className="number wide-only">Own part</th>
+              <th scope="col" className="number">Last activity</th>
+              <th scope="col" className="number wide-only">Median step</th>
+              <th scope="col" className="number wide-only">p99 step</th>
+              <th scope="col" className="number wide-only">Compute</th>
               <th scope="col" className="number wide-only">Memory</th>
               <th scope="col" className="number wide-only">CPU</th>
             </tr>
           </thead>
-          <tbody>{node.ranks.map((rank) => <Rank key={rank.rank} rank={rank} />)}</tbody>
+          <tbody>{node.ranks.map((rank) => (
+            <Rank key={rank.rank} rank={rank} beatAge={node.age_s} />
+          ))}</tbody>
         </table>
       </div>
     </section>
@@ -69,12 +73,12 @@ export function Ranks() {
   return (
     <Loaded query={query}>
       {({ nodes, attempt, clock_problems: clocks }) => nodes.length === 0 ? (
-        <Empty title="No node has been heard of yet">
-          <p>Each node's agent writes a heartbeat every few seconds once it has begun.</p>
+        <Empty title="No heartbeats yet">
+          <p>Each node's agent writes a heartbeat every few seconds once it has started.</p>
         </Empty>
       ) : (
         <>
-          <p className="muted">Attempt {attempt}, as its agents last saw it.</p>
+          <p className="muted">Latest heartbeats of attempt {attempt}.</p>
           {clocks.map((one) => <p key={one} className="problem">{one}</p>)}
           {nodes.map((node) => <Node key={node.node} node={node} live={live} />)}
         </>

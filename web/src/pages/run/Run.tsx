@@ -7,7 +7,8 @@ import { count, money, percent, span } from "../../format";
 import { ActionButton, type Action } from "../../parts/Confirm";
 import { Facts, Loaded, State, Time, useTitle } from "../../parts/basics";
 import { isLive } from "../../states";
-import { timeLeft } from "../../progress";
+import { stateOf, unsupervised } from "../../story";
+import { committedStep, stepOf, timeLeft } from "../../progress";
 
 const TABS = [
   ["", "Overview"],
@@ -23,10 +24,18 @@ function sizeWords({ gpus_min: least, gpus_max: most }: Run): string {
   return `GPUs of the next attempt${range}`;
 }
 
+/** What happens to the current attempt before the next one starts. */
+function relaunchWords(run: Run): string {
+  const last = run.attempts.at(-1);
+  if (!last || last.ended_at !== null) return "No attempt is running.";
+  if (last.started_at === null) return `Attempt ${last.number} is withdrawn from the queue.`;
+  return `Attempt ${last.number} saves a final checkpoint and ends.`;
+}
+
 function actionsOf(run: Run): Action[] {
   const base = `/runs/${encodeURIComponent(run.run)}`;
   const live = isLive(run.state);
-  const size = run.world_size ?? run.attempts.at(-1)?.world_size;
+  const size = run.attempts.at(-1)?.world_size;
   const relaunch: Action = {
     word: "Relaunch",
     title: `Relaunch ${run.run}`,
@@ -35,8 +44,7 @@ function actionsOf(run: Run): Action[] {
       initial: size ? String(size) : "" },
     explanation: (
       <p>
-        {live ? "The present attempt saves a last checkpoint and ends; " : ""}
-        the same command goes on from the newest checkpoint, at this size.
+        {relaunchWords(run)} The same command then resumes from the newest checkpoint at this size.
       </p>
     ),
   };
@@ -45,23 +53,24 @@ function actionsOf(run: Run): Action[] {
     title: `Stop ${run.run}`,
     path: `${base}/stop`,
     disabled: live ? null : "The run is not live.",
-    explanation: <p>It saves a last checkpoint and ends. Relaunch continues it.</p>,
+    explanation: <p>The run saves a final checkpoint and ends. Relaunch continues it.</p>,
   };
   const paused = run.state === "paused";
   const pause: Action = paused
     ? { id: "pause", word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
-        explanation: <p>It goes on from its newest checkpoint as soon as it has its GPUs.</p> }
+        explanation: <p>The run resumes from its newest checkpoint as soon as it gets its
+          GPUs.</p> }
     : { id: "pause", word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
         disabled: live ? null : "The run is not live.",
-        explanation: <p>It saves a last checkpoint and gives its GPUs back until it is
+        explanation: <p>The run saves a final checkpoint and gives up its GPUs until it is
           resumed.</p> };
   const cancel: Action = {
     word: "Cancel",
     title: `Cancel ${run.run}`,
     path: `${base}/cancel`,
     disabled: live ? null : "The run is not live.",
-    explanation: <p>It ends for good, without waiting for a last checkpoint. What it has
-      committed is kept.</p>,
+    explanation: <p>The run saves a final checkpoint, gives up its GPUs and ends. Everything it
+      has committed is kept, and Relaunch continues it.</p>,
   };
   return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
 }
@@ -70,32 +79,32 @@ function Head({ run }: { run: Run }) {
   const mayAct = useMayAct();
   const { goodput } = run;
   const last = run.attempts.at(-1);
-  // A heartbeat knows a later step than the last line that was ingested.
-  const step = Math.max(run.live_step ?? -1, run.step ?? -1);
+  const step = stepOf(run);
   return (
     <>
       <div className="head">
         <h1>{run.run}</h1>
-        <State state={run.state} />
-        <span className="muted">{run.reason ?? `by ${run.created_by}`}</span>
+        <State state={stateOf(run)} />
+        {unsupervised(run) ? <State state="silent">no supervisor</State> : null}
+        <span className="muted">{run.reason ?? `submitted by ${run.created_by}`}</span>
         <div className="actions">
           {mayAct ? actionsOf(run).map((one) => (
             <ActionButton key={one.id ?? one.word} action={one} />
-          )) : <span className="muted">You may look; an operator may act.</span>}
+          )) : <span className="muted">Read-only</span>}
         </div>
       </div>
       <Facts
         facts={[
-          ["Step", run.steps_total ? `${count(step)} / ${count(run.steps_total)}`
-            : step < 0 ? "none yet" : count(step)],
+          ["Step", step === null ? "none yet"
+            : run.steps_total ? `${count(step)} / ${count(run.steps_total)}` : count(step)],
           ["Time left", span(timeLeft(run))],
-          ["GPUs", count(run.world_size ?? last?.world_size)],
+          ["GPUs", count(last?.world_size)],
           ["Attempts", count(run.attempts.length)],
           ["Goodput", <>{percent(goodput.ettr)} <small>of {span(goodput.total_s)}</small></>],
-          ["Steps trained twice", count(goodput.steps_lost)],
-          ["Committed step", count(last?.committed_step)],
+          ["Steps redone", count(goodput.steps_lost)],
+          ["Committed step", count(committedStep(run))],
           ["Cost", goodput.cost === null ? null : money(goodput.cost, goodput.currency)],
-          ["Began", <Time at={run.created_at} />],
+          ["Started", <Time at={run.created_at} />],
           ["Ended", run.ended_at ? <Time at={run.ended_at} /> : null],
           ["Forked from", run.forked_from ? (
             <Link to="/checkpoints/$id" params={{ id: run.forked_from }}>{run.forked_from}</Link>

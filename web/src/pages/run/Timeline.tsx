@@ -1,9 +1,10 @@
 // The attempts of a run against time: what each did when, and why it ended.
-import { useLayoutEffect, useRef, useState } from "react";
-import type { Attempt, Checkpoint } from "../../api/types";
+import { useLayoutEffect, useState } from "react";
+import type { Attempt, Checkpoint, OperatorRequest, Segment } from "../../api/types";
 import { Empty, State, Time, useNow } from "../../parts/basics";
 import { count, exact, span, when } from "../../format";
-import { PART_WORDS, PARTS, plain } from "../../states";
+import { PART_WORDS, PARTS } from "../../states";
+import { endOf, reasonOf, restartsOf } from "../../story";
 import { segmentsOf, ticks } from "../../timeline";
 
 const ROW = 24;
@@ -13,17 +14,18 @@ const AXIS = 22;
 const TICK_PX = 130;
 const MARK_PX = 8;
 
+/** A place on the page and its width, also of one that appears later; 0 before it is there. */
 function useWidth() {
-  const place = useRef<HTMLDivElement>(null);
-  const [width, setWidth] = useState(800);
+  const [place, setPlace] = useState<HTMLDivElement | null>(null);
+  const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
-    const element = place.current;
-    if (!element) return undefined;
-    const observer = new ResizeObserver(() => setWidth(Math.max(280, element.clientWidth)));
-    observer.observe(element);
+    if (!place) return undefined;
+    setWidth(Math.max(280, place.clientWidth));
+    const observer = new ResizeObserver(() => setWidth(Math.max(280, place.clientWidth)));
+    observer.observe(place);
     return () => observer.disconnect();
-  }, []);
-  return [place, width] as const;
+  }, [place]);
+  return [setPlace, width] as const;
 }
 
 const clock = (time: number, wide: boolean): string => {
@@ -50,18 +52,20 @@ function thinned(
 
 interface Props {
   attempts: Attempt[];
+  segments: Segment[];
   checkpoints: Checkpoint[];
 }
 
-export function Timeline({ attempts, checkpoints }: Props) {
+export function Timeline({ attempts, segments, checkpoints }: Props) {
   const now = useNow();
   const [place, width] = useWidth();
-  const rows = attempts.map((attempt) => ({ attempt, segments: segmentsOf(attempt, now) }));
+  const rows = attempts.map((attempt) => (
+    { attempt, segments: segmentsOf(attempt, segments, now) }));
   const all = rows.flatMap((row) => row.segments);
   if (all.length === 0) {
     return (
-      <Empty title="No attempt has begun yet">
-        <p>The time line starts when the scheduler has taken the first one.</p>
+      <Empty title="No attempt yet">
+        <p>The timeline starts when the scheduler accepts the first attempt.</p>
       </Empty>
     );
   }
@@ -134,54 +138,55 @@ export function Timeline({ attempts, checkpoints }: Props) {
 }
 
 /** Each attempt in words: where it began, how far it came, and what ended it by which evidence. */
-export function Attempts({ attempts }: { attempts: Attempt[] }) {
-  const newest = attempts.toReversed();
+export function Attempts({ attempts, requests }: {
+  attempts: Attempt[];
+  requests: OperatorRequest[];
+}) {
   return (
     <div className="table-wrap" tabIndex={0} role="region" aria-label="Attempts">
       <table>
         <thead>
           <tr>
             <th scope="col">Attempt</th>
-            <th scope="col">Ended as</th>
-            <th scope="col" className="wide-only">Why</th>
+            <th scope="col">Status</th>
+            <th scope="col" className="wide-only">Reason</th>
             <th scope="col" className="number">Steps</th>
             <th scope="col" className="wide-only">Nodes</th>
             <th scope="col" className="number wide-only">Signal to commit</th>
-            <th scope="col" className="number wide-only">Began</th>
-            <th scope="col" className="number wide-only">Lasted</th>
+            <th scope="col" className="number wide-only">Started</th>
+            <th scope="col" className="number wide-only">Duration</th>
           </tr>
         </thead>
-        <tbody>{newest.map((one) => <AttemptRow key={one.number} attempt={one} />)}</tbody>
+        <tbody>
+          {attempts.toReversed().map((one) => (
+            <AttemptRow key={one.number} attempt={one} requests={requests} />
+          ))}
+        </tbody>
       </table>
     </div>
   );
 }
 
-function lasted(attempt: Attempt, now: number): number | null {
+const COLUMNS = 8;
+
+function durationOf(attempt: Attempt, now: number): number | null {
   const from = when(attempt.started_at);
   return from === null ? null : ((when(attempt.ended_at) ?? now) - from) / 1000;
 }
 
-function AttemptRow({ attempt }: { attempt: Attempt }) {
-  const now = useNow();
-  const why = attempt.cause ? plain(attempt.cause) : (attempt.reason ?? "");
-  const evidence = attempt.evidence.join("; ");
+function stepsOf({ first_step: first, last_step: last, ended_at: ended }: Attempt): string {
+  if (first === null && last === null) return "—";
+  return `${count(first)} – ${last === null && ended === null ? "…" : count(last)}`;
+}
+
+/** Why it ended, in what the records say. It has a row of its own, as wide as the table. */
+function Evidence({ attempt }: { attempt: Attempt }) {
+  const lines = [...restartsOf(attempt), ...attempt.evidence];
+  if (lines.length === 0 && !attempt.traceback) return null;
   return (
-    <tr>
-      <td className="nowrap">
-        #{attempt.number}
-        <div className="second">
-          {attempt.world_size} GPU{attempt.world_size === 1 ? "" : "s"}
-          {attempt.job_id ? ` · job ${attempt.job_id}` : ""}
-        </div>
-      </td>
-      <td>
-        <State state={attempt.state} />
-        <div className="second narrow-only">{why}</div>
-      </td>
-      <td className="wide-only">
-        {why}
-        <div className="second">{evidence}</div>
+    <tr className="more">
+      <td colSpan={COLUMNS}>
+        {lines.map((line) => <div key={line} className="second breaks">{line}</div>)}
         {attempt.traceback ? (
           <details>
             <summary>Traceback of rank {attempt.failed_rank ?? "?"}</summary>
@@ -189,19 +194,45 @@ function AttemptRow({ attempt }: { attempt: Attempt }) {
           </details>
         ) : null}
       </td>
-      <td className="number">
-        {count(attempt.first_step)} – {attempt.last_step === null && attempt.ended_at === null
-          ? "…" : count(attempt.last_step)}
-        <div className="second">committed {count(attempt.committed_step)}</div>
-      </td>
-      <td className="wide-only clip" title={attempt.nodes.join(", ")}>
-        {attempt.nodes.join(", ")}
-      </td>
-      <td className="number wide-only">{span(attempt.signal_to_commit_s)}</td>
-      <td className="number wide-only">
-        <Time at={attempt.started_at ?? attempt.submitted_at} />
-      </td>
-      <td className="number wide-only">{span(lasted(attempt, now))}</td>
     </tr>
+  );
+}
+
+function AttemptRow({ attempt, requests }: { attempt: Attempt; requests: OperatorRequest[] }) {
+  const now = useNow();
+  const why = reasonOf(attempt, requests);
+  return (
+    <>
+      <tr className="with-more">
+        <td className="nowrap">
+          #{attempt.number}
+          <div className="second">
+            {attempt.world_size} GPU{attempt.world_size === 1 ? "" : "s"}
+            {attempt.job_id ? <span className="wide-only"> · job {attempt.job_id}</span> : ""}
+          </div>
+        </td>
+        <td>
+          <State state={endOf(attempt, requests)} />
+          <div className="second narrow-only">{why}</div>
+        </td>
+        <td className="wide-only">{why}</td>
+        <td className="number">
+          {stepsOf(attempt)}
+          <div className="second">
+            {attempt.committed_step === null ? "none committed"
+              : `committed ${count(attempt.committed_step)}`}
+          </div>
+        </td>
+        <td className="wide-only clip" title={attempt.nodes.join(", ")}>
+          {attempt.nodes.join(", ")}
+        </td>
+        <td className="number wide-only">{span(attempt.signal_to_commit_s)}</td>
+        <td className="number wide-only">
+          <Time at={attempt.started_at ?? attempt.submitted_at} />
+        </td>
+        <td className="number wide-only">{span(durationOf(attempt, now))}</td>
+      </tr>
+      <Evidence attempt={attempt} />
+    </>
   );
 }

@@ -1,0 +1,61 @@
+"""Carrying one run from where disk says that it stands to its end. No Prefect here."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import RunConflictError
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.redaction import redact_text, secrets_of
+from holdfast.contracts.spec import RunSpec
+from holdfast.flows.summary import end_reason, table_of_attempts
+from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.lineage.index import Index
+from holdfast.workers import runs
+
+
+def carry(paths: RunPaths, log: logging.Logger) -> RunHistory:
+    """Supervise the run until it has ended, and log how; returns its last history."""
+    with Index() as index:
+        history = Supervisor(paths=paths, index=index, log=log, submit=submit_next).run()
+    for line in table_of_attempts(history):
+        log.info("%s", line)
+    last = history.last_attempt
+    if last is not None and last.traceback and not history.state.is_live:
+        told = redact_text(last.traceback, secrets_of(history.record.spec))
+        log.error("the first failing rank:\n%s", told)
+    log.info("%s %s: %s", paths.name, history.state, end_reason(history))
+    return history
+
+
+def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
+    """True when the run has had an attempt and has not ended: it must be carried on.
+
+    What a new run would be refused for, such as a scheduler or a database that is away just now,
+    is no reason to leave it alone.
+    """
+    paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
+    if paths is None or not paths.spec.is_file():
+        return False
+    history = load_history(paths)
+    return bool(history.attempts) and history.state.is_live
+
+
+def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
+    """The folder of the run: the one named, else the one that `spec` attaches to or creates.
+
+    Raises `RunConflictError` when the run named was created with another spec.
+    """
+    if run is None:
+        return runs.attach_or_create(spec, root, created_by="flow")[0]
+    paths = runs.find_run(root, run)
+    record = read_document(RunRecord, paths.spec)
+    if record is None or not runs.is_same_spec(record, spec):
+        raise RunConflictError(
+            f"{run}: created with another spec than the one given ({spec.digest[:12]}); leave "
+            f"the run out to create a new one, or give the spec in {paths.spec}"
+        )
+    return paths

@@ -1,0 +1,77 @@
+"""`holdfast supervise`: start supervisors again for runs whose supervisor was killed."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.index import choose_root, locate_run, look_at
+from holdfast.cli.output import AsJson, RootOption, answer, warn
+from holdfast.contracts.errors import HoldfastError, SpecError
+from holdfast.contracts.paths import RunPaths, list_runs
+from holdfast.contracts.supervision import is_supervised
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module to `app`."""
+    app.command()(supervise)
+
+
+def supervise(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every live run of yours under the root.")
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a supervisor for a live run that has none; harmless when it has one.
+
+    Put `holdfast supervise --all` into cron or a systemd timer, and runs survive a login node that
+    kills or restarts.
+    """
+    if (run is None) != every:
+        raise SpecError("supervise: give one RUN, or --all for every live run under the root")
+    chosen = [locate_run(run, root)] if run else _mine(list_runs(choose_root(root)))
+    facts = [fact for paths in chosen if (fact := _start(paths, is_named=run is not None))]
+    answer(facts, as_json, _render)
+
+
+def _mine(found: list[RunPaths]) -> list[RunPaths]:
+    """Runs whose folder belongs to this user: nobody supervises another user's."""
+    return [paths for paths in found if paths.directory.stat().st_uid == os.geteuid()]
+
+
+def _start(paths: RunPaths, *, is_named: bool) -> dict[str, Any] | None:
+    """Start a supervisor if the run needs one; None for one that has ended, or cannot be read."""
+    from holdfast.flows.start import start_if_alone
+
+    try:
+        state = look_at(paths).state
+        facts: dict[str, Any] = {"run": paths.name, "state": state.value}
+        if not state.is_live:
+            return {**facts, "started": False, "warning": None} if is_named else None
+        if is_supervised(paths.flow_lock):
+            return {**facts, "started": False, "warning": None}
+        started = start_if_alone(paths)
+    # One run that is damaged must not keep the others from being supervised.
+    except (HoldfastError, OSError, ValueError, LookupError) as error:
+        if is_named:
+            raise
+        warn(f"holdfast: {paths.name}: {error}")
+        return None
+    return {**facts, "started": True, **started.as_json(), "warning": started.warning}
+
+
+def _render(facts: list[dict[str, Any]]) -> None:
+    for one in facts:
+        done = "a supervisor was started" if one["started"] else "needs no supervisor"
+        typer.echo(f"{one['run']} ({one['state']}): {done}")
+        if one["warning"]:
+            warn(f"holdfast: {one['warning']}")
+    if not facts:
+        typer.echo("no live run here")

@@ -1,0 +1,65 @@
+"""Bounds on every number and text that comes from a file, whoever wrote it.
+
+Each is far above what any cluster has, and low enough for every column, sum and clock that the
+value reaches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+INTEGER_MAX: Final = 2**63 - 1
+# The end of the year 9999 without its last days: later times have no local date.
+TIME_MAX: Final = 253_402_000_000.0
+SECONDS_MAX: Final = 1e9
+BYTES_MAX: Final = 2**50
+STEP_MAX: Final = 10**15
+RANKS_MAX: Final = 10**7
+NODES_MAX: Final = 10**6
+GPUS_PER_NODE_MAX: Final = 10**4
+NUMBER_MAX: Final = 10**9
+NAME_CHARACTERS_MAX: Final = 1000
+PATH_CHARACTERS_MAX: Final = 8192
+TEXT_CHARACTERS_MAX: Final = 4 * 1024 * 1024
+DEPTH_MAX: Final = 64
+UID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+# Unix seconds, and seconds that pass.
+Moment = Annotated[float, Field(ge=0, le=TIME_MAX)]
+Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX)]
+Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+ByteCount = Annotated[int, Field(ge=0, le=BYTES_MAX)]
+# -1 stands for no step yet.
+Step = Annotated[int, Field(ge=-1, le=STEP_MAX)]
+Ranks = Annotated[int, Field(ge=0, le=RANKS_MAX)]
+# Of attempts, incarnations, nodes and processes; exit codes are negative for signals.
+Number = Annotated[int, Field(ge=-NUMBER_MAX, le=NUMBER_MAX)]
+Name = Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)]
+FilePath = Annotated[str, Field(max_length=PATH_CHARACTERS_MAX)]
+Text = Annotated[str, Field(max_length=TEXT_CHARACTERS_MAX)]
+Uid = Annotated[str, Field(pattern=f"^{UID.pattern}$")]
+
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
+
+
+def has_long_number(content: bytes) -> bool:
+    """True when JSON may hold an integer of more than 64 bits; looking costs next to nothing."""
+    return _LONG_NUMBER.search(content) is not None
+
+
+def problem_with_numbers(value: Any, depth: int = 0) -> str | None:
+    """What is wrong with a document of any shape: integers beyond 64 bits, or too deep nesting."""
+    if depth > DEPTH_MAX:
+        return f"nested more than {DEPTH_MAX} deep"
+    if type(value) is int and abs(value) > INTEGER_MAX:
+        return f"an integer of {value.bit_length()} bits, expected at most 64"
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if not isinstance(value, list | tuple):
+        return None
+    found = (problem_with_numbers(item, depth + 1) for item in value)
+    return next((problem for problem in found if problem), None)

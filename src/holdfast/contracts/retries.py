@@ -1,0 +1,36 @@
+"""Reading again what storage refused for a moment: a few times, then it counts."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+
+READ_WAITS_S: Final = (0.05, 0.5)
+"""Seconds before the second and the third try."""
+
+# A server that restarts, a path that fails over, a handle that a rename made stale.
+_MAY_PASS: Final = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EIO,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def read_again(read: Callable[[], T]) -> T:
+    """What `read` returns, called again after errors that can pass; the last error is raised."""
+    for wait_s in READ_WAITS_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _MAY_PASS:
+                raise
+            time.sleep(wait_s)
+    return read()

@@ -1,0 +1,78 @@
+"""Which sbatch options a spec may add, and what to write instead of those that it may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+_LONG_NAME: Final = re.compile(r"[a-z][a-z0-9-]+")
+_BY_GRES: Final = "set resources.gpus_per_node, or resources.gres such as 'gpu:h100:8'"
+_BY_CPUS: Final = "set resources.cpus_per_gpu"
+_BY_MEMORY: Final = "set resources.memory_gb_per_node"
+_ONE_TASK: Final = "leave it out: Holdfast starts one task on each node, and torchrun the ranks"
+_FILES: Final = "leave it out: the run's folder holds the output, see holdfast logs"
+_RELAUNCH: Final = "leave it out: only the flow relaunches a run"
+# Options that Holdfast sets, or without which it would lose its own job.
+REFUSED: Final[Mapping[str, str]] = {
+    "job-name": "leave it out: Holdfast finds its jobs by their name",
+    "clusters": "leave it out: submit on a host of that cluster, into a HOLDFAST_ROOT of its own",
+    "cluster-constraint": "leave it out: a job that another cluster takes cannot be watched",
+    "array": "leave it out: a run is one job; submit one run for each member of a sweep",
+    "requeue": _RELAUNCH,
+    "no-requeue": _RELAUNCH,
+    "no-kill": "leave it out: Holdfast always sets it, so that the other nodes save",
+    "kill-on-bad-exit": "leave it out: the other nodes save when one of them fails",
+    "signal": "set supervision.grace_s",
+    "partition": "set resources.partition",
+    "account": "set resources.account",
+    "qos": "set resources.qos",
+    "constraint": "set resources.constraint",
+    "time": "set resources.time_limit_min",
+    "time-min": "set resources.time_limit_min",
+    "nodes": "set resources.nodes",
+    "gres": "set resources.gres",
+    "gpus": _BY_GRES,
+    "gpus-per-node": _BY_GRES,
+    "gpus-per-task": _BY_GRES,
+    "gpus-per-socket": _BY_GRES,
+    "cpus-per-gpu": _BY_CPUS,
+    "cpus-per-task": _BY_CPUS,
+    "mem": _BY_MEMORY,
+    "mem-per-cpu": _BY_MEMORY,
+    "mem-per-gpu": _BY_MEMORY,
+    "ntasks": _ONE_TASK,
+    "ntasks-per-node": _ONE_TASK,
+    "ntasks-per-gpu": _ONE_TASK,
+    "ntasks-per-core": _ONE_TASK,
+    "ntasks-per-socket": _ONE_TASK,
+    "exclude": "leave it out: Holdfast excludes nodes that failed; use nodelist",
+    "output": _FILES,
+    "error": _FILES,
+    "input": _FILES,
+    "open-mode": _FILES,
+    "chdir": "set launch.working_directory",
+    "export": "set environment",
+    "export-file": "set environment",
+    "get-user-env": "set launch.setup",
+    "wrap": "set command",
+    "wait": "leave it out: use holdfast submit --wait",
+    "test-only": "leave it out: use holdfast submit --dry-run",
+    "parsable": "leave it out: it changes what sbatch prints",
+    "quiet": "leave it out: it changes what sbatch prints",
+    "uid": "leave it out: a run belongs to the user who submits it",
+    "gid": "leave it out: a run belongs to the user who submits it",
+}
+
+
+def problem_with_option(name: str) -> str:
+    """Why `resources.extra` may not hold the sbatch option `name`; empty when it may.
+
+    sbatch takes any unique beginning of a long name, so beginnings of refused names are refused.
+    """
+    if not _LONG_NAME.fullmatch(name):
+        return f"option {name!r}: expected the long name of an sbatch option, such as 'reservation'"
+    refused = next((each for each in REFUSED if each.startswith(name)), None)
+    if refused is None:
+        return ""
+    return f"option {name!r} is not for extra: {REFUSED[refused]}"

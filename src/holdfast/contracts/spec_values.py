@@ -1,0 +1,54 @@
+"""What no value of a run spec may be, in whatever key: it would end a script's line, or a clock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from holdfast.contracts.bounds import DEPTH_MAX
+
+WHOLE_MAX: Final = 2**53
+FRACTION_MAX: Final = 1e9
+ITEMS_MAX: Final = 100_000
+SHOWN_CHARACTERS: Final = 60
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_NEVER: Final = re.compile(r"[\x00\ud800-\udfff]")
+
+
+def problem_with_value(value: Any, *, several_lines: bool, depth: int = 0) -> str | None:
+    """What is wrong with a value of a spec, in words; None when nothing is.
+
+    Texts reach sbatch scripts, command lines, terminals and databases. So they hold no control
+    characters; those of `several_lines` may hold all but NUL. Parts of the spec check themselves.
+    """
+    if isinstance(value, BaseModel):
+        return None
+    if isinstance(value, str):
+        return _problem_with_text(value, _NEVER if several_lines else _CONTROL)
+    if isinstance(value, int) and abs(value) > WHOLE_MAX:
+        return f"an integer of {value.bit_length()} bits, expected at most 53"
+    if isinstance(value, float) and not abs(value) <= FRACTION_MAX and not several_lines:
+        return f"{value}: expected a finite number of at most {FRACTION_MAX:.0e}"
+    if depth > DEPTH_MAX:
+        return f"nested more than {DEPTH_MAX} deep"
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, list | tuple):
+        return None
+    if len(value) > ITEMS_MAX:
+        return f"{len(value)} items, expected at most {ITEMS_MAX}"
+    found = (
+        problem_with_value(item, several_lines=several_lines, depth=depth + 1) for item in value
+    )
+    return next((problem for problem in found if problem), None)
+
+
+def _problem_with_text(text: str, refused: re.Pattern[str]) -> str | None:
+    match = refused.search(text)
+    if match is None:
+        return None
+    given = ascii(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS])
+    return f"{given}: holds the control character {match[0]!a}; take it out"

@@ -1,0 +1,109 @@
+"""Sums over all runs: what their checkpoints take, and where their time and money went."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, cast
+
+from sqlalchemy import Double, func, select
+from sqlalchemy import cast as sql_cast
+from typing_extensions import TypedDict
+
+from holdfast.lineage.database import Database
+from holdfast.lineage.find import rows_of
+from holdfast.lineage.pages import RunFilter, wanted_runs
+from holdfast.lineage.tables import RUNS
+
+_STORED: Final = (*("kept", "kept_bytes", "damaged", "damaged_bytes", "deleted", "deleted_bytes"),)
+_ADDED: Final = (
+    *("total_s", "queued_s", "starting_s", "loading_s", "training_s", "lost_s", "blocked_s"),
+    *("hung_s", "flushing_s", "stopped_s", "steps_lost", "gpu_hours", "preemption_gpu_hours"),
+)
+_MONEY: Final = ("cost", "preemption_cost", "on_demand_cost", "saved")
+
+
+class StorageTotals(TypedDict):
+    """Checkpoints and bytes of all runs that match, by state."""
+
+    runs: int
+    kept: int
+    kept_bytes: int
+    damaged: int
+    damaged_bytes: int
+    deleted: int
+    deleted_bytes: int
+
+
+class Money(TypedDict):
+    """Sums in one currency; None where no run of it gives the price."""
+
+    currency: str
+    cost: float | None
+    preemption_cost: float | None
+    on_demand_cost: float | None
+    saved: float | None
+
+
+class GoodputTotals(TypedDict):
+    """The account of all runs that match: seconds by part, GPU hours, steps trained twice.
+
+    `ettr` is productive time over all time, None where there was none.
+    """
+
+    runs: int
+    total_s: float
+    queued_s: float
+    starting_s: float
+    loading_s: float
+    training_s: float
+    lost_s: float
+    blocked_s: float
+    hung_s: float
+    flushing_s: float
+    stopped_s: float
+    ettr: float | None
+    steps_lost: int
+    gpu_hours: float
+    preemption_gpu_hours: float
+    money: list[Money]
+
+
+def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
+    """What the checkpoints of all runs that match take. Reads the table of runs alone."""
+    # As fractions: integers of many runs could add up to more than SQLite adds.
+    columns = {name: sql_cast(RUNS.c[name], Double) for name in _STORED}
+    sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in columns.items()]
+    query = wanted_runs(select(func.count().label("runs"), *sums), where)
+    with database.reading() as connection:
+        (row,) = rows_of(connection, query)
+    return cast(StorageTotals, {name: int(value) for name, value in row.items()})
+
+
+def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
+    """Where the time of all runs that match went, each until its row was last written."""
+    with database.reading() as connection:
+        found = rows_of(connection, wanted_runs(select(RUNS.c.goodput), where))
+    accounts = [row["goodput"] for row in found]
+    sums = {name: sum(one.get(name) or 0 for one in accounts) for name in _ADDED}
+    total_s, training_s = sums["total_s"], sums["training_s"]
+    ettr = training_s / total_s if total_s > 0 else None
+    told = {"runs": len(accounts), "ettr": ettr, "money": _money(accounts), **sums}
+    return cast(GoodputTotals, told)
+
+
+def _money(accounts: Iterable[Mapping[str, Any]]) -> list[Money]:
+    """Sums by currency, over the accounts that have a price."""
+    by_currency: defaultdict[str, dict[str, float | None]] = defaultdict(
+        lambda: dict.fromkeys(_MONEY)
+    )
+    for account in accounts:
+        for name in _MONEY:
+            value = account.get(name)
+            if value is not None:
+                sums = by_currency[str(account.get("currency") or "")]
+                sums[name] = (sums[name] or 0.0) + value
+    return [
+        cast(Money, {"currency": currency, **sums})
+        for currency, sums in sorted(by_currency.items())
+    ]

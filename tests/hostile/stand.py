@@ -1,0 +1,254 @@
+"""A root that several users share: an attacker's folders, a victim's, and the victim's commands.
+
+The attacker is another uid without capabilities. Each command runs in a process that has loaded
+everything before, so hundreds of them take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import http.server
+import importlib
+import io
+import json
+import os
+import pkgutil
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tests.hostile.folders import CANARY, Victim, make_hostile, plain_run
+from typer.testing import CliRunner
+
+from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.paths import RunPaths
+
+ATTACKER: Final = 54_321
+COMMAND_S_MAX: Final = 10.0
+MEMORY_BYTES_MAX: Final = 6 << 30
+VICTIM_RUN: Final = "good"
+VICTIM_UID: Final = "f" * 32
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one command did: its words, its error, and how long it took."""
+
+    command: str
+    seconds: float
+    output: str
+    error: str = ""
+    warnings: str = ""
+    trace: str = ""
+
+
+class HangError(BaseException):
+    """A command took longer than it may; nothing catches it by mistake."""
+
+
+class Stand:
+    """The shared root, the victim's things beside it, and a listener that nobody should ask."""
+
+    def __init__(self, place: Path, url: str) -> None:
+        self.place, self.root = place, place / "runs"
+        self.victim = Victim(
+            home=place / "victim",
+            run=self.root / VICTIM_RUN,
+            uid=VICTIM_UID,
+            mirror=place / "mirror",
+            url=url,
+            owned=place / "owned",
+        )
+        for folder, mode in ((self.root, 0o1777), (self.victim.owned, 0o777)):
+            folder.mkdir()
+            folder.chmod(mode)
+        for folder in (self.victim.home, self.victim.mirror):
+            folder.mkdir(mode=0o755)
+        self.victim.profile.write_text("# the victim's own\n")
+        self.victim.secret.write_text(CANARY)
+        self.victim.secret.chmod(0o600)
+        plain_run(self.root, VICTIM_RUN, VICTIM_UID)
+        copy = self.victim.mirror / f"{VICTIM_RUN}.{VICTIM_UID}" / "checkpoints"
+        shutil.copytree(self.victim.run / "checkpoints", copy)
+        in_child(lambda: _become_attacker(self))
+
+    def paths(self, name: str) -> RunPaths:
+        """The folder of a run under the shared root."""
+        return RunPaths(self.root / name)
+
+    def belongings(self) -> dict[str, str]:
+        """Everything of the victim's that nobody but the victim changes, by path."""
+        places = (self.victim.home, self.victim.run, self.victim.mirror, self.victim.owned)
+        return {path: facts for place in places for path, facts in contents(place).items()}
+
+
+@contextlib.contextmanager
+def standing() -> Iterator[Stand]:
+    """A stand in a folder of its own that the attacker may enter, taken away at the end."""
+    asked: list[str] = []
+
+    class Listener(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_PUT = do_DELETE = do_GET
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Listener)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    place = Path(tempfile.mkdtemp(prefix="holdfast-hostile-"))
+    place.chmod(0o711)
+    try:
+        yield Stand(place, f"http://127.0.0.1:{server.server_address[1]}")
+        assert asked == []
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def load_everything() -> None:
+    """Import what commands import when they are run, before any process is forked."""
+    for package in ("lineage", "workers", "api", "cli", "contracts"):
+        module = importlib.import_module(f"holdfast.{package}")
+        for found in pkgutil.walk_packages(module.__path__, f"{module.__name__}."):
+            if "alembic" not in found.name and not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
+    for name in ("trainer.export.__main__", "trainer.shape", "flows.start", "flows.parameters"):
+        importlib.import_module(f"holdfast.{name}")
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns, as JSON has it, done in a child process; raises what it printed."""
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            # A command has no heap of a thousand tests for the collector to look through.
+            gc.freeze()
+            with os.fdopen(writing, "w") as stream:
+                json.dump(work(), stream)
+            status = 0
+        except BaseException:  # The child ends here, with its reason on standard error.
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        said = stream.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with {status}"
+    return json.loads(said)
+
+
+def _become_attacker(stand: Stand) -> None:
+    os.setgroups([])
+    os.setgid(ATTACKER)
+    os.setuid(ATTACKER)
+    make_hostile(stand.root, stand.victim)
+
+
+def contents(place: Path) -> dict[str, str]:
+    """Owner, size and digest of all that is under a folder; no link is followed."""
+    found = {}
+    for folder, folders, files in os.walk(place):
+        for name in (*folders, *files):
+            path = f"{folder}/{name}"
+            facts = os.lstat(path)
+            digest = ""
+            if os.path.isfile(path) and not os.path.islink(path) and facts.st_size < 1 << 20:
+                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            key = os.fsencode(path).decode(errors="backslashreplace")
+            found[key] = f"{facts.st_mode:o} {facts.st_uid} {facts.st_size} {digest}"
+    return found
+
+
+def run_commands(commands: Sequence[Sequence[str]], database: Path) -> list[Told]:
+    """Run `holdfast` commands one after another in one child, each within its time and memory."""
+
+    def work() -> list[dict[str, Any]]:
+        os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+        _ask_in_this_process()
+        return [asdict(_run(command)) for command in commands]
+
+    return [Told(**one) for one in in_child(work)]
+
+
+def timed(name: str, work: Callable[[], str]) -> Told:
+    """Do something within the time that a command may take, on however busy a machine."""
+
+    began = _own_s()
+
+    def stop(*_: object) -> None:
+        if _own_s() - began >= COMMAND_S_MAX:
+            raise HangError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, COMMAND_S_MAX, 0.5)
+    try:
+        output = work()
+        return Told(name, _own_s() - began, output)
+    except (HoldfastError, OSError) as error:
+        return Told(name, _own_s() - began, "", error=str(error))
+    except HangError:
+        return Told(name, COMMAND_S_MAX, "", trace=f"hung\n{traceback.format_exc()[-3000:]}")
+    except Exception:  # What `holdfast` would print as a traceback is what is looked for.
+        return Told(name, _own_s() - began, "", trace=traceback.format_exc()[-3000:])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _own_s() -> float:
+    """Seconds by the clock, less those in which this thread could run and others were running."""
+    waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    return time.monotonic() - waited_ns / 1e9
+
+
+def _run(command: Sequence[str]) -> Told:
+    from holdfast.cli.main import app
+
+    def work() -> str:
+        outcome = CliRunner().invoke(app, list(command))
+        if outcome.exception is not None and not isinstance(outcome.exception, SystemExit):
+            raise outcome.exception
+        warnings.append(outcome.stderr)
+        return str(outcome.stdout)
+
+    warnings: list[str] = []
+    return replace(timed(" ".join(command), work), warnings="".join(warnings))
+
+
+def _ask_in_this_process() -> None:
+    """Let the trainer's modules answer here instead of in a new Python, which takes seconds."""
+    from holdfast.workers import trainer_call
+
+    def answer(command: list[str], *_: object) -> tuple[str, str]:
+        python, module, arguments = command[0], command[2], command[3:]
+        assert python == sys.executable, f"{python} was to be executed"
+        out, err = io.StringIO(), io.StringIO()
+        name = module if module.endswith("shape") else f"{module}.__main__"
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            importlib.import_module(name).main(arguments)
+        return out.getvalue(), err.getvalue()
+
+    trainer_call._run = answer  # type: ignore[assignment]

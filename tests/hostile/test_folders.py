@@ -1,0 +1,257 @@
+"""Run folders of another user under a shared root, and every command that can meet them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.hostile.folders import CANARY, HOSTILE
+from tests.hostile.stand import (
+    COMMAND_S_MAX,
+    VICTIM_RUN,
+    Stand,
+    Told,
+    contents,
+    in_child,
+    load_everything,
+    run_commands,
+    standing,
+    timed,
+)
+
+from holdfast.contracts.paths import RunPaths
+
+NAMES = sorted(HOSTILE)
+SHARDS = 6
+# These cannot be believed at all, and are listed with the reason.
+UNREADABLE = frozenset(
+    {
+        *("pipe-spec", "pipe-journal", "sparse-journal", "sparse-spec", "sparse-request"),
+        *("zero-journal", "spec-to-run", "spec-loop", "spec-no-json", "spec-deep", "spec-wrong"),
+        *("spec-time", "world-huge", "outcome-huge", "outcome-times", "pipe-request"),
+        *("name-of-another", "uid-of-another", "mirror-of-another"),
+    }
+)
+
+# Of the others, one form of each command reads the same files as all its forms.
+EVERY_FORM = frozenset(
+    {
+        *("attempts-many", "cause-unknown", "escapes", "facts-forged", "names", "state-unknown"),
+        *("bytes-huge", "outcome-huge", "step-huge", "times-forged", "world-huge"),
+        *("log-to-secret", "logs-to-home", "pipe-log", "sparse-log", "outcome-to-secret"),
+        *("checkpoint-loop", "checkpoints-to-run", "data-loop", "data-to-secret", "pipe-data"),
+        *("pipe-manifest", "pipe-metadata", "sparse-data", "sparse-manifest", "spec-wrong"),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def stand() -> Iterator[Stand]:
+    assert os.geteuid() == 0, "the attacker is another uid: run these tests as root"
+    load_everything()
+    with standing() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def index(stand: Stand) -> Path:
+    """An empty index; each child takes a copy."""
+    template = stand.place / "template.db"
+    run_commands([["runs", "--root", str(stand.place / "none"), "--json"]], template)
+    return template
+
+
+def copy_of(index: Path, name: str) -> Path:
+    database = index.with_name(f"{name}.db")
+    for suffix in ("", "-wal", "-shm"):
+        if Path(f"{index}{suffix}").exists():
+            shutil.copy(f"{index}{suffix}", f"{database}{suffix}")
+    return database
+
+
+def check(told: list[Told]) -> None:
+    """No command hung, fell over, or told what it should not."""
+    for one in told:
+        assert not one.trace, f"{one.command}: {one.trace}"
+        assert one.seconds < COMMAND_S_MAX, one.command
+        words = one.output + one.warnings
+        assert CANARY not in words + one.error, one.command
+        for letter in "\x1b\x9b\x07\u202e":
+            assert letter not in words, one.command
+
+
+def reading(stand: Stand, name: str) -> list[list[str]]:
+    """Commands that only look; all their forms where what is printed or exported is hostile."""
+    run, out = str(stand.root / name), stand.place / f"out-{name}"
+    checkpoint = f"{run}/checkpoints/step-00000010.a0001.i01"
+    commands = [
+        ["show", run],
+        ["checkpoints", run, "--json"],
+        ["lineage", run],
+        ["logs", run, "--attempt", "1"],
+        ["verify", checkpoint],
+        ["export", checkpoint, "--to", "dcp", "--output", f"{out}.dcp"],
+        ["doctor", "--run", run, "--gpus", "2"],
+        ["prune", run, "--dry-run"],
+    ]
+    if name in EVERY_FORM:
+        commands += [
+            ["show", run, "--json"],
+            ["checkpoints", run],
+            ["lineage", run, "--format", "mermaid"],
+            ["lineage", run, "--format", "openlineage"],
+            ["logs", run, "--attempt", "1", "--json"],
+            ["logs", run],
+            ["verify", checkpoint, "--json"],
+            ["export", checkpoint, "--to", "torch", "--output", f"{out}.pt"],
+        ]
+    return commands
+
+
+def changing(stand: Stand, name: str) -> list[list[str]]:
+    """Commands that were asked to change the run."""
+    run = str(stand.root / name)
+    checkpoint = f"{run}/checkpoints/step-00000010.a0001.i01"
+    return [
+        ["pin", checkpoint],
+        ["unpin", checkpoint],
+        ["prune", run, "--json"],
+        ["resume", run],
+        ["relaunch", run],
+        ["stop", run],
+    ]
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_every_command_on_a_hostile_folder_ends_and_touches_nothing_else(
+    stand: Stand, index: Path, shard: int
+) -> None:
+    assert set(HOSTILE) >= EVERY_FORM
+    for name in NAMES[shard::SHARDS]:
+        theirs, ours = contents(stand.root / name), stand.belongings()
+        held = lock_as_owner(stand, name)
+        try:
+            database = copy_of(index, name)
+            check(run_commands(reading(stand, name), database))
+            assert contents(stand.root / name) == theirs, name
+            check(run_commands(changing(stand, name), database))
+        finally:
+            for handle in held:
+                os.close(handle)
+        assert stand.belongings() == ours, name
+
+
+def lock_as_owner(stand: Stand, name: str) -> list[int]:
+    """Hold the locks that a command would wait for, in one of the folders."""
+    if name != "locks-held":
+        return []
+    paths = stand.paths(name)
+    held = []
+    for path in (paths.operator_lock, paths.journal_of("cli")):
+        handle = os.open(path, os.O_RDWR)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        held.append(handle)
+    return held
+
+
+def test_one_bad_folder_hides_no_other_run(stand: Stand, index: Path) -> None:
+    database, root = copy_of(index, "all"), str(stand.root)
+    told = run_commands(
+        [
+            ["runs", "--root", root, "--json"],
+            ["runs", "--root", root],
+            ["reindex", root, "--json"],
+            ["show", VICTIM_RUN, "--root", root, "--json"],
+            ["runs", "--root", root, "--json"],
+        ],
+        database,
+    )
+    check(told)
+    for output in (told[0].output, told[4].output):
+        rows = {row["run"]: row for row in json.loads(output)}
+        assert set(rows) >= {VICTIM_RUN, *NAMES}
+        assert rows[VICTIM_RUN]["state"] != "unreadable"
+        assert rows[VICTIM_RUN]["path"] == str(stand.victim.run)
+        unreadable = {name for name, row in rows.items() if row["state"] == "unreadable"}
+        assert unreadable >= UNREADABLE
+        assert all(rows[name]["reason"] for name in unreadable)
+    report = json.loads(told[2].output)
+    assert VICTIM_RUN in report["runs"]
+    assert set(report["failed"]) >= UNREADABLE
+    assert json.loads(told[3].output)["run"] == VICTIM_RUN
+
+
+def _words_of(work: Callable[..., object], *arguments: object) -> str:
+    return str(work(*arguments))
+
+
+def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
+    stand: Stand, index: Path
+) -> None:
+    database, ours = copy_of(index, "serve"), stand.belongings()
+    theirs = {name: contents(stand.root / name) for name in NAMES}
+
+    def serve() -> dict[str, object]:
+        os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
+        from holdfast.api import logs
+        from holdfast.api.hub import Hub
+        from holdfast.api.store import Store
+        from holdfast.api.vitals import live_step, read_nodes
+        from holdfast.api.watch import Watch
+        from holdfast.lineage.index import Index
+
+        watch = Watch(Store(Index()), Hub(), (stand.root,))
+        assert watch.lag_s() is None
+
+        def a_round() -> str:
+            watch.look()
+            return ""
+
+        rounds = [timed(f"round {number}", a_round) for number in range(2)]
+        told = [one.trace for one in rounds]
+        for name in NAMES:
+            paths = stand.paths(name)
+
+            def look(paths: RunPaths = paths) -> str:
+                attempt = logs.choose_attempt(paths, 1)
+                found = logs.list_logs(attempt)
+                part = logs.read_log(
+                    paths,
+                    attempt,
+                    0,
+                    stream="stdout",
+                    incarnation=None,
+                    offset=None,
+                    limit=1000,
+                )
+                return f"{found} {part.text}"
+
+            for one in (
+                timed(f"log {name}", look),
+                timed(f"nodes {name}", partial(_words_of, read_nodes, paths, 2)),
+                timed(f"step {name}", partial(_words_of, live_step, paths)),
+            ):
+                told.append(one.trace)
+                assert CANARY not in one.output + one.error
+        known = {Path(row["path"]).name for row in watch._store.live_runs()}
+        return {
+            "traces": [trace for trace in told if trace],
+            "known": sorted(known),
+            "problems": sorted(Path(name).name for name in watch.problems),
+            "lag": watch.lag_s(),
+        }
+
+    said = in_child(serve)
+    assert said["traces"] == []
+    assert VICTIM_RUN in said["known"]
+    # Which of two folders with one uid is looked at first is chance; the rows are the right one's.
+    assert set(said["problems"]) >= UNREADABLE - {"uid-of-another", "mirror-of-another"}
+    assert said["lag"] is not None
+    assert stand.belongings() == ours
+    assert {name: contents(stand.root / name) for name in NAMES} == theirs

@@ -1,0 +1,172 @@
+"""Interrupts the programs of `loop_shapes` at chosen places, and compares them with whole runs.
+
+    python -m tests.loop_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
+
+First a run that nothing interrupts, which lists the places it comes to. Then, for every STRIDE-th
+of these and for both signals, a run that is interrupted there and started anew by the same
+command. What each noted last must be the same to the bit. Ranks are forked: no start of Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from tests.loop_shapes import SHAPES, Probe
+
+from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPSHOTS
+from holdfast.trainer import Session
+
+LAUNCH_S: Final = 60.0
+# The settler looks for signals twenty times a second: by then it has proposed a step.
+HEARD_S: Final = 0.2
+KINDS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
+
+Place = tuple[str, int]
+
+
+class Case:
+    """One run: its folder, and where its first launch is interrupted, by what."""
+
+    def __init__(self, folder: Path, place: Place | None = None, kind: str = "kill") -> None:
+        self.folder, self._place, self._kind = folder, place, kind
+
+    def session(self, *parts: Any, **more: Any) -> Session:
+        return Session(*parts, seed=3, directory=self.folder / "run", **more)
+
+    def mark(self, place: str, at: int) -> None:
+        self.write("places", [place, at])
+        if (place, at) != self._place or self.was_interrupted:
+            return
+        # All ranks are here, so that what follows does not depend on who was faster.
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._taken.touch()
+            os.kill(os.getpid(), KINDS[self._kind])
+        time.sleep(HEARD_S)
+        dist.barrier()
+
+    def note(self, key: str, **facts: Any) -> None:
+        self.write("notes", [key, facts])
+
+    def write(self, name: str, line: Any) -> None:
+        with open(self.folder / f"{name}-{os.environ['RANK']}.jsonl", "a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+    def notes(self, rank: int) -> dict[str, Any]:
+        """The last note under each key."""
+        return dict(self.lines("notes", rank))
+
+    def lines(self, name: str, rank: int = 0) -> list[Any]:
+        path = self.folder / f"{name}-{rank}.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def _taken(self) -> Path:
+        return self.folder / "taken"
+
+    @property
+    def was_interrupted(self) -> bool:
+        return self._taken.exists()
+
+    @property
+    def has_ended(self) -> bool:
+        return "end" in self.notes(0)
+
+
+def main() -> None:
+    shape, ranks, interval, snapshots, stride, where = sys.argv[1:]
+    folder, world_size = Path(where), int(ranks)
+    torch.set_num_threads(1)
+    os.environ |= {CHECKPOINT_INTERVAL: interval, CHECKPOINT_SNAPSHOTS: snapshots}
+    whole = run(SHAPES[shape], Case(made(folder / "whole")), world_size)
+    places = [(str(name), int(at)) for name, at in whole.lines("places")]
+    cases = [(place, kind) for place in dict.fromkeys(places) for kind in sorted(KINDS)]
+    different = []
+    for number, (place, kind) in enumerate(cases[:: int(stride)]):
+        case = run(SHAPES[shape], Case(made(folder / f"{number}"), place, kind), world_size)
+        for rank in range(world_size):
+            expected, found = whole.notes(rank), case.notes(rank)
+            wrong = [key for key in expected if found.get(key) != expected[key]]
+            if wrong:
+                different.append([kind, *place, rank, wrong])
+    print(json.dumps({"cases": len(cases[:: int(stride)]), "different": different}))
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
+
+
+def run(shape: Callable[[Probe], None], case: Case, world_size: int) -> Case:
+    """Launch until the program has come to its end: once, or twice when it is interrupted."""
+    for number in range(3):
+        launch(shape, case, world_size, case.folder / f"store-{number}")
+        if case.has_ended:
+            return case
+    raise RuntimeError(f"{case.folder}: three launches did not bring it to its end")
+
+
+def launch(shape: Callable[[Probe], None], case: Case, world_size: int, store: Path) -> None:
+    """One launch of all ranks; when one of them dies, so do the others."""
+    pids = [fork(shape, case, rank, world_size, store) for rank in range(world_size)]
+    left, give_up = set(pids), time.monotonic() + LAUNCH_S
+    has_failed = False
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in left:
+            left.remove(pid)
+            has_failed = has_failed or status != 0
+        if has_failed or time.monotonic() > give_up:
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+        if not pid:
+            time.sleep(0.005)
+    if time.monotonic() > give_up:
+        raise RuntimeError(f"{case.folder}: a launch took longer than {LAUNCH_S:.0f} s")
+    if has_failed and not case.was_interrupted:
+        raise RuntimeError(f"{case.folder}: a rank failed by itself; see above")
+
+
+def fork(
+    shape: Callable[[Probe], None], case: Case, rank: int, world_size: int, store: Path
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+        torch.manual_seed(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        shape(case)
+        dist.barrier()
+        dist.destroy_process_group()
+        status = 0
+    except BaseException:
+        # The process ends here, whatever it was.
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Buffers that differ between the ranks of DDP: which of them a resume brings back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.process import buffers_program
+from tests.process.buffers_program import RANKS
+
+PROGRAM = buffers_program.__name__
+WAIT_S = 150.0
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("buffers")
+    done = subprocess.run(
+        [sys.executable, "-m", PROGRAM, str(made)], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return made
+
+
+def saw(folder: Path, case: str, run: str, rank: int) -> Any:
+    return torch.load(folder / f"{case}-{run}-{rank}.pt")
+
+
+def differing(one: Any, other: Any) -> list[str]:
+    return [key for key, value in one.items() if not torch.equal(value, other[key])]
+
+
+@pytest.mark.parametrize("case", ["broadcast", "apart", "own"])
+def test_weights_and_moments_go_on_to_the_bit(folder: Path, case: str) -> None:
+    for rank in range(RANKS):
+        whole, parts = saw(folder, case, "whole", rank), saw(folder, case, "parts", rank)
+        weights = [key for key in differing(whole["state"], parts["state"]) if "running" not in key]
+        assert weights == []
+        assert all(map(torch.equal, whole["momentum"], parts["momentum"]))
+
+
+def test_buffers_that_ddp_broadcasts_come_from_the_rank_that_broadcasts(folder: Path) -> None:
+    whole, parts = (saw(folder, "broadcast", run, 0) for run in ("whole", "parts"))
+    assert differing(whole["state"], parts["state"]) == []
+    for rank in range(RANKS):
+        validation = saw(folder, "broadcast", "parts", rank)["validation"]
+        assert torch.equal(validation, whole["validation"])
+
+
+def test_buffers_that_differ_on_purpose_are_those_of_rank_0_unless_kept_per_rank(
+    folder: Path,
+) -> None:
+    whole = [saw(folder, "apart", "whole", rank)["state"] for rank in range(RANKS)]
+    assert differing(whole[0], whole[1])
+    assert differing(whole[0], saw(folder, "apart", "parts", 0)["state"]) == []
+    for rank in range(RANKS):
+        own = saw(folder, "own", "parts", rank)["state"]
+        assert differing(own, saw(folder, "own", "whole", rank)["state"]) == []

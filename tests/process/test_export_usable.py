@@ -1,0 +1,77 @@
+"""A run's checkpoint, exported to one file, goes on in a program without Holdfast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer import Session
+from holdfast.trainer.export.__main__ import main
+
+
+class Kept:
+    """An extra of plain values, without a tensor."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Any] = {"scale": 1.0, "tracker": (1, 2), "word": "x"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [
+        {"params": model[0].parameters(), "weight_decay": 0.1},
+        {"params": model[1].parameters(), "weight_decay": 0.0},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def test_model_optimizer_scheduler_and_extras_go_on(tmp_path: Path) -> None:
+    model, optimizer = make()
+    kept, mean = Kept(), nn.Linear(2, 2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with Session(
+        model,
+        optimizer,
+        scheduler,
+        directory=tmp_path / "run",
+        interval=100,
+        snapshots="off",
+        extra={"kept": kept, "mean": mean},
+    ) as session:
+        for _ in session.steps(3):
+            step(model, optimizer)
+            scheduler.step()
+    (saved,) = RunPaths(tmp_path / "run").list_checkpoints()
+    assert main([str(saved), "--to", "torch", "--output", str(tmp_path / "all.pt")]) == 0
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    other, its = make()
+    other.load_state_dict(found["model"])
+    its.load_state_dict(found["optimizer"])
+    torch.optim.lr_scheduler.StepLR(its, 2).load_state_dict(found["scheduler"])
+    assert found["extra"]["kept"] == kept.value
+    nn.Linear(2, 2).load_state_dict(found["extra"]["mean"])
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, its)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+    arguments = ["--to", "torch", "--include", "extra", "--output", str(tmp_path / "extra.pt")]
+    assert main([str(saved), *arguments]) == 0
+    assert torch.load(tmp_path / "extra.pt", weights_only=True).keys() == {"extra"}

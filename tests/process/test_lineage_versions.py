@@ -1,0 +1,138 @@
+"""Several clusters and several versions of Holdfast with one database."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from tests.postgres import PostgresServer
+from tests.process.test_lineage_ingest import dump
+from tests.runs import RunFolder
+
+from holdfast.contracts.errors import LineageError
+from holdfast.contracts.journal import EventKind, read_journal
+from holdfast.contracts.roots import ensure_root_id, read_root_id
+from holdfast.lineage import disk, ingest, queries
+from holdfast.lineage.database import open_database, upgrade
+from holdfast.lineage.ingest import ingest_run
+from holdfast.lineage.reindex import reindex
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a new database with an up-to-date schema."""
+    if request.param == "sqlite":
+        address = f"sqlite:///{tmp_path / 'index.db'}"
+        upgrade(address)
+        yield address
+        return
+    server: PostgresServer = request.getfixturevalue("postgres")
+    with server.database() as address:
+        upgrade(address)
+        yield address
+
+
+def test_roots_of_the_same_path_leave_each_others_rows_alone(url: str, tmp_path: Path) -> None:
+    """Each cluster sees its own folder at the path; here they take turns there."""
+    root, away = tmp_path / "scratch" / "runs", tmp_path / "away"
+    away.mkdir()
+    with open_database(url) as database:
+        for letter in "ab":
+            run = RunFolder(root, "gpt", letter * 32)
+            other = RunFolder(root, f"only-{letter}", letter.upper() * 32)
+            run.submit(1, 2, run.created_at)
+            for one in (run, other):
+                ingest_run(database, one.paths)
+            root.rename(away / letter)
+        for letter in "abab":
+            (away / letter).rename(root)
+            report = reindex(database, root)
+            assert (report.removed, sorted(report.runs)) == ([], ["gpt", f"only-{letter}"])
+            assert len(dump(database)["runs"]) == 4
+            here = queries.list_runs(database, root=root)
+            assert {row["uid"] for row in here} == {letter * 32, letter.upper() * 32}
+            assert queries.find_run(database, str(root / "gpt")).uid == letter * 32
+            root.rename(away / letter)
+        (away / "a").rename(root)
+        shutil.rmtree(root / "only-a")
+        assert reindex(database, root).removed == ["only-a"]
+        assert len(dump(database)["runs"]) == 3
+
+
+def test_a_roots_id_is_made_once_and_survives_what_others_put_there(tmp_path: Path) -> None:
+    first = ensure_root_id(tmp_path)
+    assert len(first) == 32
+    assert ensure_root_id(tmp_path) == read_root_id(tmp_path) == first
+    (tmp_path / ".holdfast-root").write_text("x" * 1000)
+    assert read_root_id(tmp_path) == ensure_root_id(tmp_path) == ""
+    (tmp_path / ".holdfast-root").unlink()
+    (tmp_path / ".holdfast-root").symlink_to("/etc/passwd")
+    assert ensure_root_id(tmp_path) == ""
+
+
+def test_lines_that_an_older_program_did_not_know_come_with_the_upgrade(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
+    run.tell("flow", EventKind.NOTE, text="one")
+    journal = run.paths.journal_of("flow")
+    line = {"writer": "flow", "incarnation": 1, "sequence": 1, "time": 5.0, "kind": "teleported"}
+    with open(journal, "a") as stream:
+        stream.write(json.dumps({**line, "data": {"to": "mars"}}) + "\n")
+    run.tell("flow", EventKind.NOTE, text="two")
+    with open_database(url) as database:
+        ingest_run(database, run.paths)
+        assert dump(database)["runs"][0]["unknown_kinds"] == ["teleported"]
+        kinds = [one["kind"] for one in queries.list_events(database, "gpt")]
+        assert sorted(kinds) == ["note", "note", "teleported"]
+        read, _ = read_journal(journal)
+        assert [type(event.kind) for event in read] == [EventKind, str, EventKind]
+        before = dump(database)
+
+        # The same program keeps it; one that knows the kind reads the run again.
+        ingest_run(database, run.paths)
+        assert dump(database) == before
+        known = type("Kinds", (), {"__iter__": lambda _: iter([*EventKind, "teleported"])})()
+        monkeypatch.setattr(ingest, "EventKind", known)
+        assert not ingest._is_current(database, run.paths, "a" * 32)
+        monkeypatch.undo()
+
+        # An older program leaves a newer one's rows alone, a newer one replaces an older one's.
+        monkeypatch.setattr(disk, "INGEST_VERSION", disk.INGEST_VERSION - 1)
+        assert ingest._is_current(database, run.paths, "a" * 32)
+        monkeypatch.setattr(disk, "INGEST_VERSION", disk.INGEST_VERSION + 2)
+        assert not ingest._is_current(database, run.paths, "a" * 32)
+
+
+NEWER = (
+    "ALTER TABLE runs ADD COLUMN colour TEXT DEFAULT 'blue' NOT NULL",
+    "ALTER TABLE events ADD COLUMN weight BIGINT DEFAULT 0 NOT NULL",
+    "CREATE TABLE planets (name TEXT PRIMARY KEY)",
+    "UPDATE alembic_version SET version_num = '9000'",
+)
+
+
+def test_an_older_program_works_with_a_newer_schema_that_allows_it(
+    url: str, tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
+    for number in range(80):
+        run.tell("flow", EventKind.NOTE, text=str(number))
+    with open_database(url) as database, database.writing() as connection:
+        for statement in NEWER:
+            connection.execute(text(statement))
+    with open_database(url) as database:
+        ingest_run(database, run.paths)
+        for number in range(80):
+            run.tell("flow", EventKind.NOTE, text=str(number))
+        ingest_run(database, run.paths)
+        reindex(database, tmp_path / "runs")
+        assert len(dump(database)["events"]) == 160
+        with database.writing() as connection:
+            connection.execute(text("UPDATE compatibility SET oldest = '9000'"))
+    with pytest.raises(LineageError, match="newer"):
+        open_database(url)

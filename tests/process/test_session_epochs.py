@@ -1,0 +1,194 @@
+"""A loop over epochs: what checkpoints hold around an epoch's end, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from holdfast.contracts.errors import KeyMismatchError, SaveError, SessionError, SpecError
+from holdfast.contracts.manifest import Manifest, read_manifest
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer import Session, load_checkpoint
+
+SAMPLES = 10
+GLOBAL_BATCH = 4
+
+
+class Numbers(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Training:
+    """A model, its session in a folder, and a loader of its sample ids."""
+
+    def __init__(self, directory: Path, **more: Any) -> None:
+        self.run = RunPaths(directory)
+        self.model = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+        settings = {"interval": 100, "snapshots": "off", **more}
+        self.session = Session(
+            self.model, self.optimizer, self.scheduler, directory=directory, **settings
+        )
+        sampler = self.session.distributed_sampler(SAMPLES, GLOBAL_BATCH)
+        self.loader: Any = DataLoader(Numbers(), batch_size=GLOBAL_BATCH, sampler=sampler)
+
+    def step(self, ids: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(ids[:, None].float() / SAMPLES).sum().backward()
+        self.optimizer.step()
+
+    @property
+    def rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def saved(self, step: int) -> tuple[Manifest, dict[str, Any]]:
+        """Manifest and train state of the newest checkpoint of `step`."""
+        path = [p for p in self.run.list_checkpoints() if f"step-{step:08d}" in p.name][-1]
+        manifest = read_manifest(path)
+        assert manifest is not None
+        return manifest, json.loads((path / "train_state.json").read_text())
+
+
+def test_a_checkpoint_of_an_epochs_last_step_has_its_evaluation(tmp_path: Path) -> None:
+    """Ten samples by four are epochs of 3, 2 and 3 steps; a save is due after each step."""
+    own = Training(tmp_path / "run", interval=1, best=("score", "max"))
+    for epoch in own.session.epochs(3):
+        for ids in own.session.batches(own.loader):
+            own.step(ids)
+        own.session.log(score=epoch)
+        own.scheduler.step()
+        own.session._saver.wait()
+    own.session.close()
+    for epoch, step in ((0, 3), (1, 5), (2, 8)):
+        manifest, document = own.saved(step)
+        assert (document["epoch"], document["in_epoch"]) == (epoch + 1, False)
+        assert manifest.metrics["score"] == epoch
+        assert document["best"] == {"metric": "score", "value": epoch, "step": step}
+    _, document = own.saved(2)
+    assert (document["epoch"], document["in_epoch"]) == (0, True)
+
+
+def test_a_checkpoint_asked_for_at_an_epochs_end_is_of_its_last_step(tmp_path: Path) -> None:
+    own = Training(tmp_path / "run", snapshots=1)
+    for epoch in own.session.epochs(2):
+        for ids in own.session.batches(own.loader):
+            own.step(ids)
+        if epoch == 0:
+            own.session.checkpoint()
+            evaluated = own.model.weight.item()
+    own.session.close()
+    manifest, document = own.saved(3)
+    assert (manifest.reason, document["epoch"]) == ("request", 1)
+    saved = nn.Linear(1, 1)
+    load_checkpoint(own.run.checkpoint(manifest.name), saved, strict=False)
+    assert saved.weight.item() == evaluated != own.model.weight.item()
+
+
+def test_a_loop_that_is_left_within_a_step_is_refused_at_the_epochs_end(tmp_path: Path) -> None:
+    own = Training(tmp_path / "run")
+    epochs = own.session.epochs(2)
+    next(epochs)
+    for ids in own.session.batches(own.loader):
+        own.step(ids)
+        break
+    with pytest.raises(SpecError, match="was left in the middle of this step"):
+        next(epochs)
+    own.session.close()
+
+
+def test_what_is_left_of_an_epoch_that_is_ended_early_comes_in_the_next(tmp_path: Path) -> None:
+    own = Training(tmp_path / "run")
+    seen: list[list[int]] = []
+    for epoch in own.session.epochs(2):
+        for ids in own.loader:
+            seen.append(ids.tolist())
+            if own.session.boundary() or (epoch == 0 and len(seen) == 2):
+                break
+    own.session.close()
+    order = own.session._position.order(SAMPLES, GLOBAL_BATCH)
+    assert seen == [order.step_ids(step).tolist() for step in range(1, 6)]
+
+
+def test_epochs_of_the_programs_own_length_keep_their_saves(tmp_path: Path) -> None:
+    """Its epochs are of four steps, its data's of two and three: no save waits for an end."""
+    own = Training(tmp_path / "run", interval=1)
+    for epoch in own.session.epochs(3):
+        for _ in own.session.steps(4 * (epoch + 1)):
+            own.session.batch(SAMPLES, GLOBAL_BATCH)
+            own.session._saver.wait()
+    own.session.close()
+    assert own.session.step == 12
+    steps = {int(path.name[5:13]) for path in own.run.list_checkpoints()}
+    # The first mistake is found out a step later.
+    assert set(range(5, 13)) <= steps
+
+
+def test_a_loader_in_an_order_of_its_own_is_refused(tmp_path: Path) -> None:
+    own = Training(tmp_path / "run")
+    loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH, shuffle=True)
+    with pytest.raises(SpecError, match="RandomSampler"):
+        next(own.session.batches(loader))
+    generator = torch.Generator()
+    given: dict[str, Any] = {"batch_size": GLOBAL_BATCH, "shuffle": True}
+    with pytest.raises(SpecError, match="a generator of its own"):
+        next(own.session.batches(StatefulDataLoader(Numbers(), generator=generator, **given)))
+    assert next(own.session.batches(StatefulDataLoader(Numbers(), **given))).shape == (4,)
+    own.session.close()
+
+
+def test_a_second_session_is_refused_while_the_first_is_open(tmp_path: Path) -> None:
+    first = Training(tmp_path / "first")
+    with pytest.raises(SessionError, match="already has a Session; expected one at a time"):
+        Training(tmp_path / "second")
+    for _ in first.session.steps(2):
+        pass
+    first.session.close()
+    second = Training(tmp_path / "second")
+    second.session.close()
+
+
+def test_after_a_constructor_that_failed_another_session_can_be_made(tmp_path: Path) -> None:
+    first = Training(tmp_path / "run")
+    for _ in first.session.steps(2):
+        pass
+    first.session.close()
+    model = nn.Linear(2, 1)
+    with pytest.raises(KeyMismatchError) as caught:
+        Session(model, directory=tmp_path / "run")
+    # The exception still holds the frames, and with them the session that was not to be.
+    assert caught.value.reshaped
+    session = Session(model, directory=tmp_path / "run", exclude=["model", "optimizer"])
+    assert session.step == 2
+    session.close()
+
+
+def test_a_save_is_given_up_when_the_specs_time_for_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_FLUSH_TIMEOUT_S", "1.5")
+    own = Training(tmp_path / "run")
+    keeper = own.session._link.keeper
+    assert keeper is not None
+    flusher = keeper._process.pid
+    later = threading.Timer(3.0, os.kill, (flusher, signal.SIGCONT))
+    own.session.boundary()
+    os.kill(flusher, signal.SIGSTOP)
+    later.start()
+    with pytest.raises(SaveError, match="still being written after 2 s"):
+        own.session.close()
+    later.join()

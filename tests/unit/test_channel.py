@@ -1,0 +1,200 @@
+"""The channel between nodes under nodes that are late, silent, strange or suspended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from holdfast.contracts import channel
+from holdfast.contracts.board import Proposal
+from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
+from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.timeouts import Timeout
+from holdfast.workers.agent.nodes import obey
+from holdfast.workers.agent.runtime import NodeRuntime
+from holdfast.workers.agent.signals import SignalBox
+
+JOIN_S = 30.0
+
+
+@contextlib.contextmanager
+def joined(folder: Path, **hello: Any) -> Iterator[tuple[Peer, ChannelMember]]:
+    """Both ends of a connection between node 0 and node 1."""
+    host = ChannelHost(folder / "channel.json", nodes=2)
+    member = ChannelMember(folder / "channel.json", {"node": 1, **hello})
+    host.wait_for_peers(JOIN_S)
+    try:
+        yield host.peers[1], member
+    finally:
+        member.close()
+        host.close()
+
+
+def in_thread(act: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_an_answer_to_another_question_is_dropped(tmp_path: Path) -> None:
+    with joined(tmp_path) as (peer, member):
+
+        def answer() -> None:
+            assert member.receive(JOIN_S) is not None
+            # What a node says late, or twice, is no answer to what it is asked next.
+            for number in (0, 7, None):
+                member._line.send({"answers": number, "accepted": False})
+            member.reply(accepted=True)
+
+        thread = in_thread(answer)
+        assert peer.propose(serial=1, step=5)
+        thread.join(JOIN_S)
+
+
+def test_a_node_that_answers_too_late_is_dismissed_and_asked_nothing_more(tmp_path: Path) -> None:
+    with joined(tmp_path) as (peer, member):
+        with pytest.raises(ConnectionError, match="no answer to propose within 0 s"):
+            peer.call("propose", timeout_s=0.2, serial=1, step=5)
+        assert peer.is_lost
+        question = member.receive(JOIN_S)
+        assert question == {"kind": "propose", "serial": 1, "step": 5}
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="node 1 is lost"):
+            peer.answer(1, Proposal.ABORT)
+        assert time.monotonic() - began < 1.0, "the lost node was waited for again"
+        with contextlib.suppress(ConnectionError):
+            member.reply(accepted=True)
+        with pytest.raises(DismissedError, match="gave this node up"):
+            member.receive(JOIN_S)
+
+
+def test_half_a_message_costs_no_more_than_none(tmp_path: Path) -> None:
+    with joined(tmp_path) as (peer, member):
+        member._line._socket.sendall(struct.pack(">I", 100) + b'{"answers": 1')
+        began = time.monotonic()
+        with pytest.raises(ConnectionError, match="no answer to report"):
+            peer.call("report", timeout_s=0.3)
+        assert time.monotonic() - began < JOIN_S / 3
+
+
+def test_a_node_that_says_more_than_fits_is_lost(tmp_path: Path) -> None:
+    with joined(tmp_path) as (peer, member):
+        member._line._socket.sendall(struct.pack(">I", 2**32 - 1))
+        with pytest.raises(ConnectionError, match="a message of 4294967295 bytes"):
+            peer.call("report", timeout_s=JOIN_S)
+
+
+def test_callers_that_say_one_byte_each_keep_no_node_out(tmp_path: Path) -> None:
+    path = tmp_path / "channel.json"
+    host = ChannelHost(path, nodes=2)
+    strangers = []
+    try:
+        for _ in range(channel.HANDSHAKES_MAX + 10):
+            stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)
+            stranger.sendall(b"\0")
+            strangers.append(stranger)
+        began = time.monotonic()
+        member = ChannelMember(path, {"node": 1}, timeout_s=JOIN_S)
+        host.wait_for_peers(JOIN_S)
+        assert time.monotonic() - began < channel.HANDSHAKE_TIMEOUT_S / 2
+        member.close()
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        host.close()
+
+
+def test_a_handshake_has_one_deadline_for_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.5)
+    host = ChannelHost(tmp_path / "channel.json", nodes=2)
+    began = time.monotonic()
+    stranger = socket.create_connection(("127.0.0.1", host.port), timeout=JOIN_S)
+    with stranger, contextlib.suppress(OSError):
+        stranger.sendall(struct.pack(">I", 60_000))
+        while time.monotonic() - began < JOIN_S:
+            stranger.sendall(b" ")
+            time.sleep(0.05)
+    assert 0.4 < time.monotonic() - began < JOIN_S / 3
+    host.close()
+
+
+def test_the_host_listens_on_a_port_of_those_given(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        free = probe.getsockname()[1]
+    path = tmp_path / "channel.json"
+    host = ChannelHost(path, nodes=2, ports=range(free, free + 1))
+    assert host.port == free
+    with pytest.raises(AgreementError, match=f"no port to listen on .* tried {free} to {free}"):
+        ChannelHost(tmp_path / "other.json", nodes=2, ports=range(free, free + 1))
+    # Under each of its addresses, of either family.
+    for address in (*json.loads(path.read_bytes())["addresses"], "127.0.0.1"):
+        socket.create_connection((address, free), timeout=JOIN_S).close()
+    host.close()
+
+
+def test_another_users_address_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = ChannelHost(tmp_path / "channel.json", nodes=2)
+    monkeypatch.setattr("os.geteuid", lambda: 4711)
+    (tmp_path / "channel.json").chmod(0o644)
+    monkeypatch.setattr(channel, "TRUSTED_USERS", frozenset())
+    with pytest.raises(AgreementError, match="expected 4711"):
+        ChannelMember(tmp_path / "channel.json", {"node": 1}, timeout_s=0.3)
+    host.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds by which the clock of time-outs is ahead; more at once is a suspension."""
+    ahead = [0.0]
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + ahead[0])
+    return ahead
+
+
+def test_a_timeout_does_not_run_while_the_process_is_suspended(clock: list[float]) -> None:
+    timeout = Timeout(10.0)
+    clock[0] += 3600.0
+    assert 7.0 < timeout.left_s <= 10.0
+    for _ in range(8):
+        clock[0] += 1.0
+        assert not timeout.is_over or clock[0] > 3607.0
+    assert timeout.is_over
+    timeout.restart()
+    assert timeout.left_s > 9.0
+
+
+def test_a_node_that_was_suspended_with_its_lead_goes_on(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    errors: list[str] = []
+    with joined(tmp_path) as (peer, member):
+
+        def follow() -> None:
+            try:
+                obey(cast(NodeRuntime, None), member, SignalBox(), 3.0)
+            except ConnectionError as error:
+                errors.append(str(error))
+
+        thread = in_thread(follow)
+        time.sleep(0.2)
+        clock[0] += 3600.0
+        time.sleep(0.3)
+        assert thread.is_alive(), errors
+        assert not peer.is_lost
+        # Its lead's silence counts once both could run.
+        thread.join(JOIN_S)
+    assert errors == ["node 0 said nothing for 3 s"]

@@ -1,0 +1,126 @@
+"""Training under a session is training without one, to the bit, whatever the optimizer is.
+
+One session has all optimizers at once, each with a net of its own, so that each is tried from its
+first step and over a resume without a process for each of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.optimizer_cases import (
+    FOREIGN,
+    Case,
+    Net,
+    is_runnable,
+    torch_cases,
+    torch_classes,
+    train_step,
+)
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.trainer import Session
+
+STEPS = 6
+STOPS = (1, 3)
+CASES = [*torch_cases(), *FOREIGN]
+# Plain torch refuses them on a CPU, so there is nothing to compare with.
+REFUSED = {case.name for case in CASES if not is_runnable(case)}
+RUNNABLE = [case for case in CASES if case.name not in REFUSED]
+
+pytestmark = pytest.mark.timeout(180)
+Trace = dict[str, list[torch.Tensor]]
+
+
+class Program:
+    """All nets and their optimizers; `seed` draws their first weights and random numbers."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.nets = nn.ModuleDict({case.name: Net(case) for case in RUNNABLE})
+        self.optimizers = {case.name: case.make(self.nets[case.name]) for case in RUNNABLE}
+        self.trace: Trace = {case.name: [] for case in RUNNABLE}
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            for name, optimizer in self.optimizers.items():
+                net = self.nets[name]
+                train_step(net, optimizer, step)
+                weights = [p.detach().flatten() for p in net.parameters()]
+                self.trace[name].append(torch.cat([*weights, torch.rand(1)]))
+
+
+def train_in_session(directory: Path, seed: int, last: int) -> Program:
+    """One launch, which begins or goes on, and stops after the step `last`."""
+    program = Program(seed)
+    with Session(
+        program.nets, list(program.optimizers.values()), directory=directory, interval=1000
+    ) as session:
+        program.train(session.steps(last))
+    return program
+
+
+@pytest.fixture(scope="module")
+def plain() -> Program:
+    program = Program(0)
+    program.train(range(1, STEPS + 1))
+    return program
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
+    """Three launches of one run, each with other first weights, which no resume may see."""
+    directory = tmp_path_factory.mktemp("exact") / "run"
+    stops = [*STOPS, STEPS]
+    return [train_in_session(directory, number, last) for number, last in enumerate(stops)]
+
+
+def test_every_optimizer_of_torch_is_tried_with_every_option() -> None:
+    tried = {case.name.partition("_")[0] for case in RUNNABLE}
+    assert {kind.__name__ for kind in torch_classes()} <= tried
+    # What needs an accelerator, a kernel that the class does not have, or weights without leaves.
+    needs = ("capturable", "fused", "differentiable")
+    assert [name for name in REFUSED if not any(each in name for each in needs)] == []
+
+
+@pytest.mark.parametrize("case", RUNNABLE, ids=lambda case: case.name)
+def test_training_is_that_of_plain_torch_from_the_first_step_and_over_resumes(
+    case: Case, plain: Program, launches: list[Program]
+) -> None:
+    trace = [row for program in launches for row in program.trace[case.name]]
+    wanted = plain.trace[case.name]
+    assert len(trace) == len(wanted) == STEPS
+    differ = [n + 1 for n in range(STEPS) if not torch.equal(trace[n], wanted[n])]
+    assert differ == []
+    assert_same(state_of(launches[-1], case.name), state_of(plain, case.name))
+
+
+def state_of(program: Program, name: str) -> Any:
+    optimizer: Optimizer = program.optimizers[name]
+    return getattr(optimizer, "optimizer", optimizer).state_dict()
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal values of equal types, all the way down."""
+    assert type(one) is type(other), (one, other)
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list | tuple | deque):
+        assert len(one) == len(other)
+        for its, others in zip(one, other, strict=True):
+            assert_same(its, others)
+    elif hasattr(one, "tolist"):
+        assert one.tolist() == other.tolist()
+    else:
+        assert one == other

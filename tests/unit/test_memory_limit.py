@@ -1,0 +1,60 @@
+"""What a job may still take: by the least limit of its control groups, version 1 and 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.contracts.memory_limit import group_room
+from holdfast.contracts.slots import SLOTS_PER_RANK
+from holdfast.trainer.collective import Tree
+from holdfast.trainer.planning import ranks
+from holdfast.trainer.planning.ranks import check_memory
+
+GIB = 1 << 30
+
+
+def group(folder: Path, version: int, limit: str, usage: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    limit_name, usage_name, total = names if version == 1 else ("memory.max", "memory.current", "")
+    (folder / limit_name).write_text(f"{limit}\n")
+    (folder / usage_name).write_text(f"{usage}\n")
+    stat = f"shmem 99999999999\n{total}inactive_file {cache - 1}\n{total}active_file 1\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+def test_version_2_takes_the_least_of_all_groups_above(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/job/step\n")
+    group(tmp_path / "fs" / "job", 2, str(8 * GIB), 5 * GIB, GIB)
+    assert group_room(own, tmp_path / "fs") == 4 * GIB
+    group(tmp_path / "fs" / "job" / "step", 2, "max", 5 * GIB, GIB)
+    assert group_room(own, tmp_path / "fs") == 4 * GIB
+
+
+def test_version_1_has_a_hierarchy_for_memory(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/x\n3:memory:/slurm/job_7\n0::/\n")
+    group(tmp_path / "fs" / "memory" / "slurm" / "job_7", 1, str(6 * GIB), 5 * GIB, 3 * GIB)
+    group(tmp_path / "fs" / "memory" / "slurm", 1, str(1 << 63), 5 * GIB, GIB)
+    assert group_room(own, tmp_path / "fs") == 4 * GIB
+
+
+def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    assert group_room(own, tmp_path / "fs") is None
+    own.write_text("0::/job\n")
+    assert group_room(own, tmp_path / "fs") is None
+
+
+def test_slots_must_fit_the_job_and_those_they_replace_count_as_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "group_room", lambda: 1000)
+    tree = Tree(None, 0)
+    check_memory(tree, 0, 1000 // SLOTS_PER_RANK, 0)
+    with pytest.raises(Exception, match="staging slots"):
+        check_memory(tree, 0, 1000, 0)
+    check_memory(tree, 0, 1000, 1000 * SLOTS_PER_RANK)

@@ -1,0 +1,60 @@
+"""Who may read what Holdfast writes: in a run by the umask, elsewhere the owner alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.contracts.durable import create_bytes, write_bytes
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.leases import reading
+from holdfast.lineage.database import open_database
+
+
+@pytest.fixture
+def umask() -> Iterator[int]:
+    """The umask of this process, which a test may change."""
+    before = os.umask(0o022)
+    yield before
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600), (0o007, 0o660)])
+@pytest.mark.usefixtures("umask")
+def test_the_umask_decides_who_reads_a_run(tmp_path: Path, mask: int, expected: int) -> None:
+    os.umask(mask)
+    run = RunFolder(tmp_path, "run", "a" * 32)
+    run.submit(1, 1, 1.7e9)
+    run.tell("cli", EventKind.NOTE, text="x")
+    checkpoint = run.paths.checkpoint(run.commit(10, 1))
+    create_bytes(run.paths.directory / "created", b"x")
+    with reading(checkpoint):
+        leases = list(run.paths.checkpoints.glob("*.reading-*"))
+    files = [path for path in run.paths.directory.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert leases
+    assert {path.name for path in files if mode_of(path) != expected} == set()
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_file_that_is_to_be_private_is_so_whatever_the_umask(tmp_path: Path) -> None:
+    os.umask(0)
+    write_bytes(tmp_path / "token", b"x", mode=0o600)
+    assert mode_of(tmp_path / "token") == 0o600
+
+
+@pytest.mark.usefixtures("umask")
+def test_the_index_is_its_owner_s_alone(tmp_path: Path) -> None:
+    os.umask(0)
+    with open_database(f"sqlite:///{tmp_path}/index.db"):
+        found = {path.name: mode_of(path) for path in tmp_path.glob("index.db*")}
+    assert found
+    assert set(found.values()) == {0o600}

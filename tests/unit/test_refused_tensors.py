@@ -1,0 +1,149 @@
+"""Tensors that a checkpoint cannot keep exactly are refused by name before they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from holdfast.contracts.errors import CheckpointError, SaveError
+from holdfast.trainer import Session
+from holdfast.trainer.loading.targets import collect
+from holdfast.trainer.planning.layout import LIST_STEP, Signature, capacity_of
+from holdfast.trainer.planning.rank_rows import describe_rank
+
+
+class Quantised(torch.Tensor):
+    """Values as codes and a scale, as eight-bit moments have them."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        assert isinstance(made, Quantised)
+        return made
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, _context: Any, _size: Any, _stride: Any) -> Quantised:
+        return Quantised(inner["codes"], inner["scale"])
+
+    def dense(self) -> torch.Tensor:
+        return self.codes.float() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Quantised(args[0].codes, args[0].scale)
+        dense = tree_map_only(Quantised, Quantised.dense, args)
+        return func(*dense, **(kwargs or {}))
+
+
+def quantised() -> Quantised:
+    return Quantised(torch.ones(4, dtype=torch.int8), torch.full((4,), 0.5))
+
+
+class EightBit(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("moment", Quantised(p.detach().char(), p.detach()))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (quantised(), "a Quantised with inner tensors codes, scale"),
+        (torch.ones(2, 2).to_sparse(), "of layout torch.sparse_coo"),
+        (torch.ones(2, 2).to_mkldnn(), "of layout torch._mkldnn"),
+        (torch.empty(2, device="meta"), "on the meta device"),
+    ],
+    ids=["wrapper", "sparse", "mkldnn", "meta"],
+)
+def test_a_tensor_without_bytes_in_order_is_refused_by_its_key(
+    value: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SaveError, match=rf"model\.odd: it is {said}"):
+        describe_rank({"model": {"odd": value}})
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", value)
+    with pytest.raises(SaveError, match=rf"model\.odd: it is {said}"):
+        Session(model, torch.optim.Adam(model.parameters()), directory=tmp_path)
+
+
+def test_a_wrapper_in_the_optimizers_state_is_refused_after_the_first_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = EightBit(model.parameters(), momentum=0.9)
+    session = Session(model, optimizer, directory=tmp_path)
+    optimizer.step()
+    with pytest.raises(SaveError, match=r"optimizer\.state\.weight\.moment: it is a Quantised"):
+        session.boundary()
+    with pytest.raises(SaveError):
+        session.close()
+
+
+def test_nothing_is_loaded_into_a_wrapper() -> None:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    size = torch.Size((4,))
+    chunk = ChunkStorageMetadata(torch.Size((0,)), size)
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
+    with pytest.raises(CheckpointError, match="w: this program has it as a Quantised"):
+        collect({"w": quantised()}, Metadata({"w": entry}))
+
+
+def test_a_list_of_numbers_may_grow_and_the_plan_with_it() -> None:
+    few, more = {"optimizer": {"losses": [0.5] * 3}}, [0.5] * 17
+    signature = describe_rank(few).signature
+    assert signature.fits({"optimizer.losses": [0.25] * 16})
+    assert not signature.fits({"optimizer.losses": more})
+    (line,) = signature.differences({"optimizer.losses": more})
+    assert line == "optimizer.losses: a list of up to 32 numbers, planned a number"
+    assert Signature({"optimizer.losses": more}).fits({"optimizer.losses": [1.5] * 32})
+    assert [capacity_of([0] * n) for n in (0, 16, 17, LIST_STEP + 1)] == [16, 16, 32, 2 * LIST_STEP]
+
+
+def test_an_optimizers_list_grows_over_saves_and_a_resume(tmp_path: Path) -> None:
+    for last in (60, 61):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["losses"] = []
+        with Session(model, optimizer, directory=tmp_path, interval=20) as session:
+            for step in session.steps(last):
+                optimizer.param_groups[0]["losses"].append(step / 7)
+    assert optimizer.param_groups[0]["losses"] == [step / 7 for step in range(1, 62)]
+
+
+def test_a_parameter_whose_gradient_has_another_type_is_trained_as_ever(tmp_path: Path) -> None:
+    weights = []
+    for has_session in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = Session(model, optimizer, directory=tmp_path) if has_session else None
+        model(torch.ones(3, 2, dtype=torch.bfloat16)).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype is torch.float32
+        if session is not None:
+            session.boundary()
+            session.close()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)

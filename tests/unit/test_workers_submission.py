@@ -1,0 +1,444 @@
+"""Submissions whose answer was lost, refusals, and absences that are not to be believed yet."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.histories import spec_of
+
+from holdfast.contracts import filesystems, reading
+from holdfast.contracts.attempt import (
+    Claim,
+    Outcome,
+    Request,
+    Submission,
+    create_document,
+    read_claim,
+    read_document,
+    write_document,
+)
+from holdfast.contracts.errors import (
+    SchedulerUnavailableError,
+    SubmissionRefusedError,
+)
+from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, FileSystem
+from holdfast.contracts.history import RunHistory, load_history
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import AttemptPaths, RunPaths
+from holdfast.contracts.states import AttemptState, Cause, RunState
+from holdfast.workers import attempts, executors, reconcile, runs
+from holdfast.workers.agent.claim import claim
+from holdfast.workers.agent.context import load_context
+from holdfast.workers.executors import Executor, JobStatus
+from holdfast.workers.executors.slurm import ABSENCE_S
+from holdfast.workers.heartbeats import read_heartbeats
+
+SPEC = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Slurm(Executor):
+    """A scheduler at the outermost edge, which can lose an answer and show a job late."""
+
+    kind = "slurm"
+    absence_s = ABSENCE_S
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.shown_at: dict[str, float] = {}
+        self.states: dict[str, AttemptState] = {}
+        self.loses_answer = False
+        self.refuses = ""
+        self.late_s = 0.0
+        self.is_empty = False
+
+    def submit(self, paths: AttemptPaths, request: Request) -> Submission:
+        if self.refuses:
+            raise SubmissionRefusedError(self.refuses, may_pass=True)
+        job = str(100 + len(self.states))
+        self.states[job] = AttemptState.PENDING
+        self.shown_at[job] = self.clock.now + self.late_s
+        if self.loses_answer:
+            raise SchedulerUnavailableError("Socket timed out on send/recv operation")
+        return self._named(job)
+
+    def find(self, request: Request) -> Submission | None:
+        shown = [job for job, at in self.shown_at.items() if at <= self.clock.now]
+        return self._named(shown[0]) if shown else None
+
+    def live_jobs(self, request: Request) -> tuple[Submission, ...]:
+        shown = [job for job, at in self.shown_at.items() if at <= self.clock.now]
+        return tuple(self._named(job) for job in shown if not self.states[job].is_terminal)
+
+    def status(self, request: Request, submission: Submission | None) -> JobStatus:
+        job = submission or self.find(request)
+        if job is None or self.is_empty:
+            return JobStatus(state=AttemptState.LOST, is_absent=True, evidence=("no such job",))
+        state = self.states[job.job_id]
+        ended_at = self.clock.now - 3600 if state.is_terminal else None
+        return JobStatus(state=state, raw=state.value.upper(), ended_at=ended_at)
+
+    def withdraw(self, request: Request, submission: Submission) -> None:
+        if self.states[submission.job_id] is AttemptState.PENDING:
+            self.states[submission.job_id] = AttemptState.CANCELLED
+
+    def cancel(self, request: Request, submission: Submission) -> None:
+        self.states[submission.job_id] = AttemptState.CANCELLED
+
+    def capacity(self, resources: Any, held: Any = None) -> int | None:
+        return None
+
+    def _named(self, job: str) -> Submission:
+        return Submission(job_id=job, executor="slurm", submitted_at=self.clock.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    for module in (attempts, reconcile):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=one.time, monotonic=one.monotonic))
+    return one
+
+
+@pytest.fixture
+def slurm(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    one = Slurm(clock)
+    monkeypatch.setitem(executors._KINDS, "slurm", lambda: one)
+    return one
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return runs.attach_or_create(SPEC, tmp_path, created_by="ann")[0]
+
+
+class Flow:
+    """What the supervising process does with a run's attempts."""
+
+    def __init__(self, paths: RunPaths, clock: Clock) -> None:
+        self.paths = paths
+        self.absences = attempts.Absences(clock.monotonic)
+
+    def submit(self) -> None:
+        with JournalWriter(self.paths.journal_of("flow")) as journal:
+            record = runs.read_record(self.paths)
+            attempts.submit_attempt(self.paths, SPEC, record, gpus=4, reason="x", journal=journal)
+
+    def resume(self) -> None:
+        with JournalWriter(self.paths.journal_of("flow")) as journal:
+            attempts.resume_submission(self.paths, journal, self.absences)
+
+    def end_duplicates(self) -> list[str]:
+        with JournalWriter(self.paths.journal_of("flow")) as journal:
+            return attempts.end_duplicates(self.attempt, journal)
+
+    def reconcile(self) -> RunHistory:
+        return reconcile.reconcile(self.paths)
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return self.paths.list_attempts()[-1]
+
+    @property
+    def job(self) -> str | None:
+        return load_history(self.paths).attempts[-1].job_id
+
+
+@pytest.fixture
+def flow(run: RunPaths, clock: Clock) -> Flow:
+    return Flow(run, clock)
+
+
+def claim_as(attempt: AttemptPaths, job: str) -> bool:
+    """What node 0's agent of the job does first."""
+    os.environ["SLURM_JOB_ID"] = job
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        return claim(load_context(attempt.request), journal)
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "0")
+
+
+# --- answers that were lost -------------------------------------------------------------------
+
+
+def test_a_job_that_appears_late_is_found_and_not_submitted_again(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
+    slurm.loses_answer, slurm.late_s = True, 200.0
+    with pytest.raises(SchedulerUnavailableError):
+        flow.submit()
+    slurm.loses_answer = False
+    for _ in range(39):
+        with pytest.raises(SchedulerUnavailableError, match="submitted again"):
+            flow.resume()
+        clock.now += 5.0
+    clock.now += 5.0
+    flow.resume()
+    assert (flow.job, len(slurm.states)) == ("100", 1)
+
+
+def test_a_flow_that_was_started_anew_waits_as_long(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+    slurm.loses_answer, slurm.late_s = True, 10**9
+    with pytest.raises(SchedulerUnavailableError):
+        flow.submit()
+    with pytest.raises(SchedulerUnavailableError):
+        flow.resume()
+    clock.now += ABSENCE_S
+    later = Flow(flow.paths, clock)
+    with pytest.raises(SchedulerUnavailableError, match="submitted again"):
+        later.resume()
+    slurm.loses_answer, slurm.late_s = False, 0.0
+    clock.now += ABSENCE_S
+    later.resume()
+    assert later.job == "101"
+
+
+@pytest.mark.parametrize("claimant", ["", "100", "101"])
+def test_of_two_jobs_one_runs_and_the_other_is_cancelled(
+    flow: Flow, slurm: Slurm, clock: Clock, claimant: str
+) -> None:
+    slurm.loses_answer, slurm.late_s = True, ABSENCE_S + 100.0
+    with pytest.raises(SchedulerUnavailableError):
+        flow.submit()
+    with pytest.raises(SchedulerUnavailableError):
+        flow.resume()
+    slurm.loses_answer, slurm.late_s = False, 0.0
+    clock.now += ABSENCE_S
+    flow.resume()
+    assert flow.job == "101"
+    assert flow.end_duplicates() == []
+    clock.now += 100.0
+    if claimant:
+        slurm.states[claimant] = AttemptState.RUNNING
+        assert claim_as(flow.attempt, claimant)
+    (said,) = flow.end_duplicates()
+    kept = claimant or "101"
+    assert f"job {kept} has" in said
+    states = {job: state.is_terminal for job, state in slurm.states.items()}
+    assert states == {job: job != kept for job in ("100", "101")}
+    assert flow.job == kept
+    assert not flow.reconcile().attempts[0].state.is_terminal
+
+
+def test_the_end_of_a_second_job_does_not_end_the_attempt(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
+    flow.submit()
+    slurm.states = {"100": AttemptState.FAILED, "200": AttemptState.RUNNING}
+    assert claim_as(flow.attempt, "200")
+    for _ in range(3):
+        assert not flow.reconcile().attempts[0].state.is_terminal
+        clock.now += 1000.0
+    assert flow.job == "200"
+
+
+def test_an_attempt_that_ended_unclaimed_is_never_claimed(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
+    flow.submit()
+    slurm.states["100"] = AttemptState.FAILED
+    flow.reconcile()
+    clock.now += 1000.0
+    assert flow.reconcile().attempts[0].state.is_terminal
+    assert not claim_as(flow.attempt, "200")
+    assert load_history(flow.paths).attempts[0].job_id == "100"
+
+
+def test_a_job_that_claims_in_the_last_moment_keeps_the_attempt(
+    flow: Flow, slurm: Slurm, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow.submit()
+    slurm.states["100"] = AttemptState.FAILED
+    flow.reconcile()
+    clock.now += 1000.0
+
+    def claimed_meanwhile(directory: Path) -> None:
+        slurm.states["200"] = AttemptState.RUNNING
+        assert claim_as(flow.attempt, "200")
+
+    monkeypatch.setattr(reconcile, "revalidate", claimed_meanwhile)
+    monkeypatch.setattr(reconcile, "read_claim", lambda _: None)
+    assert not flow.reconcile().attempts[0].state.is_terminal
+
+
+def test_a_reservation_that_another_process_gave_up_is_not_run(flow: Flow, run: RunPaths) -> None:
+    attempt = attempts.reserve(run, 1)
+    assert attempt is not None
+    with JournalWriter(run.journal_of("flow")) as journal:
+        attempts.abandon_reservation(attempt, journal)
+    own = Claim(
+        job_id="1", pid=1, process_started_at=0, boot_id="", host="h", claimed_at=time.time()
+    )
+    assert not create_document(attempt.claim, own)
+    assert read_claim(attempt) is None
+
+
+# --- jobs that the scheduler does not know ----------------------------------------------------
+
+
+def test_a_job_is_lost_only_when_it_was_missed_for_long(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
+    flow.submit()
+    clock.now += 10 * ABSENCE_S
+    slurm.is_empty = True
+    assert not flow.reconcile().attempts[0].state.is_terminal
+    clock.now += ABSENCE_S - 1
+    assert not flow.reconcile().attempts[0].state.is_terminal
+    slurm.is_empty = False
+    flow.reconcile()
+    slurm.is_empty = True
+    assert not flow.reconcile().attempts[0].state.is_terminal
+    clock.now += ABSENCE_S
+    assert flow.reconcile().attempts[0].state is AttemptState.LOST
+
+
+def test_a_job_whose_agents_write_heartbeats_is_not_lost(
+    flow: Flow, slurm: Slurm, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flow.submit()
+    slurm.is_empty = True
+    flow.reconcile()
+    clock.now += ABSENCE_S
+    beat = SimpleNamespace(time=clock.now - 5, host="n1", ranks=())
+    with monkeypatch.context() as patch:
+        patch.setattr(reconcile, "read_heartbeats", lambda _: [beat])
+        assert not flow.reconcile().attempts[0].state.is_terminal
+    assert read_heartbeats(flow.attempt) == []
+    assert flow.reconcile().attempts[0].state is AttemptState.LOST
+
+
+# --- outcomes that a file system shows late ---------------------------------------------------
+
+
+class CachedAbsence:
+    """A client's cache at the edge to the kernel: `name` does not exist, for so many seconds, or
+    until its directory is opened where the client then asks the server anew."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, clock: Clock, name: str, seconds: float, *, asks: bool
+    ) -> None:
+        self._clock, self._name, self._ends_at = clock, name, clock.now + seconds
+        self._asks = asks
+        patch.setattr(os, "open", self._wrap(os.open, 0))
+        patch.setattr(reading, "_open_inside", self._wrap(reading._open_inside, 1))
+
+    def _wrap(self, real: Any, at: int) -> Any:
+        def opened(*arguments: Any, **options: Any) -> Any:
+            path, flags = arguments[at], arguments[at + 1]
+            if flags & os.O_DIRECTORY and not flags & os.O_PATH and self._asks:
+                self._ends_at = 0.0
+            if os.path.basename(path) == self._name and self._clock.now < self._ends_at:
+                raise FileNotFoundError(2, "cached", str(path))
+            return real(*arguments, **options)
+
+        return opened
+
+
+@pytest.fixture
+def on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystems, "filesystem_of", lambda _: FileSystem("nfs4", "rw,vers=4.2"))
+
+
+def completed(attempt: AttemptPaths, clock: Clock) -> None:
+    outcome = Outcome(
+        attempt=1,
+        state=AttemptState.COMPLETED,
+        job_id="100",
+        world_size=4,
+        last_step=70,
+        started_at=clock.now - 100,
+        ended_at=clock.now,
+    )
+    write_document(attempt.outcome, outcome)
+
+
+@pytest.mark.usefixtures("on_nfs")
+@pytest.mark.parametrize(
+    ("seconds", "asks"), [(CACHE_S, False), (10**9, True)], ids=["no close-to-open", "nfs"]
+)
+def test_an_outcome_that_the_file_system_hides_is_waited_for(
+    flow: Flow, slurm: Slurm, clock: Clock, seconds: float, asks: bool
+) -> None:
+    flow.submit()
+    assert claim_as(flow.attempt, "100")
+    slurm.states["100"] = AttemptState.NODE_FAILED
+    completed(flow.attempt, clock)
+    with pytest.MonkeyPatch.context() as patch:
+        CachedAbsence(patch, clock, "outcome.json", seconds, asks=asks)
+        for _ in range(6):
+            assert flow.reconcile().attempts[0].state is not AttemptState.LOST
+            clock.now += 9.0
+        clock.now += CACHE_MARGIN_S + CACHE_S - 54.0
+        history = flow.reconcile()
+    assert history.attempts[0].state is AttemptState.COMPLETED
+    assert history.state is RunState.COMPLETED
+
+
+@pytest.mark.usefixtures("on_nfs")
+def test_an_outcome_that_is_there_counts_at_once(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+    flow.submit()
+    assert claim_as(flow.attempt, "100")
+    completed(flow.attempt, clock)
+    assert flow.reconcile().state is RunState.COMPLETED
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def test_a_refused_run_waits_and_shows_the_reason(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+    slurm.refuses = "Slurm refused holdfast-r: QOSMaxSubmitJobPerUserLimit"
+    with pytest.raises(SubmissionRefusedError):
+        flow.submit()
+    for _ in range(3):
+        with pytest.raises(SubmissionRefusedError):
+            flow.resume()
+    history = load_history(flow.paths)
+    assert history.state is RunState.WAITING
+    assert history.attempts[0].waits_for == slurm.refuses
+    told = [e for e in history.events if e.kind is EventKind.ATTEMPT_STATE]
+    assert len(told) == 1
+    slurm.refuses = ""
+    flow.resume()
+    history = load_history(flow.paths)
+    assert (history.state, history.attempts[0].state) == ("queued", AttemptState.SUBMITTED)
+    assert history.attempts[0].waits_for == ""
+    assert len(slurm.states) == 1
+
+
+def test_an_ending_that_the_operator_asks_for_closes_the_attempt(
+    flow: Flow, slurm: Slurm, run: RunPaths
+) -> None:
+    flow.submit()
+    assert claim_as(flow.attempt, "100")
+    attempt = attempts.reserve(run, 2)
+    assert attempt is not None
+    assert attempts.has_no_job(attempt)
+    with JournalWriter(run.journal_of("flow")) as journal:
+        for one, ends in ((attempt, True), (flow.paths.attempt(1), False)):
+            state, cause = AttemptState.CANCELLED, Cause.OPERATOR
+            done = attempts.end_unsubmitted(one, journal, state=state, cause=cause, evidence="x")
+            assert done is ends
+    closed = read_document(Claim, attempt.claim)
+    assert closed is not None
+    assert closed.is_closed

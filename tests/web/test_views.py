@@ -1,0 +1,250 @@
+"""What each view must show of runs that are many, in trouble, or looked at on a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any, Final
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+from tests.runs import RunFolder
+from tests.web import stand
+from tests.web.scene import HOUR, LIVE, NEWEST, beat, clock
+from tests.web.stand import Site
+
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.states import AttemptState, Cause
+
+# More than a page of any list.
+MANY: Final = 60
+FIRST: Final = "sweep-00"
+ALONE: Final = "left-alone"
+# The oldest steps of the live run were deleted, and the fork's parent is pinned and verified.
+FORK: Final = "gpt-90m-8k"
+PHONE: Final = 390
+# The height of every window here, pixels.
+SCREEN: Final = 900
+
+
+@pytest.fixture(scope="module")
+def crowd(site: Site) -> Site:
+    """The site with sixty older runs, on as many hosts; the first is the oldest."""
+    for number in range(MANY):
+        name, at = f"sweep-{number:02d}", time.time() - (100 - number) * HOUR
+        run = RunFolder(site.root, name, f"{number:032x}", created_at=at)
+        with clock(at):
+            run.submit(1, 1, at)
+            run.claim(1, at + 5, f"host-{number:02d}")
+            run.launch(1, 1, 0, None, 1)
+            run.commit(100, 1, at=at + 60)
+            host = f"host-{number:02d}"
+            run.finish(1, AttemptState.COMPLETED, None, 100, at + 70, host=host, started_at=at + 5)
+    return site
+
+
+def value_of(page: Page, name: str) -> str:
+    """The value beside a name in the list of facts."""
+    fact = page.locator(".facts > div").filter(has=page.get_by_text(name, exact=True))
+    return fact.locator("dd").inner_text()
+
+
+def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Browser) -> None:
+    with stand.looking(browser, crowd) as (page, complaints):
+        page.goto("/storage")
+        everything = str(MANY + 5)
+        expect(page.locator(".facts")).to_contain_text(everything)
+        rows = page.get_by_role("region").locator("tbody tr")
+        assert rows.count() < MANY
+        page.get_by_role("button", name="Show more").click()
+        expect(rows).to_have_count(MANY + 5)
+
+        page.goto("/goodput")
+        expect(page.get_by_text("Time of all runs")).to_be_visible()
+        assert value_of(page, "Runs") == everything
+
+        page.goto("/nodes")
+        expect(page.get_by_role("link", name=f"host-{MANY - 1}")).to_be_visible()
+        page.goto(f"/nodes?host=host-{MANY - 1}")
+        box = page.get_by_role("complementary").bounding_box()
+        assert box
+        assert box["y"] + box["height"] < SCREEN
+
+        page.goto("/")
+        names = page.get_by_role("region", name="Runs").locator("tbody tr strong")
+        expect(names.first).to_have_text("llama-3b-instruct")
+        expect(page.get_by_text(FIRST, exact=True)).to_have_count(0)
+        # Numbers begin with the greatest, so the second click puts the oldest first.
+        page.get_by_role("button", name="Started").click()
+        page.get_by_role("button", name="Started").click()
+        expect(names.first).to_have_text(FIRST)
+        assert not complaints
+
+
+def test_live_runs_stand_before_newer_ones_that_have_ended(site: Site, browser: Browser) -> None:
+    run = RunFolder(site.root, "just-ended", "5" * 32, created_at=time.time() + 60)
+    run.submit(1, 1, time.time())
+    run.finish(1, AttemptState.COMPLETED, None, 5, time.time())
+    with stand.looking(browser, site) as (page, _):
+        page.goto("/")
+        names = page.get_by_role("region", name="Runs").locator("tbody tr strong")
+        expect(page.get_by_text("just-ended")).to_be_visible()
+        shown = names.all_inner_texts()
+        assert shown.index(LIVE) < shown.index("just-ended")
+
+
+def test_heartbeats_move_steps_and_curves_and_silence_is_one_figure(
+    site: Site, browser: Browser
+) -> None:
+    paths, step = RunPaths(site.root / LIVE), NEWEST + 40
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{LIVE}")
+        loss = page.locator(".curves h3").first
+        expect(loss).to_contain_text("loss")
+        with open(paths.metrics_of(3, 1), "a") as metrics:
+            metrics.write(json.dumps({"step": step, "time": time.time(), "loss": 7.25}) + "\n")
+        beat(paths, 3, step, time.time())
+        expect(loss).to_contain_text("7.25")
+        page.get_by_role("link", name="Runs", exact=True).first.click()
+        row = page.get_by_role("row").filter(has=page.get_by_role("link", name=LIVE, exact=True))
+        expect(row).to_contain_text(f"{step:,}".replace(",", "\u202f"))
+        expect(row).to_contain_text("left")
+        # The agent heard of its ranks a moment before it fell silent itself.
+        beat(paths, 3, step, time.time() - 90)
+        page.goto(f"/runs/{LIVE}/ranks")
+        expect(page.get_by_text("silent", exact=True)).to_be_visible()
+        expect(page.get_by_text(re.compile(r"^1 min \d+ s ago$")).first).to_be_visible()
+        expect(page.get_by_text("ms ago")).to_have_count(0)
+
+
+def test_many_attempts_leave_room_for_the_curves(site: Site, browser: Browser) -> None:
+    began = time.time() - 100 * HOUR
+    run = RunFolder(site.root, "unlucky", "8" * 32, created_at=began)
+    for number in range(1, 9):
+        at = began + number * HOUR
+        run.submit(number, 2, at)
+        run.claim(number, at + 5)
+        ended: dict[str, Any] = {"started_at": at + 5, "stop_requested_at": at + 50}
+        state, cause = AttemptState.CANCELLED, Cause.OPERATOR
+        run.finish(number, state, cause, number, at + 60, **ended)
+        asked: dict[str, Any] = {"action": "pause", "by": "mia", "gpus": None}
+        run.tell("cli", EventKind.OPERATOR_REQUEST, after_attempt=number, **asked)
+    with stand.looking(browser, site) as (page, _):
+        page.goto("/runs/unlucky")
+        attempts = page.get_by_role("region", name="Attempts").get_by_role(
+            "cell", name="paused by mia", exact=True
+        )
+        expect(attempts.first).to_be_visible()
+        few = attempts.count()
+        page.get_by_role("button", name="Show all 8 attempts").click()
+        expect(attempts).not_to_have_count(few)
+        expect(page.get_by_text("#1 · 2 GPUs")).to_be_visible()
+
+
+def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) -> None:
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/checkpoints/{LIVE}:step-00005000.a0001.i01")
+        # What the server does for a fork starts a process, and other tests cover it.
+        answer = {"run": "my-fork", "uid": "", "directory": "", "forked_from": ""}
+        page.route("**/fork", lambda route: route.fulfill(status=201, json=answer))
+        page.get_by_role("button", name="Fork", exact=True).click()
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_role("button", name="Fork").click()
+        expect(dialog.get_by_role("link", name="my-fork")).to_be_visible()
+
+
+def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
+    site: Site, browser: Browser
+) -> None:
+    began = time.time() - HOUR
+    run = RunFolder(site.root, ALONE, "6" * 32, created_at=began)
+    with clock(began):
+        run.tell("flow", EventKind.SUPERVISED, host="", pid=7, flow_run="")
+        run.submit(1, 2, began)
+        run.claim(1, began + 5)
+        run.launch(1, 1, 0, None)
+        run.commit(40, 1, at=began + 30)
+        run.finish(1, AttemptState.LOST, Cause.UNKNOWN, 60, began + 90, started_at=began + 5)
+    with stand.looking(browser, site) as (page, complaints):
+        page.goto(f"/runs/{ALONE}")
+        expect(page.get_by_role("alert")).to_contain_text("No supervisor is running")
+        assert value_of(page, "Committed step") == "40"
+        page.get_by_role("button", name="Relaunch").click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("No attempt is running.")
+        expect(dialog).not_to_contain_text("saves")
+        page.keyboard.press("Escape")
+        page.goto("/runs/llama-3b-instruct")
+        expect(page.get_by_text("none yet")).to_be_visible()
+        assert not complaints
+
+
+def test_a_request_and_a_restart_in_place_show_at_once(site: Site, browser: Browser) -> None:
+    paths = RunPaths(site.root / FORK)
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{FORK}")
+        head = page.locator(".head")
+        expect(head).to_contain_text("running")
+        with JournalWriter(paths.attempt(1).node_journal(0)) as journal:
+            facts: dict[str, Any] = {"attempt": 1, "ending": "crashed", "last_step": 7_186}
+            journal.append(EventKind.INCARNATION_ENDED, incarnation=1, **facts)
+            journal.append(EventKind.INCARNATION_STARTED, attempt=1, incarnation=2)
+        with JournalWriter(paths.attempt(1).journal / "rank0.jsonl") as journal:
+            resumed: dict[str, Any] = {"step": 7_000, "skipped": [], "world_size": 2}
+            journal.append(EventKind.RESUMED, attempt=1, incarnation=2, **resumed)
+        expect(page.get_by_text("launch 1 crashed at step")).to_be_visible()
+        with JournalWriter(paths.journal_of("cli")) as journal:
+            asked: dict[str, Any] = {
+                "action": "pause",
+                "by": "mia",
+                "gpus": None,
+                "after_attempt": 1,
+            }
+            journal.append(EventKind.OPERATOR_REQUEST, **asked)
+        expect(head).to_contain_text("pausing")
+
+
+def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
+    site: Site, browser: Browser
+) -> None:
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{FORK}/lineage")
+        card = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00005000.a0001.i01"]')
+        expect(card).to_contain_text("verified")
+        card.focus()
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("complementary")).to_contain_text("Step 5")
+
+
+def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browser: Browser) -> None:
+    with stand.looking(browser, site, width=PHONE) as (page, _):
+        page.goto("/runs/bert-classifier")
+        page.get_by_text("Traceback of rank 1").click()
+        expect(page.get_by_text("ValueError: Expected input batch_size")).to_be_visible()
+        page.goto(f"/runs/{LIVE}")
+        timeline = page.locator("svg.timeline")
+        expect(timeline).to_be_visible()
+        box = timeline.bounding_box()
+        assert box
+        assert box["x"] + box["width"] <= PHONE
+        # The program's own error is no fault of the machine.
+        page.goto("/nodes?host=gpu-05")
+        expect(page.get_by_text("None so far.")).to_be_visible()
+
+
+def test_a_timeline_that_was_opened_before_the_first_attempt_fits_later(
+    site: Site, browser: Browser
+) -> None:
+    run = RunFolder(site.root, "not-begun", "7" * 32, created_at=time.time())
+    with stand.looking(browser, site, width=PHONE) as (page, _):
+        page.goto("/runs/not-begun")
+        expect(page.get_by_text("No attempt yet")).to_be_visible()
+        run.submit(1, 2, time.time() - 60)
+        run.claim(1, time.time() - 30)
+        timeline = page.locator("svg.timeline")
+        expect(timeline).to_be_visible()
+        box = timeline.bounding_box()
+        assert box
+        assert box["width"] < PHONE

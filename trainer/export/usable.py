@@ -1,0 +1,89 @@
+"""The state of a checkpoint as programs without Holdfast take it: by `load_state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from holdfast.trainer.loading.compare_keys import is_of_one_rank
+from holdfast.trainer.state import plain
+from holdfast.trainer.state.objects import MODULE, PER_RANK
+
+OPTIMIZER: Final = "optimizer"
+_STATE: Final = "optimizer.state."
+_GROUPS: Final = "optimizer.param_groups."
+
+
+def make_optimizer(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `optimizer.load_state_dict` takes, of flattened keys; None where there are no groups.
+
+    Parameters keep their order and are numbered. Those that follow each other with equal options
+    make up one group, and `param_names` says whose they are.
+    """
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith(_GROUPS):
+            name, _, option = key.removeprefix(_GROUPS).rpartition(".")
+            options.setdefault(name, {})[option] = value
+    if not options:
+        return None
+    groups: list[dict[str, Any]] = []
+    for number, (name, own) in enumerate(options.items()):
+        known = groups[-1] if groups else {}
+        if repr(own) != repr(
+            {k: v for k, v in known.items() if k not in {"params", "param_names"}}
+        ):
+            groups.append({**own, "params": [], "param_names": []})
+        groups[-1]["params"].append(number)
+        groups[-1]["param_names"].append(name)
+    numbers = {name: number for number, name in enumerate(options)}
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in values.items():
+        if key.startswith(_STATE):
+            owner, rest = _split(key.removeprefix(_STATE), numbers)
+            if owner is not None:
+                state.setdefault(numbers[owner], {})[rest] = value
+    return {"state": state, "param_groups": groups}
+
+
+def make_objects(
+    documents: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Schedulers and extras by name, as `state_dict` gave them; those of single ranks are left out.
+
+    `documents` are those of the train state, `tensors` all that was read, by key.
+    """
+    made: dict[str, Any] = {}
+    for name, document in documents.items():
+        kind = document.get(plain.MARK) if isinstance(document, dict) else None
+        if kind == MODULE:
+            begin = f"{name}."
+            value: Any = {
+                k.removeprefix(begin): v for k, v in tensors.items() if k.startswith(begin)
+            }
+        elif kind == PER_RANK:
+            continue
+        else:
+            value = plain.decode(document, tensors)
+        part, dot, rest = name.partition(".")
+        if dot:
+            made.setdefault(part, {})[rest] = value
+        else:
+            made[part] = value
+    return made
+
+
+def owned_by(key: str, documents: Iterable[str]) -> bool:
+    """True for a tensor that belongs to one of the objects of these names."""
+    return not is_of_one_rank(key) and any(key.startswith(f"{name}.") for name in documents)
+
+
+def _split(rest: str, names: Mapping[str, int]) -> tuple[str | None, str]:
+    """A parameter's name, which has dots itself, and what follows it."""
+    at = len(rest)
+    while (at := rest.rfind(".", 0, at)) > 0:
+        if rest[:at] in names:
+            return rest[:at], rest[at + 1 :]
+    return None, rest

@@ -1,0 +1,282 @@
+"""What happens between two steps of a session's loop, at an epoch's end, and at the loop's end.
+
+`Session` is what a program calls. This is the protocol behind it: which steps are complete, when
+ranks meet to save, when they leave together.
+
+An epoch's end (evaluation, a scheduler's step) comes after the boundary of its last step and before
+the next step. A stop at that boundary leaves before the end, and the resume runs it. Any other
+save that is due there waits until the end has been passed, so that a checkpoint has the metrics of
+its own evaluation. Each checkpoint says in which epoch it is, and whether that has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from holdfast.contracts.agreement import consider
+from holdfast.contracts.board import Phase, Proposal, RankRecord
+from holdfast.contracts.errors import SpecError
+from holdfast.contracts.journal import EventKind
+from holdfast.trainer.boundary import Saver
+from holdfast.trainer.collective import Ranks
+from holdfast.trainer.data.position import Position
+from holdfast.trainer.link import Link
+from holdfast.trainer.metrics import Recorder
+from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.pacing.pace import Pace
+
+NOTICE: Final = "notice"
+DRAWN: Final = (
+    "were drawn between the resume and the first step. The generators were put back, but what was "
+    "drawn is lost: a batch that was fetched before the loop is not the batch of an uninterrupted "
+    "run. Fetch each batch within its step, or draw from a generator of your own in per_rank"
+)
+SLOW_PHASES: Final = {
+    phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)
+}
+
+
+class Loop:
+    """One rank's loop: the steps that are complete, and what each step's end brings.
+
+    `total` is the number of steps that the program wants, and `epochs` that of epochs; None while
+    it has not said so.
+    """
+
+    is_checkpoint_wanted = is_inside_step = is_finished = should_stop = False
+    # True from the last batch of an epoch until its end has been passed.
+    is_at_end = False
+    total: int | None = None
+    epochs: int | None = None
+    _has_entered = _has_told_end = False
+    # The step whose save waits for the end of its epoch.
+    _waits_for_end: int | None = None
+    _knows_ends = True
+
+    def __init__(
+        self,
+        link: Link,
+        ranks: Ranks,
+        record: RankRecord,
+        recorder: Recorder | None,
+        *,
+        saver: Saver,
+        guard: LossGuard,
+        pace: Pace,
+        position: Position,
+    ) -> None:
+        """`position` has the number of complete steps; `recorder` is set on rank 0 alone."""
+        self._link, self._ranks, self._record, self._recorder = link, ranks, record, recorder
+        self._saver, self._guard, self._pace = saver, guard, pace
+        self._position = position
+
+    @property
+    def completed(self) -> int:
+        """Optimizer steps that are complete."""
+        return self._position.completed
+
+    def enter(self) -> bool:
+        """The boundary before the first step of this incarnation; True to leave already."""
+        # The first step compiles and warms up: its silence is judged by another measure.
+        if not self._has_entered and self._record.cross(self.completed, Phase.COMPILE):
+            self._consider(self.completed)
+        self._has_entered = self._position.has_begun = True
+        return self.should_stop
+
+    def boundary(self) -> bool:
+        """One more step is complete; True when this rank must leave now."""
+        step, pace, saver = self._position.finish_step(), self._pace, self._saver
+        pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
+        if saver.in_flight:
+            saver.collect()
+        self._guard.look()
+        if self._is_save_due(step) and not self._must_wait_for_end(step):
+            self._meet(step)
+            pace.meter.enter(time.monotonic())
+        elif pace.rhythm.is_due(step):
+            saver.snapshot(step)
+            pace.meter.enter(time.monotonic())
+        if self._record.cross(step):
+            self._consider(step)
+        return self.should_stop
+
+    def promise(self, *, steps: int | None = None, epochs: int | None = None) -> None:
+        """Record how much the program says that it will do."""
+        if (steps, epochs) != (self.total, self.epochs):
+            self.total, self.epochs = steps, epochs
+            self.note(EventKind.NOTE, text=f"the program loops over {self.promised}", promised=True)
+
+    @property
+    def promised(self) -> str:
+        """What the program said that it will do, in words; empty while it has not."""
+        if self.epochs is not None:
+            return f"{self.epochs} epochs"
+        return f"{self.total} steps" if self.total is not None else ""
+
+    def note_end(self) -> None:
+        """Record, once, that this program leaves of its own accord, and how far it came."""
+        if self._has_told_end:
+            return
+        self._has_told_end = True
+        of = f" of {self.promised}" if self.promised and not self.has_all_steps else ""
+        self.note(
+            EventKind.NOTE,
+            text=f"left after step {self.completed}{of}",
+            has_left=True,
+            is_whole=self.has_all_steps if self.promised else None,
+        )
+
+    def finish_epoch(self) -> bool:
+        """The end of an epoch has been passed; True when this rank must leave now."""
+        if self.should_stop:
+            return True
+        step = self.completed
+        self._position.finish_epoch()
+        self._saver.pass_epoch()
+        self._waits_for_end, self.is_at_end = None, False
+        if self._is_save_due(step) and not self._saver.has_staged(step):
+            self._saver.give_up_snapshot(step)
+            self._meet(step)
+        # The evaluation is no part of the next step.
+        self._pace.meter.enter(time.monotonic())
+        self._record.beat(Phase.TRAIN)
+        return False
+
+    def finish(self) -> None:
+        """The last save of this incarnation, committed; then say how it ended."""
+        self.is_finished = True
+        self._guard.finish()
+        if self._position.open_epoch is not None and not self._position.in_epoch:
+            self._saver.give_up_snapshot(self.completed)
+        if (
+            not self._saver.has_staged(self.completed)
+            and self._ranks.largest([self._guard.asked])[0]
+        ):
+            self._guard.settle()
+        self._saver.finish(step=self.completed)
+        self.note_end()
+        is_stopped = self.should_stop and not self.has_all_steps
+        self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
+        if self.should_stop and not self._link.has_agent and self._ranks.rank == 0:
+            self._link.run.stop_file.unlink(missing_ok=True)
+
+    def require_between_steps(self) -> None:
+        """Raises `SpecError` where the program has left a loop in the middle of a step."""
+        if self.is_inside_step and not self.should_stop:
+            raise SpecError(
+                f"step {self.completed + 1}: the loop over session.batches or session.steps was "
+                "left in the middle of this step, which is therefore not complete. Let the loop "
+                "run to its end, or loop over the loader itself and call session.boundary() after "
+                "each step"
+            )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A slow phase, by the name that programs give to it. Raises `SpecError` for another."""
+        if name not in SLOW_PHASES:
+            raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
+        before = self._record.phase
+        self._record.beat(SLOW_PHASES[name])
+        try:
+            yield
+        finally:
+            self._record.beat(before)
+
+    @property
+    def step_under_way(self) -> int:
+        """The step that metrics belong to; at an epoch's end it is the last of the epoch."""
+        return self.completed + (not (self.is_at_end or self._position.is_at_end_of_epoch))
+
+    @property
+    def has_all_steps(self) -> bool:
+        """True when the program did what it wanted, as far as it said how much that is."""
+        if self.epochs is not None:
+            return (self._position.open_epoch or 0) >= self.epochs
+        return self.total is not None and self.completed >= self.total
+
+    def warn_of_draws(self, generators: Sequence[str]) -> None:
+        """Tell, if there are any, which generators were used before the first step."""
+        if not generators:
+            return
+        text = f"random numbers ({', '.join(generators)}) {DRAWN}"
+        if self._recorder is not None:
+            print(f"holdfast: {text}", flush=True)
+        self.note(EventKind.NOTE, text=text)
+
+    def note(self, kind: EventKind, **data: Any) -> None:
+        """A journal line of this incarnation, on rank 0."""
+        if self._recorder is not None:
+            identity = self._link.identity
+            facts: dict[str, Any] = {
+                "attempt": identity.attempt,
+                "incarnation": identity.incarnation,
+            }
+            self._recorder.event(kind, **facts, **data)
+
+    def _is_save_due(self, step: int) -> bool:
+        return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
+
+    def _must_wait_for_end(self, step: int) -> bool:
+        """True when an epoch's end follows, and a save that is due is to come after it.
+
+        A program whose epochs are others than its data's is found out by its next step, and its
+        saves wait no more.
+        """
+        if self._waits_for_end is not None:
+            self._knows_ends = False
+        is_at_end = self._knows_ends and self._position.is_at_end_of_epoch
+        self._waits_for_end = step if is_at_end else None
+        return is_at_end
+
+    def _consider(self, step: int) -> None:
+        word = consider(self._link.board, self._record, step)
+        if word is Proposal.GO:
+            self.should_stop = True
+            self.finish()
+        elif word is Proposal.SAVE and not self._saver.has_staged(step):
+            self._meet(step, NOTICE)
+            self._pace.meter.enter(time.monotonic())
+            # The save's phase ends here: the boundary itself was crossed before it.
+            self._record.beat(Phase.TRAIN)
+
+    def _meet(self, step: int, asked: str = "") -> None:
+        """An agreed step: all ranks learn whether to save now, and when to meet again.
+
+        `asked` is the reason of a save that all of them were asked for.
+        """
+        if self.is_checkpoint_wanted:
+            asked, self.is_checkpoint_wanted = "request", False
+        wanted = bool(asked)
+        cadence, saver = self._pace.cadence, self._saver
+        if not saver.is_planned:
+            # The first step made the optimizer's state, from whose size a copy's cost follows.
+            saver.prepare()
+        decision = (False, 0)
+        if self._ranks.rank == 0:
+            # Asked for between two agreed steps, a checkpoint does not move the next of them.
+            is_due = cadence.is_due(step)
+            now = time.monotonic()
+            decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
+        mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
+        said = self._ranks.largest([*mine, *self._pace.figures()])
+        save, next_step, is_busy, fitness, bad_step, copy_us, step_us = said
+        if bad_step:
+            self._guard.settle()
+            # They were called together for the loss: a cloud's notice is followed by a stop.
+            save = save if asked != NOTICE else 0
+        saved = bool(save) and not is_busy
+        if saved:
+            saver.make_fit(fitness)
+            saver.save(step=step, reason=asked or "interval")
+        else:
+            saver.complete_plan(fitness)
+            if save:
+                saver.passed_over(step)
+        if not saved and self._pace.rhythm.is_due(step):
+            saver.snapshot(step)
+        saver.forget()
+        self._pace.settle(copy_us, step_us, saved=saved)
+        cadence.settle(step, next_step, saved=saved, now=time.monotonic())

@@ -1,0 +1,179 @@
+"""What the names in a `.metadata` stand for: DCP's own records, made anew, and torch's words.
+
+No name gives the class itself, so that nothing in the pickle can set an attribute of it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from holdfast.trainer.planning.plain_pickle import Build, Maker, RefusedPickle
+
+DIMENSIONS_MAX: Final = 64
+_INT64_MAX: Final = (1 << 63) - 1
+_DCP: Final = "torch.distributed.checkpoint.metadata"
+_FILES: Final = "torch.distributed.checkpoint.filesystem"
+# Where tensors' properties were in checkpoints of before torch 2.3.
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_RECORDS: Final = {
+    _DCP: (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorStorageMetadata,
+    ),
+    _FILES: (_StorageInfo, _StoragePrefix),
+}
+_FORMATS: Final = {
+    _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
+    _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
+_LAYOUTS: Final = {str(each): each for each in vars(torch).values() if type(each) is torch.layout}
+
+
+def find_maker(module: str, name: str) -> Any:
+    """What a name in `.metadata` stands for; `RefusedPickle` for one that DCP never writes."""
+    known = _MAKERS.get((module, name))
+    if known is not None:
+        return known
+    # Not by `getattr`, at which torch would import parts of itself that it has not yet.
+    if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+        return found
+    raise RefusedPickle(f"it names {module}.{name}, which DCP never writes")
+
+
+def make_size(extents: Any = ()) -> torch.Size:
+    """A `torch.Size` of whole numbers that can be a tensor's."""
+    if type(extents) not in {tuple, list, torch.Size} or len(extents) > DIMENSIONS_MAX:
+        raise RefusedPickle(f"a size of more than {DIMENSIONS_MAX} dimensions, or of none")
+    for extent in extents:
+        if type(extent) is not int or not 0 <= extent <= _INT64_MAX:
+            raise RefusedPickle("a size of what are no sizes")
+    return torch.Size(extents)
+
+
+def make_layout(name: Any) -> torch.layout:
+    """The layout of that name."""
+    if type(name) is not str or name not in _LAYOUTS:
+        raise RefusedPickle("a layout that torch does not have")
+    return _LAYOUTS[name]
+
+
+def make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    """An empty `OrderedDict`, to which items are then set."""
+    if len(pairs):
+        raise RefusedPickle("an OrderedDict by pairs, which no pickle of Python 3 has")
+    return OrderedDict()
+
+
+def _path(*parts: Any) -> str:
+    """In place of a path: stock DCP notes the directory that it wrote to, and nobody reads it."""
+    if not all(type(part) is str for part in parts):
+        raise RefusedPickle("a path of what is no text")
+    return posixpath.join("", *parts)
+
+
+def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
+    if type(number) is not int:
+        raise RefusedPickle("a memory format that torch does not have")
+    return _MEM_FORMAT_ENCODING(number)
+
+
+def _fill_properties(made: Any, state: Any) -> None:
+    """Take the tuple that `TensorProperties.__getstate__` returns."""
+    if type(state) is not tuple or len(state) != 5:
+        raise RefusedPickle("properties of a tensor that are no five")
+    dtype, layout, requires_grad, memory_format, pin_memory = state
+    is_sound = (
+        type(dtype) is torch.dtype
+        and type(layout) is torch.layout
+        and type(requires_grad) is type(pin_memory) is bool
+        and type(memory_format) is _MEM_FORMAT_ENCODING
+    )
+    if not is_sound:
+        raise RefusedPickle("properties of a tensor of other types than they have")
+    vars(made).update(
+        dtype=dtype,
+        layout=layout,
+        requires_grad=requires_grad,
+        memory_format=_FORMATS[memory_format],
+        pin_memory=pin_memory,
+    )
+
+
+def _fill_index(made: Any, state: Any) -> None:
+    """Take an index's attributes, which must be cheap to hash."""
+    if type(state) is not dict or type(state.get("fqn")) is not str:
+        raise RefusedPickle("an index without a key")
+    if type(state.get("offset")) not in {torch.Size, type(None)}:
+        raise RefusedPickle("an index without a place")
+    _fill(made, state)
+
+
+def _fill(made: Any, state: Any) -> None:
+    """Take the attributes of a record; others than its own are a later DCP's, and are kept."""
+    if type(state) is not dict:
+        raise RefusedPickle(f"attributes of a {type(made).__name__} that are no dict")
+    if not state.keys() <= _FIELDS[type(made)]:
+        for name in state:
+            if type(name) is not str or name.startswith("__"):
+                raise RefusedPickle(f"the attribute {name!r} of a {type(made).__name__}")
+    vars(made).update(state)
+
+
+def _maker_of(kind: type) -> Maker:
+    return Maker(kind.__name__, new=lambda: object.__new__(kind))
+
+
+def _all_makers() -> dict[tuple[str, str], Maker]:
+    makers = {
+        (module, kind.__name__): _maker_of(kind)
+        for module, kinds in _RECORDS.items()
+        for kind in kinds
+    }
+    makers |= {
+        (_DCP, "TensorProperties"): _maker_of(TensorProperties),
+        (_SHARDED, "TensorProperties"): _maker_of(TensorProperties),
+        (_DCP, "_MEM_FORMAT_ENCODING"): Maker("_MEM_FORMAT_ENCODING", call=_format),
+        (_SHARDED, "MEM_FORMAT_ENCODING"): Maker("MEM_FORMAT_ENCODING", call=_format),
+        ("torch", "Size"): Maker("Size", call=make_size),
+        ("torch.serialization", "_get_layout"): Maker("_get_layout", call=make_layout),
+        ("collections", "OrderedDict"): Maker("OrderedDict", call=make_ordered),
+        ("pathlib", "PosixPath"): Maker("PosixPath", call=_path),
+        ("pathlib", "PurePosixPath"): Maker("PurePosixPath", call=_path),
+    }
+    return makers
+
+
+_MAKERS: Final = _all_makers()
+_FIELDS: Final = {
+    kind: frozenset(each.name for each in fields(kind))
+    for kinds in _RECORDS.values()
+    for kind in kinds
+}
+KEY_TYPES: Final = frozenset({MetadataIndex})
+BUILDS: Final[Mapping[type, Build]] = {
+    **dict.fromkeys(_FIELDS, _fill),
+    MetadataIndex: _fill_index,
+    TensorProperties: _fill_properties,
+}

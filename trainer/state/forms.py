@@ -1,0 +1,254 @@
+"""An optimizer's values by name, and how the same objects are made again from names and bytes.
+
+A checkpoint has tensors and numbers by key. What keys, sizes and types leave open is a *form*: that
+entries were a tuple or a deque, that a tensor lies on the CPU beside a parameter on the GPU, or
+that it is placed otherwise than its parameter. Forms are plain data, kept in `train_state.json`;
+where the usual holds there is none, so that most optimizers have none at all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
+
+from holdfast.contracts.errors import CheckpointError
+
+Form = dict[str, Any]
+Forms = dict[str, Form]
+"""By the path of the value that it is about."""
+
+# The names of what a form says. AS: of a container or a NumPy value; OTHER: not of a parameter.
+AS: Final = "as"
+DOTTED: Final = "dotted"
+LENGTH_MAX: Final = "maxlen"
+ON: Final = "on"
+OTHER: Final = "other"
+PLACED: Final = "placed"
+WHOLE, LOCAL = "whole", "local"
+CPU, BESIDE = "cpu", "parameter"
+_NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+PLAIN: Final = _NUMBERS | {tuple, list}
+SIMPLE: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
+_SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", deque: "deque"}
+
+
+def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = None) -> None:
+    """Add tensors and numbers in `value` to `found` by path, and what they leave open to `forms`.
+
+    A list or tuple of numbers is one value, as stock DCP has it. Raises `CheckpointError` on a
+    mapping that could not be made again. What else cannot be saved is refused where saves are
+    planned, on all ranks.
+    """
+    kind = type(value)
+    if kind in SIMPLE or isinstance(value, torch.Tensor):
+        found[path] = value
+    elif isinstance(value, dict):
+        _note(forms, path, _form_of_mapping(value, path))
+        for key, one in value.items():
+            inner = f"{path}.{key}"
+            if isinstance(key, str) and "." in key:
+                _note(forms, inner, {DOTTED: True})
+            spread(one, inner, found, forms)
+    elif kind in _SEQUENCES:
+        is_numbers = all(type(one) in _NUMBERS for one in value)
+        if kind is deque or not is_numbers:
+            more = {LENGTH_MAX: value.maxlen} if kind is deque else {}
+            _note(forms, path, {AS: _SEQUENCES[kind], **more})
+        if is_numbers:
+            found[path] = list(value) if kind is deque else value
+            return
+        for number, one in enumerate(value):
+            spread(one, f"{path}.{number}", found, forms)
+    elif isinstance(value, np.generic):
+        _note(forms, path, {AS: f"numpy.{value.dtype.name}"})
+        found[path] = value.item()
+    elif kind is np.ndarray:
+        _note(forms, path, {AS: "array"})
+        found[path] = torch.from_numpy(value)
+    else:
+        found[path] = value
+
+
+def assemble(leaves: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Any]:
+    """What `spread` was given, from what it found and noted; paths are those below its own."""
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        *parents, last = _names_of(path, forms)
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = value
+    for path, form in forms.items():
+        if form.get(AS) == "empty":
+            *parents, last = _names_of(path, forms)
+            node = tree
+            for name in parents:
+                node = node.setdefault(name, {})
+            node.setdefault(last, {})
+    return {name: _made(value, name, forms) for name, value in tree.items()}
+
+
+def view_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """`value` as it is saved: one rank's part of a sharded parameter as the shard that it is."""
+    if not _is_local(value, parameter):
+        return value
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def form_of(value: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> Form:
+    """What `blank` could not guess of a tensor in the state of `parameter`."""
+    form: Form = {}
+    if isinstance(value, DTensor):
+        is_like = (
+            isinstance(parameter, DTensor)
+            and value.shape == parameter.shape
+            and value.placements == parameter.placements
+        )
+        if not is_like:
+            form[PLACED] = [_name_placement(one) for one in value.placements]
+    elif _is_local(value, parameter):
+        form[PLACED] = LOCAL
+    elif value.shape == parameter.shape and isinstance(parameter, DTensor):
+        form[PLACED] = WHOLE
+    on = BESIDE if value.device.type == parameter.device.type else value.device.type
+    if on != _usual_device(value.shape, parameter, group):
+        form[ON] = on
+    return form
+
+
+def blank(
+    entry: STORAGE_TYPES,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    form: Form,
+    was: torch.dtype | None = None,
+) -> torch.Tensor | None:
+    """A tensor to load `entry` into, as the optimizer of `parameter` would have made it.
+
+    None for an entry that is a number. State of the type that its parameter `was` of follows a
+    parameter of another type.
+    """
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    size, dtype, placed = entry.size, entry.properties.dtype, form.get(PLACED)
+    on = form.get(ON) or _usual_device(size, parameter, group)
+    if len(size) > 0 and dtype == was:
+        dtype = parameter.dtype
+    if isinstance(placed, list):
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != len(placed):
+            raise CheckpointError(
+                f"a tensor of the optimizer was saved with placements {placed}; expected a "
+                "parameter on a mesh of as many dimensions. Leave the optimizer out once with "
+                'exclude=["optimizer"], or use a mesh like the one that saved it'
+            )
+        places = [Shard(int(one[1:])) if one[0] == "S" else Replicate() for one in placed]
+        return empty_dtensor(
+            *size, dtype=dtype, device_mesh=parameter.device_mesh, placements=places
+        )
+    device = parameter.device if on == BESIDE else torch.device(on)
+    if size == parameter.shape and placed != WHOLE:
+        return torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _is_local(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """True for a plain tensor of the size of this rank's own part of a sharded parameter."""
+    return (
+        isinstance(parameter, DTensor)
+        and not isinstance(value, DTensor)
+        and value.dim() > 0
+        and value.shape == parameter._local_tensor.shape
+        and any(
+            isinstance(one, Shard) and parameter.device_mesh.size(number) > 1
+            for number, one in enumerate(parameter.placements)
+        )
+    )
+
+
+def _usual_device(size: Sequence[int], parameter: torch.Tensor, group: Mapping[str, Any]) -> str:
+    """Counters lie on the CPU unless the step runs on the device as a whole."""
+    is_beside = len(size) > 0 or group.get("capturable") or group.get("fused")
+    return BESIDE if is_beside or parameter.device.type == CPU else CPU
+
+
+def _name_placement(placement: Any) -> str:
+    if type(placement) is Shard:
+        return f"S{placement.dim}"
+    if isinstance(placement, Replicate):
+        return "R"
+    raise CheckpointError(
+        f"a tensor of the optimizer has placements {placement}, other than its parameter's; "
+        "expected Shard or Replicate"
+    )
+
+
+def _form_of_mapping(value: Mapping[Any, Any], path: str) -> Form:
+    """What becomes of a mapping's type and of keys that are no text."""
+    kinds = {type(key) for key in value}
+    if type(value) not in (dict, OrderedDict) or (not kinds <= {str} and kinds != {int}):
+        raise CheckpointError(
+            f"{path}: a {type(value).__name__} with keys of {sorted(k.__name__ for k in kinds)} "
+            "cannot be made again from a checkpoint; expected a dict whose keys are all text, or "
+            "all int. Give the optimizer a state_dict that returns such"
+        )
+    if not value:
+        return {AS: "empty"}
+    if kinds == {int}:
+        return {AS: "numbered"}
+    return {AS: "ordered"} if type(value) is OrderedDict else {}
+
+
+def _note(forms: Forms | None, path: str, form: Form) -> None:
+    if forms is not None and form:
+        forms.setdefault(path, {}).update(form)
+
+
+def _names_of(path: str, forms: Mapping[str, Form]) -> Iterator[str]:
+    """The keys that were joined to `path`, of which some may have dots themselves."""
+    parts, at = path.split("."), 0
+    while at < len(parts):
+        ends = (
+            end
+            for end in range(len(parts), at + 1, -1)
+            if forms.get(".".join(parts[:end]), {}).get(DOTTED)
+        )
+        end = next(ends, at + 1)
+        yield ".".join(parts[at:end])
+        at = end
+
+
+def _made(value: Any, path: str, forms: Mapping[str, Form]) -> Any:
+    """A value as it was, children first."""
+    form = forms.get(path, {})
+    kind = form.get(AS, "")
+    if form.get(PLACED) == LOCAL and isinstance(value, DTensor):
+        return value._local_tensor
+    if kind.startswith("numpy."):
+        return np.dtype(kind.removeprefix("numpy.")).type(value)
+    if kind == "array" and isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        inner = {name: _made(one, f"{path}.{name}", forms) for name, one in value.items()}
+        if kind == "numbered":
+            return {int(name): one for name, one in inner.items()}
+        if kind not in _SEQUENCES.values():
+            return OrderedDict(inner) if kind == "ordered" else inner
+        value = [inner[name] for name in sorted(inner, key=int)]
+    if kind == "deque":
+        return deque(value, form[LENGTH_MAX])
+    return tuple(value) if kind == "tuple" else value

@@ -1,0 +1,97 @@
+"""Optimizer state of FSDP1, whose flat parameters torch's own helpers turn into named ones.
+
+Those helpers step an optimizer that has no state yet. They do not where it seems to have been
+stepped, so it is made to seem so while they are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from holdfast.trainer.state.forms import blank
+from holdfast.trainer.state.optimizers import STATE, Saved
+
+OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """State and options by key, sharded; nothing is made that is not there."""
+    with _as_if_stepped(optimizers):
+        found: dict[str, Any] = get_optimizer_state_dict(model, tuple(optimizers), options=OPTIONS)
+    return found
+
+
+def wanted(found: dict[str, Any], saved: Saved, model: nn.Module) -> None:
+    """Add blank tensors, sharded as their parameters are, for what `saved` has more."""
+    for name, parameter in get_model_state_dict(model).items():
+        for path, entry in saved.state[name].entries.items() if name in saved.state else ():
+            if f"{STATE}.{name}.{path}" not in found:
+                key = f"{STATE}.{name}.{path}"
+                if isinstance(parameter, ShardedTensor) and isinstance(
+                    entry, TensorStorageMetadata
+                ):
+                    found[key] = _blank_shards(entry, parameter)
+                else:
+                    assert isinstance(parameter, torch.Tensor)
+                    found[key] = blank(entry, parameter, {}, {})
+
+
+def put_back(model: nn.Module, optimizers: Sequence[Optimizer], loaded: Mapping[str, Any]) -> None:
+    """Take loaded values over; where there is state, a parameter has the keys that were loaded."""
+    names = sorted({key.rpartition(".")[2] for key in loaded if key.startswith(f"{STATE}.")})
+    for optimizer in optimizers if names else ():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and not optimizer.state.get(parameter):
+                    optimizer.state[parameter] = dict.fromkeys(names)
+    with _as_if_stepped(optimizers):
+        set_optimizer_state_dict(model, tuple(optimizers), dict(loaded), options=OPTIONS)
+
+
+def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> torch.Tensor:
+    """A tensor to load `entry` into, sharded as `parameter` is, where FSDP has no device mesh."""
+    dtype = entry.properties.dtype
+    if entry.size != parameter.size():
+        return torch.empty(entry.size, dtype=dtype)
+    metadata = copy.deepcopy(parameter.metadata())
+    metadata.tensor_properties.dtype = dtype
+    shards = [
+        Shard(torch.empty_like(one.tensor, dtype=dtype), one.metadata)
+        for one in parameter.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=parameter._process_group
+    )
+
+
+@contextlib.contextmanager
+def _as_if_stepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """A gradient of zeros where an optimizer has neither state nor a gradient."""
+    touched: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        if every and not optimizer.state and all(p.grad is None for p in every):
+            smallest = min(every, key=lambda p: p.numel())
+            smallest.grad = torch.zeros_like(smallest)
+            touched.append(smallest)
+    try:
+        yield
+    finally:
+        for parameter in touched:
+            parameter.grad = None

@@ -1,0 +1,58 @@
+"""What torch's own optimizers keep of a parameter once it was stepped, by their options.
+
+Nothing is made by this table. It refuses a checkpoint of the same optimizer with other options,
+such as `amsgrad`, whose state would not be enough for the program's, or more than it knows of.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import optim
+
+# Of the groups of one class or another: others were added by a scheduler, or by the program.
+OPTIONS_OF_TORCH: Final = frozenset(
+    option
+    for kind in vars(optim).values()
+    if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)
+    for option in inspect.signature(kind).parameters
+)
+_ADAM: Final = ("step", "exp_avg", "exp_avg_sq")
+_KEYS: Final[Mapping[type, tuple[str, ...]]] = {
+    optim.ASGD: ("step", "eta", "mu", "ax"),
+    optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    optim.Adagrad: ("step", "sum"),
+    optim.Adam: _ADAM,
+    optim.AdamW: _ADAM,
+    optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    optim.Muon: ("momentum_buffer",),
+    optim.NAdam: (*_ADAM, "mu_product"),
+    optim.RAdam: _ADAM,
+    optim.RMSprop: ("step", "square_avg"),
+    optim.Rprop: ("step", "prev", "step_size"),
+    optim.SGD: (),
+    optim.SparseAdam: _ADAM,
+}
+
+
+def known_keys(
+    optimizer: optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
+) -> frozenset[str] | None:
+    """The keys of the state of a stepped `parameter`; None where they are not known."""
+    kind = type(optimizer)
+    if kind is optim.Adafactor:
+        sizes = ("row_var", "col_var") if parameter.dim() > 1 else ("variance",)
+        return frozenset(("step", *sizes))
+    if kind not in _KEYS:
+        return None
+    more = []
+    if kind in (optim.Adam, optim.AdamW) and group["amsgrad"]:
+        more.append("max_exp_avg_sq")
+    if kind is optim.SGD and group["momentum"] != 0:
+        more.append("momentum_buffer")
+    if kind is optim.RMSprop:
+        more += ["momentum_buffer"] * (group["momentum"] > 0) + ["grad_avg"] * group["centered"]
+    return frozenset((*_KEYS[kind], *more))

@@ -1,0 +1,628 @@
+// Generated from the OpenAPI document by infra/setup/page_types.py; do not edit.
+
+/** An operator's request was recorded; `message` says what happens now. */
+export interface ActionDone {
+  run: string;
+  action: string;
+  gpus: number | null;
+  message: string;
+  state: string;
+  flow_run?: string | null;
+  url?: string | null;
+  pid?: number | null;
+}
+
+/** One checkpoint of an ancestry, which may be very long. */
+export interface Ancestor {
+  id: string;
+  run: string;
+  step: number;
+  attempt: number;
+  path: string;
+  state: string;
+  parent: string | null;
+  world_size: number | null;
+  bytes: number | null;
+  checksum: string | null;
+  committed_at: string | null;
+  pinned: boolean;
+  rolled_back: boolean;
+}
+
+/** An operator's word; with `force` also while another one's is under way. */
+export interface Ask {
+  force: boolean;
+}
+
+/** The form to write; `include` takes keys by their beginnings, `dtype` converts floats. */
+export interface AskExport {
+  to: Form;
+  include: string[];
+  dtype?: "float64" | "float32" | "float16" | "bfloat16" | null;
+}
+
+/** A new run's name, and what of its spec differs (`key` to value, as `--set`). */
+export interface AskFork {
+  name: string;
+  set: Record<string, number | boolean | string>;
+}
+
+/** Why a checkpoint is kept, for the records. */
+export interface AskPin {
+  note: string;
+}
+
+/** Delete what nothing keeps; nothing is deleted unless `dry_run` is false. */
+export interface AskPrune {
+  dry_run: boolean;
+}
+
+/** Go on in a new attempt, at `gpus` if given. */
+export interface AskRelaunch {
+  force: boolean;
+  gpus?: number | null;
+}
+
+/** One node of an attempt; `age_s` is seconds since its heartbeat, by this machine's clock. */
+export interface AttemptNode {
+  node: number;
+  host: string;
+  time: string;
+  age_s: number;
+  incarnation: number;
+  memory_percent: number | null;
+  gpus: Record<string, unknown>[];
+  ranks: RankRow[];
+}
+
+/** One attempt; `last_step` is the last step that any rank finished, committed or not. */
+export interface AttemptView {
+  number: number;
+  state: string;
+  cause: string | null;
+  evidence: string[];
+  reason: string | null;
+  executor: string | null;
+  job_id: string | null;
+  nodes: string[];
+  world_size: number;
+  command_digest: string | null;
+  resumed_from: string | null;
+  resumed_step: number | null;
+  first_step: number | null;
+  last_step: number | null;
+  committed_step: number | null;
+  steps: number | null;
+  incarnations: IncarnationView[];
+  submitted_at: string | null;
+  started_at: string | null;
+  stop_requested_at: string | null;
+  stop_committed_at: string | null;
+  ended_at: string | null;
+  signal_to_commit_s: number | null;
+  failed_rank: number | null;
+  traceback: string | null;
+  code_commit: string | null;
+  code_digest: string | null;
+  config_digest: string | null;
+  data_digest: string | null;
+  environment_digest: string | null;
+}
+
+/** One checkpoint, what its manifest says, and how to continue from it. */
+export interface CheckpointDetail {
+  id: string;
+  run: string;
+  step: number;
+  path: string;
+  state: string;
+  reason: string;
+  saved_for: string | null;
+  detail: string | null;
+  parent: string | null;
+  attempt: number;
+  incarnation: number;
+  world_size: number | null;
+  bytes: number | null;
+  files: number | null;
+  checksum: string | null;
+  command_digest: string | null;
+  blocked_s: number | null;
+  flush_s: number | null;
+  staged_at: string | null;
+  committed_at: string | null;
+  deleted_at: string | null;
+  pinned: boolean;
+  rolled_back: boolean;
+  metrics: Record<string, unknown>;
+  versions: Record<string, unknown>;
+  topology: Record<string, unknown>;
+  pinned_by: string | null;
+  pinned_at: string | null;
+  pin_note: string | null;
+  deleted_by: string | null;
+  verified_ok: boolean | null;
+  verified_at: string | null;
+  verified_by: string | null;
+  mirrored_at: string | null;
+  on_disk: boolean;
+  mirror: string | null;
+  has_mirror: boolean;
+  manifest: Record<string, unknown> | null;
+  manifest_files: FileView[];
+  commands: Record<string, string>;
+}
+
+/** A line of `holdfast checkpoints RUN`, and whether the checkpoint was read back and copied. */
+export interface CheckpointRow {
+  id: string;
+  run: string;
+  step: number;
+  path: string;
+  state: string;
+  reason: string;
+  saved_for: string | null;
+  detail: string | null;
+  parent: string | null;
+  attempt: number;
+  incarnation: number;
+  world_size: number | null;
+  bytes: number | null;
+  files: number | null;
+  checksum: string | null;
+  command_digest: string | null;
+  blocked_s: number | null;
+  flush_s: number | null;
+  staged_at: string | null;
+  committed_at: string | null;
+  deleted_at: string | null;
+  pinned: boolean;
+  rolled_back: boolean;
+  metrics: Record<string, unknown>;
+  versions: Record<string, unknown>;
+  topology: Record<string, unknown>;
+  pinned_by: string | null;
+  pinned_at: string | null;
+  pin_note: string | null;
+  deleted_by: string | null;
+  verified_ok: boolean | null;
+  verified_at: string | null;
+  verified_by: string | null;
+  mirrored_at: string | null;
+}
+
+/** What became of a checkpoint. */
+export type CheckpointState = "committed" | "damaged" | "deleted";
+
+/** Two checkpoints side by side; `config` has where their runs' specs differ. */
+export interface Comparison {
+  one: string;
+  other: string;
+  common_ancestor: string | null;
+  facts: Fact[];
+  config: Fact[];
+  metrics: Fact[];
+}
+
+export interface Edge {
+  from: string;
+  to: string;
+  kind: string;
+}
+
+/** No parameters. */
+export interface Empty {
+}
+
+/** One journal line. */
+export interface EventView {
+  run: string;
+  journal: string;
+  incarnation: number;
+  sequence: number;
+  attempt: number | null;
+  time: string;
+  kind: string;
+  data: Record<string, unknown>;
+}
+
+/** The same thing of two checkpoints; `is_same` is None when one of them does not say. */
+export interface Fact {
+  name: string;
+  one: unknown;
+  other: unknown;
+  is_same: boolean | null;
+}
+
+/** A save that was not committed; `at` is Unix seconds. */
+export interface FailedSave {
+  checkpoint: string;
+  step: number;
+  error: string;
+  at: number;
+}
+
+/** One file of a checkpoint. */
+export interface FileView {
+  path: string;
+  bytes: number;
+  checksum: string;
+}
+
+/** A new run began from a checkpoint. */
+export interface Forked {
+  run: string;
+  uid: string;
+  directory: string;
+  forked_from: string;
+  flow_run?: string | null;
+  url?: string | null;
+  pid?: number | null;
+}
+
+/** What an export can be read by. */
+export type Form = "torch" | "safetensors" | "hf" | "dcp";
+
+/** The account of all runs that match: seconds by part, GPU hours, steps trained twice. `ettr` is productive time over all time, None where there was none. */
+export interface GoodputTotals {
+  runs: number;
+  total_s: number;
+  queued_s: number;
+  starting_s: number;
+  loading_s: number;
+  training_s: number;
+  lost_s: number;
+  blocked_s: number;
+  hung_s: number;
+  flushing_s: number;
+  stopped_s: number;
+  ettr: number | null;
+  steps_lost: number;
+  gpu_hours: number;
+  preemption_gpu_hours: number;
+  money: Money[];
+}
+
+/** `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports. */
+export interface Graph {
+  nodes: Node[];
+  edges: Edge[];
+}
+
+/** Whether the server can do its work. */
+export interface Health {
+  ok: boolean;
+  version: string;
+  database: string;
+  ingest_lag_s: number | null;
+  round_s: number;
+  streams: number;
+  roots: Record<string, boolean>;
+  problems: Record<string, string>;
+}
+
+/** The nodes and ranks of an attempt, the newest unless one is asked for. */
+export interface Heartbeats {
+  run: string;
+  attempt: number | null;
+  nodes: AttemptNode[];
+  clock_problems: string[];
+}
+
+/** One launch of torchrun inside an attempt. */
+export interface IncarnationView {
+  number: number;
+  world_size: number | null;
+  command_digest: string | null;
+  resumed_from: string | null;
+  first_step: number | null;
+  last_step: number | null;
+  started_at: string | null;
+  ended_at: string | null;
+  ending: string | null;
+  exit_code: number | null;
+}
+
+/** An action that takes a while; `result` is there once `state` is `done`. */
+export interface JobRow {
+  id: string;
+  kind: string;
+  about: string;
+  by: string;
+  state: "waiting" | "running" | "done" | "failed";
+  done_bytes: number;
+  total_bytes: number | null;
+  result: Record<string, unknown> | null;
+  error: string | null;
+  created_at: number;
+  ended_at: number | null;
+}
+
+/** The output of one rank in one incarnation. */
+export interface LogFile {
+  attempt: number;
+  node: string;
+  incarnation: number;
+  rank: number;
+  stream: string;
+  bytes: number;
+}
+
+/** A token, for a session of the page. */
+export interface LogIn {
+  token: string;
+}
+
+/** A stretch of a log. `next_offset` is where the next one begins, also when none came yet. */
+export interface LogPart {
+  run: string;
+  attempt: number;
+  rank: number;
+  stream: string;
+  incarnation: number;
+  offset: number;
+  next_offset: number;
+  bytes: number;
+  text: string;
+  ended: boolean;
+}
+
+/** Sums in one currency; None where no run of it gives the price. */
+export interface Money {
+  currency: string;
+  cost: number | null;
+  preemption_cost: number | null;
+  on_demand_cost: number | null;
+  saved: number | null;
+}
+
+/** A node of the graph; every node has `id` and `kind`, the rest depends on the kind. */
+export interface Node {
+  id?: string;
+  kind?: string;
+  run?: string;
+  state?: string;
+  step?: number;
+  number?: number;
+  cause?: string | null;
+  world_size?: number | null;
+  pinned?: boolean;
+  rolled_back?: boolean;
+  path?: string;
+  verified?: boolean | null;
+  mirrored?: boolean;
+}
+
+/** A machine's newest faults. */
+export interface NodeDetail {
+  host: string;
+  faults: NodeFault[];
+}
+
+/** One end of an attempt that a machine is blamed for. */
+export interface NodeFault {
+  run: string;
+  attempt: number;
+  cause: string;
+  started_at: string | null;
+  ended_at: string | null;
+}
+
+/** A machine: the attempts that it took part in, and those that ended by its fault. */
+export interface NodeRow {
+  host: string;
+  attempts: number;
+  failures: number;
+  faults: Record<string, number>;
+  last_started_at: string | null;
+  last_failed_at: string | null;
+}
+
+/** What a watch over ranks and nodes noticed; `at` is Unix seconds. */
+export interface Noticed {
+  kind: string;
+  attempt: number | null;
+  at: number;
+  text: string;
+  dumps: string[];
+}
+
+/** What an operator asked of a run. `at` is Unix seconds. `after_attempt` is the newest attempt at that time, 0 before the first one. */
+export interface OperatorRequest {
+  action: string;
+  by: string;
+  at: number;
+  gpus: number | null;
+  after_attempt: number;
+}
+
+/** A checkpoint's pin was changed. */
+export interface Pinned {
+  checkpoint: string;
+  pinned: boolean;
+}
+
+/** A stretch of steps on a curve, named by its last; `time_s` is Unix seconds. */
+export interface Point {
+  step: number;
+  time: string;
+  time_s: number;
+  steps_per_s: number | null;
+  values: Record<string, Spread>;
+}
+
+/** Every answer that is an error: a word for programs and a sentence for people. */
+export interface Problem {
+  status: number;
+  code: string;
+  message: string;
+  problems: string[];
+  by?: string | null;
+  action?: string | null;
+  at?: number | null;
+}
+
+/** `holdfast prune --json`. */
+export interface Prune {
+  run: string;
+  dry_run: boolean;
+  deleted: Verdict[];
+  kept: Verdict[];
+  bytes_deleted: number;
+  bytes_kept: number;
+}
+
+/** One rank as its node's agent last saw it. */
+export interface RankRow {
+  rank: number;
+  node: number;
+  step: number;
+  phase: string;
+  age_s: number | null;
+  step_time_s: number;
+  step_p50_s: number;
+  step_p99_s: number;
+  own_s: number;
+  rss_bytes: number | null;
+  cpu_percent: number | null;
+}
+
+/** What a token lets its holder do. */
+export type Role = "reader" | "operator";
+
+/** `holdfast show RUN --json`, and where the live attempt is; `steps_total` where known. */
+export interface RunDetail {
+  run: string;
+  name: string;
+  uid: string;
+  state: string;
+  reason: string | null;
+  root: string;
+  path: string;
+  spec: Record<string, unknown>;
+  spec_digest: string;
+  command_digest: string | null;
+  step: number | null;
+  goodput: Record<string, unknown>;
+  attempts: AttemptView[];
+  forked_from: string | null;
+  flow_run: string | null;
+  created_by: string;
+  created_at: string;
+  ended_at: string | null;
+  on_disk: boolean;
+  failed_saves: FailedSave[];
+  noticed: Noticed[];
+  live_step: number | null;
+  step_s: number | null;
+  supervision: Supervision | null;
+  requests: OperatorRequest[];
+  steps_total: number | null;
+  gpus_min: number | null;
+  gpus_max: number | null;
+}
+
+/** A line of the list of runs; a live one's newest step, and the seconds that a step takes. */
+export interface RunLine {
+  run: string;
+  name: string;
+  uid: string;
+  state: string;
+  reason: string | null;
+  step: number | null;
+  attempts: number;
+  world_size: number | null;
+  cause: string | null;
+  job_id: string | null;
+  root: string;
+  path: string;
+  spec_digest: string;
+  forked_from: string | null;
+  created_by: string;
+  created_at: string;
+  ended_at: string | null;
+  updated_at: string;
+  committed_at: string | null;
+  steps_total: number | null;
+  goodput: Record<string, unknown>;
+  spark: number[];
+  live_step: number | null;
+  step_s: number | null;
+}
+
+/** Where a run stands, over all its attempts. */
+export type RunState = "queued" | "running" | "waiting" | "paused" | "completed" | "failed" | "cancelled";
+
+/** A time in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`. */
+export interface Segment {
+  attempt: number;
+  part: string;
+  began_at: string;
+  ended_at: string;
+}
+
+/** What one incarnation logged, oldest first. */
+export interface Series {
+  attempt: number;
+  incarnation: number;
+  points: Point[];
+}
+
+/** Who asks, and what a page must know to log in or to change something. */
+export interface Session {
+  name: string | null;
+  role: Role | null;
+  csrf: string | null;
+  version: string;
+}
+
+/** A metric over some steps; None where no value was finite. */
+export interface Spread {
+  last: number | null;
+  low: number | null;
+  high: number | null;
+}
+
+/** What a run's checkpoints take, and what the next prune would delete of them. */
+export interface StorageRow {
+  run: string;
+  uid: string;
+  name: string;
+  state: string;
+  root: string;
+  kept: number;
+  kept_bytes: number;
+  damaged: number;
+  damaged_bytes: number;
+  deleted: number;
+  deleted_bytes: number;
+  would_prune: string[];
+  would_prune_bytes: number;
+}
+
+/** Checkpoints and bytes of all runs that match, by state. */
+export interface StorageTotals {
+  runs: number;
+  kept: number;
+  kept_bytes: number;
+  damaged: number;
+  damaged_bytes: number;
+  deleted: number;
+  deleted_bytes: number;
+}
+
+/** Who supervises a live run. `is_alive` is false when no process holds the run's lock, and null while one may be starting. `host` and `pid` are those of the newest supervisor; its lock may be invisible from another host, as `is_remote` says. */
+export interface Supervision {
+  is_alive: boolean | null;
+  is_remote: boolean;
+  host: string | null;
+  pid: number | null;
+}
+
+/** What becomes of a checkpoint at the next prune, and why. */
+export interface Verdict {
+  checkpoint: string;
+  step: number;
+  bytes: number;
+  reason: string;
+}

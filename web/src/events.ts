@@ -1,0 +1,52 @@
+// Journal lines for people: their kinds, and their facts in one line. Pure.
+import { bytes, count, exact, figure, span } from "./format";
+import { plain } from "./states";
+
+/** Every kind of line that a journal can hold, in the order of `contracts.journal.EventKind`. */
+export const KINDS = [
+  "supervised", "attempt_reserved", "attempt_submitted", "attempt_state", "attempt_ended",
+  "decision", "operator_request", "run_ended", "pinned", "unpinned", "checkpoint_deleted",
+  "forked", "exported", "rolled_back", "numerics", "claimed", "incarnation_started",
+  "incarnation_ended", "signal", "notice", "stop_agreed", "stop_failed", "resumed", "staged",
+  "committed", "save_failed", "mirrored", "mirror_failed", "fetched", "verified", "node_lost",
+  "goodput", "hang_suspected", "hang_confirmed", "straggler", "node_silent", "audit", "note",
+] as const;
+
+const WORDS_MAX = 280;
+const DIGEST = /^[0-9a-f]{32,}$/;
+const DIGEST_SHOWN = 12;
+const SECONDS = /(?<!_per)_s$|^seconds$/;
+const TIMES = /(^|_)(at|until|deadline|time)$/;
+// Times of the journals are Unix seconds; smaller numbers of such a name are durations or counts.
+const TIME_MIN = 1e9;
+// Names in digits, not quantities.
+const NAMES = /(^|_)(pid|id|port|job|uid|seed)$/;
+
+/** A fact: times as such, digests by their beginning, nested values as JSON. */
+export function factOf(key: string, value: unknown): string {
+  if (Array.isArray(value) && value.every((one) => typeof one === "string")) {
+    return value.join("; ");
+  }
+  if (typeof value === "object") return JSON.stringify(value);
+  if (typeof value === "number") {
+    if (TIMES.test(key) && value >= TIME_MIN) return exact(value * 1000);
+    if (NAMES.test(key)) return String(value);
+    if (key === "bytes" || key.endsWith("_bytes")) return bytes(value);
+    if (SECONDS.test(key)) return span(value);
+    return Number.isInteger(value) ? count(value) : figure(value);
+  }
+  const text = String(value);
+  return DIGEST.test(text) ? `${text.slice(0, DIGEST_SHOWN)}…` : text;
+}
+
+const isTold = (value: unknown): boolean =>
+  value !== null && value !== "" && !(Array.isArray(value) && value[0] === undefined);
+
+/** The facts of a line in one line; the attempt has a column of its own. */
+export function factsOf(data: Record<string, unknown>): string {
+  const told = Object.entries(data)
+    .filter(([key, value]) => key !== "attempt" && isTold(value))
+    .map(([key, value]) => `${plain(key.replace(SECONDS, ""))} ${factOf(key, value)}`.trim());
+  const text = told.join(" · ");
+  return text.length > WORDS_MAX ? `${text.slice(0, WORDS_MAX)}…` : text;
+}

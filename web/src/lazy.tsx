@@ -1,0 +1,69 @@
+// Views that are loaded when somebody opens them. When a file cannot be loaded, the page stays.
+import { useEffect, useReducer, useState, type FunctionComponent } from "react";
+import { AwayError, probe } from "./api/client";
+import { useConnection } from "./api/live";
+import { Problem } from "./parts/basics";
+
+type Load = () => Promise<Record<string, unknown>>;
+
+const RELOADED = "holdfast:reloaded-at";
+const RELOAD_GAP_MS = 60_000;
+const preloads: (() => Promise<unknown>)[] = [];
+
+/** Loads every view in the background, so that each opens even when the server is away. */
+export async function preloadViews() {
+  for (const load of preloads) await load().catch(() => undefined);
+}
+
+/** The server answers and has no such file: it serves a newer build of the page, so load that. */
+function loadNewBuild(): boolean {
+  const last = Number(sessionStorage.getItem(RELOADED) ?? 0);
+  if (Date.now() - last < RELOAD_GAP_MS) return false;
+  sessionStorage.setItem(RELOADED, String(Date.now()));
+  window.location.reload();
+  return true;
+}
+
+/** The component `name` of a module. The router's own wrapper would reload the whole page when
+    the server is away, which ends in the browser's error page. */
+export function lazyView(load: Load, name: string): FunctionComponent {
+  let found: FunctionComponent | undefined;
+  const bring = async () => {
+    found ??= (await load())[name] as FunctionComponent;
+  };
+  preloads.push(bring);
+  function View() {
+    const [, redraw] = useReducer((count: number) => count + 1, 0);
+    const [tries, retry] = useReducer((count: number) => count + 1, 0);
+    const [error, setError] = useState<unknown>(null);
+    const { connection } = useConnection();
+    const isBack = connection === "live" || connection === "polling";
+    useEffect(() => {
+      if (found) return undefined;
+      let isCurrent = true;
+      bring().then(
+        () => isCurrent && redraw(),
+        async (reason: unknown) => {
+          const isReached = await probe();
+          if (!isCurrent || (isReached && loadNewBuild())) return;
+          setError(isReached ? reason : new AwayError("The server did not answer."));
+        },
+      );
+      return () => {
+        isCurrent = false;
+      };
+    }, [tries, isBack]);
+    if (found) {
+      const Found = found;
+      return <Found />;
+    }
+    if (!error) return <p className="loading" role="status">Loading…</p>;
+    return (
+      <>
+        <Problem error={error} title="This view could not be loaded." />
+        <p><button type="button" onClick={retry}>Retry</button></p>
+      </>
+    );
+  }
+  return View;
+}

@@ -1,0 +1,70 @@
+import { describe, expect, it } from "vitest";
+import type { OperatorRequest, Run } from "./api/types";
+import { attempt, launch } from "./samples";
+import {
+  endOf, isCurrent, marksOf, noticesOf, reasonOf, restartsOf, stateOf, unsupervised,
+} from "./story";
+
+const asked = (action: string, after: number): OperatorRequest =>
+  ({ action, by: "mia", at: 0, gpus: null, after_attempt: after });
+
+const run = (fields: Partial<Run>) => ({ state: "running", attempts: [], ...fields }) as unknown as
+  Run;
+
+describe("a request of an operator", () => {
+  const paused = attempt({ state: "cancelled", cause: "operator", ended_at: "x" });
+
+  it("shows at once, until it is carried out", () => {
+    const live = run({ attempts: [attempt({})], requests: [asked("pause", 1)] });
+    expect(stateOf(live)).toBe("pausing");
+    expect(stateOf({ ...live, requests: [asked("relaunch", 0)] })).toBe("running");
+    expect(stateOf({ ...live, state: "paused", attempts: [paused] })).toBe("paused");
+  });
+
+  it("names how its attempt ended, and the mark of it is not an error", () => {
+    expect(endOf(paused, [asked("pause", 1)])).toBe("paused");
+    expect(reasonOf(paused, [asked("pause", 1)])).toBe("paused by mia");
+    expect(endOf(paused, [])).toBe("cancelled");
+    const attempts = [paused, attempt({ number: 2, world_size: 1, resumed_step: 7 })];
+    expect(marksOf(run({ attempts, requests: [asked("relaunch", 1)] }))).toEqual(
+      [{ x: 7, word: "relaunched → 1 GPU", tone: "note" }]);
+  });
+});
+
+describe("a launch that failed inside an attempt", () => {
+  const one = attempt({ incarnations: [
+    launch({ first_step: 1, last_step: 186, ending: "crashed" }),
+    launch({ number: 2, first_step: 151 }),
+  ] });
+
+  it("is told with the step it resumed from, and marked on the curves", () => {
+    expect(restartsOf(one)).toEqual(
+      ["launch 1 crashed at step 186, restarted in place from step 150"]);
+    expect(marksOf(run({ attempts: [one] }))).toEqual(
+      [{ x: 150, word: "restart in place", tone: "warn" }]);
+  });
+
+  it("is told once: among the attempts, and not as a notice too", () => {
+    const notice = (kind: string) => ({ kind, attempt: 1, at: 0, text: kind, dumps: [] });
+    const noticed = [notice("straggler"), notice("incarnation_started")];
+    expect(noticesOf({ noticed }).map((one) => one.kind)).toEqual(["straggler"]);
+  });
+});
+
+describe("what concerns a run now", () => {
+  it("is about its newest attempt, and nothing is once it has ended", () => {
+    const live = run({ attempts: [attempt({}), attempt({ number: 2 })] });
+    expect(isCurrent({ attempt: 2 }, live)).toBe(true);
+    expect(isCurrent({ attempt: 1 }, live)).toBe(false);
+    expect(isCurrent({ attempt: 2 }, { ...live, state: "completed" })).toBe(false);
+  });
+
+  it("includes that nobody supervises it, unless a supervisor may be starting", () => {
+    const gone = { is_alive: false, is_remote: false, host: "login", pid: 7 };
+    expect(unsupervised({ supervision: gone })).toContain("No supervisor is running");
+    const remote = { ...gone, is_remote: true };
+    expect(unsupervised({ supervision: remote })).toContain("Check that host");
+    expect(unsupervised({ supervision: { ...gone, is_alive: null } })).toBeNull();
+    expect(unsupervised({ supervision: null })).toBeNull();
+  });
+});

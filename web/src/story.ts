@@ -1,0 +1,102 @@
+// What operators asked of a run and how its attempts and launches ended, in words. Pure.
+import type { Attempt, Launch, Noticed, OperatorRequest, Run } from "./api/types";
+import { count } from "./format";
+import { isLive, plain, type Tone } from "./states";
+
+// By action: what a run does until it is carried out, and what an attempt that ended for it was.
+const ACTIONS: Record<string, readonly [pending: string, ended: string]> = {
+  pause: ["pausing", "paused"],
+  stop: ["stopping", "stopped"],
+  cancel: ["cancelling", "cancelled"],
+  relaunch: ["relaunching", "relaunched"],
+};
+
+type Asked = Pick<Run, "state" | "attempts" | "requests">;
+
+const gpus = (size: number): string => `${size} GPU${size === 1 ? "" : "s"}`;
+
+/** The newest request that was made while an attempt was the newest one. */
+function requestOf(requests: OperatorRequest[] | undefined, attempt: number) {
+  return requests?.findLast((one) => one.after_attempt === attempt && one.action in ACTIONS);
+}
+
+/** The state of a run as people wait for it: a request that is not carried out yet comes first. */
+export function stateOf({ state, attempts, requests }: Asked): string {
+  const last = attempts.at(-1);
+  if (!last || last.ended_at !== null || (state !== "running" && state !== "queued")) return state;
+  const request = requestOf(requests, last.number);
+  return (request && ACTIONS[request.action]?.[0]) ?? state;
+}
+
+/** How an attempt ended: the request of an operator in place of the scheduler's word for it. */
+export function endOf(attempt: Attempt, requests: OperatorRequest[] | undefined): string {
+  const request = attempt.cause === "operator" ? requestOf(requests, attempt.number) : undefined;
+  return (request && ACTIONS[request.action]?.[1]) ?? attempt.state;
+}
+
+/** Why an attempt ended, or why it was started. */
+export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefined): string {
+  if (!attempt.cause) return attempt.reason === "first" ? "first attempt" : (attempt.reason ?? "");
+  const request = attempt.cause === "operator" ? requestOf(requests, attempt.number) : undefined;
+  return request ? `${endOf(attempt, requests)} by ${request.by}` : plain(attempt.cause);
+}
+
+/** Launches that failed and were followed by another one in the same attempt, in words. */
+export function restartsOf({ incarnations }: Attempt): string[] {
+  return incarnations.slice(1).flatMap((next, index) => {
+    const before = incarnations[index];
+    if (!before?.ending || before.ending === "completed") return [];
+    const at = before.last_step === null ? "" : ` at step ${count(before.last_step)}`;
+    const from = next.first_step === null ? "" : ` from step ${count(next.first_step - 1)}`;
+    return [`launch ${before.number} ${before.ending}${at}, restarted in place${from}`];
+  });
+}
+
+export interface Mark {
+  x: number;
+  word: string;
+  tone: Tone;
+}
+
+const toneOf = (attempt: Attempt): Tone =>
+  attempt.cause === "operator" || !attempt.cause ? "note"
+    : attempt.state === "preempted" || attempt.state === "timed_out" ? "warn" : "bad";
+
+const restartMark = (launch: Launch): Mark[] =>
+  launch.first_step === null ? []
+    : [{ x: launch.first_step - 1, word: "restart in place", tone: "warn" }];
+
+/** Where a run went on after an attempt or a launch had ended, or at another size. */
+export function marksOf({ attempts, requests }: Asked): Mark[] {
+  return attempts.flatMap((attempt, index): Mark[] => {
+    const before = attempts[index - 1];
+    const restarts = attempt.incarnations.slice(1).flatMap(restartMark);
+    if (!before) return restarts;
+    const ended = before.cause === "operator" ? endOf(before, requests)
+      : before.cause ? plain(before.cause) : "relaunch";
+    const resized = before.world_size !== attempt.world_size
+      ? ` → ${gpus(attempt.world_size)}` : "";
+    const x = attempt.resumed_step ?? attempt.first_step ?? 0;
+    return [{ x, word: `${ended}${resized}`, tone: toneOf(before) }, ...restarts];
+  });
+}
+
+/** What was noticed, without the restarts in place, which the table of attempts tells in full. */
+export const noticesOf = ({ noticed }: Pick<Run, "noticed">): Noticed[] =>
+  (noticed ?? []).filter((one) => one.kind !== "incarnation_started");
+
+/** Whether a notice is about the attempt that runs now. */
+export function isCurrent({ attempt }: Pick<Noticed, "attempt">, run: Asked): boolean {
+  return isLive(run.state) && (attempt === null || attempt === run.attempts.at(-1)?.number);
+}
+
+/** What to say of a live run that no process supervises; null for all others. */
+export function unsupervised({ supervision }: Pick<Run, "supervision">): string | null {
+  if (!supervision || supervision.is_alive !== false) return null;
+  const { host, pid, is_remote: isRemote } = supervision;
+  const last = host ? ` The last one ran on ${host} (pid ${pid ?? "unknown"}).` : "";
+  return isRemote
+    ? `This server sees no supervisor for this run.${last} Check that host, then use Relaunch.`
+    : `No supervisor is running, so this run will not continue by itself.${last} ` +
+      "Relaunch starts a new supervisor.";
+}

@@ -1,0 +1,156 @@
+"""How many GPUs a job could have now, from what Slurm says of nodes, reservations and QOS. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.contracts.spec import Resources
+from holdfast.workers.request import NO_GRES
+from holdfast.workers.slurm_client import gpu_kind, gpus_of
+
+# What Slurm hangs on a state: not responding, powering up, rebooting, planned and the like.
+_STATE_MARKS: Final = "*~#!%$@^-+"
+# Base states and flags in which a node starts no job. A node that is powered down is not among
+# them: Slurm powers it up for the job.
+_UNUSABLE: Final = frozenset(
+    {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "FUTURE", "UNKNOWN", "ERROR"}
+    | {"NO_RESPOND", "NOT_RESPONDING", "POWERING_DOWN", "POWER_DOWN", "INVAL", "INVALID_REG"}
+    | {"REBOOT_REQUESTED", "REBOOT_ISSUED", "BLOCKED"}
+)
+# States that keep a node for the jobs of a reservation.
+_KEPT: Final = frozenset({"RESERVED", "RESV", "MAINT"})
+_TOKEN: Final = re.compile(r"[A-Za-z0-9_.:/\-]+|[&|()]")
+_COUNT: Final = re.compile(r"\*[0-9]+")
+_GPU_TRES: Final = re.compile(r"(?:^|,)gres/gpu=([0-9]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a node must be and have for a job of ours. `reserved` is None without a reservation."""
+
+    partitions: frozenset[str] = frozenset()
+    gpu_kind: str = ""
+    constraint: str = ""
+    reserved: frozenset[str] | None = None
+
+
+def wanted_of(resources: Resources, reserved: Collection[str] | None = None) -> Wanted:
+    """What `resources` want of a node; `reserved` are the nodes of the spec's reservation."""
+    return Wanted(
+        partitions=frozenset((resources.partition or "").split(",")) - {""},
+        gpu_kind=gpu_kind(resources.gres or ""),
+        constraint=resources.constraint or "",
+        reserved=None if reserved is None else frozenset(reserved),
+    )
+
+
+def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
+    """GPUs of one node that a job could have now.
+
+    `held` are GPUs of the node that a job of ours has and will have given back by then.
+    """
+    if not _is_usable(node, wanted):
+        return 0
+    has = gpus_of(node.get("Gres", ""), wanted.gpu_kind)
+    used = gpus_of(node.get("GresUsed", ""), wanted.gpu_kind)
+    return max(has - used + held, 0)
+
+
+def _is_usable(node: Mapping[str, str], wanted: Wanted) -> bool:
+    words = {word.strip(_STATE_MARKS) for word in node.get("State", "").upper().split("+")}
+    if words & _UNUSABLE:
+        return False
+    if wanted.reserved is None:
+        if words & _KEPT:
+            return False
+    elif node.get("NodeName", "") not in wanted.reserved:
+        return False
+    theirs = set(node.get("Partitions", "").split(","))
+    if wanted.partitions and not wanted.partitions & theirs:
+        return False
+    features = node.get("ActiveFeatures", "")
+    return satisfies(wanted.constraint, set(features.split(",")))
+
+
+def satisfies(constraint: str, features: Collection[str]) -> bool:
+    """True when a node with `features` satisfies Slurm's `--constraint` expression.
+
+    Knows `&` and `,` for and, `|` for or, and parentheses. Counts (`a*2`) and the rule that all
+    nodes take the same branch of `[a|b]` concern several nodes, so one node is judged without
+    them. An expression that is not understood excludes no node.
+    """
+    text = _COUNT.sub("", constraint).replace("[", "(").replace("]", ")").replace(",", "&")
+    if not text.strip():
+        return True
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != re.sub(r"\s", "", text):
+        return True
+    try:
+        answer, rest = _any_of(tokens, features)
+    except IndexError:
+        return True
+    return answer if not rest else True
+
+
+def _any_of(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+    """The value of `a | b | …` at the head of `tokens`, and the tokens after it."""
+    answer, rest = _all_of(tokens, features)
+    while rest and rest[0] == "|":
+        right, rest = _all_of(rest[1:], features)
+        answer = answer or right
+    return answer, rest
+
+
+def _all_of(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+    answer, rest = _one_of(tokens, features)
+    while rest and rest[0] == "&":
+        right, rest = _one_of(rest[1:], features)
+        answer = answer and right
+    return answer, rest
+
+
+def _one_of(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
+    if tokens[0] == "(":
+        answer, rest = _any_of(tokens[1:], features)
+        return answer, rest[1:]
+    return tokens[0] in features, tokens[1:]
+
+
+def gpus_under_qos(
+    limits: Mapping[str, str], in_use: Sequence[tuple[str, str]], user: str, held: int = 0
+) -> int | None:
+    """GPUs that a QOS still lets `user` have in one job; None where it limits none.
+
+    `limits` are the QOS's `GrpTRES`, `MaxTRES` and `MaxTRESPU` as sacctmgr prints them, `in_use`
+    the user and allocated TRES of each job in it, `held` GPUs of ours that will be given back.
+    """
+    by_all = sum(_gpus_of_tres(tres) or 0 for _, tres in in_use) - held
+    by_user = sum(_gpus_of_tres(tres) or 0 for name, tres in in_use if name == user) - held
+    used = {"GrpTRES": by_all, "MaxTRES": 0, "MaxTRESPU": by_user}
+    tops = {name: _gpus_of_tres(limits.get(name, "")) for name in used}
+    left = [top - used[name] for name, top in tops.items() if top is not None]
+    return max(min(left), 0) if left else None
+
+
+def _gpus_of_tres(tres: str) -> int | None:
+    """GPUs of any kind in `cpu=2,gres/gpu=4`, None where it names none."""
+    found = _GPU_TRES.search(tres)
+    return int(found[1]) if found else None
+
+
+def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
+    """The most ranks that nodes with `free` GPUs each can start now; None where GPUs do not tell.
+
+    A job of several nodes needs all that the spec asks for on each of them; one of a single node
+    is content with a part, unless the spec's GRES says what a node must give.
+    """
+    if resources.gres == NO_GRES:
+        return None
+    wanted = gpus_of(resources.gres) if resources.gres else resources.gpus_per_node
+    whole = sum(1 for count in free if count >= wanted)
+    if whole or resources.gres:
+        return whole * resources.gpus_per_node
+    return max(free, default=0)
