@@ -32,7 +32,7 @@ def relaunch_twice(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    train.submit_next = submit_next
+    train.__dict__["submit_next"] = submit_next
     persisting = {PREFECT_TASKS_DEFAULT_PERSIST_RESULT: True}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(persisting):
         relaunch_twice(Path(sys.argv[1]))
