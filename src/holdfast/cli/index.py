@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli.output import warn
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.bounds import UID
+from holdfast.contracts.bounds import MADE_UID, UID
 from holdfast.contracts.errors import (
     HoldfastError,
     LineageError,
@@ -29,8 +30,9 @@ from holdfast.contracts.paths import (
     default_root,
     has_spec,
     list_runs,
+    precedence,
 )
-from holdfast.contracts.reading import is_mine
+from holdfast.contracts.reading import is_mine, read_bounded
 from holdfast.contracts.redaction import secrets_of
 
 # SQLAlchemy and submitit take most of a second to import: only the commands that use them pay.
@@ -53,10 +55,11 @@ def user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def locate_run(name: str, root: str | None) -> RunPaths:
+def locate_run(name: str, root: str | None, database: Database | None = None) -> RunPaths:
     """The run that a folder's path, a folder's name, a spec's name or a uid means.
 
-    Raises `NotFoundError` with the names that come near.
+    `database` is the index, for a uid, where the caller has it open. Raises `NotFoundError` with
+    the names that come near.
     """
     folder = Path(name).expanduser()
     if ("/" in name or folder.is_absolute()) and has_spec(folder):
@@ -64,14 +67,43 @@ def locate_run(name: str, root: str | None) -> RunPaths:
     from holdfast.workers.runs import find_run
 
     home = choose_root(root)
-    if UID.fullmatch(name):
-        for paths in list_runs(home):
-            # One folder that cannot be read keeps nobody from naming another.
-            with contextlib.suppress(HoldfastError, OSError):
-                record = read_document(RunRecord, paths.spec)
-                if record and record.uid == name:
-                    return paths
-    return find_run(home, name)
+    # No folder named like a uid can stand in for the run that has it.
+    if MADE_UID.fullmatch(name) and (found := _find_uid(home, name, database)):
+        return found
+    try:
+        return find_run(home, name)
+    except NotFoundError:
+        is_uid = UID.fullmatch(name) and not MADE_UID.fullmatch(name)
+        if is_uid and (found := _search_uid(home, name)):
+            return found
+        raise
+
+
+def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | None:
+    """The run under `home` with the uid: where the index says, if disk agrees; else by search."""
+    from holdfast.lineage import queries
+
+    with contextlib.suppress(LineageError, NotFoundError), contextlib.ExitStack() as stack:
+        index = database or stack.enter_context(open_index())
+        paths = queries.find_run(index, uid, home).paths
+        if paths.directory.parent == home.resolve() and _has_uid(paths, uid):
+            return RunPaths(home / paths.name)
+    return _search_uid(home, uid)
+
+
+def _search_uid(home: Path, uid: str) -> RunPaths | None:
+    """The run under `home` with the uid; only specs that contain its letters are parsed."""
+    found = [paths for paths in list_runs(home) if _has_uid(paths, uid)]
+    return min(found, key=precedence, default=None)
+
+
+def _has_uid(paths: RunPaths, uid: str) -> bool:
+    # One folder that cannot be read keeps nobody from naming another.
+    with contextlib.suppress(HoldfastError, OSError):
+        if uid.encode() in read_bounded(paths.spec, below=paths.directory):
+            record = read_document(RunRecord, paths.spec)
+            return record is not None and record.uid == uid
+    return False
 
 
 def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
@@ -82,7 +114,7 @@ def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
     from holdfast.lineage import queries
 
     try:
-        return locate_run(name, root)
+        return locate_run(name, root, database)
     except NotFoundError:
         if root is not None:
             raise
@@ -144,12 +176,36 @@ def look_at(paths: RunPaths) -> RunHistory:
     return reconcile(paths, writer=WRITER)
 
 
+def refresh_newest(home: Path, database: Database, limit: int) -> dict[RunPaths, str]:
+    """Refresh the newest runs under `home` until `limit` of them could be read; of the others the
+    specs alone are read. Returns those that cannot be read, by name."""
+    created: list[tuple[float, str, RunPaths]] = []
+
+    def look(paths: RunPaths) -> None:
+        if record := read_document(RunRecord, paths.spec):
+            created.append((-record.created_at, record.uid, paths))
+
+    unreadable = _each(list_runs(home), look)
+    readable = 0
+    for _, _, paths in sorted(created, key=itemgetter(0, 1)):
+        if readable == limit:
+            break
+        failed = refresh_all([paths], database)
+        unreadable |= failed
+        readable += not failed
+    return {paths: unreadable[paths] for paths in sorted(unreadable, key=lambda one: one.name)}
+
+
 def refresh_all(folders: Iterable[RunPaths], database: Database) -> dict[RunPaths, str]:
     """Refresh every run; those that cannot be read are named, passed over, and returned."""
+    return _each(folders, lambda paths: refresh(paths, database))
+
+
+def _each(folders: Iterable[RunPaths], work: Callable[[RunPaths], object]) -> dict[RunPaths, str]:
     unreadable = {}
     for paths in folders:
         try:
-            refresh(paths, database)
+            work(paths)
         except LineageError:
             raise
         # What foreign or damaged files in one run's folder raise must not hide the other runs.

@@ -15,6 +15,7 @@ from holdfast.cli.index import (
     open_index,
     refresh,
     refresh_all,
+    refresh_newest,
     secrets_in,
 )
 from holdfast.cli.operate import RunArgument
@@ -75,8 +76,11 @@ def runs(
 
     home = choose_root(root)
     with open_index() as database:
-        unreadable = refresh_all(list_runs(home), database)
-        known = queries.list_runs(database)
+        if limit is None:
+            unreadable = refresh_all(list_runs(home), database)
+        else:
+            unreadable = refresh_newest(home, database, limit)
+        known = queries.list_runs(database, root=home if root else None, limit=limit)
         elsewhere = [
             RunPaths(choose_root(row["path"]))
             for row in known

@@ -27,6 +27,8 @@ PATH_CHARACTERS_MAX: Final = 8192
 TEXT_CHARACTERS_MAX: Final = 4 * 1024 * 1024
 DEPTH_MAX: Final = 64
 UID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# As `create_run` makes them.
+MADE_UID: Final = re.compile(r"[0-9a-f]{32}")
 
 # Unix seconds, and seconds that pass.
 Moment = Annotated[float, Field(ge=0, le=TIME_MAX)]

@@ -350,6 +350,16 @@ def folder_of(path: Path) -> Path:
     return path.parents[1] if is_inside else path.parent
 
 
+def precedence(paths: RunPaths) -> tuple[bool, int]:
+    """Sorts folders that have the same uid: the lesser one is the run that the uid means.
+
+    Anybody can write another run's uid into a spec, and a copy of a folder has it too. One's own
+    folder comes first, then the one whose spec has been there longer: its time of change is set by
+    the file system. Raises `OSError` when there is no spec.
+    """
+    return not is_mine(paths.directory), paths.spec.lstat().st_ctime_ns
+
+
 def list_runs(root: Path) -> list[RunPaths]:
     """The runs under `root`: the folders that hold a `spec.json` that one may see, by name."""
     if not root.is_dir():

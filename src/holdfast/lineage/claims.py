@@ -8,8 +8,7 @@ from sqlalchemy import select
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import HoldfastError, UnreadableRunError
-from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.reading import is_mine
+from holdfast.contracts.paths import RunPaths, precedence
 from holdfast.lineage.database import Database
 from holdfast.lineage.tables import RUNS
 
@@ -17,9 +16,8 @@ from holdfast.lineage.tables import RUNS
 def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
     """Raise `UnreadableRunError` for a folder that bears the uid of another run of the index.
 
-    Anybody can write another run's uid into a spec, and a copy of a folder has it too. Rows belong
-    to the caller's own folder, else to the one whose spec has lain there longer: its time of change
-    is the file system's word and nobody's choice. A folder that was moved is not in its old place.
+    Rows belong to the folder that comes first by `contracts.paths.precedence`. A folder that was
+    moved is not in its old place.
     """
     with database.reading() as connection:
         known = connection.scalar(select(RUNS.c.directory).where(RUNS.c.uid == uid))
@@ -28,7 +26,7 @@ def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
     rival = RunPaths(Path(known))
     try:
         record = read_document(RunRecord, rival.spec)
-        if record is None or record.uid != uid or _claim(paths) < _claim(rival):
+        if record is None or record.uid != uid or precedence(paths) < precedence(rival):
             return
     except (HoldfastError, OSError):
         return
@@ -36,8 +34,3 @@ def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
         f"{paths.directory}: bears the uid of the run in {rival.directory}, {uid}; move the copy "
         "out of the root"
     )
-
-
-def _claim(paths: RunPaths) -> tuple[bool, int]:
-    """What decides between two folders; the lesser one has the run."""
-    return not is_mine(paths.directory), paths.spec.lstat().st_ctime_ns
