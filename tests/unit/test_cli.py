@@ -8,16 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli_calls import Call
 from tests.runs import RunFolder
 
 from holdfast.cli.logs import rank_logs
-from holdfast.cli.main import main
 from holdfast.contracts.attempt import Claim, Outcome, Submission, write_document
 from holdfast.contracts.digests import file_checksum
 from holdfast.contracts.durable import to_json
@@ -32,53 +31,6 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.attempts import reserve
 from holdfast.workers.request import build_request
 from holdfast.workers.runs import create_run
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one call of the command gave."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Call = Callable[..., Answer]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Holdfast home of its own, without a Prefect API."""
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    for name in ("HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL", "PREFECT_API_URL"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Calls the command in this process."""
-
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Answer(ended.value.code, said.out, said.err)
-
-    return run
-
-
-@pytest.fixture
-def root(home: Path) -> Path:
-    return home / "home" / "runs"
 
 
 def write_spec(folder: Path, **more: Any) -> Path:

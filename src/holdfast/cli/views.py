@@ -272,7 +272,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
     for one in run["noticed"]:
         dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
         say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
-    _print_failures(run["attempts"])
+    _print_failures(run)
     for warning in run["warnings"]:
         say(f"warning: {warning}")
 
@@ -306,16 +306,27 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
     )
 
 
-def _print_failures(attempts: list[Mapping[str, Any]]) -> None:
-    """What the last attempt that ended badly had to say."""
-    ended = [a for a in attempts if a["cause"] not in {None, "preemption", "operator"}]
+def _print_failures(run: Mapping[str, Any]) -> None:
+    """What the last attempt that ended badly had to say, without what the reason says already."""
+    ended = [a for a in run["attempts"] if a["cause"] not in {None, "preemption", "operator"}]
     if not ended:
         return
     last = ended[-1]
+    said = run["reason"] or ""
     for line in last["evidence"]:
-        say(f"attempt {last['number']}: {line}")
+        if line not in said:
+            say(f"attempt {last['number']}: {line}")
+            said += f"\n{line}"
     if last["traceback"]:
-        say(last["traceback"].rstrip())
+        say(_frames(last["traceback"].rstrip(), said))
+
+
+def _frames(traceback: str, said: str) -> str:
+    """A traceback; its last line, the error, is left out when `said` has it."""
+    frames, _, error = traceback.rpartition("\n")
+    # A frame is indented, so is what belongs to a message of several lines as often as not.
+    is_line = frames and not error.startswith(" ") and frames.rpartition("\n")[2].startswith(" ")
+    return frames if is_line and error in said else traceback
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:

@@ -1,0 +1,42 @@
+"""The `holdfast` command with a home of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cli_calls import Answer, Call
+
+from holdfast.cli.main import main
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Holdfast home of its own, without a Prefect API."""
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    for name in ("HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def call(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Calls the command in this process."""
+
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Answer(ended.value.code, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def root(home: Path) -> Path:
+    return home / "home" / "runs"
