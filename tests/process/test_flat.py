@@ -1,0 +1,76 @@
+"""FSDP1 without a device mesh: its ShardedTensors are saved, resumed and resharded exactly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.process import flat_program
+from tests.process.flat_program import CASES, LAUNCHES, PARTS, WHOLE
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from holdfast.contracts.paths import RunPaths
+from holdfast.trainer.loading.reader import read_keys
+
+WAIT_S = 150.0
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("case", CASES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("flat")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", flat_program.__name__, str(made)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return made
+
+
+def saw(folder: Path, case: str, run: str, launch: int) -> dict[str, Any]:
+    """What rank 0 had at the beginning and the end of one launch."""
+    seen: dict[str, Any] = torch.load(folder / f"{case}-{run}-{launch}-0.pt")
+    return seen
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        is_same = torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key]
+        assert is_same, (key, value, other[key])
+
+
+def test_a_resume_goes_on_to_the_bit(folder: Path, case: str) -> None:
+    whole, stopped, resumed = (
+        saw(folder, case, run, launch) for run, launch in ((WHOLE, 0), (PARTS, 0), (PARTS, 1))
+    )
+    assert [seen["step"] for seen in (whole, stopped, resumed)] == [4, 2, 4]
+    assert_same(resumed["began"], stopped["ended"])
+    assert_same(resumed["ended"], whole["ended"])
+    assert any(key.endswith(".exp_avg") for key in whole["ended"])
+
+
+@pytest.mark.parametrize("launch", [2, 3])
+def test_another_number_of_ranks_has_the_same_state(folder: Path, case: str, launch: int) -> None:
+    assert LAUNCHES[PARTS][launch][0] != LAUNCHES[PARTS][1][0]
+    began = saw(folder, case, PARTS, launch)["began"]
+    assert_same(began, saw(folder, case, PARTS, 1)["ended"])
+
+
+def test_stock_dcp_loads_the_checkpoint(folder: Path, case: str) -> None:
+    expected = saw(folder, case, PARTS, 1)["ended"]
+    newest = RunPaths(folder / f"{case}-{PARTS}").list_checkpoints()[-1]
+    assert expected.keys() == {k for k in read_keys(newest) if not k.startswith("rng.")}
+    state = {
+        key: torch.full_like(value, -1) if torch.is_tensor(value) else None
+        for key, value in expected.items()
+    }
+    load(state, storage_reader=FileSystemReader(newest), no_dist=True)
+    assert_same(state, expected)
