@@ -80,7 +80,7 @@ def train(folder: Path, case: str, run: str, number: int, stop: int) -> None:
 
 def unsharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Tensors and options by the keys that a checkpoint has for them; rank 0 has them all."""
-    parts = {"model": get_model_state_dict(model, options=FULL)}
+    parts: dict[str, Any] = {"model": get_model_state_dict(model, options=FULL)}
     if optimizer.state:
         parts["optimizer"] = get_optimizer_state_dict(model, optimizer, options=FULL)
     return {

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.process import flat_program
 from tests.process.flat_program import CASES, LAUNCHES, PARTS, WHOLE
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.loading.reader import read_keys

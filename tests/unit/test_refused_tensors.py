@@ -43,7 +43,8 @@ class Quantised(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
+        # A DTensor makes such views of its local tensor.
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return Quantised(args[0].codes, args[0].scale)
         dense = tree_map_only(Quantised, Quantised.dense, args)
         return func(*dense, **(kwargs or {}))

@@ -1,0 +1,48 @@
+"""A wrapper of two tensors inside a DTensor is refused by its key on all ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.process import wrapped_program
+from tests.process.wrapped_program import RANKS
+
+WAIT_S = 100.0
+INNER = "it is a Quantised with inner tensors codes, scale"
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank was told, by case."""
+    folder = tmp_path_factory.mktemp("wrapped")
+    done = subprocess.run(
+        [sys.executable, "-m", wrapped_program.__name__, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"errors-{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("buffer", f"model.odd: {INNER}"),
+        ("moment", f"optimizer.state.weight.moment: {INNER}"),
+        ("target", "model.odd: this program has it as a Quantised"),
+    ],
+)
+def test_every_rank_names_the_key(errors: list[dict[str, str]], case: str, said: str) -> None:
+    for each in errors:
+        assert said in each[case]
+
+
+def test_a_wrapper_on_one_rank_ends_the_others_too(errors: list[dict[str, str]]) -> None:
+    for each in errors:
+        assert f"model.odd: {INNER}" in each["one rank"]
