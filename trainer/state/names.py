@@ -106,7 +106,7 @@ class Views:
         Those of `buffers` are marked: ranks' copies may differ, and one rank's is saved.
         """
         return {
-            name: self._sharded(name, tensor)
+            name: self._sharded(name, tensor, is_buffer=name in buffers)
             if isinstance(tensor, DTensor)
             else as_buffer(tensor)
             if name in buffers
@@ -114,14 +114,14 @@ class Views:
             for name, tensor in tensors.items()
         }
 
-    def _sharded(self, name: str, tensor: DTensor) -> DTensor:
+    def _sharded(self, name: str, tensor: DTensor, *, is_buffer: bool) -> DTensor:
         kept = self._kept.get(name)
         if kept is not None and kept[0] is tensor:
             now, then = tensor._local_tensor, kept[1]._local_tensor
             if now.data_ptr() == then.data_ptr() and now.shape == then.shape:
                 return kept[1]
         # Detaching a DTensor goes through its dispatcher, which costs more than all the rest.
-        view = tensor.detach()
+        view = as_buffer(tensor) if is_buffer else tensor.detach()
         assert isinstance(view, DTensor)
         self._kept[name] = tensor, view
         return view
