@@ -10,6 +10,8 @@ from tests.cli_calls import Call
 from tests.runs import RunFolder
 
 from holdfast.contracts.journal import EventKind
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.flow_lock import FlowLock
 
 
 @pytest.mark.parametrize("is_decided", [True, False])
@@ -35,3 +37,39 @@ def test_show_gives_the_reason_of_a_failure_once(call: Call, root: Path, is_deci
     assert shown.out.count("kernel: all quiet") == 1
     assert frames in shown.out
     assert error in call("show", "alga", "--json").json["attempts"][0]["traceback"]
+
+
+def test_a_live_run_without_a_supervisor_is_told_everywhere(
+    call: Call, root: Path, tmp_path: Path
+) -> None:
+    """The lock is real: a supervisor holds it, or has held it and is gone."""
+    for name in ("kept", "lost", "new"):
+        folder = RunFolder(root, name, name[0] * 32)
+        folder.submit(1, 2, time.time())
+    ended = RunFolder(root, "ended", "e" * 32)
+    ended.submit(1, 2, time.time())
+    facts = {"attempt": 1, "state": "completed", "cause": None, "evidence": []}
+    ended.tell("flow", EventKind.ATTEMPT_ENDED, **facts, ended_at=time.time())
+    (root / "broken").mkdir()
+    (root / "broken" / "spec.json").write_text("{")
+    (root / "broken" / "flow.lock").touch()
+    for name in ("kept", "lost", "ended"):
+        with FlowLock(RunPaths(root / name).flow_lock):
+            pass
+    with FlowLock(RunPaths(root / "kept").flow_lock) as lock:
+        assert lock.try_take()
+        rows = {row["run"]: row for row in call("runs", "--json").json}
+        words = "this host sees no supervisor of lost; `holdfast supervise lost` starts one"
+        told = {name: row["warnings"] for name, row in rows.items()}
+        assert told == {"kept": [], "lost": [words], "new": [], "ended": [], "broken": []}
+        assert f"warning: {words}" in call("runs").out
+        assert words in call("show", "lost", "--json").json["warnings"]
+        checks = {one["name"]: one for one in call("doctor", "--json").json["checks"]}
+    assert checks["supervisors"]["level"] == "warn"
+    assert checks["supervisors"]["detail"].endswith("1 live run: lost")
+    assert checks["supervisors"]["next_step"] == "holdfast supervise lost"
+    moved = tmp_path / "other place"
+    root.rename(moved)
+    checks = {one["name"]: one for one in call("doctor", "--root", moved, "--json").json["checks"]}
+    assert checks["supervisors"]["detail"].endswith("2 live runs: kept, lost")
+    assert checks["supervisors"]["next_step"] == f"holdfast supervise --all --root '{moved}'"

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from holdfast.cli.output import bytes_text
+from holdfast.cli.supervise import alone, command
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import list_runs
 
 Level = Literal["ok", "warn", "fail"]
 COMMAND_S_MAX: Final = 60.0
+NAMES_MAX: Final = 10
 FREE_BYTES_MIN: Final = 10 * 1024**3
 SHARED_BYTES_MIN: Final = 256 * 1024**2
 PYTHON_MIN: Final = (3, 11)
@@ -45,6 +51,7 @@ def run_checks(root: Path) -> list[Finding]:
         lambda: check_space(root),
         check_database,
         check_service,
+        lambda: check_supervisors(root),
         check_slurm,
         check_memory_files,
     )
@@ -140,6 +147,34 @@ def check_service() -> Finding:
     if not report.workers:
         return Finding("prefect", "warn", told, f"prefect worker start --pool {report.pool}")
     return Finding("prefect", "ok", told)
+
+
+def check_supervisors(root: Path) -> Finding:
+    """Whether this user's live runs under the root have a supervisor, those looked at in time."""
+    ends_at = time.monotonic() + COMMAND_S_MAX
+    found = list_runs(root)
+    lost: list[str] = []
+    for number, paths in enumerate(found):
+        if time.monotonic() > ends_at:
+            told = f"only {number} of {len(found)} runs looked at within {COMMAND_S_MAX:.0f} s"
+            return Finding("supervisors", "warn", f"{told}{_named(lost)}", command(root, "--all"))
+        # A run that cannot be read is listed by `holdfast runs` with the reason.
+        with contextlib.suppress(HoldfastError, OSError, ValueError, LookupError):
+            if alone(paths) and load_history(paths).state.is_live:
+                lost.append(paths.name)
+    if lost:
+        runs = "run" if len(lost) == 1 else "runs"
+        told = f"this host sees no supervisor of {len(lost)} live {runs}"
+        step = command(root, *(lost if len(lost) == 1 else ["--all"]))
+        return Finding("supervisors", "warn", f"{told}{_named(lost)}", step)
+    return Finding("supervisors", "ok", "no live run of yours lacks one")
+
+
+def _named(runs: list[str]) -> str:
+    if not runs:
+        return ""
+    more = f" and {len(runs) - NAMES_MAX} more" if len(runs) > NAMES_MAX else ""
+    return f": {', '.join(runs[:NAMES_MAX])}{more}"
 
 
 def check_slurm() -> Finding:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,8 +12,9 @@ import typer
 from holdfast.cli.index import choose_root, locate_run, look_at
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import HoldfastError, SpecError
-from holdfast.contracts.paths import RunPaths, list_runs
-from holdfast.contracts.supervision import is_supervised
+from holdfast.contracts.paths import RunPaths, default_root, list_runs
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.supervision import is_supervised, lost_supervisor
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +42,26 @@ def supervise(
     chosen = [locate_run(run, root)] if run else _mine(list_runs(choose_root(root)))
     facts = [fact for paths in chosen if (fact := _start(paths, is_named=run is not None))]
     answer(facts, as_json, _render)
+
+
+def alone(paths: RunPaths) -> str | None:
+    """What to say of a live run whose supervisor is gone, with the command that starts another.
+
+    None while it has one, and for another user's run, which only that user can supervise.
+    """
+    try:
+        if not (is_mine(paths.directory.resolve()) and lost_supervisor(paths.flow_lock)):
+            return None
+    except OSError:
+        return None
+    words = f"this host sees no supervisor of {paths.name}"
+    return f"{words}; `{command(paths.directory.parent, paths.name)}` starts one"
+
+
+def command(root: Path, *arguments: str) -> str:
+    """The command line of `holdfast supervise` for runs under `root`."""
+    named = () if root == default_root() else ("--root", str(root))
+    return shlex.join(["holdfast", "supervise", *arguments, *named])
 
 
 def _mine(found: list[RunPaths]) -> list[RunPaths]:

@@ -32,16 +32,15 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
+from holdfast.cli.supervise import alone
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
-from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.mirrors import read_record
 from holdfast.contracts.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.contracts.supervision import is_supervised
 from holdfast.contracts.watch_words import FAILED_SAVES_MAX, failed_saves, noticed
 
 DIGEST_CHARACTERS = 12
@@ -94,7 +93,14 @@ def runs(
         for paths, reason in unreadable.items()
         if str(paths.directory.resolve()) not in named
     ]
-    answer([*found, *broken][:limit], as_json, _render_runs)
+    told = [{**row, "warnings": _lost(row)} for row in found]
+    answer([*told, *broken][:limit], as_json, _render_runs)
+
+
+def _lost(row: Mapping[str, Any]) -> list[str]:
+    """The warning of a live run that its supervisor is gone."""
+    words = alone(RunPaths(Path(row["path"]))) if RunState(row["state"]).is_live else None
+    return [words] if words else []
 
 
 def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
@@ -109,6 +115,7 @@ def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
         "reason": reason,
         "root": str(paths.directory.parent),
         "path": str(paths.directory),
+        "warnings": [],
     }
 
 
@@ -126,7 +133,7 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
                 "failed_saves": failed_saves(events),
                 "noticed": noticed(events),
                 "live_step": _live_step(shown),
-                "warnings": _warnings(shown, events),
+                "warnings": _warnings(shown),
             }
         answer({**shown, **redact(found, secrets_in(paths))}, as_json, _render_run)
 
@@ -141,7 +148,7 @@ def _live_step(run: Mapping[str, Any]) -> int | None:
     return newest_step(read_heartbeats(attempts[-1]))
 
 
-def _warnings(run: Mapping[str, Any], events: Sequence[Event]) -> list[str]:
+def _warnings(run: Mapping[str, Any]) -> list[str]:
     """What the owner of a live run should know of its grace period and its supervisor."""
     from holdfast.workers.grace import warnings_of
 
@@ -149,13 +156,8 @@ def _warnings(run: Mapping[str, Any], events: Sequence[Event]) -> list[str]:
     if not RunState(run["state"]).is_live or not has_spec(paths.directory):
         return []
     warnings = warnings_of(RunSpec.model_validate(run["spec"]), paths)
-    # A run that was just created waits for its first supervisor.
-    was_supervised = any(event.kind is EventKind.SUPERVISED for event in events)
-    if was_supervised and not is_supervised(paths.flow_lock):
-        warnings.append(
-            f"this host sees no supervisor of {paths.name}; `holdfast supervise {paths.name}` "
-            "starts one"
-        )
+    if words := alone(paths):
+        warnings.append(words)
     return warnings
 
 
@@ -238,6 +240,8 @@ def _render_runs(found: list[Mapping[str, Any]]) -> None:
         for row in found
     ]
     print_table(("run", "state", "step", "attempts", "GPUs", "cause", "created", "root"), rows)
+    for warning in (words for row in found for words in row["warnings"]):
+        say(f"warning: {warning}")
 
 
 def _render_run(run: Mapping[str, Any]) -> None:

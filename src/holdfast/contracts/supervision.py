@@ -29,3 +29,11 @@ def is_supervised(path: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def lost_supervisor(path: Path) -> bool:
+    """True when a flow once took the lock at `path` and none holds it now, as this host sees it.
+
+    A run that was just created has no such file yet: it waits for its first supervisor.
+    """
+    return os.path.lexists(path) and not is_supervised(path)
