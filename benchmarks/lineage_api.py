@@ -56,6 +56,7 @@ def _app(home: Path, tokens: TokenStore) -> FastAPI:
             roots=(home,),
             start=refuse,
             fork=refuse,
+            check=refuse,
         )
     )
 

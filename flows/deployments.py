@@ -100,6 +100,18 @@ def flow_run_state(flow_run: str) -> tuple[str, bool]:
         return (str(state.name), state.is_final()) if state else ("Unknown", False)
 
 
+def read_secret_block(name: str) -> Any:
+    """The value in the `Secret` block `name`. Raises `ServiceError` when it cannot be read."""
+    with open_client() as client:
+        try:
+            block = client.read_block_document_by_name(name, "secret", include_secrets=True)
+        except ObjectNotFound as error:
+            raise ServiceError(
+                f"Prefect has no Secret block {name} at {api_url()}; create it there"
+            ) from error
+        return block.data.get("value")
+
+
 def deploy(pool: str = POOL) -> str:
     """Create the work pool, when it is missing, and the deployment; returns the latter's name.
 

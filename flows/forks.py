@@ -12,6 +12,7 @@ from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.secrets import require
 from holdfast.flows.start import has_service
 from holdfast.lineage.database import open_database
 from holdfast.workers.preflight import check
@@ -42,6 +43,7 @@ def fork_run(
             f"{spec.name}: there is a run of this name under {home}; give another --name"
         )
     check_everything(spec, home)
+    require(spec)
     origin = ForkPoint(
         checkpoint_id=manifest.id, path=parent.checkpoint(directory), run_uid=manifest.run_uid
     )

@@ -14,6 +14,7 @@ from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.reading import is_mine
 from holdfast.contracts.supervision import is_supervised
+from holdfast.flows import secrets
 
 LOG_TAIL_BYTES: Final = 4096
 
@@ -63,14 +64,19 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
     return Started(flow_run=flow_run.id, url=flow_run.url, warning=flow_run.warning)
 
 
-def start_if_alone(paths: RunPaths, *, preflight: bool = True) -> Started:
+def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = False) -> Started:
     """Start a flow for a run that is to go on, unless one is there: then its word suffices.
 
-    Raises `SpecError` for another user's run, whose command would run as the caller.
+    The values of secrets are recorded first; with `refresh` the caller's environment replaces
+    earlier ones. Raises `SpecError` for another user's run, whose command would run as the caller,
+    and `SecretError` when a secret has no value.
     """
+    is_own = is_mine(paths.directory.resolve()) and is_mine(paths.spec)
+    if is_own:
+        secrets.record(paths, refresh=refresh)
     if is_supervised(paths.flow_lock):
         return Started()
-    if not (is_mine(paths.directory.resolve()) and is_mine(paths.spec)):
+    if not is_own:
         raise SpecError(
             f"run {paths.name} belongs to another user, whose command would run as you; its owner "
             "relaunches it, or fork one of its checkpoints after a look at its spec "

@@ -23,6 +23,7 @@ from holdfast.contracts.errors import (
     RunConflictError,
     SchedulerError,
     SchedulerUnavailableError,
+    SecretError,
     ServiceError,
 )
 from holdfast.contracts.filesystems import refresh
@@ -30,6 +31,7 @@ from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.journal import GROWER, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.states import AttemptState, Cause
+from holdfast.flows import secrets
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.node_watch import NodeWatch
@@ -293,18 +295,28 @@ class Supervisor:
             history.spec.resources, held_after_end(executor, self.paths, history)
         )
         decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
+        due_s = _due_s(history, decision, now)
+        if decision.action == "relaunch" and due_s <= 0:
+            decision = self._with_secrets(decision)
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":
             self._record_end(decision, journal)
             return None
-        due_s = _due_s(history, decision, now)
         if decision.action == "wait" or due_s > 0:
             return min(poll_s, due_s) if due_s > 0 else poll_s
         self.submit(
             self.paths, gpus=decision.gpus, reason=decision.reason, exclude=decision.exclude
         )
         return min(poll_s, SOON_S)
+
+    def _with_secrets(self, decision: Decision) -> Decision:
+        """The decision, once the next attempt's secrets are recorded; else to wait for them."""
+        try:
+            secrets.record(self.paths, refresh=False)
+        except SecretError as error:
+            return Decision(action="wait", reason=f"secrets have no value: {error}")
+        return decision
 
     def _record(self, history: RunHistory, decision: Decision, journal: JournalWriter) -> None:
         """Journal a decision, once: waiting on is the same decision."""
@@ -333,6 +345,7 @@ class Supervisor:
 
     def _finish(self) -> RunHistory:
         self._ingestion.finish()
+        secrets.forget(self.paths)
         return load_history(self.paths)
 
     def _log_progress(self, history: RunHistory) -> None:

@@ -24,10 +24,12 @@ from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.carry import is_under_way, take_up
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.secrets import require
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import Log, Supervisor, submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers.preflight import check
+from holdfast.workers.runs import newest_generation
 
 
 @task(
@@ -68,6 +70,9 @@ def train(
             index.open()
             if preflight:
                 check(run_spec, home)
+            known = newest_generation(home, run_spec.name) if run is None else RunPaths(home / run)
+            for warning in require(run_spec, known):
+                log.warning("%s", warning)
         paths = take_up(run_spec, home, run)
         supervisor = Supervisor(
             paths=paths,

@@ -38,13 +38,14 @@ def take_provenance(spec: RunSpec, code: Path) -> Provenance:
     commit, changes = (None, digest_of_folder(code)) if is_snapshot else describe_code(code)
     data = spec.config.get(DATA_KEY)
     launch = spec.launch
+    variables = spec.model_dump(mode="json")["environment"]
     return Provenance(
         code_commit=commit,
         code_digest=changes,
         config_digest=document_digest(spec.config),
         data_digest=None if data is None else document_digest([data, describe_data(data, code)]),
         environment_digest=document_digest(
-            [spec.environment, launch.python, launch.setup, launch.container]
+            [variables, launch.python, launch.setup, launch.container]
         ),
     )
 

@@ -41,6 +41,7 @@ from holdfast.contracts.history import AttemptView, RunHistory, load_events, loa
 from holdfast.contracts.journal import Event, EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths, RunPaths, folder_of
 from holdfast.contracts.reading import LOCK_FLAGS, open_beneath, read_tail
+from holdfast.contracts.secrets import forget_record
 from holdfast.contracts.states import ATTEMPT_MOVES, AttemptState
 from holdfast.contracts.timeline import safe_step_of, spans_of
 from holdfast.workers.attempts import cancel_leftovers
@@ -106,13 +107,15 @@ def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
     """
     history = load_history(paths)
     open_attempts = [view for view in history.attempts if not view.state.is_terminal]
-    if not open_attempts:
-        return history
     changed = False
     with reading_run(paths.directory):
         for view in open_attempts:
             changed |= _reconcile_attempt(paths, view, writer)
-    return load_history(paths) if changed else history
+    history = load_history(paths) if changed else history
+    if not history.state.is_live:
+        # The supervisor may be dead, and the values of secrets must not outlive the run.
+        forget_record(paths, lambda: not load_history(paths).state.is_live)
+    return history
 
 
 def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:

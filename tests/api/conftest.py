@@ -23,7 +23,7 @@ from holdfast.api.services import Services, Start
 from holdfast.api.store import Store
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
-from holdfast.cli.serve import begin_fork, start_run
+from holdfast.cli.serve import begin_fork, check_secrets, start_run
 from holdfast.lineage.index import Index
 
 WAIT_S = 60.0
@@ -70,6 +70,7 @@ def serving(
         roots=(root,),
         start=start,
         fork=begin_fork,
+        check=check_secrets,
     )
     _, token = services.tokens.issue("ann", Role.OPERATOR)
     app = create_app(services)

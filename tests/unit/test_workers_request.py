@@ -128,5 +128,5 @@ def test_ranks_are_told_how_long_a_flush_may_take() -> None:
     run = SimpleNamespace(directory="/r")
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)
     handles: Any = SimpleNamespace(board="b", flusher="f")
-    told = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"})
+    told = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
     assert told["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"

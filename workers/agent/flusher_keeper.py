@@ -20,6 +20,7 @@ from typing import Any, Final
 from holdfast.contracts import environment, wire
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.mirrors import Tiers
+from holdfast.contracts.secrets import plain_part, references_in, resolve
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.deletion import free_room
 
@@ -142,7 +143,7 @@ class FlusherKeeper:
                 start_new_session=True,
                 env=build_environment(
                     os.environ,
-                    request.environment,
+                    self._given(),
                     request.tiers,
                     request.supervision.flush_timeout_s,
                 ),
@@ -150,6 +151,12 @@ class FlusherKeeper:
         self._connection = ours
         self._give_back(ours)
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
+
+    def _given(self) -> dict[str, str]:
+        """The spec's variables. A reference without a value is left out: torchrun refuses it."""
+        environment = self._context.request.environment
+        stores = {k: v for k, v in references_in(environment).items() if is_of_store(k)}
+        return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
 
     def _give_back(self, connection: socket.socket) -> None:
         """Hand every kept slot to a flusher that was started anew."""
@@ -242,10 +249,15 @@ class FlusherKeeper:
             self._connection = None
 
 
+def is_of_store(name: str) -> bool:
+    """True for a variable that tells a program of its object store."""
+    return name.startswith(STORE_PREFIXES)
+
+
 def build_environment(
     inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers, flush_timeout_s: float
 ) -> dict[str, str]:
     """The flusher's environment: this one, with what the spec says of copies and waits: pure."""
-    stores = {k: v for k, v in spec.items() if k.startswith(STORE_PREFIXES)}
+    stores = {k: v for k, v in spec.items() if is_of_store(k)}
     limit = {environment.FLUSH_TIMEOUT: str(flush_timeout_s)}
     return {**inherited, **stores, **limit, **tiers.to_environment()}

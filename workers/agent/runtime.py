@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from holdfast.contracts.agreement import BoardPort, NodePort
 from holdfast.contracts.board import NOWHERE, Board
+from holdfast.contracts.errors import SecretError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flusher_keeper import FlusherKeeper
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
@@ -186,10 +189,11 @@ class NodeRuntime(BoardPort):
         self._notices = NoticeWatch(
             supervision.notices,
             supervision.notices_url,
-            {**os.environ, **context.request.environment},
+            {**os.environ, **plain_part(context.request.environment)},
             self.note,
         )
         self._torchrun: Torchrun | None = None
+        self._refusal: RankFailure | None = None
         self._spare: Spare | None = None
         self._released: Spare | None = None
         self._oom_kills_before = 0
@@ -214,14 +218,34 @@ class NodeRuntime(BoardPort):
         self._is_stopping = False
         self._heartbeat.incarnation = incarnation
         self._oom_kills_before = oom_kills()
-        self._torchrun = self._release_spare(incarnation, port) or Torchrun(
-            self.context, incarnation, address=address, port=port, handles=self._handles()
-        )
+        self._refusal = None
+        self._torchrun = self._release_spare(incarnation, port)
+        if self._torchrun is None:
+            self._launch(incarnation, address, port)
+
+    def _launch(self, incarnation: int, address: str, port: int) -> None:
+        """Start torchrun; a secret without a value is reported as the ranks' failure would be."""
+        try:
+            self._torchrun = Torchrun(
+                self.context, incarnation, address=address, port=port, handles=self._handles()
+            )
+        except SecretError as error:
+            context = self.context
+            self._refusal = RankFailure(
+                rank=context.node * context.request.gpus_per_node,
+                exit_code=1,
+                timestamp=time.time(),
+                traceback=f"{type(error).__name__}: {error}",
+                host=context.host,
+            )
 
     def prepare(self, incarnation: int, address: str, port: int) -> None:
         self._discard_spare()
         if has_room(self.context.request.gpus_per_node):
-            self._spare = Spare(self.context, incarnation, address, port, self._handles())
+            try:
+                self._spare = Spare(self.context, incarnation, address, port, self._handles())
+            except SecretError as error:
+                self.note(f"no spare: {error}")
         else:
             self.note("no spare: the node has too little memory for one")
 
@@ -278,6 +302,8 @@ class NodeRuntime(BoardPort):
 
     def _poll(self) -> int | None:
         """torchrun's exit code. While a stop is under way, all ranks get the time it takes."""
+        if self._refusal is not None:
+            return self._refusal.exit_code
         if self._torchrun is None:
             return None
         if self._is_stopping:
@@ -349,6 +375,8 @@ class NodeRuntime(BoardPort):
 
     def wreck(self) -> Wreck:
         kills = oom_kills() - self._oom_kills_before
+        if self._refusal is not None:
+            return Wreck(failures=[self._refusal], oom_kills=kills)
         if self._torchrun is None:
             return Wreck(oom_kills=kills)
         failures = self._torchrun.failures()

@@ -20,6 +20,7 @@ import psutil
 from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request
 from holdfast.contracts.durable import make_directory
+from holdfast.contracts.secrets import hide, longest_first, references_in, resolve_environment
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.flight_recorder import recorder_environment
 from holdfast.workers.agent.gpus import CONTROL
@@ -62,7 +63,13 @@ class Torchrun:
         handles: Handles,
         gate: str = "",
     ) -> None:
-        """With a `gate` the ranks load their libraries and wait there for a byte each."""
+        """With a `gate` the ranks load their libraries and wait there for a byte each.
+
+        Raises `SecretError`, before anything is started, when a reference has no value here.
+        """
+        given = resolve_environment(context.request.environment, context.run)
+        references = references_in(context.request.environment)
+        self._secrets = longest_first(given[name] for name in references)
         self._context = context
         self._incarnation = incarnation
         self._logs = log_directory(context, incarnation)
@@ -79,9 +86,10 @@ class Torchrun:
             logs=self._logs,
             is_ahead=bool(gate),
         )
-        inherited = {**os.environ, **context.request.environment}
+        inherited = {**os.environ, **given}
         recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
-        variables = build_environment(context, incarnation, handles, {**recorder, **os.environ})
+        inherited = {**recorder, **os.environ}
+        variables = build_environment(context, incarnation, handles, inherited, given)
         if gate:
             variables[environment.GATE] = gate
         with open(self._logs / "torchrun.log", "ab") as log:
@@ -198,7 +206,7 @@ class Torchrun:
 
     def log_tail(self) -> str:
         """The end of torchrun's own log."""
-        return read_tail(self._logs / "torchrun.log", LOG_TAIL_BYTES)
+        return hide(read_tail(self._logs / "torchrun.log", LOG_TAIL_BYTES), self._secrets)
 
     def _failure(
         self, rank: int, local: int, code: int, match: re.Match[str] | Mapping[str, str]
@@ -206,7 +214,9 @@ class Torchrun:
         folder = self._rank_folder(local)
         traceback, timestamp = ("", 0.0) if folder is None else _error_file(folder / "error.json")
         last = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
-        traceback = traceback or last_traceback(last)
+        # What is known of a failure is journaled; a program's words may contain a secret.
+        last = hide(last, self._secrets)
+        traceback = hide(traceback, self._secrets) or last_traceback(last)
         return RankFailure(
             rank=rank,
             exit_code=code,
@@ -290,9 +300,13 @@ def build_command(
 
 
 def build_environment(
-    context: AgentContext, incarnation: int, handles: Handles, inherited: Mapping[str, str]
+    context: AgentContext,
+    incarnation: int,
+    handles: Handles,
+    inherited: Mapping[str, str],
+    given: Mapping[str, str],
 ) -> dict[str, str]:
-    """The environment of torchrun and its ranks: pure."""
+    """The environment of torchrun and its ranks, with the spec's own part as `given`: pure."""
     request = context.request
     own = {
         environment.RUN_DIRECTORY: str(context.run.directory),
@@ -315,7 +329,7 @@ def build_environment(
         for name, value in inherited.items()
         if not name.startswith(("TORCHELASTIC_", "HOLDFAST_")) or name == environment.S3_ENDPOINT
     }
-    return {"OMP_NUM_THREADS": threads, **kept, **request.environment, **own}
+    return {"OMP_NUM_THREADS": threads, **kept, **given, **own}
 
 
 def read_tail(path: Path, size_max: int) -> str:

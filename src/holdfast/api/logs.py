@@ -6,17 +6,15 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import Final, Literal
 
 from holdfast.api.schemas import LogFile, LogPart
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.reading import open_regular
-from holdfast.contracts.redaction import mask_bytes
+from holdfast.contracts.redaction import read_masked
 
 STRETCH_BYTES_MAX: Final = 1024 * 1024
-# More than the longest secret and the words before it, by which it is known.
-AROUND_BYTES: Final = 20 * 1024
 FILES_MAX: Final = 20_000
 Stream = Literal["stdout", "stderr"]
 _FILE = re.compile(r"node-(\d{1,9})/i(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
@@ -89,7 +87,7 @@ def read_log(
     with open(_open(path, attempt), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = max(0, size - limit) if offset is None else min(offset, size)
-        content = _read_masked(file, start, limit, secrets)
+        content = read_masked(file, start, limit, secrets)
     if offset is None and start:
         # The tail begins with a whole line.
         cut = content.find(b"\n") + 1
@@ -107,17 +105,6 @@ def read_log(
         text=content.decode(errors="replace"),
         ended=attempt.outcome.exists(),
     )
-
-
-def _read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str]) -> bytes:
-    """`limit` bytes from `start` on, masked as part of what is written around them.
-
-    A stretch may begin or end inside of a secret.
-    """
-    before = min(start, AROUND_BYTES)
-    file.seek(start - before)
-    content = mask_bytes(file.read(before + limit + AROUND_BYTES), secrets)
-    return content[before : before + limit]
 
 
 def _whole(content: bytes, *, is_end: bool) -> bytes:

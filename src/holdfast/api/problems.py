@@ -22,6 +22,7 @@ from holdfast.contracts.errors import (
     RunConflictError,
     SchedulerError,
     SchedulerUnavailableError,
+    SecretError,
     ServiceError,
     SpecError,
 )
@@ -37,6 +38,7 @@ _STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
     (SpecError, 422, "invalid"),
     (QueryError, 422, "invalid"),
     (PreflightError, 422, "preflight"),
+    (SecretError, 422, "preflight"),
     (CheckpointError, 409, "checkpoint"),
     (SchedulerUnavailableError, 503, "scheduler_away"),
     (SchedulerError, 502, "scheduler"),

@@ -21,6 +21,8 @@ from holdfast.contracts.paths import RunPaths
 
 # Starts a flow for a run that is to go on, unless one is there; returns what was started.
 Start = Callable[[RunPaths], Mapping[str, Any]]
+# Raises when a run that is to go on could not, before anything is asked for.
+Check = Callable[[RunPaths], None]
 # (parent, directory's name, new name, overrides, by) → the new run and what was started.
 Fork = Callable[[RunPaths, str, str, Sequence[str], str], Mapping[str, Any]]
 
@@ -37,6 +39,7 @@ class Services:
     roots: tuple[Path, ...]
     start: Start
     fork: Fork
+    check: Check
     sessions: Sessions = field(init=False)
     tries: Tries = field(default_factory=Tries)
     jobs: Jobs = field(default_factory=Jobs)

@@ -16,6 +16,7 @@ from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.redaction import secrets_of
+from holdfast.contracts.secrets import longest_first, referred_secrets
 from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import KINDS
 from holdfast.lineage import (
@@ -66,7 +67,7 @@ class Store:
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self._secrets: dict[str, tuple[str, ...]] = {}
+        self._secrets: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
 
     def find_run(self, run: str) -> RunRef:
         """The run of that uid, folder or name. Raises `NotFoundError`, for a path too."""
@@ -92,15 +93,20 @@ class Store:
         return paths
 
     def secrets(self, run: str) -> tuple[str, ...]:
-        """The values in a run's spec that nobody is told; a spec never changes."""
+        """The values that nobody is told: those in the run's spec, and those it refers to.
+
+        A spec never changes, but a file that it refers to may.
+        """
         ref = self.find_run(run)
         if ref.uid not in self._secrets:
             record = read_document(RunRecord, ref.paths.spec)
             spec = record.spec if record else self.show_run(ref.uid)["spec"]
             if len(self._secrets) >= SECRETS_MAX:
                 self._secrets.clear()
-            self._secrets[ref.uid] = secrets_of(spec)
-        return self._secrets[ref.uid]
+            environment = {"environment": spec.get("environment")}
+            self._secrets[ref.uid] = secrets_of(spec), environment
+        plain, environment = self._secrets[ref.uid]
+        return longest_first({*plain, *referred_secrets(environment, ref.paths)})
 
     def find_checkpoint(self, identity: str) -> tuple[RunRef, str]:
         """(run, directory's name) of `<run>:<directory>`. Raises `NotFoundError`."""

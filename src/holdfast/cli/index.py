@@ -33,7 +33,7 @@ from holdfast.contracts.paths import (
     precedence,
 )
 from holdfast.contracts.reading import is_mine, read_bounded
-from holdfast.contracts.redaction import secrets_of
+from holdfast.contracts.secrets import known_secrets
 
 # SQLAlchemy and submitit take most of a second to import: only the commands that use them pay.
 if TYPE_CHECKING:
@@ -216,9 +216,9 @@ def _each(folders: Iterable[RunPaths], work: Callable[[RunPaths], object]) -> di
 
 
 def secrets_in(paths: RunPaths) -> tuple[str, ...]:
-    """The secrets that a run's spec holds in plain text; none where the folder is gone."""
+    """The secrets that a run's spec holds in plain text or refers to; none without a folder."""
     record = read_document(RunRecord, paths.spec)
-    return secrets_of(record.spec) if record else ()
+    return known_secrets(record.spec, paths) if record else ()
 
 
 def open_index() -> Database:

@@ -6,19 +6,20 @@ import codecs
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from holdfast.cli.index import locate_run, look_at
+from holdfast.cli.index import locate_run, look_at, secrets_in
 from holdfast.cli.operate import RunArgument
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.plain_text import plain_output
-from holdfast.contracts.reading import open_regular, read_tail
+from holdfast.contracts.reading import open_regular
+from holdfast.contracts.redaction import read_masked
 
 FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 0.5
@@ -46,12 +47,16 @@ def logs(
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a rank wrote, standard output and error of every launch of torchrun in order."""
+    """Print what a rank wrote, standard output and error of every launch of torchrun in order.
+
+    Secrets are masked: the values of the spec's references, and what looks like one.
+    """
     paths = locate_run(run, root)
+    secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
     if as_json:
         files = [
-            {"path": str(path), "text": read_tail(path, JSON_BYTES_MAX, below=chosen.directory)}
+            {"path": str(path), "text": _masked_tail(path, chosen.directory, secrets)}
             for path in rank_logs(chosen, rank)
         ]
         answer(
@@ -60,8 +65,8 @@ def logs(
             typer.echo,
         )
         return
-    reader = _Reader()
-    printed = reader.print_new(rank_logs(chosen, rank), chosen.directory)
+    reader = _Reader(secrets)
+    printed = reader.print_new(rank_logs(chosen, rank), chosen.directory, is_last=not follow)
     if follow:
         _follow(paths, chosen, rank, reader, is_pinned=attempt is not None)
     elif not printed:
@@ -99,24 +104,29 @@ def rank_logs(attempt: AttemptPaths, rank: int) -> list[Path]:
 
 
 class _Reader:
-    """Prints each file from where it was left."""
+    """Prints each file from where it was left, with its secrets masked."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Sequence[str] = ()) -> None:
+        self._secrets = secrets
+        self._spelled = [os.fsencode(secret) for secret in secrets]
         self._offsets: dict[Path, int] = {}
         self._decoders: dict[Path, codecs.IncrementalDecoder] = {}
 
-    def print_new(self, files: list[Path], below: Path) -> bool:
-        """Print what the files gained since the last call; True when that was anything."""
+    def print_new(self, files: list[Path], below: Path, *, is_last: bool = True) -> bool:
+        """Print what the files gained since the last call; True when that was anything.
+
+        Unless it `is_last`, an end of a file that may be the first half of a secret waits.
+        """
         printed = False
         for path in files:
-            for part in self._parts(path, below):
+            for part in self._parts(path, below, is_last):
                 # A log is the program's own words, and they are no commands to a terminal.
                 typer.echo(plain_output(part), nl=False)
                 printed = True
         sys.stdout.flush()
         return printed
 
-    def _parts(self, path: Path, below: Path) -> Iterator[str]:
+    def _parts(self, path: Path, below: Path, is_last: bool) -> Iterator[str]:
         decoder = self._decoders.setdefault(path, _DECODER(errors="replace"))
         with open(open_regular(path, below=below, follow=True), "rb") as stream:
             size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
@@ -126,13 +136,37 @@ class _Reader:
                 )
                 warn(f"holdfast: all of them are in {path}")
                 start = size - PRINTED_BYTES_MAX
-            stream.seek(start)
             # As much as there is now: a file that grows as fast as it is read has no end.
-            left = size - start
-            while left > 0 and (part := stream.read(min(left, READ_BYTES_MAX))):
-                left -= len(part)
+            end = size if is_last else size - self._unfinished(stream, start, size)
+            while start < end:
+                part = read_masked(stream, start, min(end - start, READ_BYTES_MAX), self._secrets)
+                if not part:
+                    break
+                start += len(part)
                 yield decoder.decode(part)
-            self._offsets[path] = stream.tell()
+            self._offsets[path] = start
+
+    def _unfinished(self, stream: BinaryIO, start: int, size: int) -> int:
+        """Bytes at the end of a file that are the beginning of a secret, and not all of it."""
+        longest = max(map(len, self._spelled), default=0)
+        stream.seek(max(start, size - longest))
+        tail = stream.read(size - stream.tell())
+        return max(
+            (
+                count
+                for secret in self._spelled
+                for count in range(1, min(len(secret) - 1, len(tail)) + 1)
+                if tail.endswith(secret[:count])
+            ),
+            default=0,
+        )
+
+
+def _masked_tail(path: Path, below: Path, secrets: Sequence[str]) -> str:
+    """The last `JSON_BYTES_MAX` bytes of a file as text, its secrets masked."""
+    with open(open_regular(path, below=below, follow=True), "rb") as stream:
+        start = max(0, os.fstat(stream.fileno()).st_size - JSON_BYTES_MAX)
+        return read_masked(stream, start, JSON_BYTES_MAX, secrets).decode(errors="replace")
 
 
 def _follow(
@@ -143,7 +177,8 @@ def _follow(
     while time.monotonic() < ends_at:
         history = look_at(paths)
         view = next(a for a in history.attempts if a.number == attempt.number)
-        reader.print_new(rank_logs(attempt, rank), attempt.directory)
+        is_last = view.state.is_terminal
+        reader.print_new(rank_logs(attempt, rank), attempt.directory, is_last=is_last)
         if view.state.is_terminal:
             newer = history.attempts[-1].number > attempt.number
             if is_pinned or not (newer or history.state.is_live):

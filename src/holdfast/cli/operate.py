@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -14,6 +14,7 @@ from holdfast.contracts.paths import RunPaths
 if TYPE_CHECKING:
     from holdfast.workers.operator import Action
 
+GOES_ON: Final = frozenset({"relaunch", "resume"})
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")]
 
 
@@ -64,6 +65,11 @@ def _ask(
 
     paths = locate_run(name, root)
     look_at(paths)
+    if action in GOES_ON:
+        from holdfast.flows.secrets import require_again
+
+        # Asked for first, a run that cannot go on would wait for ever.
+        require_again(paths)
     message = operator.request(paths, action, by=user_name(), gpus=gpus)
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
         warn(f"holdfast: {doubt}")
@@ -83,7 +89,7 @@ def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:
     """Start a flow for a request to go on; while one is there, the request alone suffices."""
     from holdfast.flows.start import Started, start_if_alone
 
-    started = start_if_alone(paths) if action in {"relaunch", "resume"} else Started()
+    started = start_if_alone(paths, refresh=True) if action in GOES_ON else Started()
     if started.warning:
         warn(f"holdfast: {started.warning}")
     return started.as_json()

@@ -142,6 +142,13 @@ def start_run(paths: RunPaths) -> Mapping[str, Any]:
     return start_if_alone(paths).as_json()
 
 
+def check_secrets(paths: RunPaths) -> None:
+    """Raise `PreflightError` when a run that is to go on lacks the value of a secret."""
+    from holdfast.flows.secrets import require_again
+
+    require_again(paths)
+
+
 def begin_fork(
     parent: RunPaths, directory: str, name: str, overrides: Sequence[str], by: str
 ) -> Mapping[str, Any]:
@@ -176,6 +183,7 @@ def _services(roots: tuple[Path, ...], exposure: Exposure) -> Services:
         roots=roots,
         start=start_run,
         fork=begin_fork,
+        check=check_secrets,
     )
 
 

@@ -60,10 +60,15 @@ def submit(
     as_json: AsJson = False,
 ) -> None:
     """Submit a run, or attach to the live one that has the same name and spec."""
+    from holdfast.flows import secrets
     from holdfast.flows.parameters import load_spec
 
     run_spec, home = load_spec(spec, overrides or ()), choose_root(root)
+    for warning in secrets.plain_secret_warnings(run_spec):
+        warn(f"holdfast: {warning}")
     if dry_run:
+        for check in secrets.examine(run_spec):
+            warn(f"holdfast: {check}")
         answer(first_request(run_spec, home).model_dump(mode="json"), True, typer.echo)
         return
     if not skip_preflight and not no_preflight:
@@ -74,7 +79,7 @@ def submit(
     from holdfast.workers.runs import attach_or_create, newest_generation
 
     earlier = newest_generation(home, run_spec.name)
-    warnings = warnings_of(run_spec, earlier)
+    warnings = [*secrets.require(run_spec, earlier), *warnings_of(run_spec, earlier)]
     paths, created = attach_or_create(run_spec, home, created_by=user_name())
     start_and_follow(
         paths,
@@ -96,6 +101,7 @@ def fork(
 ) -> None:
     """Begin a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run
+    from holdfast.flows.secrets import plain_secret_warnings
     from holdfast.workers.grace import warnings_of
 
     parent, directory = locate_checkpoint(checkpoint, root)
@@ -107,7 +113,8 @@ def fork(
         by=user_name(),
         root=choose_root(root) if root else None,
     )
-    warnings = warnings_of(load_history(paths).spec, parent)
+    spec = load_history(paths).spec
+    warnings = [*plain_secret_warnings(spec), *warnings_of(spec, parent)]
     start_and_follow(paths, warnings, created=True, wait=wait, as_json=as_json)
 
 
@@ -140,7 +147,9 @@ def start_and_follow(
     from holdfast.flows.start import Started, start_if_alone
 
     history = look_at(paths)
-    started = start_if_alone(paths, preflight=preflight) if history.state.is_live else Started()
+    started = Started()
+    if history.state.is_live:
+        started = start_if_alone(paths, preflight=preflight, refresh=True)
     for warning in (*warnings, *([started.warning] if started.warning else [])):
         warn(f"holdfast: {warning}")
     facts: dict[str, Any] = {

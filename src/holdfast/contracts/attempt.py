@@ -35,6 +35,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
+from holdfast.contracts.secrets import EnvironmentValue
 from holdfast.contracts.spec import Launch, Resources, Supervision
 from holdfast.contracts.states import AttemptState, Cause
 
@@ -104,7 +105,7 @@ class Request(Document):
     exclude: tuple[Name, ...] = ()
     command: tuple[Text, ...]
     working_directory: FilePath
-    environment: dict[Name, Text]
+    environment: dict[Name, EnvironmentValue]
     config: dict[str, Any]
     launch: Launch
     resources: Resources

@@ -19,6 +19,7 @@ HoldfastError
 │   ├── SubmissionRefusedError           the scheduler refused a job, for now or for good
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
 ├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
+├── SecretError (RuntimeError)           a reference to a secret has no value, or a wrong one
 ├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
 ├── LineageError (RuntimeError)          the database cannot be used
 │   └── DamagedIndexError                its SQLite file is damaged
@@ -178,6 +179,10 @@ class SchedulerUnavailableError(SchedulerError):
 
 class NoticeError(HoldfastError, RuntimeError):
     """A cloud's metadata service answered what cannot be meant, or not in time."""
+
+
+class SecretError(HoldfastError, RuntimeError):
+    """A reference to a secret that has no value, or one that cannot be used; never the value."""
 
 
 class NumericsError(HoldfastError, ArithmeticError):

@@ -214,6 +214,16 @@ class RunPaths:
         return self.directory / "operator.lock"
 
     @property
+    def private(self) -> Path:
+        """A folder for the run's user alone."""
+        return self.directory / "private"
+
+    @property
+    def secrets(self) -> Path:
+        """The values of the spec's references that were resolved at submission; 0600."""
+        return self.private / "secrets.json"
+
+    @property
     def flow_log(self) -> Path:
         """The output of a flow that was started here and not by a Prefect worker."""
         return self.directory / "flow.log"

@@ -8,12 +8,15 @@ of well-known services have; what has neither is not recognised.
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 HIDDEN: Final = "•••"
 SECRET_CHARACTERS_MIN: Final = 6
+# More than the longest secret that has a form, and the words before it by which it is known.
+AROUND_BYTES: Final = 20 * 1024
 # What of a name's words makes its value a secret, as the last word.
 _LAST: Final = frozenset(
     (
@@ -45,7 +48,10 @@ _TOKENS_OF_TEXT: Final = frozenset(
     )
 )
 _KEYS_OF_DATA: Final = frozenset(("PRIMARY", "SORT", "CACHE", "FOREIGN", "INDEX", "PARTITION"))
-_NO_SECRET: Final = frozenset(("PWD", "OLDPWD", "KEY", "PASS", "PAT", "AUTH", "SSH_AUTH"))
+# The last one is the key of a reference, whose value is a name.
+_NO_SECRET: Final = frozenset(
+    ("PWD", "OLDPWD", "KEY", "PASS", "PAT", "AUTH", "SSH_AUTH", "prefect_secret")
+)
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _ASSIGNED: Final = re.compile(
     r"(?<![A-Za-z0-9_.-])-{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
@@ -107,12 +113,18 @@ def is_secret(name: str) -> bool:
 
 def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
     """The values in a spec that may not be shown wherever they turn up, longest first."""
-    found = {
-        value
-        for value in _values_of(spec)
-        if len(value) >= SECRET_CHARACTERS_MIN and not _NUMBER.fullmatch(value)
-    }
+    found = {value for _, value in _values_of(spec) if _is_long(value)}
     return tuple(sorted(found, key=len, reverse=True))
+
+
+def places_of_secrets(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of a spec whose values hold a secret in plain text, such as `environment.X`."""
+    return tuple(dict.fromkeys(place for place, value in _values_of(spec) if _is_long(value)))
+
+
+def _is_long(value: str) -> bool:
+    """True for a value that can be told from other text."""
+    return len(value) >= SECRET_CHARACTERS_MIN and not _NUMBER.fullmatch(value)
 
 
 def redact(value: Any, secrets: Sequence[str] = ()) -> Any:
@@ -146,10 +158,21 @@ def mask_bytes(content: bytes, secrets: Sequence[str] = ()) -> bytes:
     # One byte is one character, so that places in the text are places in the file.
     text = content.decode("latin-1")
     masked = bytearray(content)
-    spelled = [secret.encode().decode("latin-1") for secret in secrets]
+    spelled = [os.fsencode(secret).decode("latin-1") for secret in secrets]
     for start, end in spans(text, spelled):
         masked[start:end] = b"*" * (end - start)
     return bytes(masked)
+
+
+def read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str] = ()) -> bytes:
+    """`limit` bytes of a file from `start` on, masked as part of what is written around them.
+
+    A stretch may begin or end inside a secret.
+    """
+    before = min(start, AROUND_BYTES)
+    file.seek(start - before)
+    content = mask_bytes(file.read(before + limit + AROUND_BYTES), secrets)
+    return content[before : before + limit]
 
 
 def spans(text: str, secrets: Sequence[str] = ()) -> list[tuple[int, int]]:
@@ -220,17 +243,18 @@ def _with_options(values: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
         is_taken = is_option and "=" not in value and is_secret(value)
 
 
-def _values_of(value: Any) -> Iterator[str]:
-    """Every secret value in JSON."""
+def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Every secret value in JSON, each with its place: keys with dots between."""
     if isinstance(value, str):
         for start, end in spans(value):
-            yield value[start:end]
+            yield place, value[start:end]
     elif isinstance(value, Mapping):
         for key, one in value.items():
+            here = f"{place}.{key}" if place else str(key)
             if _is_hidden(str(key), one):
-                yield one
+                yield here, one
             else:
-                yield from _values_of(one)
+                yield from _values_of(one, here)
     elif isinstance(value, list | tuple):
         for one, is_option_value in _with_options(value):
-            yield from (one,) if is_option_value else _values_of(one)
+            yield from ((place, one),) if is_option_value else _values_of(one, place)

@@ -16,6 +16,7 @@ from holdfast.contracts.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.mirrors import problem_with_mirror
 from holdfast.contracts.paths import RUN_NAME
+from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option
 from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import Cause
@@ -377,7 +378,7 @@ class RunSpec(SpecPart):
 
     name: str
     command: Annotated[tuple[str, ...], Field(min_length=1)]
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, EnvironmentValue] = Field(default_factory=dict)
     config: dict[str, Any] = Field(default_factory=dict)
     launch: Launch = Launch()
     resources: Resources = Resources()
@@ -398,7 +399,9 @@ class RunSpec(SpecPart):
 
     @field_validator("environment")
     @classmethod
-    def _environment_names_are_names(cls, value: dict[str, str]) -> dict[str, str]:
+    def _environment_names_are_names(
+        cls, value: dict[str, str | SecretReference]
+    ) -> dict[str, str | SecretReference]:
         wrong = [name for name in value if not _ENVIRONMENT_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{wrong}: expected names such as OMP_NUM_THREADS")

@@ -81,11 +81,14 @@ def _ask(
     paths = services.store.folder_of(run)
     reconcile(paths, writer=WRITER)
     started: dict[str, Any] = {}
+    goes_on = action in {"relaunch", "resume"}
     with audited(paths, action, caller, gpus=gpus, force=body.force):
+        if goes_on:
+            services.check(paths)
         message = operator.request(
             paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force
         )
-        if action in {"relaunch", "resume"}:
+        if goes_on:
             started = dict(services.start(paths))
     services.watch.touch(paths)
     state = str(load_history(paths).state)

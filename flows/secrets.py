@@ -1,0 +1,180 @@
+"""The submitter's side of secrets: values that a node cannot read are recorded for the run.
+
+`from_env` is taken from the environment of whoever submits, and a Prefect block from the server.
+What was recorded once stays in use when a later supervisor has no value, and is deleted when the
+run has ended (`contracts.secrets`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.contracts.attempt import RunRecord, read_document
+from holdfast.contracts.errors import PreflightError, SecretError, ServiceError
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.reading import is_mine
+from holdfast.contracts.redaction import places_of_secrets
+from holdfast.contracts.secrets import (
+    FORMS,
+    FROM_ENV,
+    FROM_FILE,
+    PREFECT_SECRET,
+    SecretReference,
+    check_value,
+    describe,
+    forget_record,
+    read_record,
+    read_secret_file,
+    references_in,
+    write_record,
+)
+from holdfast.contracts.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class ReferenceCheck:
+    """Whether a reference has a value here. `is_final` says that no node can know better."""
+
+    name: str
+    reference: SecretReference
+    problem: str = ""
+    is_final: bool = True
+
+    def __str__(self) -> str:
+        return describe(self.name, self.reference, self.problem or "has a value here")
+
+
+def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[ReferenceCheck]:
+    """Look for the value of every reference; `known` are values that were recorded before."""
+    found = []
+    is_local = spec.resources.executor == "local"
+    for name, reference in references_in(spec.environment).items():
+        is_final = reference.kind != FROM_FILE or is_local
+        problem = ""
+        try:
+            _look_up(reference)
+        except SecretError as error:
+            problem = "" if known and name in known else str(error)
+        found.append(ReferenceCheck(name, reference, problem, is_final))
+    return found
+
+
+def require(spec: RunSpec, earlier: RunPaths | None = None) -> list[str]:
+    """Check that every reference has a value; returns warnings about files of other nodes.
+
+    `earlier` is a run of the same name, to which the spec may attach. Raises `PreflightError`.
+    """
+    known = recorded(earlier, spec) if earlier is not None else {}
+    missing = [check for check in examine(spec, known) if check.problem]
+    problems = [str(check) for check in missing if check.is_final]
+    if problems:
+        listing = "".join(f"\n  - {problem}" for problem in problems)
+        raise PreflightError(
+            f"run {spec.name} cannot start, secrets have no value; nothing was queued:{listing}",
+            problems,
+        )
+    return [f"{check}; the node must be able to read it" for check in missing]
+
+
+def require_again(paths: RunPaths) -> None:
+    """Check that a run that is to go on still has its secrets. Raises `PreflightError`.
+
+    Another user's run is not looked at: whoever owns it has them.
+    """
+    if is_mine(paths.directory.resolve()):
+        found = read_document(RunRecord, paths.spec)
+        if found is not None:
+            require(RunSpec.model_validate(found.spec), paths)
+
+
+def plain_secret_warnings(spec: RunSpec) -> list[str]:
+    """A line for each key of the spec that looks as if it held a secret in plain text."""
+    return [
+        f"{place} looks like a secret in plain text, which is stored with the run; give a "
+        f"variable of `environment` a reference instead: {FORMS}"
+        for place in places_of_secrets(spec.given)
+    ]
+
+
+def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
+    """The values that were recorded for a live run of one's own."""
+    try:
+        if not is_mine(paths.directory.resolve()):
+            return {}
+        return read_record(paths, references_in(spec.environment))
+    except (SecretError, OSError):
+        return {}
+
+
+def record(paths: RunPaths, *, refresh: bool) -> None:
+    """Record the values that nodes cannot read, for the run's next attempt.
+
+    With `refresh` the caller's environment replaces what was recorded, else it only adds to it;
+    Prefect's blocks are always read again. Raises `SecretError` when a variable has no value, here
+    or recorded.
+    """
+    found = read_document(RunRecord, paths.spec)
+    if found is None:
+        return
+    spec = RunSpec.model_validate(found.spec)
+    references = {
+        name: reference
+        for name, reference in references_in(spec.environment).items()
+        if reference.kind != FROM_FILE
+    }
+    if not references:
+        return
+    before = read_record(paths, references)
+    values, problems = dict(before), []
+    for name, reference in references.items():
+        if name in before and not refresh and reference.kind == FROM_ENV:
+            continue
+        try:
+            values[name] = _look_up(reference)
+        except SecretError as error:
+            if name not in before:
+                problems.append(describe(name, reference, error))
+    if problems:
+        raise SecretError("; ".join(problems))
+    if values != before:
+        write_record(paths, references, values)
+
+
+def forget(paths: RunPaths) -> None:
+    """Delete the run's recorded values once it has ended for good."""
+    forget_record(paths, lambda: not load_history(paths).state.is_live)
+
+
+def _look_up(reference: SecretReference) -> str:
+    """The value of a reference, here and now. Raises `SecretError`."""
+    if reference.kind == FROM_FILE:
+        return read_secret_file(reference.source)
+    if reference.kind == PREFECT_SECRET:
+        return check_value(_load_block(reference.source))
+    if reference.source not in os.environ:
+        raise SecretError(
+            f"the variable {reference.source} is not set here; set it, and submit or relaunch "
+            "the run from that shell"
+        )
+    return check_value(os.environ[reference.source])
+
+
+def _load_block(name: str) -> str:
+    """The value of a `Secret` block of the configured Prefect API."""
+    from holdfast.flows.start import has_service
+
+    if not has_service():
+        raise SecretError("no Prefect API is configured here; set PREFECT_API_URL")
+    from holdfast.flows.deployments import read_secret_block
+
+    try:
+        value: Any = read_secret_block(name)
+    except ServiceError as error:
+        raise SecretError(str(error)) from error
+    if not isinstance(value, str):
+        raise SecretError("the block does not contain a string")
+    return value
