@@ -201,7 +201,7 @@ def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> d
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ForeignFileError) as error:
-        raise SecretError(f"{paths.secrets} cannot be read ({type(error).__name__})") from error
+        raise SecretError(f"the recorded values cannot be read: {error}; remove it") from error
     with open(handle, "rb") as stream:
         try:
             _check_private(os.fstat(handle))
