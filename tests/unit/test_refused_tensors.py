@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,16 @@ from torch.utils._pytree import tree_map_only
 from holdfast.contracts.errors import CheckpointError, SaveError
 from holdfast.trainer import Session
 from holdfast.trainer.loading.targets import collect
-from holdfast.trainer.planning.layout import LIST_STEP, Signature, capacity_of
-from holdfast.trainer.planning.rank_rows import describe_rank
+from holdfast.trainer.planning.layout import (
+    LIST_ENTRY_BYTES,
+    LIST_LEAST,
+    LIST_STEP,
+    Signature,
+    capacity_of,
+    encode_number,
+    room_of,
+)
+from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES, describe_rank
 
 
 class Quantised(torch.Tensor):
@@ -114,7 +123,7 @@ def test_a_list_of_numbers_may_grow_and_the_plan_with_it() -> None:
     assert signature.fits({"optimizer.losses": [0.25] * 16})
     assert not signature.fits({"optimizer.losses": more})
     (line,) = signature.differences({"optimizer.losses": more})
-    assert line == "optimizer.losses: a list of up to 32 numbers, planned a number"
+    assert line == "optimizer.losses: a list of up to 32 numbers, planned a number or a short text"
     assert Signature({"optimizer.losses": more}).fits({"optimizer.losses": [1.5] * 32})
     assert [capacity_of([0] * n) for n in (0, 16, 17, LIST_STEP + 1)] == [16, 16, 32, 2 * LIST_STEP]
 
@@ -128,6 +137,72 @@ def test_an_optimizers_list_grows_over_saves_and_a_resume(tmp_path: Path) -> Non
             for step in session.steps(last):
                 optimizer.param_groups[0]["losses"].append(step / 7)
     assert optimizer.param_groups[0]["losses"] == [step / 7 for step in range(1, 62)]
+
+
+GROWING: list[tuple[str, Any, Callable[[Any, int], Any], Any]] = [
+    (
+        "text",
+        "",
+        lambda now, step: now + f"é{step:03d}",
+        "".join(f"é{n:03d}" for n in range(1, 62)),
+    ),
+    ("long", "x" * 70_000, lambda now, step: now + "y" * 5000, "x" * 70_000 + "y" * 5000 * 61),
+    (
+        "list",
+        [""],
+        lambda now, step: [now[0] + f"{step:09d}"],
+        ["".join(f"{n:09d}" for n in range(1, 62))],
+    ),
+    ("shrinking", "z" * 40_000, lambda now, step: now[: -len(now) // 2], ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("start", "after", "end"), [case[1:] for case in GROWING], ids=[case[0] for case in GROWING]
+)
+def test_an_optimizers_text_grows_over_saves_and_a_resume(
+    start: Any, after: Callable[[Any, int], Any], end: Any, tmp_path: Path
+) -> None:
+    for last in (60, 61):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        group = optimizer.param_groups[0]
+        group["told"] = start
+        with Session(model, optimizer, directory=tmp_path, interval=20) as session:
+            for step in session.steps(last):
+                group["told"] = after(group["told"], step)
+    assert group["told"] == end
+
+
+def test_a_text_has_room_until_there_is_another_plan() -> None:
+    for length in (0, 1, 255, 256, 257, 5000, 16_384, 16_385, 100_000):
+        for kind in (str, list):
+            value = "é" * (length // 2) + "x" * (length % 2)
+            planned = value if kind is str else [value, 1]
+            room, place = room_of(planned), len(encode_number(planned)) + NUMBER_ROOM_BYTES
+            signature = Signature({"optimizer.told": planned})
+            text_room = room if kind is str else room - (LIST_LEAST - 2) * LIST_ENTRY_BYTES
+            grown = value + "x" * text_room
+            full = grown if kind is str else [grown, *[2**62] * (LIST_LEAST - 1)]
+            more = grown + "x" if kind is str else [grown + "x", 1]
+            assert signature.fits({"optimizer.told": full})
+            assert not signature.fits({"optimizer.told": more})
+            assert len(encode_number(full, place + room)) == place + room
+            (line,) = signature.differences({"optimizer.told": more})
+            assert line.startswith("optimizer.told: a ")
+
+
+def test_a_number_that_outgrows_its_place_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    group["huge"] = 1
+    session = Session(model, optimizer, directory=tmp_path, interval=1)
+    group["huge"] = 1 << 8000
+    with pytest.raises(SaveError, match=r"optimizer\.param_groups\.weight\.huge: its int takes"):
+        session.boundary()
+    with pytest.raises(SaveError):
+        session.close()
 
 
 def test_a_parameter_whose_gradient_has_another_type_is_trained_as_ever(tmp_path: Path) -> None:

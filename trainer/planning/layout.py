@@ -31,12 +31,20 @@ TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22
 _NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+# Whichever value one of these has, its place fits.
+_OF_ONE_SIZE: Final = _NUMBERS - {str}
 _LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
 _KEYS_SHOWN: Final = 5
 # A list of numbers has room for the next power of two, or beyond this for as many more.
 LIST_LEAST: Final = 16
 LIST_STEP: Final = 2048
+# What one more number in a list may take.
+LIST_ENTRY_BYTES: Final = 12
 _LIST: Final = "list"
+# A text, or those of a list together, likewise. A step is less than a zip's comment can pad.
+TEXT_LEAST_BYTES: Final = 256
+TEXT_STEP_BYTES: Final = 16384
+_TEXT: Final = "text"
 
 
 @dataclass(frozen=True)
@@ -228,7 +236,9 @@ class Signature:
         if flat.keys() != prints.keys():
             return False
         return all(
-            prints[key] is None if type(value) in _NUMBERS else _fingerprint(value) == prints[key]
+            prints[key] is None
+            if type(value) in _OF_ONE_SIZE
+            else _fingerprint(value) == prints[key]
             for key, value in flat.items()
         )
 
@@ -331,10 +341,10 @@ def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
     return files
 
 
-def encode_number(value: Any, length: int | None = None) -> bytes:
+def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes:
     """`value` as `torch.save` writes it, padded to `length` bytes by the zip's comment.
 
-    Raises `SaveError` when it is longer than that.
+    Raises `SaveError` naming `key` when it is longer than that.
     """
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -345,8 +355,9 @@ def encode_number(value: Any, length: int | None = None) -> bytes:
     padding = length - len(content)
     if padding < 0:
         raise SaveError(
-            f"{value!r} takes {len(content)} bytes, its place in the layout has {length}; "
-            "call prepare(state) on all ranks, then save"
+            f"{key}: its {type(value).__name__} takes {len(content)} bytes now, and its place in "
+            f"the checkpoint has {length}; expected a number of a fixed size. Save what grows as "
+            "text, as a list of numbers or as a tensor"
         )
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 
@@ -377,16 +388,52 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
         return (value.metadata(), None, None)
     if isinstance(value, torch.Tensor):
         return (None, value.dtype, value.shape)
-    if isinstance(value, list | tuple) and len(value) > LIST_LEAST:
-        return (_LIST, None, capacity_of(value))
+    if isinstance(value, str):
+        room = _text_capacity(value)
+        return (_TEXT, None, room) if room > TEXT_LEAST_BYTES else None
+    if isinstance(value, list | tuple):
+        count, room = capacity_of(value), _text_capacity(*_texts_of(value))
+        if room > TEXT_LEAST_BYTES:
+            return (_LIST, room, count)
+        return (_LIST, None, count) if count > LIST_LEAST else None
     return None
 
 
 def capacity_of(numbers: Sequence[Any]) -> int:
     """How many numbers there is room for where a list of them has its entry: it may grow."""
-    if len(numbers) > LIST_STEP:
-        return _align(len(numbers), LIST_STEP)
-    return max(LIST_LEAST, 1 << (len(numbers) - 1).bit_length() if numbers else 0)
+    return _capacity(len(numbers), LIST_LEAST, LIST_STEP)
+
+
+def room_of(value: Any) -> int:
+    """Bytes by which a text or a list may still grow in its place, until there is a new plan."""
+    if isinstance(value, str):
+        return _text_capacity(value) - _text_bytes(value)
+    if isinstance(value, list | tuple):
+        texts = _texts_of(value)
+        more = _text_capacity(*texts) - _text_bytes(*texts)
+        return (capacity_of(value) - len(value)) * LIST_ENTRY_BYTES + more
+    return 0
+
+
+def _texts_of(values: Sequence[Any]) -> list[str]:
+    return [value for value in values if type(value) is str]
+
+
+def _text_bytes(*texts: str) -> int:
+    return sum(
+        len(text) if text.isascii() else len(text.encode(errors="surrogatepass")) for text in texts
+    )
+
+
+def _text_capacity(*texts: str) -> int:
+    return _capacity(_text_bytes(*texts), TEXT_LEAST_BYTES, TEXT_STEP_BYTES)
+
+
+def _capacity(count: int, least: int, step: int) -> int:
+    """The next power of two, or multiple of `step` beyond that; `least` or more."""
+    if count > step:
+        return _align(count, step)
+    return max(least, 1 << (count - 1).bit_length() if count else 0)
 
 
 def is_wrapper(part: torch.Tensor) -> bool:
@@ -403,10 +450,13 @@ def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
         return absent
     found = prints[key]
     if found is None:
-        return "a number"
+        return "a number or a short text"
     spec, dtype, shape = found
+    if spec == _TEXT:
+        return f"a text of up to {shape} bytes"
     if spec == _LIST:
-        return f"a list of up to {shape} numbers"
+        texts = f", with texts of up to {dtype} bytes" if dtype else ""
+        return f"a list of up to {shape} numbers{texts}"
     if dtype is None:
         return f"a sharded tensor of {tuple(spec.size)}"
     where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "

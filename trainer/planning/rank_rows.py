@@ -30,18 +30,16 @@ from holdfast.trainer.planning.layout import (
     Signature,
     Template,
     TensorEntry,
-    capacity_of,
     encode_number,
     flatten,
     is_wrapper,
     make_template,
+    room_of,
 )
 from holdfast.trainer.planning.strides import find_odd_stride
 
 # A number's later values may take this many bytes more than the first.
 NUMBER_ROOM_BYTES: Final = 192
-# What one more number in a list may take.
-LIST_ENTRY_BYTES: Final = 12
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes)"""
@@ -146,8 +144,7 @@ class _Reader:
     def _number_bytes(self, value: Any) -> int:
         text = repr(value)
         if text not in self._lengths:
-            more = capacity_of(value) - len(value) if isinstance(value, list | tuple) else 0
-            room = NUMBER_ROOM_BYTES + more * LIST_ENTRY_BYTES
+            room = NUMBER_ROOM_BYTES + room_of(value)
             self._lengths[text] = len(encode_number(value)) + room
         return self._lengths[text]
 

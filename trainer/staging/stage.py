@@ -230,7 +230,7 @@ class StagedSlot:
             text = repr(value)
             content = encoded.get((text, place.bytes))
             if content is None:
-                content = encoded[text, place.bytes] = encode_number(value, place.bytes)
+                content = encoded[text, place.bytes] = encode_number(value, place.bytes, place.key)
             self.slot.data[place.at : place.at + place.bytes] = content
             written[i] = value
 
