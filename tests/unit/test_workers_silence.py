@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.workers.agent import silence
 from holdfast.workers.agent.calibration import Calibration, PhaseTimes, scaled
@@ -17,7 +22,14 @@ from holdfast.workers.agent.stack_text import (
     read_faulthandler,
     read_py_spy,
 )
-from holdfast.workers.agent.stragglers import TIMES_MIN, Stragglers, find_slow
+from holdfast.workers.agent.stragglers import (
+    SLOW_FACTOR,
+    SLOW_SHARE,
+    TIMES_MIN,
+    Slow,
+    Stragglers,
+    find_slow,
+)
 
 PATIENCE = Patience({})
 
@@ -204,6 +216,49 @@ def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:
 )
 def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(looks: list[RankLook]) -> None:
     assert find_slow(looks) == []
+
+
+def slow_ranks(looks: Sequence[RankLook]) -> list[Slow]:
+    """The definition, word by word, in time that grows with the square of the ranks."""
+    timed = [one for one in looks if one.phase == "train" and one.step_s > 0]
+    found = []
+    for one in timed if len(timed) > 1 else ():
+        peers_s = statistics.median(other.own_s for other in timed if other is not one)
+        excess = one.own_s - peers_s
+        if excess >= SLOW_SHARE * one.step_s and one.own_s > SLOW_FACTOR * peers_s:
+            found.append(Slow(rank=one.rank, own_s=one.own_s, peers_s=peers_s, step_s=one.step_s))
+    return found
+
+
+# Few values, so that ranks are often alike.
+SECONDS = st.sampled_from([0.0, 0.1, 0.1, 0.15, 0.3, 1.0]) | st.floats(0.0, 10.0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["train", "train", "train", "eval"]), SECONDS, SECONDS),
+        max_size=12,
+    )
+)
+def test_slow_ranks_are_those_beside_the_median_of_all_others(
+    given_looks: list[tuple[str, float, float]],
+) -> None:
+    looks = [
+        look(rank, phase=phase, step_s=step_s, own_s=own_s)
+        for rank, (phase, step_s, own_s) in enumerate(given_looks)
+    ]
+    assert find_slow(looks) == slow_ranks(looks)
+
+
+def test_many_ranks_are_judged_in_little_time() -> None:
+    def seconds(ranks: int) -> float:
+        looks = [look(n, step_s=1.0, own_s=0.4 + n % 97 / 1000) for n in range(ranks)]
+        began = time.process_time()
+        assert find_slow([*looks, look(ranks, step_s=1.0, own_s=0.95)])[0].rank == ranks
+        return time.process_time() - began
+
+    # 1,024 nodes of 8 ranks; the square of their number took 9 s.
+    assert seconds(8192) < 1.0
 
 
 def stack(rank: int, place: str, top: str | None = None, *, waits: bool = False) -> RankStack:

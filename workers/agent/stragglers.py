@@ -9,7 +9,6 @@ rank is named.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,15 +37,27 @@ def find_slow(looks: Sequence[RankLook]) -> list[Slow]:
     timed = [look for look in looks if look.phase == "train" and look.step_s > 0]
     if len(timed) < RANKS_MIN:
         return []
+    order = sorted(range(len(timed)), key=lambda number: timed[number].own_s)
+    ordered = [timed[number].own_s for number in order]
+    place_of = {number: place for place, number in enumerate(order)}
     found = []
-    for look in timed:
-        peers_s = statistics.median(other.own_s for other in timed if other is not look)
+    for number, look in enumerate(timed):
+        peers_s = _median_without(ordered, place_of[number])
         matters = look.own_s - peers_s >= SLOW_SHARE * look.step_s
         if matters and look.own_s > SLOW_FACTOR * peers_s:
             found.append(
                 Slow(rank=look.rank, own_s=look.own_s, peers_s=peers_s, step_s=look.step_s)
             )
     return found
+
+
+def _median_without(ordered: Sequence[float], place: int) -> float:
+    """The median of all but the one at `place`; there must be another."""
+    count = len(ordered) - 1
+    upper = count // 2
+    lower = upper if count % 2 else upper - 1
+    low, high = (ordered[n if n < place else n + 1] for n in (lower, upper))
+    return low if lower == upper else (low + high) / 2
 
 
 class Stragglers:
