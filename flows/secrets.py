@@ -110,6 +110,13 @@ def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
         return {}
 
 
+def report(paths: RunPaths, spec: RunSpec) -> list[str]:
+    """A line for each reference of a run of one's own: whether it has a value here."""
+    if not is_mine(paths.directory.resolve()):
+        return []
+    return [str(check) for check in examine(spec, recorded(paths, spec))]
+
+
 def record(paths: RunPaths, *, refresh: bool) -> None:
     """Record the values that nodes cannot read, for the run's next attempt.
 

@@ -28,6 +28,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
     Raises `NotFoundError` when the run has no committed checkpoint, `CheckpointError` when that
     cannot be believed, `PreflightError` when the job's environment cannot be asked.
     """
+    from holdfast.flows import secrets
     from holdfast.workers.sizes import problem_with
 
     paths = locate_run(run, root)
@@ -43,6 +44,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
         "checkpoint": checkpoint_id(paths.name, directory.name),
         "problem": problem,
         "counts": [n for n in shape["counts"] if problem_with(spec, n) is None],
+        "secrets": secrets.report(paths, spec),
         "bytes_per_rank": {part: shape[part] for part in PARTS},
     }
 
@@ -52,6 +54,8 @@ def render(facts: dict[str, Any]) -> None:
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
     say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
+    for line in facts["secrets"]:
+        say(f"  {line}")
     if facts["problem"]:
         say(f"  {facts['problem']}")
         return
