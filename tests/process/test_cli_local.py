@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     edges = local.json("lineage", "second")["edges"]
     assert any(e["kind"] == "forked_from" and e["to"] == middle for e in edges)
     assert local.call("fork", middle, "--name", "second").returncode == 2
+
+
+def test_without_a_preflight_a_run_starts_that_the_checks_refuse(local: Local) -> None:
+    away = local.folder / "away"
+    away.mkdir()
+    shutil.copy(PROGRAM, away / "away_program.py")
+    # The job finds the module by its environment, of which the checks know nothing.
+    spec = local.write_spec(
+        "unchecked",
+        {},
+        command=["-m", "away_program", json.dumps({"steps": 5, "sleep_s": 0.01})],
+        environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(away)},
+    )
+    refused = local.call("submit", str(spec))
+    assert refused.returncode != 0
+    assert "has no module away_program" in refused.stderr
+    assert not (local.root / "unchecked").exists()
+    told = local.json("submit", str(spec), "--no-preflight", "--wait")
+    assert (told["state"], told["step"]) == ("completed", 5)
 
 
 @pytest.mark.storm
