@@ -23,6 +23,7 @@ from holdfast.contracts.attempt import (
 )
 from holdfast.contracts.errors import NotFoundError, UnreadableRunError, reading_run
 from holdfast.contracts.journal import Event, EventKind, read_journal
+from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -200,17 +201,19 @@ def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 def load_events(paths: RunPaths) -> tuple[Event, ...]:
     """Every whole line of every journal of the run, by time, writer and number."""
-    events = [event for path in paths.list_journals() for event in read_journal(path)[0]]
-    events.sort(key=lambda e: (e.time, e.writer, e.incarnation, e.sequence))
-    return tuple(events)
+    return _in_order(event for path in paths.list_journals() for event in read_journal(path)[0])
+
+
+def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.incarnation, e.sequence)))
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:
     """Read a run from disk. Raises `NotFoundError` when no run was created there, and
     `UnreadableRunError` where its files cannot be believed.
 
-    `events` are all lines of its journals as `load_events` gives them, where somebody has read
-    them already.
+    Of journals that this process has read before, only what was added is read. `events` are all
+    lines as `load_events` gives them, where somebody has read them already.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
@@ -219,7 +222,9 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
         )
     check_identity(paths, record)
     with reading_run(paths.directory):
-        events = load_events(paths) if events is None else tuple(events)
+        if events is None:
+            events = _in_order(e for path in paths.list_journals() for e in KEPT.read(path))
+        events = tuple(events)
         attempts = tuple(_view(attempt, events) for attempt in paths.list_attempts())
         return RunHistory(
             paths=paths,

@@ -8,6 +8,7 @@ whatever must survive the database is a line first.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -208,30 +209,43 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     its place, and it is passed over as a torn one is. Raises `ForeignFileError` for what is no
     journal: a link, a pipe, a device, a file of more than `JOURNAL_BYTES_MAX`.
     """
-    events: list[Event] = []
+    with open_journal(path) as stream:
+        return ([], offset) if stream is None else read_lines(stream, path, offset)
+
+
+@contextlib.contextmanager
+def open_journal(path: Path) -> Iterator[BinaryIO | None]:
+    """A journal opened for reading, None when there is none. Raises as `read_journal` does."""
     try:
         handle = open_regular(path, below=folder_of(path))
     except FileNotFoundError:
-        return events, offset
+        yield None
+        return
     with open(handle, "rb") as stream:
         if (size := os.fstat(handle).st_size) > JOURNAL_BYTES_MAX:
             raise ForeignFileError(path, f"{size} bytes, expected {JOURNAL_BYTES_MAX} or less")
-        stream.seek(offset)
-        while line := stream.readline(LINE_BYTES_MAX + 1):
-            length = len(line)
-            while not line.endswith(b"\n") and (line := stream.readline(TAIL_BYTES)):
-                length += len(line)
-            if not line:
-                break
-            if length <= LINE_BYTES_MAX + 1:
-                events.extend(_parse(line))
-            else:
-                warnings.warn(
-                    f"{path}: the line at byte {offset} has {length} bytes, expected at most "
-                    f"{LINE_BYTES_MAX}; it is damaged and passed over",
-                    stacklevel=2,
-                )
-            offset += length
+        yield stream
+
+
+def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], int]:
+    """`read_journal` of a journal that is open; `path` is its name."""
+    events: list[Event] = []
+    stream.seek(offset)
+    while line := stream.readline(LINE_BYTES_MAX + 1):
+        length = len(line)
+        while not line.endswith(b"\n") and (line := stream.readline(TAIL_BYTES)):
+            length += len(line)
+        if not line:
+            break
+        if length <= LINE_BYTES_MAX + 1:
+            events.extend(_parse(line))
+        else:
+            warnings.warn(
+                f"{path}: the line at byte {offset} has {length} bytes, expected at most "
+                f"{LINE_BYTES_MAX}; it is damaged and passed over",
+                stacklevel=2,
+            )
+        offset += length
     return events, offset
 
 

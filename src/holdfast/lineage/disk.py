@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.contracts.journal import Event, read_journal
+from holdfast.contracts.journal import Event
+from holdfast.contracts.journal_cache import KEPT
 from holdfast.contracts.manifest import Manifest, read_manifest, read_tombstone
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.lineage.models import INTEGER_MAX
@@ -144,17 +145,22 @@ def read_checkpoints(
     return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.incarnation))
 
 
-def read_lines(paths: RunPaths) -> list[JournalLines]:
-    """Every journal of the run with all its whole lines, in the order that they lie there."""
+def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
+    """Every journal of the run with all its whole lines, in the order that they lie there.
+
+    Of journals that this process has read before, only what was added is read, unless `fresh`.
+    """
     lines = []
     for path in paths.list_journals():
+        if fresh:
+            KEPT.forget(path)
         inside = path.relative_to(paths.directory)
         is_attempts = inside.parts[0] == paths.attempts.name
         lines.append(
             JournalLines(
                 journal=inside.as_posix(),
                 attempt=int(inside.parts[1]) if is_attempts else None,
-                events=tuple(read_journal(path)[0]),
+                events=KEPT.read(path),
             )
         )
     return lines

@@ -94,7 +94,7 @@ def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bo
     for _ in range(LOOKS_MAX):
         with database.reading() as connection:
             stored = _before(connection, record.uid, fresh=fresh)
-        look = _read_folder(paths, *stored)
+        look = _read_folder(paths, *stored, fresh=fresh)
         with database.writing() as connection:
             lock_run(connection, record.uid)
             if _fingerprint(connection, record.uid) == look.fingerprint_before:
@@ -103,7 +103,8 @@ def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bo
     with database.writing() as connection:
         # Others write this run all the time; with the lock held nobody comes in between.
         lock_run(connection, record.uid)
-        look = _read_folder(paths, *_before(connection, record.uid, fresh=fresh))
+        stored = _before(connection, record.uid, fresh=fresh)
+        look = _read_folder(paths, *stored, fresh=fresh)
         _write_look(connection, paths, record.uid, look, fresh=fresh)
 
 
@@ -123,10 +124,12 @@ def _before(connection: Connection, uid: str, *, fresh: bool) -> tuple[str | Non
     return _fingerprint(connection, uid), [] if fresh else _stored(connection, CHECKPOINTS, uid)
 
 
-def _read_folder(paths: RunPaths, before: str | None, checkpoints: Sequence[Row]) -> _Look:
+def _read_folder(
+    paths: RunPaths, before: str | None, checkpoints: Sequence[Row], *, fresh: bool
+) -> _Look:
     seen = survey(paths)
     found = read_checkpoints(seen.records, {row["name"]: row for row in checkpoints})
-    lines = read_lines(paths)
+    lines = read_lines(paths, fresh=fresh)
     told = in_order(lines)
     history = load_history(paths, [one.event for one in told])
     secrets = secrets_of(history.record.spec)

@@ -1,0 +1,102 @@
+"""Journals that this process has read before: only what was added to them is read again.
+
+A server and a supervisor look at the same runs all the time, and one command reads a run's
+journals several times. Lines are only ever added to a journal, so what was read stays right as long
+as the file is the same one and has not shrunk. Any doubt, and the file is read from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from holdfast.contracts.journal import Event, open_journal, read_lines
+
+# Bytes of journals; their events take about ten times as many in memory.
+KEPT_BYTES_MAX: Final = 8 * 1024 * 1024
+# Of what was read, compared with the file as it is now. Each line has its own time and number.
+SAMPLE_BYTES: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A journal as it was when it was last read, up to byte `offset`."""
+
+    file: tuple[int, int]
+    size: int
+    changed_ns: int
+    offset: int
+    sample: bytes
+    events: tuple[Event, ...]
+
+
+class JournalCache:
+    """The events of journals, the least recently read ones given up first. Safe for threads."""
+
+    def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._kept: dict[Path, _Kept] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, path: Path) -> tuple[Event, ...]:
+        """All events of a journal, as `read_journal` gives them. Raises what it raises."""
+        with self._lock:
+            kept = self._kept.get(path)
+        try:
+            with open_journal(path) as stream:
+                found = None if stream is None else _read(stream, path, kept)
+        except BaseException:
+            self.forget(path)
+            raise
+        self._put(path, found)
+        return found.events if found else ()
+
+    def forget(self, path: Path) -> None:
+        """Read a journal from the start the next time."""
+        self._put(path, None)
+
+    def _put(self, path: Path, found: _Kept | None) -> None:
+        with self._lock:
+            former = self._kept.pop(path, None)
+            self._bytes -= former.offset if former else 0
+            if found is None:
+                return
+            self._kept[path] = found
+            self._bytes += found.offset
+            while self._bytes > self._bytes_max:
+                oldest = next(iter(self._kept))
+                self._bytes -= self._kept.pop(oldest).offset
+
+
+def _read(stream: BinaryIO, path: Path, kept: _Kept | None) -> _Kept:
+    facts = os.fstat(stream.fileno())
+    file, now = (facts.st_dev, facts.st_ino), (facts.st_size, facts.st_mtime_ns)
+    if kept and kept.file == file and (kept.size, kept.changed_ns) == now:
+        return kept
+    is_longer = kept is not None and kept.file == file and facts.st_size > kept.size
+    if kept is None or not is_longer or _sample(stream, kept.offset) != kept.sample:
+        events, offset = read_lines(stream, path, 0)
+    else:
+        added, offset = read_lines(stream, path, kept.offset)
+        events = [*kept.events, *added]
+    return _Kept(
+        file=file,
+        size=facts.st_size,
+        changed_ns=facts.st_mtime_ns,
+        offset=offset,
+        sample=_sample(stream, offset),
+        events=tuple(events),
+    )
+
+
+def _sample(stream: BinaryIO, offset: int) -> bytes:
+    """The last bytes before `offset`."""
+    begin = max(0, offset - SAMPLE_BYTES)
+    return os.pread(stream.fileno(), offset - begin, begin)
+
+
+KEPT: Final = JournalCache()
