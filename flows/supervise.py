@@ -188,15 +188,17 @@ class Supervisor:
         then: a time to live runs out, a reader ends."""
         if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
             return
-        now = time.monotonic()
-        if committed_names(self.paths) == self._pruned_at and now < self._prune_again_at:
+        now, committed = time.monotonic(), committed_names(self.paths)
+        if committed == self._pruned_at and now < self._prune_again_at:
             return
         try:
             for one in deletion.apply(self.paths, by="keep rules", writer=JOURNAL):
+                committed -= {one.name}
                 self.log.info("deleted %s: %s", one.name, one.reason)
         except HoldfastError as error:
             self.log.warning("not pruned: %s", error)
-        self._pruned_at = committed_names(self.paths)
+        # What was committed meanwhile was not judged: the next turn prunes again.
+        self._pruned_at = committed
         self._prune_again_at = now + PRUNE_S
 
     def _follow(self, history: RunHistory) -> float | None:

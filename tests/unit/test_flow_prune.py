@@ -1,0 +1,48 @@
+"""When a supervisor applies the keep rules."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import RunPaths
+from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.lineage.index import Index
+from holdfast.workers import deletion
+from holdfast.workers.checkpoints import committed_names
+from holdfast.workers.retention import Verdict
+
+
+def test_a_commit_while_others_are_deleted_is_judged_by_the_next_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path, "kelp", "u" * 32, {"checkpoint": {"keep": {"last": 2}}})
+    folder.submit(1, 2, 1_700_000_000.0)
+    names = [folder.commit(step, 1) for step in (10, 20, 30)]
+    supervisor = Supervisor(
+        paths=folder.paths,
+        index=Index(),
+        log=logging.getLogger(__name__),
+        submit=submit_next,
+        is_acting=True,
+    )
+    real, applied = deletion.apply, []
+
+    def apply(paths: RunPaths, **options: Any) -> list[Verdict]:
+        deleted = real(paths, **options)
+        applied.append([one.name for one in deleted])
+        if len(applied) == 1:
+            # As a run does whose last save is durable at this moment.
+            names.append(folder.commit(35, 1))
+        return deleted
+
+    monkeypatch.setattr(deletion, "apply", apply)
+    for _ in range(4):
+        supervisor._prune(load_history(folder.paths))
+    assert committed_names(folder.paths) == set(names[2:])
+    assert applied == [names[:1], names[1:2]], "with nothing new there is nothing to look at"
