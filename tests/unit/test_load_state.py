@@ -338,3 +338,19 @@ def test_a_model_is_loaded_outside_of_a_run(
         load_checkpoint(directory, head)
     with pytest.raises(NotFoundError, match="no such checkpoint"):
         load_checkpoint("r:step-00000009.a0001.i01", model)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "words"),
+    [
+        (make_state(0.0), None, "model is an object of type dict"),
+        ([torch.nn.Linear(2, 2), {}], None, "model is a list that contains dict"),
+        (torch.nn.Linear(2, 2), {"state": {}}, "optimizer is an object of type dict"),
+    ],
+)
+def test_a_target_of_another_type_is_refused_with_what_loads_it(
+    saved: Path, model: Any, optimizer: Any, words: str
+) -> None:
+    with pytest.raises(TypeError, match=words) as refused:
+        load_checkpoint(saved, model, optimizer)
+    assert "reader.load_state(Path(directory), state, group=None)" in str(refused.value)

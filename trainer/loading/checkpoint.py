@@ -53,8 +53,11 @@ def load_checkpoint(
 
     Raises `KeyMismatchError` before anything is loaded when keys or shapes do not fit,
     `DamagedCheckpointError` when bytes are not those that were committed (the model may have
-    been changed by then), and `NotFoundError` when there is no such checkpoint.
+    been changed by then), `NotFoundError` when there is no such checkpoint, and `TypeError` for a
+    target of another type, such as a dict of tensors.
     """
+    _check_all(model, nn.Module, "model")
+    _check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
     directory = find_directory(checkpoint)
     ranks = Ranks()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -80,6 +83,24 @@ def load_checkpoint(
         if ranks.group is not None:
             dist.destroy_process_group(ranks.group)
     return report
+
+
+def _check_all(given: object, kind: type, name: str) -> None:
+    """`TypeError` unless `given` is a `kind` or a sequence of them."""
+    if isinstance(given, kind):
+        return
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        wrong = [type(one).__name__ for one in given if not isinstance(one, kind)]
+        if not wrong:
+            return
+        words = f"a {type(given).__name__} that contains {wrong[0]}"
+    else:
+        words = f"an object of type {type(given).__name__}"
+    raise TypeError(
+        f"load_checkpoint: {name} is {words}; expected a torch {kind.__name__} or a sequence of "
+        "them. To load into a nested dict of tensors, call "
+        "holdfast.trainer.loading.reader.load_state(Path(directory), state, group=None)"
+    )
 
 
 def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any]:
