@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -43,6 +45,34 @@ def test_a_run_is_told_as_the_command_shows_it(api: httpx.Client, served: Served
     assert {key: told[key] for key in shown} == json.loads(json.dumps(shown))
     assert told["on_disk"]
     assert [one["cause"] for one in told["attempts"]] == ["preemption", "node_failure", None]
+
+
+def test_runs_that_cannot_be_read_are_listed_with_the_reason(
+    api: httpx.Client, served: Served
+) -> None:
+    names = ["broken-b", "broken-a", os.fsdecode(b"broken-\xff")]
+    try:
+        for name in names:
+            (served.root / name).mkdir()
+            (served.root / name / "spec.json").write_text("{")
+        wait_for(lambda: len(get(api, "/runs")["unreadable"]) == len(names))
+        page = get(api, "/runs", limit=1)
+        assert [one["run"] for one in page["unreadable"]] == [
+            "broken-a",
+            "broken-b",
+            "broken-\\udcff",
+        ]
+        assert page["unreadable"][0]["path"] == str(served.root / "broken-a")
+        assert "not a RunRecord" in page["unreadable"][0]["reason"]
+        assert len(page["items"]) == 1, "they hide no other"
+        assert get(api, "/runs", limit=1, after=page["next"])["unreadable"] == []
+        assert get(api, "/runs", state="completed")["unreadable"] == []
+        (found,) = get(api, "/runs", search="EN-B")["unreadable"]
+        assert found["run"] == "broken-b"
+    finally:
+        for name in names:
+            shutil.rmtree(served.root / name)
+    wait_for(lambda: get(api, "/runs")["unreadable"] == [])
 
 
 def test_pages_lead_through_a_list_without_repeating(api: httpx.Client) -> None:

@@ -112,6 +112,24 @@ class RunLine(views.RunRow):
     step_s: float | None
 
 
+class UnreadableRun(BaseModel):
+    """A folder under a root that is a run's, and why it cannot be read."""
+
+    run: str
+    path: str
+    reason: str
+
+
+class RunPage(Page[RunLine]):
+    """Some runs. The first page also lists the folders of runs that cannot be read.
+
+    Nothing is known of those but their names, so they are listed only where neither states nor
+    times are asked for. One that was readable before is among the items too, as it was then.
+    """
+
+    unreadable: list[UnreadableRun] = []
+
+
 class RunDetail(views.RunView):
     """`holdfast show RUN --json`, and where the live attempt is; `steps_total` where known."""
 

@@ -108,6 +108,11 @@ class Watch:
         """How far a live run is; None for one that is not live or gave no heartbeat yet."""
         return self._paces.get(uid)
 
+    def unreadable(self) -> dict[Path, str]:
+        """The folders of runs that could not be read when they were last looked at, and why."""
+        found = [(Path(name), reason) for name, reason in list(self.problems.items())]
+        return {path: reason for path, reason in found if path in self._runs}
+
     def look(self) -> None:
         """One round: everything that is due."""
         began = time.monotonic()

@@ -550,6 +550,13 @@ export interface RunLine {
   step_s: number | null;
 }
 
+/** Some runs. The first page also lists the folders of runs that cannot be read. Nothing is known of those but their names, so they are listed only where neither states nor times are asked for. One that was readable before is among the items too, as it was then. */
+export interface RunPage {
+  items: RunLine[];
+  next: string | null;
+  unreadable: UnreadableRun[];
+}
+
 /** Where a run stands, over all its attempts. */
 export type RunState = "queued" | "running" | "waiting" | "paused" | "completed" | "failed" | "cancelled";
 
@@ -617,6 +624,13 @@ export interface Supervision {
   is_remote: boolean;
   host: string | null;
   pid: number | null;
+}
+
+/** A folder under a root that is a run's, and why it cannot be read. */
+export interface UnreadableRun {
+  run: string;
+  path: string;
+  reason: string;
 }
 
 /** What becomes of a checkpoint at the next prune, and why. */

@@ -18,12 +18,15 @@ from holdfast.api.schemas import (
     Prune,
     RunDetail,
     RunLine,
+    RunPage,
+    UnreadableRun,
 )
 from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import live_step, read_nodes
-from holdfast.api.watch import Pace
+from holdfast.api.watch import Pace, Watch
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 from holdfast.contracts.watch_words import failed_saves, noticed
@@ -58,7 +61,7 @@ def list_runs(
     order: SortAs = None,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
-) -> Page[RunLine]:
+) -> RunPage:
     """Runs, newest first, or sorted by another column over all of them."""
     where = RunFilter(
         states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
@@ -66,7 +69,9 @@ def list_runs(
     services = services_of(request)
     page = services.store.list_runs(where, sort, after, limit, order)
     lines = [_line(row, services.watch.pace(row["uid"])) for row in page.items]
-    return Page(items=lines, next=page.next)
+    is_first = after is None and not state and created_from is None and created_to is None
+    broken = _unreadable(services.watch, search) if is_first else []
+    return RunPage(items=lines, next=page.next, unreadable=broken)
 
 
 @router.get("/{run}")
@@ -216,6 +221,17 @@ def show_log(
         limit=limit,
         secrets=store.secrets(run),
     )
+
+
+def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
+    """The runs that cannot be read, by name, at most a page of them."""
+    wanted = (search or "").lower()
+    found = sorted(watch.unreadable().items(), key=lambda one: (one[0].name, one[0]))
+    return [
+        UnreadableRun(run=plain_line(path.name), path=plain_line(path), reason=reason)
+        for path, reason in found
+        if wanted in path.name.lower()
+    ][:PAGE_MAX]
 
 
 def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
