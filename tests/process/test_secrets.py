@@ -104,7 +104,7 @@ def test_a_relaunch_needs_the_variable_again_and_says_so_first(local: Local) -> 
     del local.environment[VARIABLE]
     refused = local.call("relaunch", "kept")
     assert refused.returncode != 0
-    assert f'environment.TOKEN = {{from_env = "{VARIABLE}"}}' in refused.stderr
+    assert f'environment.TOKEN ({{from_env = "{VARIABLE}"}})' in refused.stderr
     assert json.loads(local.call("show", "kept", "--json").stdout)["state"] == "failed"
     local.environment[VARIABLE] = ENV_VALUE
     local.json("relaunch", "kept")

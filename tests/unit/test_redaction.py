@@ -31,7 +31,15 @@ PLAIN_NAMES: Final = (
     *("tokenizer", "--tokenizer", "TOKENIZERS_PARALLELISM", "max_tokens", "tokens", "eos_token"),
     *("pad_token", "PWD", "OLDPWD", "forward_pass", "passes", "bypass", "compass", "file_pat"),
     *("pattern", "sort_key", "cache_key", "key", "keys", "monkey", "PRIMARY_KEY", "author"),
-    *("num_tokens_per_batch", "token_dim", "TOKEN_FILE", "secret_file", "keyboard", "path"),
+    *(
+        "num_tokens_per_batch",
+        "token_dim",
+        "TOKEN_FILE",
+        "secret_file",
+        "SecretError",
+        "keyboard",
+        "path",
+    ),
     *("eos_token_id", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "image_key"),
 )
 # Each holds S, or a token of a known form, which must go.

@@ -83,7 +83,9 @@ _KEY_BLOCK: Final = re.compile(
 # A text without any of these has no secret but one that is known as such.
 _ANY: Final = re.compile(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = re.compile(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
-_PLACE: Final = frozenset(("file", "path", "dir", "directory", "folder", "name", "id", "url"))
+_PLACE: Final = frozenset(
+    ("file", "path", "dir", "directory", "folder", "name", "id", "url", "error")
+)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -187,8 +187,8 @@ def resolve(
 
 
 def describe(name: str, reference: SecretReference, error: object) -> str:
-    """One line about a reference that has no value."""
-    return f"environment.{name} = {reference}: {error}"
+    """One line about a reference that has no value; in words that no redaction hides."""
+    return f"environment.{name} ({reference}): {error}"
 
 
 def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> dict[str, str]:
