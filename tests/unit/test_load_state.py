@@ -349,8 +349,8 @@ def test_a_model_is_loaded_outside_of_a_run(
     ],
 )
 def test_a_target_of_another_type_is_refused_with_what_loads_it(
-    saved: Path, model: Any, optimizer: Any, words: str
+    tmp_path: Path, model: Any, optimizer: Any, words: str
 ) -> None:
     with pytest.raises(TypeError, match=words) as refused:
-        load_checkpoint(saved, model, optimizer)
+        load_checkpoint(saved(tmp_path), model, optimizer)
     assert "reader.load_state(Path(directory), state, group=None)" in str(refused.value)
