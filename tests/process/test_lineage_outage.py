@@ -18,22 +18,26 @@ from holdfast.lineage.reindex import reindex
 
 PROCESS_TIMEOUT_S: Final = 240
 RESTARTS: Final = 2
+IN_ITS_OWN_MOUNTS: Final = ("unshare", "--mount", "--propagation", "private")
 
-# Ingests the folders of a story in the order given, then the final one twice; goes on where it
-# was when the database was away. The first line out says that it has begun.
+# Ingests the states of a story in the order given, then the final one twice; goes on where it
+# was when the database was away. The first line out says that it has begun. Each state is mounted
+# over the root, in a mount namespace of this process, as another node's cache may show it.
 PROGRAM: Final = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from holdfast.contracts.errors import LineageError
 from holdfast.contracts.paths import list_runs
 from holdfast.lineage.database import open_database
 from holdfast.lineage.ingest import ingest_run
-url, final, *folders = sys.argv[1:]
+url, root, *folders = sys.argv[1:]
 away = 0
 deadline = time.monotonic() + 200
 database = open_database(url)
-for number, folder in enumerate([*folders, final, final]):
-    for paths in list_runs(Path(folder)):
+for number, folder in enumerate([*folders, "", ""]):
+    if folder:
+        subprocess.run(["mount", "--bind", folder, root], check=True)
+    for paths in list_runs(Path(root)):
         while True:
             try:
                 ingest_run(database, paths, fresh=number % 2 == 0)
@@ -43,6 +47,8 @@ for number, folder in enumerate([*folders, final, final]):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
+    if folder:
+        subprocess.run(["umount", root], check=True)
     print(number, flush=True)
 database.close()
 print("away", away, flush=True)
@@ -60,7 +66,7 @@ def test_rows_are_the_same_whatever_happened_on_the_way(tmp_path: Path) -> None:
         orders = (snapshots[::-1], snapshots[1::2] + snapshots[::2])
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, url, str(root), *order, *order],
+                [*IN_ITS_OWN_MOUNTS, sys.executable, "-c", PROGRAM, url, str(root), *order, *order],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -69,7 +75,8 @@ def test_rows_are_the_same_whatever_happened_on_the_way(tmp_path: Path) -> None:
         ]
         try:
             for _ in range(RESTARTS):
-                assert all(p.stdout and p.stdout.readline() for p in processes), "it goes on"
+                lines = [p.stdout.readline() for p in processes if p.stdout]
+                assert all(lines), [p.communicate() for p in processes if p.wait(1)]
                 server.restart()
             said = [p.communicate(timeout=PROCESS_TIMEOUT_S) for p in processes]
         finally:

@@ -20,6 +20,8 @@ FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 1.0
 ASK_FLOW_S: Final = 10.0
 ORPHAN_S: Final = 15.0
+# A supervisor without work left needs a second; one that deletes large checkpoints needs longer.
+LAST_TURN_S: Final = 60.0
 
 
 def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, Any]:
@@ -35,10 +37,18 @@ def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, An
             history = look_at(paths)
             display.update(history)
             if not history.state.is_live:
-                return _summary(history)
+                _wait_for_last_turn(paths)
+                return _summary(look_at(paths))
             watch.check()
             time.sleep(POLL_S)
     raise ServiceError(f"{paths.name}: followed for {FOLLOW_S_MAX:.0f} s, the longest there is")
+
+
+def _wait_for_last_turn(paths: RunPaths) -> None:
+    """Wait until the supervisor has gone: after the run's end it still prunes checkpoints."""
+    ends_at = time.monotonic() + LAST_TURN_S
+    while is_supervised(paths.flow_lock) and time.monotonic() < ends_at:
+        time.sleep(POLL_S)
 
 
 def _summary(history: RunHistory) -> dict[str, Any]:
