@@ -256,7 +256,8 @@ def test_a_persons_own_settings_of_slurms_commands_change_no_answer(
 def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake(tmp_path, "sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 7")
+    keep = f'env > {tmp_path}/seen; cp "$1" {tmp_path}/script'
+    fake(tmp_path, "sbatch", f"{keep}; echo Submitted batch job 7")
     fake(tmp_path, "srun", "exit 0")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("SLURM_MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ACCOUNT", "SBATCH_QOS"):
@@ -267,6 +268,10 @@ def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
     assert submission.job_id == "7"
     assert "SBATCH_ACCOUNT=theirs" in seen
     assert not any(name in seen for name in ("MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_QOS"))
+    script = (tmp_path / "script").read_text()
+    assert f"#SBATCH --job-name={request.job_name}\n" in script
+    # submitit has a wckey of its own, which sites that check them refuse.
+    assert "wckey" not in script
 
 
 @pytest.mark.parametrize(
