@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunConflictError
@@ -11,6 +13,7 @@ from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.redaction import redact_text, secrets_of
 from holdfast.contracts.spec import RunSpec
+from holdfast.flows.parameters import load_spec
 from holdfast.flows.summary import end_reason, table_of_attempts
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
@@ -42,6 +45,21 @@ def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
         return False
     history = load_history(paths)
     return bool(history.attempts) and history.state.is_live
+
+
+def given_spec(
+    spec: Mapping[str, Any] | str, overrides: Sequence[str], root: Path, run: str | None
+) -> RunSpec:
+    """The spec that a flow was given; the recorded one of a run that exists is read as recorded.
+
+    So rules that became stricter since do not keep a run from being taken up again. Raises
+    `SpecError`.
+    """
+    if run is not None and not overrides:
+        record = read_document(RunRecord, RunPaths(root / run).spec)
+        if record is not None and record.spec == spec:
+            return RunSpec.read(record.spec)
+    return load_spec(spec, overrides)
 
 
 def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:

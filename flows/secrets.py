@@ -88,7 +88,7 @@ def require_again(paths: RunPaths) -> None:
     if is_mine(paths.directory.resolve()):
         found = read_document(RunRecord, paths.spec)
         if found is not None:
-            require(RunSpec.model_validate(found.spec), paths)
+            require(RunSpec.read(found.spec), paths)
 
 
 def plain_secret_warnings(spec: RunSpec) -> list[str]:
@@ -127,7 +127,7 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
     found = read_document(RunRecord, paths.spec)
     if found is None:
         return
-    spec = RunSpec.model_validate(found.spec)
+    spec = RunSpec.read(found.spec)
     references = {
         name: reference
         for name, reference in references_in(spec.environment).items()

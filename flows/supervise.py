@@ -57,7 +57,7 @@ from holdfast.workers.growth import Sighting, is_due, look_for_room
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
-from holdfast.workers.runs import keep_reserve
+from holdfast.workers.runs import keep_reserve, why_not_submitted
 
 SUPERVISION_S_MAX: Final = 366 * 24 * 3600.0
 PROGRESS_S: Final = 30.0
@@ -299,7 +299,7 @@ class Supervisor:
         decision = decide(history, capacity, now=now, fits=Feasibility.of(history).allows)
         due_s = _due_s(history, decision, now)
         if decision.action == "relaunch" and due_s <= 0:
-            decision = self._with_secrets(decision)
+            decision = self._if_possible(history, decision)
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":
@@ -312,8 +312,13 @@ class Supervisor:
         )
         return min(poll_s, SOON_S)
 
-    def _with_secrets(self, decision: Decision) -> Decision:
-        """The decision, once the next attempt's secrets are recorded; else to wait for them."""
+    def _if_possible(self, history: RunHistory, decision: Decision) -> Decision:
+        """The decision, once the next attempt's secrets are recorded; else to wait.
+
+        A run that only a newer version understands waits for a supervisor of that version.
+        """
+        if words := why_not_submitted(history.record):
+            return Decision(action="wait", reason=words)
         try:
             secrets.record(self.paths, refresh=False)
         except SecretError as error:

@@ -22,8 +22,7 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
 from holdfast.contracts.redaction import redact_text, secrets_of
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
-from holdfast.flows.carry import is_under_way, take_up
-from holdfast.flows.parameters import load_spec
+from holdfast.flows.carry import given_spec, is_under_way, take_up
 from holdfast.flows.secrets import require
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
 from holdfast.flows.supervise import Log, Supervisor, submit_next
@@ -63,8 +62,8 @@ def train(
     Raises `RunFailedError` when the run failed; a cancelled run gives the state Cancelled.
     """
     log = get_run_logger()
-    run_spec = load_spec(spec, overrides or ())
     home = Path(root).expanduser().absolute() if root else default_root()
+    run_spec = given_spec(spec, overrides or (), home, run)
     with Index() as index:
         if not is_under_way(home, run_spec, run):
             index.open()

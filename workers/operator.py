@@ -40,7 +40,7 @@ from holdfast.contracts.reading import LOCK_FLAGS, is_mine, open_beneath
 from holdfast.contracts.states import RunState
 from holdfast.workers.executors import executor_for
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.runs import release_reserve
+from holdfast.workers.runs import release_reserve, why_not_submitted
 from holdfast.workers.sizes import problem_with
 
 Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
@@ -196,6 +196,9 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
         )
     if action in {"stop", "pause", "cancel"} and not state.is_live:
         raise SpecError(f"run {run} is {state} already; there is nothing to {action}")
+    words = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
+    if words:
+        raise SpecError(f"run {run}: {words}. Nothing was queued or stopped", [words])
     if gpus is None:
         return
     if action != "relaunch":

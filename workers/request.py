@@ -10,6 +10,7 @@ from typing import Any, Final
 from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
 from holdfast.contracts.spec import Resources, RunSpec, Supervision, split_gpus
+from holdfast.contracts.spec_part import RECORDED
 
 # The agent plans its own stop; the warning is asked for before that.
 WARNING_MARGIN_S: Final = 30
@@ -52,34 +53,36 @@ def build_request(
         if spec.resources.executor == "slurm"
         else _local_parameters(spec, per_node)
     )
-    return Request(
-        run_uid=record.uid,
-        run=record.run,
-        run_directory=str(directory),
-        attempt=attempt,
-        job_name=name,
-        executor=spec.resources.executor,
-        nodes=nodes,
-        gpus_per_node=per_node,
-        exclude=tuple(exclude),
-        command=spec.command,
-        working_directory=working_directory,
-        environment=spec.environment,
-        config=spec.config,
-        launch=spec.launch,
-        resources=spec.resources,
-        supervision=spec.supervision,
-        checkpoint_interval=spec.checkpoint.interval,
-        checkpoint_budget_bytes=spec.checkpoint.budget_bytes,
-        checkpoint_mirror=spec.checkpoint.mirror or "",
-        checkpoint_local=spec.checkpoint.local or "",
-        checkpoint_snapshots=spec.checkpoint.snapshots,
-        command_digest=command_digest(spec.command, working_directory),
-        scheduler=parameters,
-        created_at=created_at,
-        reason=reason,
-        provenance=provenance,
-    )
+    facts = {
+        "run_uid": record.uid,
+        "run": record.run,
+        "run_directory": str(directory),
+        "attempt": attempt,
+        "job_name": name,
+        "executor": spec.resources.executor,
+        "nodes": nodes,
+        "gpus_per_node": per_node,
+        "exclude": tuple(exclude),
+        "command": spec.command,
+        "working_directory": working_directory,
+        "environment": spec.environment,
+        "config": spec.config,
+        "launch": spec.launch,
+        "resources": spec.resources,
+        "supervision": spec.supervision,
+        "checkpoint_interval": spec.checkpoint.interval,
+        "checkpoint_budget_bytes": spec.checkpoint.budget_bytes,
+        "checkpoint_mirror": spec.checkpoint.mirror or "",
+        "checkpoint_local": spec.checkpoint.local or "",
+        "checkpoint_snapshots": spec.checkpoint.snapshots,
+        "command_digest": command_digest(spec.command, working_directory),
+        "scheduler": parameters,
+        "created_at": created_at,
+        "reason": reason,
+        "provenance": provenance,
+    }
+    # The rules for new input applied when the spec was given; an executor applies its own.
+    return Request.model_validate(facts, context=RECORDED)
 
 
 def working_directory_of(record: RunRecord, spec: RunSpec) -> str:

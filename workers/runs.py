@@ -21,6 +21,7 @@ from holdfast.contracts.paths import RUN_NAME, RunPaths, has_spec, list_runs
 from holdfast.contracts.reading import is_mine
 from holdfast.contracts.roots import ensure_root_id
 from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_part import unknown_keys
 from holdfast.contracts.states import RunState
 from holdfast.workers.code_files import is_open_here
 
@@ -128,7 +129,7 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
         return create_run(spec, root, created_by=created_by, folder=following), True
     record = read_record(newest)
     state = load_history(newest).state
-    same = is_same_spec(record, spec)
+    same = is_same_spec(record, spec) and not newer_keys(record)
     if same and (state.is_live or state is RunState.COMPLETED):
         return newest, False
     if same:
@@ -154,7 +155,27 @@ def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
     """
     if record.spec_digest == spec.digest or record.given == spec.given:
         return True
-    return RunSpec.model_validate(record.spec).digest == spec.digest
+    return RunSpec.read(record.spec).digest == spec.digest
+
+
+def newer_keys(record: RunRecord) -> list[str]:
+    """The keys that a newer version of Holdfast was given, and that mean nothing to this one.
+
+    Keys that merely have their defaults there change nothing here. Without a record of what was
+    given, all keys count.
+    """
+    return unknown_keys(record.spec if record.given is None else record.given, RunSpec)
+
+
+def why_not_submitted(record: RunRecord) -> str:
+    """Why this version of Holdfast submits no attempt of a run; empty when it does."""
+    newer = newer_keys(record)
+    if not newer:
+        return ""
+    return (
+        "a newer Holdfast recorded the run, with keys that this version does not know: "
+        f"{', '.join(newer)}; relaunch it with that version"
+    )
 
 
 def newest_generation(root: Path, name: str) -> RunPaths | None:

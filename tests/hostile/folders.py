@@ -132,7 +132,7 @@ def _edit_spec(target: Target, record: dict[str, Any] | None = None, **changes: 
     path = target.folder.paths.spec
     spec = json.loads(path.read_bytes())["spec"]
     for key, value in changes.items():
-        spec[key] = {**spec[key], **value} if isinstance(value, dict) else value
+        spec[key] = {**spec.get(key, {}), **value} if isinstance(value, dict) else value
     _edit(path, spec=spec, **(record or {}))
 
 
@@ -176,6 +176,18 @@ def _points_elsewhere(target: Target) -> None:
     (target.checkpoint / "__0_0.distcp").unlink()
     record = {"url": target.victim.url, "bytes": 1, "seconds": 1.0, "mirrored_at": 1.0}
     (target.checkpoint / "mirrored.json").write_text(json.dumps(record))
+
+
+def _control_characters(target: Target) -> None:
+    """Texts that are refused in new specs, but are read where they were recorded."""
+    words = "a\x1b]0;owned\x07\nsrun evil"
+    _edit_spec(
+        target,
+        resources={"executor": "slurm", "partition": words, "extra": {"exclude": words}},
+        launch={"srun": [words, "--het-group=1"]},
+        cost={"currency": words},
+        unheard_of={"key": words},
+    )
 
 
 def _spec_mirror(target: Target) -> None:
@@ -360,6 +372,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "spec-no-json": lambda t: t.folder.paths.spec.write_bytes(b"\xff{"),
     "spec-deep": lambda t: t.folder.paths.spec.write_text("[" * 100_000),
     "spec-wrong": lambda t: _edit_spec(t, command=[], nonsense=1),
+    "spec-controls": _control_characters,
     "spec-time": lambda t: _edit(t.folder.paths.spec, created_at=1e300),
 }
 HOSTILE: Final = _HOSTILE

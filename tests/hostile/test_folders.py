@@ -45,6 +45,7 @@ EVERY_FORM = frozenset(
         *("attempts-many", "cause-unknown", "escapes", "facts-forged", "names", "state-unknown"),
         *("bytes-huge", "outcome-huge", "step-huge", "times-forged", "world-huge"),
         *("log-to-secret", "logs-to-home", "pipe-log", "sparse-log", "outcome-to-secret"),
+        "spec-controls",
         *("checkpoint-loop", "checkpoints-to-run", "data-loop", "data-to-secret", "pipe-data"),
         *("pipe-manifest", "pipe-metadata", "sparse-data", "sparse-manifest", "spec-wrong"),
     }

@@ -23,7 +23,9 @@ from holdfast.contracts.errors import (
     SubmissionRefusedError,
 )
 from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.slurm_options import LOSES_JOB, problem_with_option
 from holdfast.contracts.spec import Resources
+from holdfast.contracts.spec_values import problem_with_value
 from holdfast.contracts.states import AttemptState
 from holdfast.workers import slurm_client
 from holdfast.workers.executors.base import Executor, JobStatus
@@ -86,6 +88,29 @@ class _BoundedSlurmExecutor(submitit.SlurmExecutor):
         ]
 
 
+def _check_parameters(request: Request) -> None:
+    """Raise `SubmissionRefusedError` for what may be in no sbatch script.
+
+    A run that an earlier version recorded may have options, or line breaks, that are refused in new
+    specs. Those that would end a line of the script, or lose the job, are refused here.
+    """
+    python = ("launch.python", problem_with_value(request.launch.python, several_lines=False))
+    found = [python] + [
+        (key, problem_with_value(value, several_lines=key == "setup"))
+        for key, value in request.scheduler.items()
+    ]
+    problems = [f"{key}: {problem}" for key, problem in found if problem]
+    extra = request.resources.extra
+    problems += [words for name in extra if (words := problem_with_option(name, LOSES_JOB))]
+    if problems:
+        raise SubmissionRefusedError(
+            f"{request.job_name} was not submitted, because its recorded spec has values that are "
+            f"refused: {'; '.join(problems)}. Fork the newest checkpoint and change them there "
+            f"(`holdfast fork {request.run}:CHECKPOINT --set KEY=VALUE`)",
+            may_pass=False,
+        )
+
+
 class SlurmExecutor(Executor):
     """Jobs of a Slurm cluster whose commands work on this host."""
 
@@ -95,6 +120,7 @@ class SlurmExecutor(Executor):
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
         from holdfast.workers.agent.main import run_agent
 
+        _check_parameters(request)
         make_directory(paths.logs)
         python = shlex.quote(request.launch.python or sys.executable)
         executor = _BoundedSlurmExecutor(folder=paths.logs, python=python)

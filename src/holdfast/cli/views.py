@@ -151,13 +151,13 @@ def _live_step(run: Mapping[str, Any]) -> int | None:
 def _warnings(run: Mapping[str, Any]) -> list[str]:
     """What the owner of a live run should know of its grace period and its supervisor."""
     from holdfast.workers.grace import warnings_of
+    from holdfast.workers.runs import read_record, why_not_submitted
 
     paths = RunPaths(Path(run["path"]))
     if not RunState(run["state"]).is_live or not has_spec(paths.directory):
         return []
-    warnings = warnings_of(RunSpec.model_validate(run["spec"]), paths)
-    if words := alone(paths):
-        warnings.append(words)
+    warnings = warnings_of(RunSpec.read(run["spec"]), paths)
+    warnings += [words for words in (alone(paths), why_not_submitted(read_record(paths))) if words]
     return warnings
 
 

@@ -37,6 +37,7 @@ from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
 from holdfast.contracts.spec import Launch, Resources, Supervision
+from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.states import AttemptState, Cause
 
 
@@ -254,7 +255,7 @@ def read_document(kind: type[D], path: Path) -> D | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate_json(content, context=RECORDED)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the document"

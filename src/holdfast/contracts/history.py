@@ -229,7 +229,7 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
         return RunHistory(
             paths=paths,
             record=record,
-            spec=RunSpec.model_validate(record.spec),
+            spec=RunSpec.read(record.spec),
             attempts=attempts,
             events=events,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 _LONG_NAME: Final = re.compile(r"[a-z][a-z0-9-]+")
@@ -63,16 +63,22 @@ REFUSED: Final[Mapping[str, str]] = {
     "uid": "leave it out: a run belongs to the user who submits it",
     "gid": "leave it out: a run belongs to the user who submits it",
 }
+# With these Holdfast could not find its job, or there would be several. No version submits them.
+LOSES_JOB: Final = (
+    *("job-name", "clusters", "cluster-constraint", "array", "requeue"),
+    *("wrap", "wait", "test-only", "parsable", "quiet"),
+)
 
 
-def problem_with_option(name: str) -> str:
+def problem_with_option(name: str, among: Iterable[str] = REFUSED) -> str:
     """Why `resources.extra` may not hold the sbatch option `name`; empty when it may.
 
     sbatch takes any unique beginning of a long name, so beginnings of refused names are refused.
+    `among` are the names that are refused: `REFUSED` in new specs, `LOSES_JOB` in recorded ones.
     """
     if not _LONG_NAME.fullmatch(name):
         return f"option {name!r}: expected the long name of an sbatch option, such as 'reservation'"
-    refused = next((each for each in REFUSED if each.startswith(name)), None)
+    refused = next((each for each in among if each.startswith(name)), None)
     if refused is None:
         return ""
     return f"option {name!r} is not for extra: {REFUSED[refused]}"

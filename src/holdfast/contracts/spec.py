@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from math import inf
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import Field, StrictInt, ValidationInfo, field_validator, model_validator
 
 from holdfast.contracts.bounds import INTEGER_MAX, SECONDS_MAX
 from holdfast.contracts.digests import document_digest
@@ -18,7 +18,7 @@ from holdfast.contracts.mirrors import problem_with_mirror
 from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option
-from holdfast.contracts.spec_values import problem_with_value
+from holdfast.contracts.spec_part import SpecPart, is_recorded
 from holdfast.contracts.states import Cause
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
@@ -26,22 +26,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
 _PLAIN_HTTP = re.compile(r"http://[^\s/:@]+(:[0-9]{1,5})?(/[^\s?#]*)?")
-# What the program or a shell reads, which may be of several lines.
-_SEVERAL_LINES = frozenset({"command", "environment", "config", "setup"})
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-class SpecPart(BaseModel):
-    """A frozen, keyword-only part of a spec that refuses keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
-
-    @model_validator(mode="after")
-    def _values_can_be_used(self) -> Self:
-        for name, value in self:
-            if problem := problem_with_value(value, several_lines=name in _SEVERAL_LINES):
-                raise ValueError(f"{name}: {problem}")
-        return self
 
 
 class Launch(SpecPart):
@@ -66,8 +51,9 @@ class Launch(SpecPart):
 
     @field_validator("container", "srun")
     @classmethod
-    def _one_component(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if several := [word for word in value if word.startswith(("--het-group", "--pack-group"))]:
+    def _one_component(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        several = [word for word in value if word.startswith(("--het-group", "--pack-group"))]
+        if several and not is_recorded(info):
             raise ValueError(
                 f"{several[0]!r}: expected a job of equal nodes; Holdfast starts no heterogeneous "
                 "jobs, so leave the option out"
@@ -104,9 +90,10 @@ class Resources(SpecPart):
     @field_validator("extra")
     @classmethod
     def _options_are_not_holdfasts(
-        cls, value: dict[str, str | int | bool]
+        cls, value: dict[str, str | int | bool], info: ValidationInfo
     ) -> dict[str, str | int | bool]:
-        if problems := [problem for name in value if (problem := problem_with_option(name))]:
+        problems = [problem for name in value if (problem := problem_with_option(name))]
+        if problems and not is_recorded(info):
             raise ValueError("; ".join(problems))
         return value
 

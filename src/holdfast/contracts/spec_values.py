@@ -18,11 +18,14 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _NEVER: Final = re.compile(r"[\x00\ud800-\udfff]")
 
 
-def problem_with_value(value: Any, *, several_lines: bool, depth: int = 0) -> str | None:
+def problem_with_value(
+    value: Any, *, several_lines: bool, any_float: bool = False, depth: int = 0
+) -> str | None:
     """What is wrong with a value of a spec, in words; None when nothing is.
 
     Texts reach sbatch scripts, command lines, terminals and databases. So they hold no control
-    characters; those of `several_lines` may hold all but NUL. Parts of the spec check themselves.
+    characters; those of `several_lines` may hold all but NUL. `any_float` is for numbers that only
+    the program reads. Parts of the spec check themselves.
     """
     if isinstance(value, BaseModel):
         return None
@@ -30,7 +33,7 @@ def problem_with_value(value: Any, *, several_lines: bool, depth: int = 0) -> st
         return _problem_with_text(value, _NEVER if several_lines else _CONTROL)
     if isinstance(value, int) and abs(value) > WHOLE_MAX:
         return f"an integer of {value.bit_length()} bits, expected at most 53"
-    if isinstance(value, float) and not abs(value) <= FRACTION_MAX and not several_lines:
+    if isinstance(value, float) and not abs(value) <= FRACTION_MAX and not any_float:
         return f"{value}: expected a finite number of at most {FRACTION_MAX:.0e}"
     if depth > DEPTH_MAX:
         return f"nested more than {DEPTH_MAX} deep"
@@ -41,7 +44,8 @@ def problem_with_value(value: Any, *, several_lines: bool, depth: int = 0) -> st
     if len(value) > ITEMS_MAX:
         return f"{len(value)} items, expected at most {ITEMS_MAX}"
     found = (
-        problem_with_value(item, several_lines=several_lines, depth=depth + 1) for item in value
+        problem_with_value(item, several_lines=several_lines, any_float=any_float, depth=depth + 1)
+        for item in value
     )
     return next((problem for problem in found if problem), None)
 

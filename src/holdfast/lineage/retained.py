@@ -27,7 +27,8 @@ def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> 
 
 def keep_of(run: Row) -> Keep:
     """The keep rules of a run's spec."""
-    return Keep.model_validate((run["spec"].get("checkpoint") or {}).get("keep") or {})
+    keep = (run["spec"].get("checkpoint") or {}).get("keep") or {}
+    return Keep.read(keep)
 
 
 def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:

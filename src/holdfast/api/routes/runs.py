@@ -243,7 +243,7 @@ def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
 def _gpu_range(spec: dict[str, Any]) -> tuple[int | None, int | None]:
     """(least, most) GPUs that the run may have; unknown for a spec of another version."""
     try:
-        parsed = RunSpec.model_validate(spec)
+        parsed = RunSpec.read(spec)
     except ValueError:
         return None, None
     return parsed.gpus_min, parsed.gpus_max
