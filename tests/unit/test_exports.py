@@ -18,7 +18,8 @@ import pytest
 import holdfast
 from holdfast.contracts import errors
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.spec import RunSpec, SpecPart
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_part import SpecPart
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
