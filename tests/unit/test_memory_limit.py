@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from holdfast.contracts.memory_limit import group_room
 from holdfast.contracts.slots import SLOTS_PER_RANK
+from holdfast.trainer import Session
 from holdfast.trainer.collective import Tree
 from holdfast.trainer.planning import ranks
+from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.ranks import check_memory
 
 GIB = 1 << 30
@@ -58,3 +62,23 @@ def test_slots_must_fit_the_job_and_those_they_replace_count_as_free(
     with pytest.raises(Exception, match="staging slots"):
         check_memory(tree, 0, 1000, 0)
     check_memory(tree, 0, 1000, 1000 * SLOTS_PER_RANK)
+
+
+def test_a_state_that_grows_counts_the_sessions_own_slots_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight_bytes = 512 * 512 * 4
+    # Two weights and one layer's moments are staged first, both layers' moments later: four
+    # weights, then six. Six do not fit, unless the slots of the four count as free.
+    rooms = [GIB, SLOTS_PER_RANK * (TRAIN_STATE_BYTES_MAX + 4 * weight_bytes)]
+    monkeypatch.setattr(ranks, "group_room", lambda: rooms.pop(0))
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Session(model, optimizer, directory=tmp_path, interval=1) as session:
+        for step in session.steps(4):
+            model[0].requires_grad_(step > 2)
+            model(torch.ones(1, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rooms == []
