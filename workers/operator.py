@@ -111,6 +111,7 @@ def _request(
                 by=by,
                 gpus=gpus,
                 after_attempt=last.number if last else 0,
+                of_completed=history.state is RunState.COMPLETED,
             )
     if last is None or last.state.is_terminal or action not in _ENDS_ATTEMPT:
         return _what_follows(history, action, gpus)
@@ -184,7 +185,9 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
     run, state = history.paths.name, history.state
     if action not in ACTIONS:
         raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
-    if state is RunState.COMPLETED:
+    last = history.last_attempt
+    may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
+    if state is RunState.COMPLETED and not may_go_on:
         raise SpecError(
             f"run {run} is completed, there is nothing to {action}; `holdfast fork` begins a new "
             "run from one of its checkpoints"

@@ -14,6 +14,7 @@ from holdfast.contracts.history import (
     RunHistory,
     excluded_checkpoints,
     goes_on_after_numerics,
+    takes_up_completed,
 )
 from holdfast.contracts.journal import GROWER
 from holdfast.contracts.paths import CheckpointName
@@ -94,7 +95,8 @@ def decide(
     last, spec = history.last_asked, history.spec
     if last is not None and not last.state.is_terminal:
         return Decision(action="wait", reason=f"attempt {last.number} is {last.state}")
-    if last is not None and last.state is AttemptState.COMPLETED:
+    is_completed = last is not None and last.state is AttemptState.COMPLETED
+    if is_completed and not takes_up_completed(history.pending_request):
         return Decision(action="stop", reason="completed")
     held = _operator_word(history, capacity, fits)
     if held is not None:

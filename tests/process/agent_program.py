@@ -41,6 +41,8 @@ def train(settings: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Session(model, optimizer, seed=1) as session:
         for step in session.steps(int(settings["steps"])):
+            if step == settings.get("close_at") and os.environ["HOLDFAST_ATTEMPT"] == "1":
+                break
             ids = session.batch(SAMPLES, 4)
             if step == settings.get("fail_at"):
                 raise RuntimeError(f"a bad batch at step {step}")

@@ -14,8 +14,9 @@ from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
 from holdfast.contracts.attempt import StopRequest, write_document
+from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
-from holdfast.contracts.states import AttemptState, Cause
+from holdfast.contracts.states import AttemptState, Cause, RunState
 from holdfast.workers import operator
 from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.policy import decide
@@ -179,6 +180,43 @@ def test_a_program_that_makes_no_session_completes_and_says_so(make: Make) -> No
     assert view.evidence == (
         "the program ended without a Session: no steps were counted or compared",
     )
+
+
+def test_a_completed_run_that_may_lack_steps_is_relaunched_and_a_whole_one_is_not(
+    make: Make,
+) -> None:
+    run = make(steps=12, close_at=7, gpus=1, checkpoint={"interval": 4}, sleep_s=0.05)
+    run.submit()
+    view = run.wait_for_end()
+    assert view.state is AttemptState.COMPLETED
+    assert "closed its Session" in view.evidence[0]
+    with pytest.raises(SpecError, match="is completed"):
+        operator.request(run.paths, "stop", by="tester")
+    assert decide(run.history(), None, now=time.time()).action == "stop"
+    operator.request(run.paths, "relaunch", by="tester")
+    assert run.history().state is RunState.WAITING
+    decision = decide(run.history(), None, now=time.time())
+    assert (decision.action, decision.gpus) == ("relaunch", 1)
+    run.submit()
+    view = run.wait_for_end()
+    assert (view.state, view.first_step, view.last_step) == (AttemptState.COMPLETED, 5, 12)
+    assert run.history().state is RunState.COMPLETED
+    with pytest.raises(SpecError, match=r"is completed.*holdfast fork"):
+        operator.request(run.paths, "relaunch", by="tester")
+
+
+def test_a_run_of_a_program_without_a_session_is_relaunched_once_for_each_request(
+    make: Make,
+) -> None:
+    run = make(session=False, sleep_s=0.1, gpus=1)
+    run.submit()
+    assert run.wait_for_end().state is AttemptState.COMPLETED
+    operator.request(run.paths, "relaunch", by="tester")
+    assert decide(run.history(), None, now=time.time()).action == "relaunch"
+    run.submit()
+    assert run.wait_for_end().number == 2
+    assert run.history().state is RunState.COMPLETED
+    assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
 def test_an_error_of_a_program_without_a_session_is_found_in_its_output(make: Make) -> None:

@@ -86,6 +86,14 @@ def test_where_a_run_stands(
     assert fold_run_state([last] if last else [], request, decision) is expected
 
 
+def test_a_request_from_before_the_completion_relaunches_nothing() -> None:
+    last = view(A.COMPLETED)
+    asked = {"action": "relaunch", "gpus": 4}
+    assert fold_run_state([last], {**asked, "of_completed": False}, STOP) is R.COMPLETED
+    assert fold_run_state([last], {**asked, "of_completed": True}, STOP) is R.WAITING
+    assert fold_run_state([last], {"action": "stop", "of_completed": True}, STOP) is R.COMPLETED
+
+
 def test_the_last_attempt_alone_decides() -> None:
     first = view(A.FAILED, Cause.USER_ERROR)
     assert fold_run_state([first, view(A.RUNNING, number=2)], None, STOP) is R.RUNNING

@@ -68,6 +68,15 @@ class AttemptView:
         return not (is_trace and self.state is AttemptState.LOST)
 
     @property
+    def may_lack_steps(self) -> bool:
+        """True for a completed attempt whose agent did not see the program do all its steps.
+
+        The program had no Session, closed it early, or had not said how many steps there are.
+        """
+        is_completed = self.state is AttemptState.COMPLETED
+        return is_completed and self.outcome is not None and bool(self.outcome.evidence)
+
+    @property
     def traceback(self) -> str | None:
         """The first failing rank's traceback, when there is one."""
         return self.outcome.traceback if self.outcome else self.facts.get("traceback")
@@ -125,6 +134,13 @@ class RunHistory:
         return fold_run_state(self.attempts, self.pending_request, self.last_decision)
 
 
+def takes_up_completed(request: Mapping[str, Any] | None) -> bool:
+    """True for a `relaunch` that was asked for when the run was completed already."""
+    if request is None or not request.get("of_completed"):
+        return False
+    return bool(request["action"] == "relaunch")
+
+
 def fold_run_state(
     attempts: Sequence[AttemptView],
     request: dict[str, Any] | None,
@@ -138,7 +154,7 @@ def fold_run_state(
     if last and not last.state.is_terminal:
         alive = last.state in {AttemptState.RUNNING, AttemptState.STOPPING}
         return RunState.RUNNING if alive else RunState.QUEUED
-    if last and last.state is AttemptState.COMPLETED:
+    if last and last.state is AttemptState.COMPLETED and not takes_up_completed(request):
         return RunState.COMPLETED
     if action == "pause":
         return RunState.PAUSED

@@ -52,7 +52,7 @@ class EventKind(StrEnum):
     ATTEMPT_STATE = "attempt_state"  # attempt, state, detail
     ATTEMPT_ENDED = "attempt_ended"  # attempt, state, cause, evidence, and `Outcome`'s facts
     DECISION = "decision"  # after_attempt, action, gpus, exclude, delay_s, reason
-    OPERATOR_REQUEST = "operator_request"  # action, by, after_attempt, gpus
+    OPERATOR_REQUEST = "operator_request"  # action, by, after_attempt, gpus, of_completed
     RUN_ENDED = "run_ended"  # state, reason
     PINNED = "pinned"  # checkpoint (directory name), by, note
     UNPINNED = "unpinned"  # checkpoint, by
