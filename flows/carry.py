@@ -11,9 +11,9 @@ from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunConflictError
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.redaction import redact_text, secrets_of
 from holdfast.contracts.spec import RunSpec
 from holdfast.flows.parameters import load_spec
+from holdfast.flows.redactor import Redactor
 from holdfast.flows.summary import end_reason, table_of_attempts
 from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
@@ -22,15 +22,18 @@ from holdfast.workers import runs
 
 def carry(paths: RunPaths, log: logging.Logger) -> RunHistory:
     """Supervise the run until it has ended, and log how; returns its last history."""
-    with Index() as index:
-        history = Supervisor(paths=paths, index=index, log=log, submit=submit_next).run()
+    redactor = Redactor()
+    redacted = redactor.log(log)
+    with redactor.errors(), Index() as index:
+        history = Supervisor(
+            paths=paths, index=index, log=log, submit=submit_next, redactor=redactor
+        ).run()
     for line in table_of_attempts(history):
-        log.info("%s", line)
+        redacted.info("%s", line)
     last = history.last_attempt
     if last is not None and last.traceback and not history.state.is_live:
-        told = redact_text(last.traceback, secrets_of(history.record.spec))
-        log.error("the first failing rank:\n%s", told)
-    log.info("%s %s: %s", paths.name, history.state, end_reason(history))
+        redacted.error("the first failing rank:\n%s", last.traceback)
+    redacted.info("%s %s: %s", paths.name, history.state, end_reason(history))
     return history
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.contracts.history import AttemptView, RunHistory
+from holdfast.contracts.redaction import redact_text
+from holdfast.contracts.secrets import known_secrets
 from holdfast.contracts.states import RunState
 
 HEADINGS = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job")
@@ -37,10 +39,11 @@ def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
 
 
 def end_reason(history: RunHistory) -> str:
-    """Why a run ended, in one line: its last decision and the cause of its last attempt."""
+    """Why a run ended, in one line without secrets: its last decision, its last attempt's cause."""
     last = history.last_attempt
     decision = history.last_decision
     reason = str(decision["reason"]) if decision else history.state.value
+    reason = redact_text(reason, known_secrets(history.record.spec, history.paths))
     if history.state is RunState.COMPLETED or last is None or last.cause is None:
         return reason
     return f"{reason} (attempt {last.number} ended {last.state}, cause {last.cause})"

@@ -8,12 +8,11 @@ one follows until it is free.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from holdfast.contracts.attempt import Submission, SubmissionTry, read_document
@@ -36,6 +35,7 @@ from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.flows.progress import describe_progress
+from holdfast.flows.redactor import Log, Redactor
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
 from holdfast.workers.attempts import (
@@ -66,7 +66,6 @@ SOON_S: Final = 1.0
 FAILING_S_MAX: Final = 24 * 3600.0
 FAILURE_WAIT_S: Final = 10.0
 JOURNAL: Final = "flow"
-Log = logging.Logger | logging.LoggerAdapter[Any]
 
 
 class Submit(Protocol):
@@ -101,6 +100,7 @@ class Supervisor:
     log: Log
     submit: Submit
     flow_run: str = ""
+    redactor: Redactor = field(default_factory=Redactor)
     is_acting: bool = False
     _progress: tuple[object, float] = (None, 0.0)
     _said: set[str] = field(default_factory=set)
@@ -113,6 +113,7 @@ class Supervisor:
     _nodes: NodeWatch = field(default_factory=NodeWatch)
 
     def __post_init__(self) -> None:
+        self.log = self.redactor.log(self.log)
         self._ingestion = Ingestion(
             self.index,
             self.paths,
@@ -153,6 +154,7 @@ class Supervisor:
             if not self.is_acting and (lock.is_held or lock.try_take()):
                 self._take_up(journal)
             history = reconcile(self.paths, writer=JOURNAL)
+            self.redactor.learn(history.record.spec, self.paths)
             wait_s = self._act(history, journal) if self.is_acting else self._follow(history)
             self._prune(history)
         except OSError as error:
@@ -300,6 +302,8 @@ class Supervisor:
         due_s = _due_s(history, decision, now)
         if decision.action == "relaunch" and due_s <= 0:
             decision = self._if_possible(history, decision)
+        # The reason quotes evidence, and goes from here into journals, requests and Prefect.
+        decision = replace(decision, reason=self.redactor.text(decision.reason))
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
         if decision.action == "stop":

@@ -16,16 +16,17 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run as current_flow_run
 from prefect.states import Cancelled
 
+from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import RunFailedError
 from holdfast.contracts.history import RunHistory
 from holdfast.contracts.paths import AttemptPaths, RunPaths, default_root
-from holdfast.contracts.redaction import redact_text, secrets_of
 from holdfast.contracts.states import RunState
 from holdfast.flows.cancellation import cancel_on_signal, cancel_run_of_flow
 from holdfast.flows.carry import given_spec, is_under_way, take_up
+from holdfast.flows.redactor import Log, Redactor
 from holdfast.flows.secrets import require
 from holdfast.flows.summary import end_reason, summarize, table_of_attempts
-from holdfast.flows.supervise import Log, Supervisor, submit_next
+from holdfast.flows.supervise import Supervisor, submit_next
 from holdfast.lineage.index import Index
 from holdfast.workers.preflight import check
 from holdfast.workers.runs import newest_generation
@@ -43,7 +44,12 @@ def submit_attempt(
     paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
 ) -> AttemptPaths:
     """Submit one attempt. A task so that the page shows it; Prefect never tries it again."""
-    return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude)
+    redactor = Redactor()
+    record = read_document(RunRecord, paths.spec)
+    if record is not None:
+        redactor.learn(record.spec, paths)
+    with redactor.errors():
+        return submit_next(paths, gpus=gpus, reason=reason, exclude=exclude)
 
 
 @flow(name="train", retries=0, on_cancellation=[cancel_run_of_flow], persist_result=False)
@@ -61,10 +67,12 @@ def train(
     Without `preflight` nothing is checked before the first attempt is queued.
     Raises `RunFailedError` when the run failed; a cancelled run gives the state Cancelled.
     """
-    log = get_run_logger()
+    redactor = Redactor()
+    log = redactor.log(get_run_logger())
     home = Path(root).expanduser().absolute() if root else default_root()
-    run_spec = given_spec(spec, overrides or (), home, run)
-    with Index() as index:
+    with redactor.errors(), Index() as index:
+        run_spec = given_spec(spec, overrides or (), home, run)
+        redactor.learn(run_spec.given)
         if not is_under_way(home, run_spec, run):
             index.open()
             if preflight:
@@ -79,17 +87,19 @@ def train(
             log=log,
             submit=submit_attempt,
             flow_run=str(current_flow_run.id or ""),
+            redactor=redactor,
         )
         with cancel_on_signal(paths, supervisor, log):
             history = supervisor.run()
-    return conclude(history, log)
+    return conclude(history, log, redactor)
 
 
-def conclude(history: RunHistory, log: Log) -> dict[str, Any] | State[Any]:
+def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:
     """Tell how the run ended, in the log and in the form that Prefect understands."""
+    log = redactor.log(log)
     for line in table_of_attempts(history):
         log.info("%s", line)
-    reason = end_reason(history)
+    reason = redactor.text(end_reason(history))
     if history.state is RunState.COMPLETED:
         return summarize(history, reason)
     if history.state is RunState.CANCELLED:
@@ -97,6 +107,6 @@ def conclude(history: RunHistory, log: Log) -> dict[str, Any] | State[Any]:
     last = history.last_attempt
     if last and last.traceback:
         rank = last.outcome.failed_rank if last.outcome else None
-        told = redact_text(last.traceback, secrets_of(history.record.spec))
-        log.error("the first failing rank%s:\n%s", "" if rank is None else f" ({rank})", told)
+        which = "" if rank is None else f" ({rank})"
+        log.error("the first failing rank%s:\n%s", which, last.traceback)
     raise RunFailedError(f"{history.paths.name} {history.state}: {reason}")

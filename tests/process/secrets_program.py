@@ -1,6 +1,7 @@
 """Says what of its environment a test asks about: a digest of each value, and the values to leak.
 
-Its argument is JSON: `names` to digest into the file `seen`, `say` to print.
+Its argument is JSON: `names` to digest into the file `seen`, `say` to print, `fail`
+to end with an error that quotes them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main() -> None:
     for name in asked.get("say", ()):
         print(f"the value is <{os.environ[name]}>", flush=True)
     if asked.get("fail") and os.environ["HOLDFAST_ATTEMPT"] == "1":
-        raise RuntimeError(f"refused with {os.environ[asked['fail']]}")
+        raise RuntimeError(f"refused with {', '.join(os.environ[name] for name in asked['fail'])}")
     print("the end", flush=True)
 
 

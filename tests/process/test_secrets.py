@@ -92,7 +92,7 @@ def test_the_program_sees_its_secrets_and_nothing_keeps_them(local: Local) -> No
 
 
 def test_a_relaunch_needs_the_variable_again_and_says_so_first(local: Local) -> None:
-    run = SecretRun(local, fail="TOKEN")
+    run = SecretRun(local, fail=["TOKEN"])
     done = local.call("submit", str(run.spec), "--wait", "--json")
     told = json.loads(done.stdout)
     assert told["state"] == "failed", done.stderr

@@ -19,6 +19,8 @@ BLOCK_VALUE: Final = "block-Tn6wQ1fG8zJe"
 ENV_VALUE: Final = "env-Vb3kR7mX2pLa"
 VARIABLE: Final = "TESTS_SUBMITTERS_TOKEN"
 BLOCK: Final = "tests-token"
+FILE_VALUE: Final = "file-Hc5nW9tY3sDq"
+PLAIN_VALUE: Final = "plain-Rf8dK2vJ6mZx"
 
 
 @pytest.fixture
@@ -27,6 +29,43 @@ def runs(prefect_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
     yield made
     made.end_all()
     prefect_service.environment.pop(VARIABLE, None)
+
+
+def test_a_program_that_says_its_secrets_says_them_to_no_flow(runs: FlowRuns) -> None:
+    file = runs.folder / "token"
+    file.write_text(FILE_VALUE)
+    file.chmod(0o600)
+    settings = {"names": [], "seen": str(runs.folder / "seen"), "fail": ["HF_TOKEN", "OTHER"]}
+    spec = runs.write_spec(
+        "talkative",
+        {},
+        command=[PROGRAM.name, json.dumps(settings)],
+        resources={"gpus_per_node": 1},
+        environment={"HF_TOKEN": PLAIN_VALUE, "OTHER": {"from_file": str(file)}},
+    )
+    done = runs.service.command("holdfast", "submit", str(spec), "--wait", "--json", check=False)
+    paths = RunPaths(runs.root / "talkative")
+    runs.made.append(paths)
+    assert json.loads(done.stdout)["state"] == "failed"
+    (taken,) = supervisions(paths)
+    identity = taken["flow_run"]
+    wait_for("Prefect's state", lambda: runs.flow_state(identity) == "FAILED")
+    of_flow = {"flow_runs": {"id": {"any_": [identity]}}, "limit": 100}
+
+    def logs() -> str:
+        lines = runs.ask("logs/filter", logs={"flow_run_id": {"any_": [identity]}}, limit=200)
+        return json.dumps(lines, ensure_ascii=False)
+
+    wait_for("the traceback in the flow's log", lambda: "the first failing rank" in logs())
+    flow = runs.ask(f"flow_runs/{identity}")
+    assert "refused with •••, •••" in flow["state"]["message"]
+    # The spec that somebody gave is the flow's parameter as it was given.
+    parameters = flow.pop("parameters")
+    assert parameters["spec"]["environment"]["HF_TOKEN"] == PLAIN_VALUE
+    said = [flow, runs.ask("task_runs/filter", **of_flow), done.stdout, done.stderr]
+    states = runs.ask(f"flow_run_states/?flow_run_id={identity}")
+    text = logs() + json.dumps([*said, states])
+    assert [value for value in (PLAIN_VALUE, FILE_VALUE) if value in text] == []
 
 
 def test_a_block_and_the_submitters_variable_reach_the_program_alone(runs: FlowRuns) -> None:

@@ -25,6 +25,7 @@ _LAST: Final = frozenset(
         *("secretkey",),
     )
 )
+_ENDINGS: Final = ("password", "passwd", "secret", "apikey")
 # These are secrets in the names of variables, and else common words.
 _LAST_OF_VARIABLE: Final = frozenset(("PASS", "PAT", "KEY", "AUTH"))
 _BEFORE_KEY: Final = frozenset(
@@ -37,6 +38,14 @@ _BEFORE_PASS: Final = frozenset(
     (
         *("db", "user", "mysql", "pg", "postgres", "smtp", "redis", "ssh", "mail", "admin"),
         *("root", "proxy", "ftp", "http", "login", "sudo"),
+    )
+)
+# `tokens` mostly counts text: with a word before it, only these make it a plural of secrets.
+_BEFORE_TOKENS: Final = frozenset(
+    (
+        *("api", "access", "auth", "oauth", "refresh", "bearer", "session", "security", "secret"),
+        *("service", "deploy", "bot", "registry", "hf", "hub", "wandb", "gh", "github", "gitlab"),
+        *("slack", "npm", "pypi", "login", "personal", "admin", "csrf", "jwt", "id"),
     )
 )
 # Tokens of a text, and keys of data, are no secrets.
@@ -53,14 +62,35 @@ _NO_SECRET: Final = frozenset(
     ("PWD", "OLDPWD", "KEY", "PASS", "PAT", "AUTH", "SSH_AUTH", "prefect_secret")
 )
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+# `os.environ["NAME"] = "…"` is one too.
 _ASSIGNED: Final = re.compile(
     r"(?<![A-Za-z0-9_.-])-{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
-    r"""(?P<quote>["']?)(?P<between>\s{0,3}[=:]\s{0,3})"""
+    r"""(?P<quote>["']?)\]?(?P<between>\s{0,3}[=:]\s{0,3})"""
 )
-_OPTION: Final = re.compile(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?![-\s])")
+# `os.environ.setdefault("NAME", "…")`, and a command as a list of words.
+_LISTED: Final = re.compile(
+    r"""(?:[A-Za-z_]\(\s{0,3}["']|["']-{1,2})(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})["']"""
+    r"""\s{0,3},\s{0,3}(?=["'])"""
+)
+_OPTION: Final = re.compile(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?!\s)")
 _QUOTED: Final = r""""[^"\n]{1,4096}"|'[^'\n]{1,4096}'"""
-_ASSIGNED_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"'&;,)}}\]]{{1,4096}}""")
-_OPTION_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
+# A value without quotes ends where its word does. In a URL it ends at the next parameter.
+_WORD_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
+# A list or a table, which may be cut. A reference says where the secret is, and is shown.
+_GROUP_VALUE: Final = re.compile(
+    r"""\[[^\]]{1,4096}\][^\s"']{0,4096}|\[[^\n]{1,4096}"""
+    r"""|(?!\{\s{0,3}["']?(?:from_file|from_env|prefect_secret)\b)"""
+    r"""(?:\{[^}]{1,4096}\}[^\s"']{0,4096}|\{[^\n]{1,4096})"""
+)
+_EMPTY: Final = re.compile(r"[\[{]\s{0,9}[\]}]")
+_URL_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"'&]{{1,4096}}""")
+# What follows a secret option and is the next option, not its value.
+_NEXT_OPTION: Final = re.compile(r"--?|-[A-Za-z]|--[a-z][a-z0-9_.-]*(?:=[\s\S]*)?")
+_LOGIN_OPTIONS: Final = frozenset(("-u", "--user", "-U", "--proxy-user"))
+_LOGIN: Final = re.compile(
+    r"""(?<!\S)(?:-u|-U|--user|--proxy-user)(?:\s{1,3}|=)["']?"""
+    r"""[^\s:"'/]{1,256}:(?P<value>[^\s"']{1,1024})"""
+)
 _URL: Final = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]{1,20}://(?P<user>[^/\s:@]{0,256}):(?P<value>[^/\s@]{1,1024})@"
 )
@@ -77,12 +107,26 @@ _KNOWN: Final = re.compile(
     r"|AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{40,}|dapi[0-9a-f]{32}|dckr_pat_[\w-]{20,}"
     r"|hf_[0-9a-f]{8}_[\w-]{43}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
 )
-_KEY_BLOCK: Final = re.compile(
-    r"-----BEGIN (?P<kind>[A-Z ]{0,30}PRIVATE KEY)-----(?P<value>[\s\S]{1,16384}?)-----END"
+_KEY_BEGIN: Final = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----")
+_KEY_END: Final = "-----END"
+_KEY_CHARACTERS_MAX: Final = 16 * 1024
+# The lines of a key whose end is missing.
+_KEY_LINES: Final = re.compile(
+    r"(?:(?:\s|\\[rn]){0,8}(?:(?:Proc-Type|DEK-Info): ?[^\n]{1,200}|[A-Za-z0-9+/=]{16,}"
+    r"|[A-Za-z0-9+/=]{1,15}(?=[\s\\\"'.]|\Z)(?! [A-Za-z(])))*"
 )
 # A text without any of these has no secret but one that is known as such.
 _ANY: Final = re.compile(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = re.compile(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
+# Numbers of tokens as people write them: 4096, 1e9, 15T, 1.5 B.
+_COUNT: Final = re.compile(rf"(?:{_NUMBER.pattern})\s?[kKmMgGbBtT]?", re.IGNORECASE)
+# `tokens: …` in a text is a secret only when its value has something that looks like one.
+_WORD_PART: Final = re.compile(r"[A-Za-z0-9_+/=.~-]{8,}")
+_LETTER: Final = re.compile(r"[A-Za-z]")
+_DIGIT: Final = re.compile(r"[0-9]")
+_OPENING: Final = frozenset("[{")
+_PUNCTUATION: Final = ",;(){}[]"
+_REFERENCES: Final = frozenset(("from_file", "from_env", "prefect_secret"))
 _PLACE: Final = frozenset(
     ("file", "path", "dir", "directory", "folder", "name", "id", "url", "error")
 )
@@ -99,16 +143,19 @@ def is_secret(name: str) -> bool:
         words.pop()
     if not words:
         return False
-    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    last, before = words[-1], words[-2].lower() if len(words) > 1 else ""
     low = last.lower()
-    if low in _LAST or low.endswith(("password", "passwd", "secret", "apikey")):
-        return low != "token" or before.lower() not in _TOKENS_OF_TEXT
+    if low == "tokens":
+        return not before or before in _BEFORE_TOKENS
+    singular = low.removesuffix("s")
+    if {low, singular} & _LAST or singular.endswith(_ENDINGS):
+        return low != "token" or before not in _TOKENS_OF_TEXT
     if plain.isupper() and last in _LAST_OF_VARIABLE:
-        return before not in _KEYS_OF_DATA
-    if low == "key":
-        return before.lower() in _BEFORE_KEY
+        return before.upper() not in _KEYS_OF_DATA
+    if singular == "key":
+        return before in _BEFORE_KEY
     if low == "pass":
-        return before.lower() in _BEFORE_PASS
+        return before in _BEFORE_PASS
     # `client_secret_value`, but no file that holds one.
     return "secret" in {word.lower() for word in words} and low not in _PLACE
 
@@ -197,19 +244,64 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
             at = text.find(secret, at + len(secret))
     if not _ANY.search(text):
         return
-    for pattern in (_KNOWN, _BEARER, _HEADER, _KEY_BLOCK):
+    for pattern in (_KNOWN, _BEARER, _HEADER):
         for match in pattern.finditer(text):
             yield match.span("value")
+    yield from _find_keys(text)
     if "://" in text:
         for pattern in (_URL, _URL_TOKEN):
             for match in pattern.finditer(text):
                 yield match.span("value")
+    for match in _LOGIN.finditer(text):
+        # A user and a group by their numbers are no password.
+        if not _NUMBER.fullmatch(match["value"]):
+            yield match.span("value")
+    yield from _find_named(text)
+
+
+def _find_keys(text: str) -> Iterator[tuple[int, int]]:
+    """Private keys in their text form, also those that are cut before their end."""
+    until, end = 0, -1
+    for match in _KEY_BEGIN.finditer(text):
+        start = match.end()
+        if start < until:
+            continue
+        if end < start:
+            end = text.find(_KEY_END, start)
+            end = len(text) + _KEY_CHARACTERS_MAX if end < 0 else end
+        lines = _KEY_LINES.match(text, start, start + _KEY_CHARACTERS_MAX)
+        until = end if end - start <= _KEY_CHARACTERS_MAX else lines.end() if lines else start
+        if until > start:
+            yield start, until
+
+
+def _find_named(text: str) -> Iterator[tuple[int, int]]:
+    """The values of secret names: what is assigned to them or given after them."""
+    until = spoken_until = 0
     for match in _ASSIGNED.finditer(text):
-        value = _value_after(_ASSIGNED_VALUE, text, match)
-        if value and not _is_spoken(match, text[slice(*value)]):
+        is_plain = _is_plain_tokens(match["name"])
+        # What is inside a value that was judged is not judged again, which would take too long.
+        if match.end() < (spoken_until if is_plain else until):
+            continue
+        is_parameter = text[max(0, match.start() - 1) : match.start()] in {"?", "&"}
+        pattern = _URL_VALUE if is_parameter else _WORD_VALUE
+        if text[match.end() : match.end() + 1] in _OPENING and not _EMPTY.match(text, match.end()):
+            pattern = _GROUP_VALUE
+        value = _value_after(pattern, text, match)
+        if value is None:
+            continue
+        if not _is_spoken(match, text[slice(*value)]):
+            yield value
+            until = value[1]
+        if is_plain:
+            spoken_until = value[1]
+    for match in _LISTED.finditer(text):
+        value = _value_after(_WORD_VALUE, text, match)
+        if value and not _NEXT_OPTION.fullmatch(text, *value):
             yield value
     for match in _OPTION.finditer(text):
-        if value := _value_after(_OPTION_VALUE, text, match):
+        value = _value_after(_WORD_VALUE, text, match)
+        if value and not _NEXT_OPTION.fullmatch(text, *value):
             yield value
 
 
@@ -226,23 +318,72 @@ def _value_after(
 
 def _is_spoken(name: re.Match[str], value: str) -> bool:
     """True for what a program says of tokens that are no secrets: `loss per token: 2.31`."""
-    if value in {"None", "null"}:
+    value = value.strip(_PUNCTUATION)
+    if value in {"", "None", "null", "True", "False", "true", "false"}:
         return True
-    is_short = len(value) < SECRET_CHARACTERS_MIN or bool(_NUMBER.fullmatch(value))
-    return is_short and ":" in name["between"] and not name["quote"]
+    low = name["name"].lower()
+    if _is_plain_tokens(low) and not _is_random(value):
+        return True
+    if low.endswith("tokens") and _COUNT.fullmatch(value):
+        return True
+    if ":" not in name["between"] or name["quote"]:
+        return False
+    # Of tokens there may be some number; no other secret is one that nobody minds.
+    is_count = low.endswith("token") and bool(_NUMBER.fullmatch(value))
+    return is_count or len(value) < SECRET_CHARACTERS_MIN
+
+
+def _is_plain_tokens(name: str) -> bool:
+    return name.lower().rpartition(".")[2] == "tokens"
+
+
+def _is_random(value: str) -> bool:
+    """True for a text with a long word of letters and digits, as secrets are."""
+    parts = (match[0] for match in _WORD_PART.finditer(value))
+    return any(_LETTER.search(part) and _DIGIT.search(part) for part in parts)
 
 
 def _is_hidden(name: str, value: Any) -> bool:
-    return isinstance(value, str) and bool(value) and is_secret(name)
+    """True for a value under a secret name: texts, numbers, and lists and tables with any."""
+    if not is_secret(name):
+        return False
+    return any(_hidden_leaves(value, is_count=name.lower().endswith("tokens")))
+
+
+def _hidden_leaves(value: Any, *, is_count: bool) -> Iterator[str]:
+    """What under a secret name is not empty, no switch and no reference, as texts."""
+    if isinstance(value, str):
+        if value and not (is_count and _COUNT.fullmatch(value)):
+            yield value
+    elif isinstance(value, Mapping):
+        # A reference says where the secret is.
+        if not (len(value) == 1 and _REFERENCES.issuperset(value)):
+            for one in value.values():
+                yield from _hidden_leaves(one, is_count=is_count)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _hidden_leaves(one, is_count=is_count)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and not is_count:
+        yield str(value)
 
 
 def _with_options(values: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
     """Each value, and True for one that a secret option before it takes."""
-    is_taken = False
+    before = ""
     for value in values:
-        is_option = isinstance(value, str) and value.startswith("-")
-        yield value, is_taken and isinstance(value, str) and not is_option
-        is_taken = is_option and "=" not in value and is_secret(value)
+        text = str(value) if isinstance(value, str | int | float) else ""
+        is_login = before in _LOGIN_OPTIONS and _is_login(text)
+        is_taken = bool(text) and (
+            is_login or (is_secret(before) and not _NEXT_OPTION.fullmatch(text))
+        )
+        yield value, is_taken
+        is_option = isinstance(value, str) and value.startswith("-") and not is_taken
+        before = value if is_option and "=" not in value else ""
+
+
+def _is_login(value: str) -> bool:
+    user, _, password = value.partition(":")
+    return bool(user and password) and not _NUMBER.fullmatch(password)
 
 
 def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
@@ -254,9 +395,10 @@ def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
         for key, one in value.items():
             here = f"{place}.{key}" if place else str(key)
             if _is_hidden(str(key), one):
-                yield here, one
+                is_count = str(key).lower().endswith("tokens")
+                yield from ((here, leaf) for leaf in _hidden_leaves(one, is_count=is_count))
             else:
                 yield from _values_of(one, here)
     elif isinstance(value, list | tuple):
         for one, is_option_value in _with_options(value):
-            yield from ((place, one),) if is_option_value else _values_of(one, place)
+            yield from ((place, str(one)),) if is_option_value else _values_of(one, place)

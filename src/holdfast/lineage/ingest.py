@@ -25,7 +25,8 @@ from holdfast.contracts.errors import (
 from holdfast.contracts.history import check_identity, load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.redaction import redact, secrets_of
+from holdfast.contracts.redaction import redact
+from holdfast.contracts.secrets import known_secrets
 from holdfast.lineage.claims import check_uid
 from holdfast.lineage.clean import clean, redacted
 from holdfast.lineage.database import Database
@@ -132,7 +133,7 @@ def _read_folder(
     lines = read_lines(paths, fresh=fresh)
     told = in_order(lines)
     history = load_history(paths, [one.event for one in told])
-    secrets = secrets_of(history.record.spec)
+    secrets = known_secrets(history.record.spec, paths)
     rows = redacted(build_rows(history, found, told, seen.fingerprint), secrets)
     return _Look(before, found, lines, rows, secrets)
 
