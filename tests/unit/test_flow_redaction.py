@@ -60,7 +60,7 @@ def failed(tmp_path: Path) -> RunFolder:
     folder = UnseenRun(tmp_path / "root", "kelp", "u" * 32, {"environment": environment})
     folder.submit(1, 1, T0)
     folder.claim(1, T0 + 1)
-    ending = {"evidence": (SAID,), "traceback": TRACEBACK}
+    ending: dict[str, Any] = {"evidence": (SAID,), "traceback": TRACEBACK}
     folder.finish(1, AttemptState.FAILED, Cause.USER_ERROR, 5, T0 + 2, **ending)
     return folder
 
