@@ -395,6 +395,45 @@ def test_an_outcome_that_the_file_system_hides_is_waited_for(
     assert history.state is RunState.COMPLETED
 
 
+class CachedUntilChanged(CachedAbsence):
+    """The same for a mount with `nocto`: only a new name in the directory makes the client ask."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, clock: Clock, path: Path) -> None:
+        self._directory = os.path.dirname(path)
+        super().__init__(patch, clock, os.path.basename(path), 10**9, asks=False)
+
+    def _wrap(self, real: Any, at: int) -> Any:
+        looked = super()._wrap(real, at)
+
+        def opened(*arguments: Any, **options: Any) -> Any:
+            path, flags = arguments[at], arguments[at + 1]
+            if flags & os.O_EXCL and os.path.dirname(path) == self._directory:
+                self._ends_at = 0.0
+            return looked(*arguments, **options)
+
+        return opened
+
+
+@pytest.mark.usefixtures("on_nfs")
+def test_an_outcome_that_appears_while_it_is_missed_is_found_by_the_last_look(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
+    flow.submit()
+    assert claim_as(flow.attempt, "100")
+    slurm.states["100"] = AttemptState.NODE_FAILED
+    # Another supervisor has looked before, and left its note and its lock.
+    assert not flow.reconcile().attempts[0].state.is_terminal
+    assert flow.attempt.missing.exists()
+    flow.attempt.ending_lock.touch()
+    completed(flow.attempt, clock)
+    with pytest.MonkeyPatch.context() as patch:
+        CachedUntilChanged(patch, clock, flow.attempt.outcome)
+        clock.now += 9.0
+        assert not flow.reconcile().attempts[0].state.is_terminal
+        clock.now += CACHE_MARGIN_S + CACHE_S
+        assert flow.reconcile().attempts[0].state is AttemptState.COMPLETED
+
+
 @pytest.mark.usefixtures("on_nfs")
 def test_an_outcome_that_is_there_counts_at_once(flow: Flow, slurm: Slurm, clock: Clock) -> None:
     flow.submit()
