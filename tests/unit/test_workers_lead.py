@@ -20,12 +20,14 @@ import pytest
 from tests.runs import RunFolder
 
 from holdfast.contracts.board import Proposal
-from holdfast.contracts.channel import ChannelHost, ChannelMember
+from holdfast.contracts.channel import ChannelHost, ChannelMember, Peer
+from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew
 from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.outcome import build_outcome, judge_ending
 from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
 from holdfast.workers.agent.signals import SignalBox
@@ -300,6 +302,97 @@ def test_a_signal_ends_the_wait_for_nodes_that_do_not_come(tmp_path: Path) -> No
     host.close()
     assert (outcome.state, outcome.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
     assert outcome.incarnations == ()
+
+
+@pytest.mark.timeout(20)
+def test_nodes_are_waited_for_as_long_as_the_spec_says(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "quick", "1" * 32, {"supervision": {"join_timeout_s": 0.3}})
+    attempt = run.submit(1, 1, 0.0)
+    context = dataclasses.replace(load_context(attempt.request), nodes=2)
+    host = ChannelHost(attempt.channel, 2)
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        lead = Lead(context, SignalBox(), journal, cast(NodeRuntime, SteadyNode("n0")), host)
+        began = time.monotonic()
+        with pytest.raises(AgreementError):
+            lead.run()
+        assert 0.3 <= time.monotonic() - began < 10.0
+        lead.close()
+    host.close()
+
+
+class SlowDrain(PlayedNode):
+    """A node whose flusher is not done before those of all other nodes have been asked too."""
+
+    def __init__(self, name: str, everybody: threading.Barrier) -> None:
+        super().__init__(name, {})
+        self._everybody = everybody
+
+    def drain(self, timeout_s: float, lost: Any = (), *, mirror: bool = False) -> bool:
+        time.sleep(0.3)
+        self._everybody.wait(5.0)
+        return True
+
+
+class SlowPeer(PlayedPeer):
+    """The wire to a node whose agent takes its time for what is slow."""
+
+    def __init__(self, node: SlowDrain) -> None:
+        super().__init__(node)
+        self._slow = node
+
+    def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
+        if what == "drain":
+            return {"done": self._slow.drain(given["drain_s"])}
+        return super().call(what, timeout_s, **given)
+
+
+@pytest.mark.timeout(60)
+def test_slow_nodes_drain_in_the_time_of_one(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "quick", "1" * 32)
+    attempt = run.submit(1, 1, 0.0)
+    context = dataclasses.replace(load_context(attempt.request), nodes=4)
+    everybody = threading.Barrier(4)
+    here, *there = (SlowDrain(f"n{i}", everybody) for i in range(4))
+    peers: dict[int, PlayedPeer] = {i: SlowPeer(node) for i, node in enumerate(there, 1)}
+    with JournalWriter(attempt.node_journal(0)) as journal:
+        lead = Lead(
+            context,
+            SignalBox(),
+            journal,
+            cast(NodeRuntime, here),
+            cast(ChannelHost, PlayedHost(peers)),
+        )
+        lead.run()
+        lead.close()
+    assert [one.ending for one in lead.incarnations] == ["completed"]
+    assert not everybody.broken
+    assert lead.lost == []
+
+
+class BusyPeer(PlayedPeer):
+    """The wire to a node whose agent answers when it is let."""
+
+    def __init__(self, node: PlayedNode) -> None:
+        super().__init__(node)
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+
+    def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
+        self.asked.set()
+        assert self.may_answer.wait(WAIT_S)
+        return {}
+
+
+@pytest.mark.timeout(20)
+def test_a_spare_is_asked_for_and_not_waited_for() -> None:
+    crew, peers = Crew(3), [BusyPeer(PlayedNode(f"n{i}", {})) for i in (1, 2)]
+    for peer in peers:
+        node = RemoteNode(cast(Peer, peer), crew.post)
+        node.prepare(2, "127.0.0.1", 1)
+        assert not peer.may_answer.is_set()
+    assert all(peer.asked.wait(WAIT_S) for peer in peers)
+    for peer in peers:
+        peer.may_answer.set()
+    crew.close()
 
 
 @pytest.mark.timeout(60)
