@@ -8,7 +8,7 @@ import time
 from typing import Any, Final
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from tests.runs import RunFolder
 from tests.web import stand
 from tests.web.scene import HOUR, LIVE, NEWEST, beat, clock
@@ -27,6 +27,22 @@ FORK: Final = "gpt-90m-8k"
 PHONE: Final = 390
 # The height of every window here, pixels.
 SCREEN: Final = 900
+
+# Charts are drawn on a canvas: this notes all centred labels, and those that the canvas clips.
+KEEP_LABELS: Final = """
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
+  const { e: moved, b: turned } = this.getTransform();
+  if (this.textAlign === "center" && turned === 0) {
+    const { dataset } = document.documentElement;
+    const at = moved + x, half = this.measureText(text).width / 2;
+    const isClipped = at < half || at + half > this.canvas.width;
+    dataset.labels = `${dataset.labels ?? ""}[${text}]`;
+    dataset.clipped = `${dataset.clipped ?? ""}${isClipped ? `[${text}]` : ""}`;
+  }
+  return draw.call(this, text, x, ...rest);
+};
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +65,11 @@ def value_of(page: Page, name: str) -> str:
     """The value beside a name in the list of facts."""
     fact = page.locator(".facts > div").filter(has=page.get_by_text(name, exact=True))
     return fact.locator("dd").inner_text()
+
+
+def edge_of(notice: Locator) -> str:
+    """The colour of the line before a notice."""
+    return str(notice.evaluate("(one) => getComputedStyle(one).borderLeftColor"))
 
 
 def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Browser) -> None:
@@ -155,6 +176,56 @@ def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) ->
         expect(dialog.get_by_role("link", name="my-fork")).to_be_visible()
 
 
+def test_cancel_promises_the_last_save_that_it_makes(site: Site, browser: Browser) -> None:
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{LIVE}")
+        page.get_by_role("button", name="Cancel", exact=True).click()
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_contain_text("saves a final checkpoint")
+        expect(dialog).to_contain_text("Relaunch continues it")
+        expect(dialog).not_to_contain_text("without")
+
+
+def test_a_notice_has_its_time_and_attempt_and_earlier_ones_are_folded(
+    site: Site, browser: Browser
+) -> None:
+    paths, now = RunPaths(site.root / LIVE), time.time()
+    for number, at, finding in ((1, now - 5 * HOUR, "rank 2 reads"), (3, now, "rank 3 waits")):
+        with clock(at), JournalWriter(paths.attempt(number).node_journal(0)) as journal:
+            journal.append(EventKind.HANG_SUSPECTED, attempt=number, finding=finding)
+    with stand.looking(browser, site) as (page, _):
+        page.goto(f"/runs/{LIVE}")
+        current = page.get_by_text("rank 3 waits")
+        expect(current).to_have_text(re.compile(r"rank 3 waits attempt 3, (just now|.* ago)$"))
+        earlier = page.get_by_text("rank 2 reads")
+        expect(earlier).to_be_hidden()
+        page.get_by_text("1 earlier notice", exact=True).click()
+        expect(earlier).to_be_visible()
+        expect(earlier).to_have_text(re.compile(r"rank 2 reads attempt 1, 5 h.* ago$"))
+        # It is over, so it is no longer in the colour of what is wrong now.
+        assert edge_of(earlier) != edge_of(current)
+
+
+def test_the_labels_of_an_axis_lie_within_the_chart(site: Site, browser: Browser) -> None:
+    began = time.time() - 3 * HOUR
+    run = RunFolder(site.root, "round-number", "4" * 32, created_at=began)
+    run.submit(1, 1, began)
+    run.claim(1, began + 5)
+    run.launch(1, 1, 0, None, 1)
+    lines = [json.dumps({"step": n * 1000, "time": began + n, "loss": 1 / n}) for n in range(1, 11)]
+    metrics = run.paths.metrics_of(1, 1)
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    metrics.write_text("\n".join([*lines, ""]))
+    run.finish(1, AttemptState.COMPLETED, None, 10_000, began + 60, started_at=began + 5)
+    with stand.looking(browser, site) as (page, _):
+        page.add_init_script(KEEP_LABELS)
+        # Its last step is a tick at the right edge.
+        page.goto("/runs/round-number")
+        document = page.locator("html")
+        expect(document).to_have_attribute("data-labels", re.compile(r"\[10.000\]"))
+        expect(document).to_have_attribute("data-clipped", "")
+
+
 def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
     site: Site, browser: Browser
 ) -> None:
@@ -210,12 +281,13 @@ def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
     site: Site, browser: Browser
 ) -> None:
     with stand.looking(browser, site) as (page, _):
-        page.goto(f"/runs/{FORK}/lineage")
         card = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00005000.a0001.i01"]')
-        expect(card).to_contain_text("verified")
-        card.focus()
-        page.keyboard.press("Enter")
-        expect(page.get_by_role("complementary")).to_contain_text("Step 5")
+        for key in ("Enter", "Space"):
+            page.goto(f"/runs/{FORK}/lineage")
+            expect(card).to_contain_text("verified")
+            card.focus()
+            page.keyboard.press(key)
+            expect(page.get_by_role("complementary")).to_contain_text("Step 5")
 
 
 def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browser: Browser) -> None:
@@ -229,6 +301,10 @@ def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browse
         box = timeline.bounding_box()
         assert box
         assert box["x"] + box["width"] <= PHONE
+        table = page.get_by_role("region", name="Attempts")
+        expect(table.get_by_text("#1", exact=False).first).to_be_visible()
+        clipped = table.evaluate("(one) => one.scrollWidth - one.clientWidth")
+        assert clipped == 0
         # The program's own error is no fault of the machine.
         page.goto("/nodes?host=gpu-05")
         expect(page.get_by_text("None so far.")).to_be_visible()
