@@ -32,7 +32,7 @@ VIEWS: Final = {
     "logs": (f"/runs/{LIVE}/logs", "Following"),
     "events": (f"/runs/{LIVE}/events", "Facts"),
     "checkpoint": (f"/checkpoints/{PINNED}", "Ancestry"),
-    "compare": (f"/compare?a={PINNED}&b={LAST}", "Facts that differ"),
+    "compare": (f"/compare?a={PINNED}&b={LAST}", "Differences"),
     "goodput": ("/goodput", "Productive"),
     "nodes": ("/nodes", "gpu-11"),
     "storage": ("/storage", "Prunable"),

@@ -33,7 +33,7 @@ PAGES: Final = {
     f"/runs/{LIVE}/events": "a preemption is always forgiven",
     "/runs/bert-classifier": "Traceback of rank 1",
     f"/checkpoints/{PINNED}": "Ancestry",
-    f"/compare?a={PINNED}&b={LAST}": "Facts that differ",
+    f"/compare?a={PINNED}&b={LAST}": "Differences",
     "/goodput": "Productive",
     "/nodes": "gpu-11",
     "/storage": "Prunable",

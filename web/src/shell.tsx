@@ -23,7 +23,7 @@ const WORDS: Record<Connection, [string, string]> = {
   connecting: ["starting", "connecting"],
   live: ["alive", "live"],
   polling: ["waiting", "polling"],
-  away: ["silent", "server away"],
+  away: ["silent", "unreachable"],
 };
 
 /** When the newest data on this page came, whatever query brought it. */
@@ -43,7 +43,7 @@ function Banner() {
       {updated > 0
         ? `What you see is from ${relative(updated, now)}; runs go on without this page.`
         : "Runs go on without this page."}{" "}
-      It is asked again every few seconds.
+      Retrying every few seconds.
     </div>
   );
 }

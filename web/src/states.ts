@@ -52,15 +52,15 @@ export const PARTS = [
 export type Part = (typeof PARTS)[number];
 
 export const PART_WORDS: Record<Part, string> = {
-  training: "training that counted",
-  lost: "trained again after a loss",
-  blocked: "held up by saves",
-  flushing: "last flush",
-  loading: "loading state",
-  starting: "starting programs",
+  training: "productive",
+  lost: "lost work",
+  blocked: "blocked by checkpointing",
+  flushing: "final save",
+  loading: "loading checkpoint",
+  starting: "start-up",
   queued: "queued",
   hung: "hung",
-  stopped: "between attempts",
+  stopped: "idle",
 };
 
 const LIVE = new Set(["queued", "running", "waiting", "paused"]);

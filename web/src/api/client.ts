@@ -28,10 +28,10 @@ export class AwayError extends Error {}
 const TITLES: Record<number, string> = {
   401: "You are not logged in.",
   403: "Your role does not allow this.",
-  404: "There is no such thing.",
-  409: "Somebody else was first.",
-  422: "This is not possible as it was asked.",
-  429: "Too many tries.",
+  404: "Not found.",
+  409: "Conflicting request.",
+  422: "Invalid request.",
+  429: "Too many attempts.",
 };
 
 type Listener = (reached: boolean) => void;

@@ -146,7 +146,7 @@ function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
       />
       {commands.length > 0 ? (
         <section className="section">
-          <h2>Go on from here</h2>
+          <h2>Use this checkpoint</h2>
           <div className="commands">
             {commands.map(([name, command]) => (
               <Fragment key={name}>
@@ -194,7 +194,7 @@ export function CheckpointPage() {
                   <ActionButton key={action.id ?? action.word} action={action} />
                 )) : null}
                 <Link to="/runs/$run/lineage" params={{ run }} search={{ at: id }}>
-                  In the graph
+                  Show in lineage
                 </Link>
               </div>
             </div>

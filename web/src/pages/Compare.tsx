@@ -85,7 +85,7 @@ function Outcome({ a, b }: { a: string; b: string }) {
           <>
             <Facts
               facts={[
-                ["Facts that differ", `${different.length} of ${facts.length}`],
+                ["Differences", `${different.length} of ${facts.length}`],
                 ["Common ancestor", told.common_ancestor ? (
                   <Link to="/checkpoints/$id" params={{ id: told.common_ancestor }}>
                     {checkpointWords(told.common_ancestor)}
@@ -98,7 +98,7 @@ function Outcome({ a, b }: { a: string; b: string }) {
               <label>
                 <input type="checkbox" checked={all}
                   onChange={(event) => setAll(event.target.checked)} />
-                Show what is the same, too
+                Show identical
               </label>
             </div>
             <div className="table-wrap" tabIndex={0} role="region" aria-label="Comparison">

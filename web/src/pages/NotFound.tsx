@@ -3,10 +3,10 @@ import { Empty, useTitle } from "../parts/basics";
 
 /** An address that leads nowhere. */
 export function NotFound() {
-  useTitle("No such page");
+  useTitle("Page not found");
   return (
-    <Empty title="There is no such page">
-      <p>The address leads nowhere here. <Link to="/">All runs</Link> are a good place to begin.</p>
+    <Empty title="Page not found">
+      <p>This address has no page. See <Link to="/">all runs</Link>.</p>
     </Empty>
   );
 }

@@ -105,10 +105,10 @@ export function ActionButton({ action: current }: { action: Action }) {
               </p>
             ) : null}
             <div className="choices">
-              <DialogDismiss>Not now</DialogDismiss>
+              <DialogDismiss>Back</DialogDismiss>
               <button type="submit" className="primary" disabled={mutation.isPending}>
-                {mutation.isPending ? "Asking…"
-                  : conflicts ? `${action.word} all the same` : action.word}
+                {mutation.isPending ? "Sending…"
+                  : conflicts ? `${action.word} anyway` : action.word}
               </button>
             </div>
           </form>

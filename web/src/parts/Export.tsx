@@ -28,7 +28,7 @@ export function Export({ id }: { id: string }) {
   return (
     <div className="export">
       <label>
-        Form{" "}
+        Format{" "}
         <select value={form} onChange={(event) => setForm(event.target.value)}>
           {FORMS.map(([name, words]) => <option key={name} value={name}>{words}</option>)}
         </select>

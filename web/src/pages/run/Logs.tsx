@@ -73,10 +73,10 @@ function Log({ run, file }: { run: string; file: LogFile }) {
           follows.current = at.scrollHeight - at.scrollTop - at.clientHeight < AT_END_PX;
         }}
       >
-        {text || "Nothing was written here."}
+        {text || "Empty"}
       </pre>
       <p className="muted" role="status">
-        {ended ? "The attempt has ended; this is all."
+        {ended ? "End of log: the attempt has ended."
           : "Following; scroll up to stay where you are."}
       </p>
     </>
@@ -111,7 +111,7 @@ function Files({ run, files, chosen, leading }: FilesProps) {
       <div className="toolbar">
         {leading}
         <label>
-          Output of
+          Stream
           <select
             value={keyOf(file)}
             onChange={(event) =>
