@@ -2,7 +2,7 @@
 
 One page for the node and one record per local rank, all 64-bit words. A rank writes its own
 record only; the node's settler (the agent, or a thread of the local rank 0 where there is no
-agent) writes the head. A boundary costs a rank two stores and one load, and no system call.
+agent) writes the head. A boundary costs a rank a few stores and one load, and no system call.
 
 Ordering. A rank stores `entering` and then loads the proposal; the settler stores a proposal,
 waits `SETTLE_S`, and then loads `entering`. A store that preceded the rank's load in program
