@@ -17,6 +17,8 @@ from holdfast.workers import deletion
 from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.retention import Verdict
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 def test_a_commit_while_others_are_deleted_is_judged_by_the_next_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,10 +51,8 @@ class UnseenRun(RunFolder):
 
 
 @pytest.fixture
-def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+def failed(tmp_path: Path, home: Path) -> RunFolder:
     """A run whose only attempt ended by the program's own error, beside an index of its own."""
-    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
     file = tmp_path / "token"
     file.write_text(REFERRED)
     file.chmod(0o600)

@@ -30,6 +30,8 @@ from holdfast.workers import executors, operator, runs
 from holdfast.workers.executors.slurm import SlurmExecutor
 from holdfast.workers.request import build_request
 
+pytestmark = pytest.mark.usefixtures("home")
+
 LINES = "a\nsrun evil"
 
 
@@ -112,7 +114,6 @@ def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
     scheduler: Scheduler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_DB_URL", f"sqlite:///{tmp_path}/index.db")
     given = spec_of(resources={"executor": "slurm"}).given
     paths = a_run(tmp_path / "runs", change, None if change is older else given)
     shown = call("show", str(paths.directory), "--json").json
@@ -151,7 +152,6 @@ def test_an_attempt_that_an_older_version_requested_is_submitted_as_it_was(
 def test_a_run_with_keys_of_a_newer_version_is_not_relaunched_without_them(
     tmp_path: Path, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_DB_URL", f"sqlite:///{tmp_path}/index.db")
     given = {**spec_of(resources={"executor": "slurm"}).given, "priority": 6}
     paths = a_run(tmp_path, newer, given)
     with pytest.raises(RunConflictError):
