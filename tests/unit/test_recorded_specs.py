@@ -112,7 +112,6 @@ def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
     change: Callable[[dict[str, Any]], None],
     tmp_path: Path,
     scheduler: Scheduler,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = spec_of(resources={"executor": "slurm"}).given
     paths = a_run(tmp_path / "runs", change, None if change is older else given)
@@ -150,7 +149,7 @@ def test_an_attempt_that_an_older_version_requested_is_submitted_as_it_was(
 
 
 def test_a_run_with_keys_of_a_newer_version_is_not_relaunched_without_them(
-    tmp_path: Path, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, scheduler: Scheduler
 ) -> None:
     given = {**spec_of(resources={"executor": "slurm"}).given, "priority": 6}
     paths = a_run(tmp_path, newer, given)
