@@ -31,7 +31,7 @@ demo: setup  ## A run that is preempted and relaunched on fewer ranks: about a m
 	$(PYTHON) examples/demo.py $(ARGS)
 
 test: setup-cluster  ## All tests but the long ones; ARGS="-k name" narrows them
-	$(PYTEST) $(TWO_AT_A_TIME) -m "not storm" --durations=25 $(ARGS)
+	$(PYTEST) $(TWO_AT_A_TIME) -m "not slow" --durations=25 $(ARGS)
 
 test-all: setup-cluster  ## All tests, soaks and matrices included
 	$(PYTEST) $(TWO_AT_A_TIME) --durations=40 $(ARGS)

@@ -61,7 +61,7 @@ def make_beat(node: int, step: int) -> str:
         host=f"node-{node:04d}",
         time=time.time(),
         attempt=1,
-        incarnation=1,
+        launch=1,
         agent_pid=4000,
         ranks=ranks,
     )

@@ -36,7 +36,7 @@ from benchmarks.lineage_folders import make_folders
 from benchmarks.lineage_report import Took, computed_s, render
 from tests.postgres import postgres_server
 
-from holdfast.contracts.collector import settle_memory
+from holdfast.contracts.collector import return_free_memory
 from holdfast.contracts.paths import RunPaths, list_runs
 from holdfast.contracts.states import RunState
 from holdfast.lineage import cursors, pages, queries
@@ -107,7 +107,7 @@ def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, An
         "rows": {"runs": runs, "checkpoints": checkpoints},
         "load": {},
     }
-    settle_memory()
+    return_free_memory()
     with open_database(url) as database:
         figures["version"] = version_of(database)
         stages: dict[str, Callable[[], Any]] = {
@@ -320,7 +320,7 @@ def stopwatch(act: Callable[[], object]) -> float:
 
 def ingest_all(url: str, folders: list[str]) -> None:
     """Ingest runs one after another, as a flow or a server does."""
-    settle_memory()
+    return_free_memory()
     with open_database(url) as database:
         for folder in folders:
             ingest_run(database, RunPaths(Path(folder)))

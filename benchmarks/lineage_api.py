@@ -15,12 +15,12 @@ from fastapi import FastAPI
 
 from holdfast.api.app import create_app
 from holdfast.api.hub import Hub
-from holdfast.api.security import Exposure
+from holdfast.api.security import AccessPolicy
 from holdfast.api.services import Services
 from holdfast.api.store import Store
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.api.watch import Watch
-from holdfast.contracts.collector import settle_memory
+from holdfast.contracts.collector import return_free_memory
 from holdfast.lineage.database import URL_VARIABLE
 from holdfast.lineage.index import Index
 
@@ -35,7 +35,7 @@ def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
         tokens = TokenStore(Path(folder) / "tokens.json")
         HEADERS["authorization"] = f"Bearer {tokens.issue('bench', Role.READER)[1]}"
         app = _app(Path(folder), tokens)
-        settle_memory()
+        return_free_memory()
         return asyncio.run(_ask_all(app, asks))
 
 
@@ -51,7 +51,7 @@ def _app(home: Path, tokens: TokenStore) -> FastAPI:
             store=store,
             watch=Watch(store, hub, (home,)),
             hub=hub,
-            exposure=Exposure(),
+            access_policy=AccessPolicy(),
             tokens=tokens,
             roots=(home,),
             start=refuse,

@@ -33,7 +33,7 @@ def run_uid(number: int) -> str:
 
 def checkpoint_name(number: int) -> str:
     """A run's checkpoint by its number, from 0 on."""
-    return f"step-{(number + 1) * STEP:08d}.a0001.i01"
+    return f"step-{(number + 1) * STEP:08d}.a0001.l01"
 
 
 def fill(database: Database, runs: int, checkpoints: int) -> None:
@@ -91,8 +91,8 @@ def _pad(expression: str, width: int) -> str:
 
 
 _N = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {last})"
-_NAME = f"'step-' || {_pad(f'((n.i + 1) * {STEP})', 8)} || '.a0001.i01'"
-_PARENT = f"'step-' || {_pad(f'(n.i * {STEP})', 8)} || '.a0001.i01'"
+_NAME = f"'step-' || {_pad(f'((n.i + 1) * {STEP})', 8)} || '.a0001.l01'"
+_PARENT = f"'step-' || {_pad(f'(n.i * {STEP})', 8)} || '.a0001.l01'"
 _EMPTY = "CAST('{}' AS {json})"
 _DIGEST = "'d41d8cd98f00b204e9800998ecf8427ed41d8cd98f00b204e9800998ecf8427e'"
 
@@ -121,14 +121,14 @@ _NODES = (
     "FROM attempts"
 )
 _LAUNCHES = (
-    "INSERT INTO incarnations (run_uid, attempt, number, started_at, trained_from, ended_at) "
+    "INSERT INTO launches (run_uid, attempt, number, started_at, trained_from, ended_at) "
     "SELECT run_uid, number, 1, started_at, started_at + 5, ended_at FROM attempts"
 )
 
 
 def _checkpoints(last: str, which: str) -> str:
     return (
-        "INSERT INTO checkpoints (run_uid, name, step, attempt, incarnation, state, path, "
+        "INSERT INTO checkpoints (run_uid, name, step, attempt, launch, state, path, "
         "reason, world_size, parent, parent_uid, parent_name, parent_step, bytes, files, checksum, "
         "blocked_s, flush_s, committed_at, metrics, versions, topology, pinned, rolled_back, "
         "stamp) "
@@ -152,18 +152,18 @@ _JOURNALS = (
     "'attempts/0001/journal/rank0.jsonl', 0 FROM runs"
 )
 _EVENTS = (
-    "INSERT INTO events (run_uid, journal, incarnation, sequence, attempt, time, kind, data) "
+    "INSERT INTO events (run_uid, journal, launch, sequence, attempt, time, kind, data) "
     f"SELECT run_uid, 'attempts/0001/journal/rank0.jsonl', 1, 2 * (step / {STEP}) + k.k, 1, "
     "committed_at - 1 + k.k, CASE k.k WHEN 0 THEN 'staged' ELSE 'committed' END, "
-    'CAST(\'{"attempt": 1, "incarnation": 1, "blocked_s": 0.1}\' AS {json}) FROM checkpoints '
+    'CAST(\'{"attempt": 1, "launch": 1, "blocked_s": 0.1}\' AS {json}) FROM checkpoints '
     "CROSS JOIN (SELECT 0 AS k UNION ALL SELECT 1) k"
 )
 _METRIC_FILES = (
-    'INSERT INTO metric_files (run_uid, attempt, incarnation, "offset", stride, spark) SELECT uid, '
+    'INSERT INTO metric_files (run_uid, attempt, launch, "offset", stride, spark) SELECT uid, '
     f"1, 1, 1000, 64, CAST('[{', '.join(['2.25'] * 32)}]' AS {{json}}) FROM runs"
 )
 _METRICS = (
-    "INSERT INTO metrics (run_uid, attempt, incarnation, bucket, step, time, data) "
+    "INSERT INTO metrics (run_uid, attempt, launch, bucket, step, time, data) "
     f"{_N.replace('{last}', str(BUCKETS - 1))} SELECT r.uid, 1, 1, n.i * 64, n.i * 64 + 63, "
     'r.created_at + n.i, CAST(\'{"loss": [1, 2.5, 2.25, 3.5], "lr": [1, 0.1, 0.1, 0.1]}\' AS '
     f"{{json}}) FROM runs r CROSS JOIN n WHERE CAST(r.uid AS numeric) < {RUNS_WITH_METRICS}"

@@ -46,7 +46,7 @@ def _make_folder(paths: RunPaths, uid: str, manifests: int) -> None:
         manifest = _manifest(paths.name, uid, name, parent, T0 + index)
         (directory / MANIFEST).write_bytes(encode_manifest(manifest))
         parent = checkpoint_id(paths.name, str(name))
-        facts = {"attempt": 1, "incarnation": 1, "checkpoint": str(name), "step": name.step}
+        facts = {"attempt": 1, "launch": 1, "checkpoint": str(name), "step": name.step}
         lines.append(_line(2 * index, "staged", T0 + index, {**facts, "blocked_s": 0.1}))
         lines.append(_line(2 * index + 1, "committed", T0 + index, {**facts, "flush_s": 2.5}))
     attempt.rank_journal.write_text("\n".join(lines) + "\n")
@@ -67,7 +67,7 @@ def _manifest(run: str, uid: str, name: CheckpointName, parent: str | None, at: 
         name=str(name),
         step=name.step,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=8,
         parent=parent,
         files=(file,),
@@ -79,5 +79,5 @@ def _manifest(run: str, uid: str, name: CheckpointName, parent: str | None, at: 
 
 
 def _line(sequence: int, kind: str, at: float, data: dict[str, Any]) -> str:
-    said = {"writer": "rank0", "incarnation": 1, "sequence": sequence, "time": at, "kind": kind}
+    said = {"writer": "rank0", "launch": 1, "sequence": sequence, "time": at, "kind": kind}
     return json.dumps({**said, "data": data})

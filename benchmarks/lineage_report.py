@@ -37,7 +37,7 @@ METHOD: Final = """\
   has a file and two journal lines.
 - *ingest* reads run folders of 500 manifests each into an empty database; *again* is the same when
   nothing has changed. Each figure is the median of {repeats} runs.
-- *reindex* builds all rows anew, by one process, into an empty database or over what is there.
+- *reindex* builds all rows again, by one process, into an empty database or over what is there.
   *raw read* reads the same files and does nothing with them; *cold* means that their contents were
   let go before (`posix_fadvise`), *warm* that they were in memory.
 """

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from playwright.sync_api import Browser, Page
 from tests.runs import RunFolder
-from tests.web import stand
-from tests.web.scene import lay_out
+from tests.web import testbed
+from tests.web.sample_runs import lay_out
 
 from holdfast.contracts.journal import EventKind
 
@@ -48,7 +48,7 @@ def main() -> None:
         told = RunFolder(home / "runs", "told", "8" * 32, created_at=time.time())
         told.submit(1, 2, time.time())
         told.claim(1, time.time())
-        with stand.serving(home) as site, stand.chromium() as browser:
+        with testbed.serving(home) as site, testbed.chromium() as browser:
             figures: dict[str, Any] = {
                 "first_load_script_bytes_gzip": script_bytes(browser, site),
                 "first_view_s": first_view(browser, site),
@@ -67,14 +67,14 @@ def make_deep(root: Path, count: int) -> None:
     parent = None
     for step in range(10, 10 * count + 1, 10):
         parent = f"{DEEP}:{run.commit(step, 1, parent=parent, at=time.time())}"
-    name = f"step-{count // 2 * 10:08d}.a0001.i01"
+    name = f"step-{count // 2 * 10:08d}.a0001.l01"
     run.tell("cli", EventKind.PINNED, checkpoint=name, by="bench", note="")
 
 
-def script_bytes(browser: Browser, site: stand.Site) -> int:
+def script_bytes(browser: Browser, site: testbed.Site) -> int:
     """What the scripts that the first page loads take when compressed."""
     loaded: list[bytes] = []
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.on(
             "response", lambda got: loaded.append(got.body()) if got.url.endswith(".js") else None
         )
@@ -83,11 +83,11 @@ def script_bytes(browser: Browser, site: stand.Site) -> int:
     return sum(len(gzip.compress(content, 9)) for content in loaded)
 
 
-def first_view(browser: Browser, site: stand.Site) -> float:
+def first_view(browser: Browser, site: testbed.Site) -> float:
     """Seconds from an empty cache to a table of runs: the median."""
     found = []
     for _ in range(ROUNDS):
-        with stand.looking(browser, site) as (page, _complaints):
+        with testbed.page_of(browser, site) as (page, _console_errors):
             began = time.monotonic()
             page.goto("/")
             page.get_by_role("table").wait_for()
@@ -95,9 +95,9 @@ def first_view(browser: Browser, site: stand.Site) -> float:
     return statistics.median(found)
 
 
-def graph(browser: Browser, site: stand.Site, count: int) -> dict[str, Any]:
+def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
     """The deep run's graph: how long until it is there, and frames a second while panned."""
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         began = time.monotonic()
         page.goto(f"/runs/{DEEP}/lineage")
         page.locator(".react-flow__node").first.wait_for()
@@ -140,10 +140,10 @@ def pan(page: Page) -> float:
     return (len(moments) - 1) / ((moments[-1] - moments[0]) / 1000)
 
 
-def news(browser: Browser, site: stand.Site, run: RunFolder) -> float:
+def news(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
     """Seconds from a commit to its line on the run's open page: the worst of some."""
     worst = 0.0
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{run.name}/checkpoints")
         page.get_by_text("live", exact=True).wait_for()
         for turn in range(ROUNDS):

@@ -88,8 +88,10 @@ def measure_one_rank(tensors: int) -> dict[str, Any]:
 def measure_all(options: argparse.Namespace, spread: str) -> dict[str, Any]:
     """Rank 0's part."""
     copies = COPIES[spread] or options.ranks
-    is_crossed = spread == "crossed"
-    blocks, common = make_blocks(options.ranks // copies, options.tensors, is_crossed=is_crossed)
+    is_interleaved = spread == "crossed"
+    blocks, common = make_blocks(
+        options.ranks // copies, options.tensors, is_interleaved=is_interleaved
+    )
     held = [digest for digest in blocks for _ in range(copies)]
     nodes = [
         range(first, min(first + RANKS_PER_NODE, len(held)))
@@ -135,7 +137,7 @@ def content_of(blocks: Mapping[bytes, Block], common: Described, wanted: Wanted)
 
 
 def make_blocks(
-    parts: int, tensors: int, *, is_crossed: bool = False
+    parts: int, tensors: int, *, is_interleaved: bool = False
 ) -> tuple[dict[bytes, Block], Described]:
     """The blocks of `parts` ranks that have equal shares of every tensor, and what they name.
 
@@ -153,7 +155,7 @@ def make_blocks(
     blocks = {}
     for part in range(parts):
         share = np.full(tensors, part, dtype=np.int64)
-        if is_crossed:
+        if is_interleaved:
             share[::2] = part * WAYS % parts + part * WAYS // parts
         place = ROWS_PER_RANK * COLUMNS * share
         block = replace(first.block, place=place, mass=weights[share])

@@ -2,9 +2,9 @@
 
 `python benchmarks/restart.py [--kills N] [--train-s S]`: the small program of the drills, two
 ranks, one of which gets SIGKILL whenever it has trained for S seconds. Three ways to start it:
-by an agent with a spare, by an agent without one, and by `torchrun --max-restarts` alone, where it
-saves every 20 steps as it does everywhere. Their faults take turns, so that a machine that is busy
-with other things is so for all of them. Between, all three train.
+by an agent with a warm standby, by an agent without one, and by `torchrun --max-restarts` alone,
+where it saves every 20 steps as it does everywhere. Their faults take turns, so that a machine that
+is busy with other things is so for all of them. Between, all three train.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Job(ABC):
         below = descendants(psutil.Process(self.root_process()))
         for process in below:
             with contextlib.suppress(psutil.Error):
-                # A rank of a spare has its number too, and nothing recorded.
+                # A rank of a warm standby has its number too, and nothing recorded.
                 opened = [f.path for f in process.open_files()]
                 if any(name.endswith(f".rank{VICTIM}.jsonl") for name in opened):
                     at = time.time()
@@ -133,9 +133,9 @@ class Job(ABC):
 
 
 class Held(Job):
-    """Under an agent, with a spare or without."""
+    """Under an agent, with a warm standby or without."""
 
-    def __init__(self, folder: Path, spare_after_s: float | str) -> None:
+    def __init__(self, folder: Path, standby_after_s: float | str) -> None:
         super().__init__(folder)
         spec = RunSpec.model_validate(
             {
@@ -146,7 +146,7 @@ class Held(Job):
                 "launch": {"working_directory": str(folder)},
                 "resources": {"gpus_per_node": RANKS},
                 "checkpoint": {"interval": INTERVAL_STEPS, "snapshots": SNAPSHOT_STEPS},
-                "supervision": {"restarts_in_place": 1000, "spare_after_s": spare_after_s},
+                "supervision": {"restarts_in_place": 1000, "standby_after_s": standby_after_s},
             }
         )
         self.paths: RunPaths = create_run(spec, folder / "runs", created_by="benchmark")
@@ -159,7 +159,7 @@ class Held(Job):
         raise SystemExit(f"{self.folder.name}: nobody has claimed it")
 
     def stages(self, since: float) -> dict[str, float]:
-        wanted = {EventKind.INCARNATION_ENDED: "ended", EventKind.RESUMED: "resumed"}
+        wanted = {EventKind.LAUNCH_ENDED: "ended", EventKind.RESUMED: "resumed"}
         told = [e for e in load_history(self.paths).events if e.time > since and e.kind in wanted]
         return {wanted[event.kind]: event.time - since for event in reversed(told)}
 
@@ -174,7 +174,7 @@ class Held(Job):
 
 
 class Bare(Job):
-    """Under torchrun alone, which starts all ranks anew when one is dead."""
+    """Under torchrun alone, which starts all ranks again when one is dead."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -204,8 +204,8 @@ class Bare(Job):
 
 
 WAYS: Final[dict[str, Callable[[Path], Job]]] = {
-    "spare": lambda folder: Held(folder, 0.0),
-    "no_spare": lambda folder: Held(folder, "off"),
+    "standby": lambda folder: Held(folder, 0.0),
+    "no_standby": lambda folder: Held(folder, "off"),
     "torchrun": Bare,
 }
 

@@ -53,7 +53,7 @@ from holdfast.workers.checkpoints import committed_names
 from holdfast.workers.executors import executor_for
 from holdfast.workers.executors.base import Executor
 from holdfast.workers.feasibility import Feasibility
-from holdfast.workers.growth import Sighting, is_due, look_for_room
+from holdfast.workers.growth import CapacityObservation, is_due, observe_capacity
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.policy import Decision, decide, wait_after_refusal
 from holdfast.workers.reconcile import complete_goodput, reconcile
@@ -109,7 +109,7 @@ class Supervisor:
     _ingestion: Ingestion = field(init=False)
     _pruned_at: frozenset[str] = frozenset()
     _prune_again_at: float = 0.0
-    _room: Sighting | None = None
+    _capacity: CapacityObservation | None = None
     _nodes: NodeWatch = field(default_factory=NodeWatch)
 
     def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ class Supervisor:
         """Have the attempt give way to a larger one when the spec says so and there is room."""
         last, spec = history.last_attempt, history.spec
         if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
-            self._room = None
+            self._capacity = None
             return
         attempt = self.paths.attempt(last.number)
         per_node = last.request.gpus_per_node if last.request else 0
@@ -284,10 +284,10 @@ class Supervisor:
         capacity = executor_for(spec.resources.executor).capacity(spec.resources, held)
         now = time.time()
         fits = Feasibility.of(history).allows
-        self._room = look_for_room(history, capacity, self._room, now=now, fits=fits)
-        if self._room is None or not is_due(history, self._room, now=now):
+        self._capacity = observe_capacity(history, capacity, self._capacity, now=now, fits=fits)
+        if self._capacity is None or not is_due(history, self._capacity, now=now):
             return
-        gpus, self._room = self._room.gpus, None
+        gpus, self._capacity = self._capacity.gpus, None
         said = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
         self.log.info("there is room for %d GPUs: %s", gpus, said)
 
@@ -376,7 +376,7 @@ class Supervisor:
 def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
     """Seconds until the decision may be acted on: its delay counts from the attempt's end.
 
-    So a supervisor that was started anew in between waits no longer than the first would have.
+    So a supervisor that was started again in between waits no longer than the first would have.
     """
     last = history.last_asked
     began = last.ended_at if last and last.ended_at else now

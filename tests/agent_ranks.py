@@ -90,24 +90,24 @@ def flusher_of(agent: int) -> int:
     return next(p.pid for p in children if "holdfast.trainer.flusher" in p.cmdline())
 
 
-def ranks_of(run: LocalRun, attempt: AttemptPaths, incarnation: int) -> dict[int, list[int]]:
-    """Live ranks' processes by node, once the incarnation trains."""
+def ranks_of(run: LocalRun, attempt: AttemptPaths, launch: int) -> dict[int, list[int]]:
+    """Live ranks' processes by node, once the launch trains."""
 
     size = run.spec.resources
 
     def look() -> dict[int, list[int]] | None:
-        beats = [b for b in run.beats(attempt) if b.incarnation == incarnation]
+        beats = [b for b in run.beats(attempt) if b.launch == launch]
         steps = [rank.step for beat in beats for rank in beat.ranks]
         trains = len(steps) == size.nodes * size.gpus_per_node and min(steps) > STEPS_SEEN
         return {b.node: [rank.pid for rank in b.ranks] for b in beats} if trains else None
 
-    return wait_until(look, f"the ranks of incarnation {incarnation}")
+    return wait_until(look, f"the ranks of launch {launch}")
 
 
 def waiting_ranks(run: LocalRun, but: Iterable[int] = ()) -> set[int]:
-    """The processes of the spares' ranks, once all of them have been started.
+    """The processes of the standbys' ranks, once all of them have been started.
 
-    A rank that was a spare's is still called so: `but` names those that train.
+    A rank that was a warm standby's is still called so: `but` names those that train.
     """
     found = set[int]()
     for process in processes_of(run.paths):

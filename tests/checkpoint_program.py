@@ -44,7 +44,7 @@ def make_identity(rank: int, world_size: int) -> Identity:
         run_uid="1" * 32,
         run="r",
         attempt=1,
-        incarnation=1,
+        launch=1,
         rank=rank,
         local_rank=rank,
         local_ranks=world_size,

@@ -3,7 +3,7 @@
     python -m tests.elastic_program RANKS FOLDER FLUSHER STRIDE
 
 `FOLDER/n<ranks>` is a run, its checkpoints those of the layouts at that number of ranks, one
-incarnation for each. Beside it lies what the savers held, gathered: every load is compared with
+launch for each. Beside it lies what the savers held, gathered: every load is compared with
 that to the bit. A layout is saved one optimizer step after the last load into it, so that what is
 loaded later has come through other shapes. With a STRIDE of 4 every fourth pair is loaded.
 """
@@ -29,7 +29,7 @@ from torch.optim import AdamW
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer import load_checkpoint
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.planning.pipeline import find_place
 from holdfast.trainer.state.train_state import Progress, TrainState
@@ -69,7 +69,7 @@ def work(folder: Path, flusher: str, stride: int) -> None:
                 check(model, optimizer, source, f"{source} into {name}")
                 loads += 1
         step(model, optimizer, world_size * 100 + number)
-        if not own.checkpoint(f"step-00000001.a0001.i{NUMBERS[name]:02d}").exists():
+        if not own.checkpoint(f"step-00000001.a0001.l{NUMBERS[name]:02d}").exists():
             save(own, NUMBERS[name], flusher, model, optimizer, mesh)
     if world_size == 2 and sources and not has_changed:
         keep = partial(save, RunPaths(folder / "converted"), len(LAYOUTS) + 1, flusher)
@@ -103,14 +103,14 @@ def gathered(model: nn.Module, optimizer: AdamW) -> dict[str, Any]:
 
 
 def save(
-    run: RunPaths, incarnation: int, flusher: str, model: nn.Module, optimizer: AdamW, mesh: Any
+    run: RunPaths, launch: int, flusher: str, model: nn.Module, optimizer: AdamW, mesh: Any
 ) -> Path:
-    """Commit the state as step 1 of `incarnation`, and write what it was beside the run.
+    """Commit the state as step 1 of `launch`, and write what it was beside the run.
 
     Returns the checkpoint's directory.
     """
-    ranks = Ranks()
-    identity = replace(make_identity(ranks.rank, ranks.world_size), incarnation=incarnation)
+    ranks = ControlGroup()
+    identity = replace(make_identity(ranks.rank, ranks.world_size), launch=launch)
     place = find_place(identity, ranks, mesh)
     engine = CheckpointEngine(
         flusher=flusher,

@@ -22,7 +22,7 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 DEPLOYMENT: Final = "train/holdfast"
 PROGRAM: Final = Path(__file__).parent / "process" / "agent_program.py"
 # Polled fast; and nothing is loaded ahead, which takes seconds of two processors.
-SUPERVISION: Final = {"poll_s": 0.5, "heartbeat_s": 0.3, "spare_after_s": "off"}
+SUPERVISION: Final = {"poll_s": 0.5, "heartbeat_s": 0.3, "standby_after_s": "off"}
 WAIT_S: Final = 240.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 60.0

@@ -3,8 +3,9 @@
     python -m tests.loop_cases SHAPE RANKS INTERVAL SNAPSHOTS STRIDE FOLDER
 
 First a run that nothing interrupts, which lists the places it comes to. Then, for every STRIDE-th
-of these and for both signals, a run that is interrupted there and started anew by the same
-command. What each noted last must be the same to the bit. Ranks are forked: no start of Python.
+of these and for both signals, a run that is interrupted there and started again by the same
+command. What each noted last must be the same to the bit. Ranks are forked: no start of
+Python.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holdfast.contracts.environment import CHECKPOINT_INTERVAL, CHECKPOINT_SNAPS
 from holdfast.trainer import Session
 
 LAUNCH_S: Final = 60.0
-# The settler looks for signals twenty times a second: by then it has proposed a step.
+# The stop coordinator looks for signals twenty times a second: by then it has proposed a step.
 HEARD_S: Final = 0.2
 KINDS: Final = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 

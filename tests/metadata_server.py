@@ -195,7 +195,7 @@ class AzureService(MetadataServer):
         if asked.headers.get("metadata") != "true" or "api-version" not in asked.query:
             return text_reply("Bad request", 400)
         events = self.events if self.is_hit(asked) else []
-        return json_reply({"DocumentIncarnation": 1, "Events": events})
+        return json_reply({"DocumentLaunch": 1, "Events": events})
 
     def _start(self, asked: Asked) -> Reply:
         if asked.headers.get("metadata") != "true":

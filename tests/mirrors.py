@@ -37,7 +37,7 @@ def make_checkpoint(run: Path, step: int, sizes: Mapping[str, int] | None = None
         name=str(name),
         step=step,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=1,
         files=tuple(entries),
         committed_at=time.time(),
@@ -54,17 +54,17 @@ def fork_server() -> ForkServerContext:
 
 
 def push(variables: Mapping[str, str], location: str, directory: Path) -> None:
-    """What a child does: upload one checkpoint, with no second tries."""
+    """What a child does: upload one checkpoint, with no second retries."""
     from holdfast.trainer.mirror import store as mirror_store
-    from holdfast.trainer.mirror.upload import Tries, commit, read_upload, send_files
+    from holdfast.trainer.mirror.upload import Retries, commit, read_upload, send_files
 
     os.environ.update(variables)
     mirror_store.PART_BYTES = PART_BYTES  # type: ignore[misc]
-    store, tries = mirror_store.open_store(location), Tries(pauses_s=())
+    store, retries = mirror_store.open_store(location), Retries(pauses_s=())
     upload = read_upload(directory, None)
     assert upload is not None
-    send_files(store, upload, tries=tries)
-    commit(store, upload, tries=tries)
+    send_files(store, upload, retries=retries)
+    commit(store, upload, retries=retries)
 
 
 def start(

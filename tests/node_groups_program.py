@@ -33,7 +33,8 @@ def load(directory: Path) -> None:
     dist.barrier()
     home = str(rank * NODES // RANKS)
     node._home = lambda: (home, home, home)
-    # Ranks of a program may have made different groups before: each of these is one rank's own.
+    # Ranks of a program may have made different groups before: each of these is one rank's
+    # own.
     for _ in range(rank):
         dist.new_group([rank], backend="gloo", use_local_synchronization=True)
     group = dist.new_group(backend="gloo")

@@ -174,7 +174,7 @@ class Proxy:
         self._listener.close()
 
     def arm(self, strike: Strike | None) -> None:
-        """Count anew, and strike as told."""
+        """Count again, and strike as told."""
         with self._lock:
             self.requests, self.strike = [], strike
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.contracts.errors import PreflightError, SaveError
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.collective import Ranks, Tree
+from holdfast.trainer.collective import ControlGroup, HierarchicalGroup
 from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.custom import plan_custom
@@ -61,7 +61,7 @@ def main() -> None:
 def work(folder: Path, flusher: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("pp", "dp"))
-    ranks, identity = Ranks(), make_identity(rank, world_size)
+    ranks, identity = ControlGroup(), make_identity(rank, world_size)
     place = check_place(identity, ranks, mesh)
     engine = CheckpointEngine(
         flusher=flusher,
@@ -80,7 +80,7 @@ def work(folder: Path, flusher: str) -> None:
     engine.close()
 
 
-def check_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh) -> Place:
+def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> Place:
     """What the mesh says of this rank; stages share samples, data-parallel ranks do not."""
     place = find_place(identity, ranks, mesh)
     stage_size = identity.world_size // 2
@@ -135,13 +135,16 @@ def check_refusal(engine: CheckpointEngine, state: dict[str, Any], rank: int) ->
         engine.prepare(worse)
 
 
-def check_nodes(state: dict[str, Any], place: Place, ranks: Ranks) -> None:
+def check_nodes(state: dict[str, Any], place: Place, ranks: ControlGroup) -> None:
     """The plan is the same however the ranks are spread over nodes."""
     plans: list[Layout] = []
     customs: list[Layout] = []
     rank = ranks.rank
     for node in (0, rank // 2, rank % 2, rank):
-        tree, stage_tree = Tree(ranks.group, node), Tree(ranks.stage_group, node)
+        tree, stage_tree = (
+            HierarchicalGroup(ranks.group, node),
+            HierarchicalGroup(ranks.stage_group, node),
+        )
         assert tree.agree(f"rank {rank}" if rank else None) != []
         assert tree.agree(None) == []
         plans.append(

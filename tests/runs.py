@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.contracts.attempt import (
     Claim,
-    IncarnationRecord,
+    LaunchRecord,
     Outcome,
     Request,
     RunRecord,
@@ -111,7 +111,7 @@ class RunFolder:
     def launch(
         self,
         number: int,
-        incarnation: int,
+        launch: int,
         step: int,
         checkpoint: str | None,
         world_size: int = 2,
@@ -119,12 +119,12 @@ class RunFolder:
         """torchrun is started and rank 0 says where it goes on."""
         attempt = self.paths.attempt(number)
         with JournalWriter(attempt.node_journal(0)) as journal:
-            journal.append(EventKind.INCARNATION_STARTED, attempt=number, incarnation=incarnation)
+            journal.append(EventKind.LAUNCH_STARTED, attempt=number, launch=launch)
         with JournalWriter(attempt.journal / "rank0.jsonl") as journal:
             journal.append(
                 EventKind.RESUMED,
                 attempt=number,
-                incarnation=incarnation,
+                launch=launch,
                 checkpoint=checkpoint,
                 step=step,
                 skipped=[],
@@ -132,9 +132,9 @@ class RunFolder:
                 world_size=world_size,
             )
 
-    def log(self, number: int, incarnation: int, steps: range, at: float) -> None:
+    def log(self, number: int, launch: int, steps: range, at: float) -> None:
         """What the program logged: a loss that falls, a step each second."""
-        path = self.paths.metrics_of(number, incarnation)
+        path = self.paths.metrics_of(number, launch)
         make_directory(path.parent)
         lines = [
             {"step": step, "time": at + index, "loss": 4.0 / (1 + step)}
@@ -147,7 +147,7 @@ class RunFolder:
         self,
         step: int,
         attempt: int,
-        incarnation: int = 1,
+        launch: int = 1,
         *,
         parent: str | None = None,
         at: float = T0,
@@ -155,7 +155,7 @@ class RunFolder:
         **fields: Any,
     ) -> str:
         """A committed checkpoint with one small file; returns its directory's name."""
-        name = CheckpointName(step, attempt, incarnation)
+        name = CheckpointName(step, attempt, launch)
         directory = self.paths.checkpoint(name)
         make_directory(directory)
         data = directory / "__0_0.distcp"
@@ -167,7 +167,7 @@ class RunFolder:
             name=str(name),
             step=step,
             attempt=attempt,
-            incarnation=incarnation,
+            launch=launch,
             world_size=world_size,
             parent=parent,
             command_digest=DIGEST,
@@ -260,22 +260,22 @@ def storied_run(root: Path) -> Iterator[RunFolder]:
         "gpt-b",
         "b" * 32,
         created_at=T0 + 900,
-        forked_from="gpt:step-00000100.a0001.i01",
+        forked_from="gpt:step-00000100.a0001.l01",
         forked_uid=run.uid,
     )
     run.tell(
         "cli",
         EventKind.FORKED,
-        checkpoint="step-00000100.a0001.i01",
+        checkpoint="step-00000100.a0001.l01",
         into_uid=fork.uid,
         into_run=fork.name,
     )
     yield fork
     fork.submit(1, 2, T0 + 910)
     fork.claim(1, T0 + 920)
-    fork.launch(1, 1, 100, "gpt:step-00000100.a0001.i01")
+    fork.launch(1, 1, 100, "gpt:step-00000100.a0001.l01")
     yield fork
-    fork.commit(150, 1, parent="gpt:step-00000100.a0001.i01", at=T0 + 990)
+    fork.commit(150, 1, parent="gpt:step-00000100.a0001.l01", at=T0 + 990)
     yield fork
 
 
@@ -309,11 +309,11 @@ def _first_attempt(run: RunFolder) -> Iterator[RunFolder]:
         T0 + 145,
         stop_requested_at=T0 + 138,
         stop_committed_at=T0 + 140,
-        incarnations=(
-            IncarnationRecord(
+        launches=(
+            LaunchRecord(
                 number=1, started_at=T0 + 11, ended_at=T0 + 115, last_step=113, ending="crashed"
             ),
-            IncarnationRecord(
+            LaunchRecord(
                 number=2, started_at=T0 + 116, ended_at=T0 + 144, last_step=120, ending="stopped"
             ),
         ),
@@ -333,11 +333,11 @@ def _lost_attempt(run: RunFolder) -> Iterator[RunFolder]:
     """Steps 121 to 170, committed to 150; the node dies, so nothing but the line tells of it."""
     run.submit(2, 2, T0 + 150)
     run.claim(2, T0 + 160)
-    run.launch(2, 1, 120, "gpt:step-00000120.a0001.i02")
+    run.launch(2, 1, 120, "gpt:step-00000120.a0001.l02")
     yield run
-    run.commit(150, 2, parent="gpt:step-00000120.a0001.i02", at=T0 + 200)
+    run.commit(150, 2, parent="gpt:step-00000120.a0001.l02", at=T0 + 200)
     run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 170, T0 + 260)
-    run.tell("cli", EventKind.PINNED, checkpoint="step-00000050.a0001.i01", by="me", note="\0 keep")
+    run.tell("cli", EventKind.PINNED, checkpoint="step-00000050.a0001.l01", by="me", note="\0 keep")
     yield run
 
 
@@ -346,19 +346,19 @@ def _last_attempt(run: RunFolder) -> Iterator[RunFolder]:
     run.tell(
         "cli",
         EventKind.ROLLED_BACK,
-        to="step-00000120.a0001.i02",
-        excluded=["step-00000150.a0002.i01"],
+        to="step-00000120.a0001.l02",
+        excluded=["step-00000150.a0002.l01"],
     )
     run.submit(3, 1, T0 + 300)
     run.claim(3, T0 + 310)
-    run.launch(3, 1, 120, "gpt:step-00000120.a0001.i02")
-    run.commit(200, 3, parent="gpt:step-00000120.a0001.i02", at=T0 + 400)
+    run.launch(3, 1, 120, "gpt:step-00000120.a0001.l02")
+    run.commit(200, 3, parent="gpt:step-00000120.a0001.l02", at=T0 + 400)
     yield run
-    run.delete("step-00000120.a0001.i02", "keep.last 2: step 120 is older")
+    run.delete("step-00000120.a0001.l02", "keep.last 2: step 120 is older")
     run.tell(
         "cli",
         EventKind.EXPORTED,
-        checkpoint="step-00000200.a0003.i01",
+        checkpoint="step-00000200.a0003.l01",
         format="torch",
         path="/exports/gpt.pt",
     )

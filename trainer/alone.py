@@ -1,4 +1,5 @@
-"""One live session per process: two would share a node's board, a flusher and torch's groups."""
+"""One live session per process: two would share a node's status table, a flusher and torch's
+groups."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.contracts.board import Board
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.trainer.meeting import NodeMeeting
 
 TIMEOUT: Final = timedelta(minutes=30)
@@ -24,7 +24,7 @@ TIMEOUT: Final = timedelta(minutes=30)
 T = TypeVar("T")
 
 
-class Ranks:
+class ControlGroup:
     """All ranks of the program; with a single process every word stays where it is.
 
     `stage_group` is over the ranks that save together: those of the pipeline stage, where there
@@ -41,10 +41,10 @@ class Ranks:
         self.stage_group = self.group
         self._meeting: NodeMeeting | None = None
 
-    def meet_on(self, board: Board, local_rank: int) -> None:
-        """Agree on numbers through `board` from now on, if all ranks have a record of it."""
-        if self.group is not None and board.ranks == self.world_size:
-            self._meeting = NodeMeeting(board, local_rank)
+    def meet_on(self, status_table: RankStatusTable, local_rank: int) -> None:
+        """Agree on numbers through `status_table` from now on, if all ranks have a record of it."""
+        if self.group is not None and status_table.ranks == self.world_size:
+            self._meeting = NodeMeeting(status_table, local_rank)
 
     def join_stage(self, stages: Sequence[int]) -> None:
         """Make the groups of the stages; `stages` has each rank's. All make all: they count."""
@@ -124,7 +124,7 @@ def _unpack(boxes: list[Any], own: int | None) -> list[Any]:
     return [value for value, _, _ in boxes]
 
 
-class Tree:
+class HierarchicalGroup:
     """Talk that grows with nodes: ranks to the first of their node, those to the first of all.
 
     Every rank of the group calls the same methods in the same order. Made together: each says

@@ -1,7 +1,7 @@
 """The checkpoint engine: what a rank calls to save, to learn what became of it, and to load.
 
-A save is planned together once. After that it is a copy into memory and a seal, without a word
-to another rank; the node's flusher does the rest while training goes on.
+The ranks plan together once. After that a save is a copy into memory and a seal, without
+communication. The node's flusher does the rest while training goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
-from holdfast.trainer.collective import Tree
+from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.custom import plan_custom
@@ -43,7 +43,7 @@ from holdfast.trainer.planning.layout import (
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.copying import find_gpu
-from holdfast.trainer.staging.stage import FlusherLink, Stage, StagedSlot
+from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 
 POLL_S: Final = 0.002
 
@@ -64,7 +64,7 @@ class CheckpointEngine:
     `flusher` is the file by which the node's flusher is found, called by `prepare`. `group` is a
     gloo group over all ranks, or None for a single process; `stage_group` one over the ranks of
     this pipeline stage, where `identity` names one. A `planner` of the user's own plans every save
-    anew, with all ranks; without one, or with one that is just stock DCP's, the plan is kept.
+    again, with all ranks; without one, or with one that is just stock DCP's, the plan is kept.
     """
 
     def __init__(
@@ -80,10 +80,9 @@ class CheckpointEngine:
         self._run, self._identity, self._group = run, identity, group
         tiers = Tiers.from_environment(os.environ)
         self._node_folder = tiers.node_folder(identity.run, identity.run_uid)
-        self._link = FlusherLink(flusher, identity)
+        self._connection = FlusherConnection(flusher, identity)
         self._stage_group = group if identity.stage is None else stage_group
         self._planner = None if type(planner) is DefaultSavePlanner else planner
-        self._trees: tuple[Tree, Tree] | None = None
         self._layout: Layout | None = None
         self._stage: Stage | None = None
         self._in_flight: dict[StagedSlot, CheckpointName] = {}
@@ -155,7 +154,7 @@ class CheckpointEngine:
 
     def wait_for_metadata(self) -> str | None:
         """Wait until `.metadata` is in the slots; why it never will be, in words for people."""
-        return None if self._stage is None else self._stage.wait_for_late()
+        return None if self._stage is None else self._stage.wait_for_metadata()
 
     def save(
         self,
@@ -189,7 +188,7 @@ class CheckpointEngine:
                 f"{list(self.in_flight)} are still being written; storage may be hanging"
             )
         if staged is None:
-            self._link.notify("skipped", step=step)
+            self._connection.notify("skipped", step=step)
             return None
         name = self._name(step)
         table = self._fill(staged, flat, document, name, began)
@@ -197,7 +196,7 @@ class CheckpointEngine:
             table["manifest"] = self._manifest_facts(name, reason, parent, metrics, train_state)
         staged.slot.seal(table)
         self._in_flight[staged] = name
-        self._link.notify("sealed", step=step)
+        self._connection.notify("sealed", step=step)
         return str(name)
 
     def snapshot(
@@ -222,7 +221,7 @@ class CheckpointEngine:
             return False
         if self.awaits_metadata or self._stage.problem is not None:
             return False
-        self._link.keep_up()
+        self._connection.keep_up()
         flat = self._checked(self._layout, state)
         document = self._encode_train_state(train_state)
         staged = self._take_slot(self._stage, step, 0.0)
@@ -279,10 +278,9 @@ class CheckpointEngine:
             self._stage.close()
             self._stage = self._layout = None
             self._in_flight.clear()
-        self._link.close()
-        self._group = self._stage_group = self._trees = None
-
-    # --- the layout, together with all ranks ----------------------------------------------
+        self._connection.close()
+        self._group = self._stage_group = None
+        self.__dict__.pop("_trees", None)
 
     def _planned(self, state: dict[str, Any], timeout_s: float) -> tuple[Stage, Mapping[str, Any]]:
         """The plan's slots, and what to copy into them."""
@@ -298,52 +296,53 @@ class CheckpointEngine:
 
     def _build(self, state: dict[str, Any], timeout_s: float) -> None:
         """Plan with all ranks and get slots for the plan; all succeed or all raise."""
-        tree, stage_tree = self._made_trees()
+        tree, stage_tree = self._trees
         layout = plan_together(
             state,
             identity=self._identity,
             tree=tree,
             stage_tree=stage_tree,
-            prepare=lambda: self._settle_old_stage(timeout_s),
+            prepare=lambda: self._release_old_stage(timeout_s),
         )
-        self._open_stage(tree, layout, flatten(state))
+        self._open_stage(layout, flatten(state))
 
     def _build_custom(
         self, planner: SavePlanner, state: dict[str, Any], timeout_s: float
     ) -> Mapping[str, Any]:
         """Plan one save with the user's planner; new slots only when its layout is another."""
-        tree, stage_tree = self._made_trees()
+        tree, stage_tree = self._trees
         made = plan_custom(
             planner, state, identity=self._identity, tree=tree, stage_tree=stage_tree
         )
         if tree.agree(None if self._layout == made.layout else "another layout"):
-            all_or_none(tree, self._identity.rank, lambda: self._settle_old_stage(timeout_s))
-            self._open_stage(tree, made.layout, made.values)
+            all_or_none(tree, self._identity.rank, lambda: self._release_old_stage(timeout_s))
+            self._open_stage(made.layout, made.values)
         return made.values
 
-    def _made_trees(self) -> tuple[Tree, Tree]:
-        """The ways to talk to all ranks and to those of this stage; the first call makes them."""
-        if self._trees is None:
-            who = self._identity
-            tree = Tree(self._group, who.node)
-            self._trees = tree, tree if who.stage is None else Tree(self._stage_group, who.node)
-        return self._trees
+    @functools.cached_property
+    def _trees(self) -> tuple[HierarchicalGroup, HierarchicalGroup]:
+        """The groups of all ranks and of the ranks of this pipeline stage."""
+        who = self._identity
+        whole = HierarchicalGroup(self._group, who.node)
+        is_whole = who.stage is None
+        return whole, whole if is_whole else HierarchicalGroup(self._stage_group, who.node)
 
-    def _open_stage(self, tree: Tree, layout: Layout, values: Mapping[str, Any]) -> None:
-        check_memory(tree, self._identity.node, layout.image_bytes, self._link.held_bytes)
+    def _open_stage(self, layout: Layout, values: Mapping[str, Any]) -> None:
+        tree, _ = self._trees
+        check_memory(tree, self._identity.node, layout.image_bytes, self._connection.held_bytes)
         self._mesh = dict(self._identity.mesh) or describe_mesh(values)
         who = self._identity
 
         def open_it() -> Stage:
             gpu = find_gpu(local_part(values[place.key]) for place in layout.tensors)
-            return Stage(self._link, layout, gpu=gpu)
+            return Stage(self._connection, layout, gpu=gpu)
 
         self._stage = all_or_none(tree, who.rank, open_it)
-        self._link.describe(layout, self._run.attempt(who.attempt).incarnation(who.incarnation))
+        self._connection.describe(layout, self._run.attempt(who.attempt).launch(who.launch))
         self._layout = layout
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 
-    def _settle_old_stage(self, timeout_s: float) -> None:
+    def _release_old_stage(self, timeout_s: float) -> None:
         """Before a new plan: what was staged by the old one must be written, then let go."""
         if self._stage is None:
             return
@@ -351,7 +350,7 @@ class CheckpointEngine:
         if self._in_flight:
             raise SaveError(
                 f"steps {list(self.in_flight)} were not written within {timeout_s:.0f} s, so the "
-                "layout cannot be built anew; storage may be hanging"
+                "layout cannot be built again; storage may be hanging"
             )
         self.discard_snapshots()
         problem = self._stage.problem
@@ -372,7 +371,7 @@ class CheckpointEngine:
         return flat
 
     def _name(self, step: int) -> CheckpointName:
-        return CheckpointName(step, self._identity.attempt, self._identity.incarnation)
+        return CheckpointName(step, self._identity.attempt, self._identity.launch)
 
     def _fill(
         self,
@@ -474,7 +473,7 @@ class CheckpointEngine:
             "name": str(name),
             "step": name.step,
             "attempt": who.attempt,
-            "incarnation": who.incarnation,
+            "launch": who.launch,
             "world_size": who.world_size,
             "parent": parent,
             "reason": reason,

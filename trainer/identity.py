@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """One rank of one incarnation. Numbers count from 0, but for `attempt` and `incarnation`.
+    """One rank of one launch. Numbers count from 0, but for `attempt` and `launch`.
 
     Under pipeline parallelism `stage` is the rank's stage of `stages`, and `stage_rank` its place
     among the stage's ranks; else `stage` is None. `mesh` has the names and sizes of the device
@@ -17,7 +17,7 @@ class Identity:
     run_uid: str
     run: str
     attempt: int
-    incarnation: int
+    launch: int
     rank: int
     local_rank: int
     local_ranks: int

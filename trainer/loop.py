@@ -17,16 +17,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from holdfast.contracts.agreement import consider
-from holdfast.contracts.board import Phase, Proposal, RankRecord
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
-from holdfast.trainer.boundary import Saver
-from holdfast.trainer.collective import Ranks
+from holdfast.contracts.rank_status import Phase, Proposal, RankRecord
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.pace import Pace
+from holdfast.trainer.rank_context import RankContext
+from holdfast.trainer.saver import Saver
 
 NOTICE: Final = "notice"
 DRAWN: Final = (
@@ -58,8 +58,8 @@ class Loop:
 
     def __init__(
         self,
-        link: Link,
-        ranks: Ranks,
+        context: RankContext,
+        ranks: ControlGroup,
         record: RankRecord,
         recorder: Recorder | None,
         *,
@@ -69,7 +69,7 @@ class Loop:
         position: Position,
     ) -> None:
         """`position` has the number of complete steps; `recorder` is set on rank 0 alone."""
-        self._link, self._ranks, self._record, self._recorder = link, ranks, record, recorder
+        self._context, self._ranks, self._record, self._recorder = context, ranks, record, recorder
         self._saver, self._guard, self._pace = saver, guard, pace
         self._position = position
 
@@ -79,9 +79,9 @@ class Loop:
         return self._position.completed
 
     def enter(self) -> bool:
-        """The boundary before the first step of this incarnation; True to leave already."""
+        """The boundary before the first step of this launch; True to leave already."""
         # The first step compiles and warms up: its silence is judged by another measure.
-        if not self._has_entered and self._record.cross(self.completed, Phase.COMPILE):
+        if not self._has_entered and self._record.finish_step(self.completed, Phase.COMPILE):
             self._consider(self.completed)
         self._has_entered = self._position.has_begun = True
         return self.should_stop
@@ -99,7 +99,7 @@ class Loop:
         elif pace.rhythm.is_due(step):
             saver.snapshot(step)
             pace.meter.enter(time.monotonic())
-        if self._record.cross(step):
+        if self._record.finish_step(step):
             self._consider(step)
         return self.should_stop
 
@@ -146,7 +146,7 @@ class Loop:
         return False
 
     def finish(self) -> None:
-        """The last save of this incarnation, committed; then say how it ended."""
+        """The last save of this launch, committed; then say how it ended."""
         self.is_finished = True
         self._guard.finish()
         if self._position.open_epoch is not None and not self._position.in_epoch:
@@ -155,13 +155,13 @@ class Loop:
             not self._saver.has_staged(self.completed)
             and self._ranks.largest([self._guard.asked])[0]
         ):
-            self._guard.settle()
+            self._guard.resolve()
         self._saver.finish(step=self.completed)
         self.note_end()
         is_stopped = self.should_stop and not self.has_all_steps
         self._record.beat(Phase.STOP if is_stopped else Phase.DONE)
-        if self.should_stop and not self._link.has_agent and self._ranks.rank == 0:
-            self._link.run.stop_file.unlink(missing_ok=True)
+        if self.should_stop and not self._context.has_agent and self._ranks.rank == 0:
+            self._context.run.stop_file.unlink(missing_ok=True)
 
     def require_between_steps(self) -> None:
         """Raises `SpecError` where the program has left a loop in the middle of a step."""
@@ -207,12 +207,12 @@ class Loop:
         self.note(EventKind.NOTE, text=text)
 
     def note(self, kind: EventKind, **data: Any) -> None:
-        """A journal line of this incarnation, on rank 0."""
+        """A journal line of this launch, on rank 0."""
         if self._recorder is not None:
-            identity = self._link.identity
+            identity = self._context.identity
             facts: dict[str, Any] = {
                 "attempt": identity.attempt,
-                "incarnation": identity.incarnation,
+                "launch": identity.launch,
             }
             self._recorder.event(kind, **facts, **data)
 
@@ -232,7 +232,7 @@ class Loop:
         return is_at_end
 
     def _consider(self, step: int) -> None:
-        word = consider(self._link.board, self._record, step)
+        word = consider(self._context.status_table, self._record, step)
         if word is Proposal.GO:
             self.should_stop = True
             self.finish()
@@ -262,21 +262,21 @@ class Loop:
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
         mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
         said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, fitness, bad_step, copy_us, step_us = said
+        save, next_step, is_busy, plan_status, bad_step, copy_us, step_us = said
         if bad_step:
-            self._guard.settle()
+            self._guard.resolve()
             # They were called together for the loss: a cloud's notice is followed by a stop.
             save = save if asked != NOTICE else 0
         saved = bool(save) and not is_busy
         if saved:
-            saver.make_fit(fitness)
+            saver.make_fit(plan_status)
             saver.save(step=step, reason=asked or "interval")
         else:
-            saver.complete_plan(fitness)
+            saver.complete_plan(plan_status)
             if save:
                 saver.passed_over(step)
         if not saved and self._pace.rhythm.is_due(step):
             saver.snapshot(step)
         saver.forget()
-        self._pace.settle(copy_us, step_us, saved=saved)
-        cadence.settle(step, next_step, saved=saved, now=time.monotonic())
+        self._pace.update(copy_us, step_us, saved=saved)
+        cadence.update(step, next_step, saved=saved, now=time.monotonic())

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.contracts.board import Board
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.rank_status import RankStatusTable
 
 # Between two looks; longer once a peer is late, for it may be minutes behind.
 NAP_S: Final = 50e-6
@@ -24,11 +24,11 @@ TIMEOUT_S: Final = 1800.0
 
 
 class NodeMeeting:
-    """Agreement on the largest of each number, between all ranks of a board."""
+    """Agreement on the largest of each number, between all ranks of a status table."""
 
-    def __init__(self, board: Board, local_rank: int) -> None:
-        self._mine = board.record(local_rank)
-        self._all = board.records()
+    def __init__(self, status_table: RankStatusTable, local_rank: int) -> None:
+        self._mine = status_table.record(local_rank)
+        self._all = status_table.records()
         self._number = self._mine.meeting
         self._peers: dict[int, int] = {}
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.journal import EventKind, JournalWriter
-from holdfast.trainer.link import Link
+from holdfast.trainer.rank_context import RankContext
 
 FLUSH_S: Final = 1.0
 QUEUE_MAX: Final = 100_000
@@ -38,7 +38,7 @@ class Recorder:
         self._metrics = metrics
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
         self._dropped = 0
-        self._complained = False
+        self._has_reported = False
         self.latest: dict[str, float] = {}
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class Recorder:
         try:
             self._journal.append(kind, **data, **(more() if more else {}))
         except (OSError, HoldfastError) as error:
-            self._complain(f"{self._journal.path}: {error}")
+            self._report_once(f"{self._journal.path}: {error}")
 
     def _write(self, lines: list[str]) -> None:
         try:
@@ -95,22 +95,22 @@ class Recorder:
             with open(self._metrics, "a") as stream:
                 stream.write("\n".join(lines) + "\n")
         except OSError as error:
-            self._complain(f"{self._metrics}: {error}")
+            self._report_once(f"{self._metrics}: {error}")
 
-    def _complain(self, problem: str) -> None:
+    def _report_once(self, problem: str) -> None:
         """Say it once: training goes on without the line."""
-        if not self._complained:
+        if not self._has_reported:
             print(f"holdfast: cannot write {problem}", file=sys.stderr, flush=True)
-        self._complained = True
+        self._has_reported = True
 
 
-def open_recorder(link: Link, rank: int) -> Recorder | None:
-    """Rank 0's recorder of this incarnation; the other ranks have none."""
+def open_recorder(context: RankContext, rank: int) -> Recorder | None:
+    """Rank 0's recorder of this launch; the other ranks have none."""
     if rank != 0:
         return None
-    identity = link.identity
-    metrics = link.run.metrics_of(identity.attempt, identity.incarnation)
-    return Recorder(link.attempt.rank_journal, metrics)
+    identity = context.identity
+    metrics = context.run.metrics_of(identity.attempt, identity.launch)
+    return Recorder(context.attempt.rank_journal, metrics)
 
 
 def improved(

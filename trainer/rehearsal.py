@@ -2,7 +2,7 @@
 
 `python -m holdfast.trainer.rehearsal` under torchrun, its settings in the spec's `[config]`: one
 small replicated model over gloo. Every rank appends a line per step to a file of its own for each
-incarnation: the sample ids, the loss and the weights after it, as digests. Two runs of it at one
+launch: the sample ids, the loss and the weights after it, as digests. Two runs of it at one
 world size write the same lines, however often one of them was interrupted.
 """
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from holdfast.contracts.digests import digest_of
-from holdfast.contracts.environment import ATTEMPT, INCARNATION
+from holdfast.contracts.environment import ATTEMPT, LAUNCH
 from holdfast.trainer import Session
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import DataOrder, Ids, parse_skips
@@ -120,11 +120,11 @@ def features(ids: torch.Tensor) -> torch.Tensor:
 
 
 def open_record(folder: Path, rank: int) -> IO[str]:
-    """This rank's file for this incarnation; attempt and incarnation 0 without an agent."""
+    """This rank's file for this launch; attempt and launch 0 without an agent."""
     attempt = int(os.environ.get(ATTEMPT, "0"))
-    incarnation = int(os.environ.get(INCARNATION, "0"))
+    launch = int(os.environ.get(LAUNCH, "0"))
     folder.mkdir(parents=True, exist_ok=True)
-    return open(folder / f"a{attempt:04d}.i{incarnation:02d}.rank{rank}.jsonl", "a")
+    return open(folder / f"a{attempt:04d}.l{launch:02d}.rank{rank}.jsonl", "a")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from holdfast.contracts.board import NOWHERE, Phase
 from holdfast.contracts.errors import SpecError
+from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.trainer import alone
-from holdfast.trainer.boundary import Captured, Saver
 from holdfast.trainer.data.order import Batch
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import (
@@ -38,14 +37,14 @@ from holdfast.trainer.data.sampler import (
     ElasticSampler,
     check_order,
 )
-from holdfast.trainer.link import Link, meet_ranks, open_link
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
 from holdfast.trainer.loop import Loop
 from holdfast.trainer.metrics import improved, open_recorder
 from holdfast.trainer.numerics.guard import LossGuard
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.pacing.pace import Pace
-from holdfast.trainer.settler import Settler
+from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
+from holdfast.trainer.saver import Captured, Saver
 from holdfast.trainer.signals import (
     FailureRecord,
     SignalFlags,
@@ -55,6 +54,7 @@ from holdfast.trainer.signals import (
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.train_state import Progress, Stateful, TrainState, listed
+from holdfast.trainer.stop_coordinator import StopCoordinator
 
 T = TypeVar("T")
 BETTER: Final = ("min", "max")
@@ -124,8 +124,8 @@ class Session:
         self.seed, self._best_of = seed, best
         with alone.claimed(self, self._abandon):
             self._failures = FailureRecord()
-            self._ranks = meet_ranks()
-            self._link: Link = open_link(directory, self._ranks, mesh)
+            self._ranks = open_control_group()
+            self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
             self._appear()
             self._state = TrainState(
                 model,
@@ -137,7 +137,7 @@ class Session:
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
-            self._recorder = open_recorder(self._link, self._ranks.rank)
+            self._recorder = open_recorder(self._context, self._ranks.rank)
             self._resume(chosen, rhythm, planner)
         end_deaf_helpers_at_exit()
 
@@ -167,7 +167,7 @@ class Session:
     @property
     def run_directory(self) -> Path:
         """The run's folder: the program may keep files of its own there."""
-        return self._link.run.directory
+        return self._context.run.directory
 
     @property
     def should_stop(self) -> bool:
@@ -178,7 +178,7 @@ class Session:
     def stop_requested(self) -> bool:
         """True once a stop is wanted. Ranks see it at slightly different times: a slow phase may
         be cut short by it, but only where no collective depends on that."""
-        return self._link.board.stopping
+        return self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -376,11 +376,11 @@ class Session:
     # --- inside ---------------------------------------------------------------------------
 
     def _appear(self) -> None:
-        """Be seen on the node's board; without an agent, be told of signals."""
-        identity = self._link.identity
-        self._record = self._link.board.record(identity.local_rank)
+        """Be seen on the node's status table; without an agent, be told of signals."""
+        identity = self._context.identity
+        self._record = self._context.status_table.record(identity.local_rank)
         self._record.register(identity.rank, NOWHERE)
-        self._flags = None if self._link.has_agent else SignalFlags(self._record)
+        self._flags = None if self._context.has_agent else SignalFlags(self._record)
         self._record.beat(Phase.LOAD)
 
     def _begin(self, *, is_last: bool) -> None:
@@ -392,7 +392,7 @@ class Session:
     ) -> None:
         """Take over the newest believable checkpoint; prepare the saves and stops to come."""
         self._saver = Saver(
-            self._link,
+            self._context,
             self._ranks,
             self._record,
             self._recorder,
@@ -400,13 +400,13 @@ class Session:
             note_forms=self._state.note_forms,
             planner=planner,
         )
-        found = resume(self._link, self._ranks, self._state, self._recorder)
+        found = resume(self._context, self._ranks, self._state, self._recorder)
         self._saver.began_at(found.step, found.checkpoint, found.manifest)
         self.best, self.resumed_from = found.best, found.checkpoint
         self._began_in = found.epoch, found.in_epoch
         self._position = Position(
-            rank=self._link.data_part,
-            world_size=self._link.data_parts,
+            rank=self._context.data_part,
+            world_size=self._context.data_parts,
             seed=self.seed,
             skips=found.skips,
             former=found.data,
@@ -415,20 +415,20 @@ class Session:
             begins=self._state.rewind_seeds,
         )
         self._guard = LossGuard(
-            self._link, self._ranks, self._record, self._position, self._saver, self._state
+            self._context, self._ranks, self._record, self._position, self._saver, self._state
         )
         awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
         pace = Pace(
             interval,
             rhythm,
             step=found.step,
-            link=self._link,
+            context=self._context,
             saver=self._saver,
             recorder=self._recorder,
             looks_first=awaits_state,
         )
         self._loop = Loop(
-            self._link,
+            self._context,
             self._ranks,
             self._record,
             self._recorder,
@@ -439,8 +439,10 @@ class Session:
         )
         self._record.register(self.rank, found.step)
         self._saver.begin(awaits_state=awaits_state)
-        settles = not self._link.has_agent and self._link.identity.local_rank == 0
-        self._settler = Settler(self._link, self._loop.note) if settles else None
+        settles = not self._context.has_agent and self._context.identity.local_rank == 0
+        self._stop_coordinator = (
+            StopCoordinator(self._context, self._loop.note) if settles else None
+        )
         # What the program still does before its first step is its own loading.
         self._record.beat(Phase.LOAD)
         atexit.register(self._at_exit)
@@ -465,29 +467,29 @@ class Session:
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
-        if self._settler is not None:
-            self._settler.close()
+        if self._stop_coordinator is not None:
+            self._stop_coordinator.close()
         if self._recorder is not None:
             self._recorder.close()
         self._saver.close(is_orderly=is_orderly)
         if self._flags is not None:
             self._flags.close()
         self._failures.close()
-        self._link.close(wait=wait)
+        self._context.close(wait=wait)
         alone.release(self)
         if is_orderly:
             self._ranks.close()
 
     def _abandon(self) -> None:
         """The constructor failed: what it began ends as by a crash, and another one can be made."""
-        for name in ("_settler", "_recorder", "_flags"):
+        for name in ("_stop_coordinator", "_recorder", "_flags"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
         if hasattr(self, "_saver"):
             self._saver.close(is_orderly=False)
-        if hasattr(self, "_link"):
-            self._link.close(wait=False)
+        if hasattr(self, "_context"):
+            self._context.close(wait=False)
 
     def _at_exit(self) -> None:
         """A program that ends without `close` still gets its journal lines and metrics."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from holdfast.contracts.board import RankRecord
+from holdfast.contracts.rank_status import RankRecord
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR2)
 
@@ -48,7 +48,7 @@ class SignalFlags:
         self._previous.clear()
 
     def _forget_in_child(self) -> None:
-        """A forked child shares the board: `terminate()` on it must not stop the run."""
+        """A forked child shares the status table: `terminate()` on it must not stop the run."""
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
         self._previous.clear()

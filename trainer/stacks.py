@@ -18,19 +18,19 @@ import signal
 from typing import Final
 
 from holdfast.contracts import environment
-from holdfast.contracts.board import RankRecord
+from holdfast.contracts.rank_status import RankRecord
 
 # Real-time signals are nobody's but the program's own; launchers send none of them.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 6
 _PR_SET_PTRACER: Final = 0x59616D61
-_KEEPER: Final = re.compile(r"/proc/(\d+)/fd/\d+")
+_FLUSHER_SUPERVISOR: Final = re.compile(r"/proc/(\d+)/fd/\d+")
 
 
 def offer_stacks(record: RankRecord) -> None:
     """Let the agent of this node see this process's stacks; nothing where that cannot be."""
-    keeper = _KEEPER.fullmatch(os.environ.get(environment.BOARD, ""))
-    if keeper:
-        _allow_tracing_by(int(keeper[1]))
+    flusher_supervisor = _FLUSHER_SUPERVISOR.fullmatch(os.environ.get(environment.RANK_STATUS, ""))
+    if flusher_supervisor:
+        _allow_tracing_by(int(flusher_supervisor[1]))
     with contextlib.suppress(OSError, ValueError, AttributeError):
         record.offer_stacks(STACKS_SIGNAL, _stacks_file())
 

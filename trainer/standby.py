@@ -1,7 +1,7 @@
 """A rank made ready before it is needed: Python and the libraries loaded, waiting for a word.
 
 `python -u -m holdfast.trainer.standby <program …>`, by torchrun, in the environment of the
-incarnation to come. Loading torch takes seconds, which a restart then does not pay. At the word
+launch to come. Loading torch takes seconds, which a restart then does not pay. At the word
 the program runs as Python itself would have run it: the same `argv`, import path, `__main__` and
 traceback. No GPU is touched before.
 """
@@ -33,21 +33,21 @@ READ_WHEN_LOADED: Final = (
 )
 # What loading them sets by itself.
 SET_WHEN_LOADED: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
-NOT_WANTED_EXIT_CODE: Final = 75
+UNUSED_EXIT_CODE: Final = 75
 
 
 def main(command: Sequence[str]) -> None:
     """Load, wait, and be the program `command`: `script …` or `-m module …`."""
-    gate = os.environ.pop(environment.GATE)
-    take_the_place_of(command)
+    standby_pipe = os.environ.pop(environment.STANDBY_PIPE)
+    set_up_interpreter(command)
     for name in PRELOADED:
         import_module(name)
-    if not wait_for_word(gate):
-        sys.exit(NOT_WANTED_EXIT_CODE)
-    be_the_program(command)
+    if not wait_for_release(standby_pipe):
+        sys.exit(UNUSED_EXIT_CODE)
+    run_program(command)
 
 
-def take_the_place_of(command: Sequence[str]) -> None:
+def set_up_interpreter(command: Sequence[str]) -> None:
     """Set what Python sets by its command line, before anything is loaded by it."""
     is_module = command[0] == "-m"
     sys.argv[:] = command[1:] if is_module else command
@@ -57,16 +57,16 @@ def take_the_place_of(command: Sequence[str]) -> None:
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(script)
 
 
-def wait_for_word(gate: str) -> bool:
+def wait_for_release(standby_pipe: str) -> bool:
     """True when the agent wants this rank; False when it is gone, and nobody will."""
     try:
-        with open(gate, "rb", buffering=0) as stream:
+        with open(standby_pipe, "rb", buffering=0) as stream:
             return bool(stream.read(1))
     except OSError:
         return False
 
 
-def be_the_program(command: Sequence[str]) -> None:
+def run_program(command: Sequence[str]) -> None:
     """Run a script, or a module after `-m`, as `__main__`, in a module of its own."""
     spec = _spec_of(command[1]) if command[0] == "-m" else None
     loader = spec.loader if spec else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.contracts.attempt import Outcome, StopRequest
+from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.evidence import (
     KILLED_WORKER,
@@ -110,7 +110,7 @@ def classify(
     outcome: Outcome | None,
     status: JobStatus | None,
     signals: Sequence[dict[str, Any]] = (),
-    stop: StopRequest | None = None,
+    stop: StopFile | None = None,
     claimed: bool = False,
     lost_hosts: Sequence[str] = (),
     job_log: str = "",
@@ -196,7 +196,7 @@ def classify_crash(
 ) -> tuple[Ending, RankFailure | None]:
     """How training ended that nobody asked to stop, and the rank whose failure came first.
 
-    `oom_kills` counts the kernel's kills for want of memory during the incarnation, `launch_log`
+    `oom_kills` counts the kernel's kills for want of memory during the launch, `launch_log`
     is the end of torchrun's own log.
     """
     if lost_nodes:
@@ -281,13 +281,13 @@ def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, flo
     """Smallest for what came first. An abort may be how a peer's error shows, so it has words."""
     is_killed = failure.signal not in {0, signal.SIGABRT}
     found = None if is_killed else find_cause(failure.text)
-    complains = found is not None and found.rule.complaint
+    is_secondary = found is not None and found.rule.secondary_error
     # Of those who complain, one that gave up waiting is why others lost their connection.
     gave_up = found is not None and found.rule.cause is Cause.HANG
     silent = not failure.text
     return (
-        complains,
-        complains and not gave_up,
+        is_secondary,
+        is_secondary and not gave_up,
         not is_killed,
         silent,
         not failure.traceback,

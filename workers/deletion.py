@@ -55,7 +55,7 @@ def apply(paths: RunPaths, *, by: str, writer: str = "flow", copies: bool = True
     return deleted
 
 
-def free_room(paths: RunPaths, *, writer: str) -> tuple[int, str]:
+def free_space(paths: RunPaths, *, writer: str) -> tuple[int, str]:
     """Free what the keep rules allow, on a full disk: (bytes freed, what was done, in words).
 
     What others have deleted within `LATELY_S` counts too: the asker may not have seen it yet.
@@ -91,9 +91,9 @@ def delete_checkpoint(
                 "them"
             )
         history = load_history(held)
-        keeper = retention.protection(history, committed_checkpoints(held), checkpoint)
-        if keeper:
-            raise SpecError(f"{name} is kept: it is {keeper}")
+        reason = retention.protection(history, committed_checkpoints(held), checkpoint)
+        if reason:
+            raise SpecError(f"{name} is kept: it is {reason}")
         make_newest_durable(held)
         is_done = _delete(held, checkpoint, reason=reason, by=by, writer=writer)
     delete_copies(paths, writer=writer)

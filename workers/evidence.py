@@ -31,12 +31,12 @@ _WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Messages that match mean `cause`. A `complaint` is a rank's word about another one; a
+    """Messages that match mean `cause`. A `secondary_error` is a rank's word about another one; a
     `hardware` fault is of the node, and shuts it out."""
 
     cause: Cause
     pattern: re.Pattern[str]
-    complaint: bool = False
+    secondary_error: bool = False
     hardware: bool = False
 
 
@@ -48,9 +48,11 @@ class Finding:
     quote: str
 
 
-def _rule(cause: Cause, *patterns: str, complaint: bool = False, hardware: bool = False) -> Rule:
+def _rule(
+    cause: Cause, *patterns: str, secondary_error: bool = False, hardware: bool = False
+) -> Rule:
     pattern = re.compile("|".join(patterns), re.M)
-    return Rule(cause=cause, pattern=pattern, complaint=complaint, hardware=hardware)
+    return Rule(cause=cause, pattern=pattern, secondary_error=secondary_error, hardware=hardware)
 
 
 # A helper process of the program ended, and those who waited for it do not know why.
@@ -109,7 +111,7 @@ RULES: Final[tuple[Rule, ...]] = (
         Cause.HANG,
         r"Timed out waiting \d+ ?ms for (recv|send) operation|monitoredBarrier",
         r"collective operation timeout|HeartbeatMonitor|Timeout at NCCL work",
-        complaint=True,
+        secondary_error=True,
     ),
     _rule(
         Cause.INFRASTRUCTURE,
@@ -146,7 +148,7 @@ RULES: Final[tuple[Rule, ...]] = (
         r"^(\w+\.)*\w*Connection\w*(Error|Exception|Closed|Lost|Timeout)\w*\b",
         r"^(\w+\.)*(\w*Disconnected\w*|BrokenPipeError|\w*ProtocolError|IncompleteRead\w*)\b",
         r"^(\w+\.)*\w*(Connect(or)?Error|HostUnreachable\w*|Timeout(Error|Exception)?)\b",
-        complaint=True,
+        secondary_error=True,
     ),
 )
 # A worker that the kernel killed for want of memory ends by the same signal as any other.
@@ -158,15 +160,15 @@ KILLED_WORKER: Final = re.compile(
 def find_cause(text: str) -> Finding | None:
     """What a traceback or standard error gives away, or None for the program's own errors.
 
-    A complaint about somebody else counts only where no other exception of the chain says more:
-    one who loses a connection to a helper may find out next what became of it.
+    A secondary error about somebody else counts only where no other exception of the chain says
+    more: one who loses a connection to a helper may find out next what became of it.
     """
-    complaint = None
+    secondary_error = None
     for found in filter(None, map(_first_match, messages(text))):
-        if not found.rule.complaint:
+        if not found.rule.secondary_error:
             return found
-        complaint = complaint or found
-    return complaint
+        secondary_error = secondary_error or found
+    return secondary_error
 
 
 def _first_match(message: str) -> Finding | None:

@@ -37,7 +37,7 @@ def _scheduler_grace(resources: Resources) -> tuple[str, float | None]:
     try:
         if slurm_client.preemption_type(ANSWER_TIMEOUT_S) == BY_QOS:
             name = resources.qos or ""
-            return f"QOS {name}", grace_of_qos(slurm_client.qualities(ANSWER_TIMEOUT_S), name)
+            return f"QOS {name}", grace_of_qos(slurm_client.list_qos(ANSWER_TIMEOUT_S), name)
         found = slurm_client.partitions(ANSWER_TIMEOUT_S)
     except SchedulerError:
         return "", None

@@ -19,21 +19,21 @@ DOUBLINGS_MAX: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class CapacityObservation:
     """Room for `gpus` GPUs, seen at every look since `since`, Unix seconds."""
 
     gpus: int
     since: float
 
 
-def look_for_room(
+def observe_capacity(
     history: RunHistory,
     capacity: int | None,
-    before: Sighting | None,
+    before: CapacityObservation | None,
     *,
     now: float,
     fits: Callable[[int], bool],
-) -> Sighting | None:
+) -> CapacityObservation | None:
     """The room for a larger attempt that is seen now; `before` is what the last look saw.
 
     `capacity` counts the GPUs that are free or the attempt's own, `fits` says whether the
@@ -50,21 +50,21 @@ def look_for_room(
     if not fitting:
         return None
     if before is None or before.gpus > fitting[-1]:
-        return Sighting(gpus=fitting[-1], since=now)
-    return Sighting(gpus=fitting[-1], since=before.since)
+        return CapacityObservation(gpus=fitting[-1], since=now)
+    return CapacityObservation(gpus=fitting[-1], since=before.since)
 
 
-def is_due(history: RunHistory, seen: Sighting | None, *, now: float) -> bool:
+def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float) -> bool:
     """True when the attempt should save, stop and go on at `seen.gpus`."""
     last = history.last_attempt
     if seen is None or last is None or history.pending_request is not None:
         return False
-    patience_s = patience(history)
+    delay_s = grow_delay(history)
     began = last.started_at or now
-    return now - seen.since >= patience_s and now - began >= patience_s
+    return now - seen.since >= delay_s and now - began >= delay_s
 
 
-def patience(history: RunHistory) -> float:
+def grow_delay(history: RunHistory) -> float:
     """Seconds that room must have been there, and the attempt trained."""
     grown = {
         int(event.data["after_attempt"]) + 1

@@ -57,7 +57,7 @@ class NodeBeat(Document):
     host: Name
     time: Annotated[float, Field(allow_inf_nan=False)]
     attempt: Number
-    incarnation: Number
+    launch: Number
     agent_pid: Number
     monotonic_s: Seconds = 0.0
     boot_id: Name = ""
@@ -116,7 +116,7 @@ class HeartbeatWatch:
 
     def __init__(self, paths: AttemptPaths, heartbeat_s: float) -> None:
         self._directory = paths.heartbeats
-        self._patience_s = BEATS_MISSED_MAX * heartbeat_s
+        self._silence_s = BEATS_MISSED_MAX * heartbeat_s
         self._seen: dict[str, _Seen] = {}
 
     def look(self, now: float | None = None) -> tuple[list[str], list[str]]:
@@ -131,7 +131,7 @@ class HeartbeatWatch:
                 if seen.is_silent:
                     again.append(name)
                 self._seen[name] = _Seen(state, now)
-            elif not seen.is_silent and now - seen.at > self._patience_s:
+            elif not seen.is_silent and now - seen.at > self._silence_s:
                 seen.is_silent = True
                 silent.append(name)
         return silent, again

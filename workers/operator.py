@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from holdfast.contracts.attempt import (
     Request,
-    StopRequest,
+    StopFile,
     Submission,
     read_claim,
     read_document,
@@ -222,7 +222,7 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
 
 def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: str) -> str:
     """Tell a live attempt to end: by a file to its agent, by the scheduler while it is queued."""
-    stop = StopRequest(action=action, by=by, requested_at=time.time())
+    stop = StopFile(action=action, by=by, requested_at=time.time())
     write_document(attempt.stop, stop)
     told = f"attempt {view.number} ends after one last checkpoint ({action})"
     asked = read_document(Request, attempt.request)

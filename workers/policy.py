@@ -111,7 +111,8 @@ def _operator_word(
 ) -> Decision | None:
     """The decision that an operator's unanswered request makes by itself.
 
-    A policy's own wish for more GPUs is no more than a wish: what is free by now decides.
+    A policy's own stop request for more GPUs is no more than a stop request: what is free by now
+    decides.
     """
     request = history.pending_request
     if request is None:
@@ -195,7 +196,7 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
         if a.number > since
         and a.state.is_terminal
         and a.cause is cause
-        and a.was_asked_for
+        and a.was_submitted
         # The ranks themselves count rollbacks, and say when there have been enough.
         and not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
     )
@@ -204,14 +205,14 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
 def _attempts_without_progress(history: RunHistory) -> int:
     """Attempts at the end of the run, in a row, that committed no step newer than all before.
 
-    Operators' own relaunches are no sign of trouble, and begin the count anew. A preemption says
+    Operators' own relaunches are no sign of trouble, and begin the count again. A preemption says
     nothing of the run, so it is not counted.
     """
     newest, stuck = -1, 0
     committed = _committed_steps(history)
     for attempt in history.attempts:
         step = committed.get(attempt.number, -1)
-        if not attempt.was_asked_for:
+        if not attempt.was_submitted:
             continue
         if attempt.cause is Cause.OPERATOR or step > newest:
             stuck = 0
@@ -322,7 +323,7 @@ def decide_in_place(
 ) -> Decision:
     """Whether torchrun is started again on the nodes that the attempt still has.
 
-    `ending` is how the incarnation ended. A killed process, a broken connection or a hang is worth
+    `ending` is how the launch ended. A killed process, a broken connection or a hang is worth
     another start; the program's own error, a lack of memory, a lost or a faulty node are not.
     Without new steps only one restart is granted, and no more than `hangs_max` for the `hangs` of
     this attempt. A loss that is not to be trusted is worth one where ranks have `rolled_back`.

@@ -19,7 +19,7 @@ from holdfast.contracts.attempt import (
     Missing,
     Outcome,
     Request,
-    StopRequest,
+    StopFile,
     Submission,
     close_claim,
     job_of,
@@ -66,7 +66,7 @@ class Observation:
     submission: Submission | None
     claim: Claim | None
     outcome: Outcome | None
-    stop: StopRequest | None
+    stop: StopFile | None
     status: JobStatus | None
 
     def has_ended(self, now: float) -> bool:
@@ -123,7 +123,7 @@ def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
     history = load_history(paths)
     told = {e.data.get("attempt") for e in history.events if e.kind is EventKind.GOODPUT}
     for view in history.attempts:
-        if view.was_asked_for and view.state.is_terminal and view.number not in told:
+        if view.was_submitted and view.state.is_terminal and view.number not in told:
             _tell_goodput(paths, view.number, journal)
 
 
@@ -158,7 +158,7 @@ def observe(attempt: AttemptPaths) -> Observation:
         submission=submission,
         claim=read_claim(attempt),
         outcome=read_outcome(attempt),
-        stop=read_document(StopRequest, attempt.stop),
+        stop=read_document(StopFile, attempt.stop),
         status=status,
     )
 

@@ -124,7 +124,7 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
                 for event in history.events
                 if event.kind is EventKind.RESUMED and event.data.get("attempt") == attempt.number
             ]
-            # Each incarnation resumes anew; what the one before it went on from is needed no more.
+            # Each launch resumes again; what the one before it went on from is needed no more.
             if resumed and resumed[-1].data.get("checkpoint"):
                 uses[_name_in(resumed[-1])] = f"what attempt {attempt.number} resumed from"
     return uses
@@ -206,7 +206,7 @@ def _branch(ordered: Sequence[Manifest], facts: Facts) -> list[Manifest]:
 
 
 def _order(one: Manifest) -> tuple[int, int, int]:
-    return one.step, one.attempt, one.incarnation
+    return one.step, one.attempt, one.launch
 
 
 def _name_in(event: Event) -> str:

@@ -135,7 +135,7 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
     if same:
         raise RunConflictError(
             f"run {newest.name} {_ended(state)}; `holdfast relaunch {newest.name}` continues it "
-            "from its newest checkpoint, another name starts anew"
+            "from its newest checkpoint, another name starts again"
         )
     if state.is_live:
         raise RunConflictError(

@@ -224,7 +224,7 @@ def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     return found[0].strip() if found else ""
 
 
-def qualities(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
+def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
     """Each QOS's preemption grace and the QOSs that it preempts, as the accounting writes them."""
     command = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,GraceTime,Preempt"]
     rows = [line.split("|") for line in call(command, timeout_s).splitlines()]

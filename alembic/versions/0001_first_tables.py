@@ -1,4 +1,4 @@
-"""The first tables: runs, attempts, incarnations, checkpoints, edges, journals and events."""
+"""The first tables: runs, attempts, launches, checkpoints, edges, journals and events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def upgrade() -> None:
     """Bring the schema from the revision before to this one."""
     _create_runs()
     _create_attempts()
-    _create_incarnations()
+    _create_launches()
     _create_checkpoints()
     _create_edges()
     _create_journals()
@@ -45,7 +45,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Take back what `upgrade` did."""
     for table in (
-        *("events", "journals", "checkpoint_edges", "checkpoints", "incarnations", "attempts"),
+        *("events", "journals", "checkpoint_edges", "checkpoints", "launches", "attempts"),
         "runs",
     ):
         op.drop_table(table)
@@ -128,9 +128,9 @@ def _create_attempts() -> None:
     _index("attempts", "job_id")
 
 
-def _create_incarnations() -> None:
+def _create_launches() -> None:
     op.create_table(
-        "incarnations",
+        "launches",
         *_must(TEXT, "run_uid"),
         *_must(sa.Integer(), "attempt", "number"),
         *_may(NUMBER, "world_size"),
@@ -142,10 +142,10 @@ def _create_incarnations() -> None:
         sa.ForeignKeyConstraint(
             ["run_uid", "attempt"],
             ["attempts.run_uid", "attempts.number"],
-            name=op.f("fk_incarnations_run_uid_attempt_attempts"),
+            name=op.f("fk_launches_run_uid_attempt_attempts"),
             ondelete="CASCADE",
         ),
-        _key("incarnations", "run_uid", "attempt", "number"),
+        _key("launches", "run_uid", "attempt", "number"),
     )
 
 
@@ -153,7 +153,7 @@ def _create_checkpoints() -> None:
     op.create_table(
         "checkpoints",
         *_must(TEXT, "run_uid", "name"),
-        *_must(NUMBER, "step", "attempt", "incarnation"),
+        *_must(NUMBER, "step", "attempt", "launch"),
         *_must(TEXT, "state"),
         *_may(TEXT, "detail"),
         *_must(TEXT, "path"),
@@ -204,7 +204,7 @@ def _create_journals() -> None:
     op.create_table(
         "events",
         *_must(TEXT, "run_uid", "journal"),
-        *_must(NUMBER, "incarnation", "sequence"),
+        *_must(NUMBER, "launch", "sequence"),
         *_may(NUMBER, "attempt"),
         *_must(REAL, "time"),
         *_must(TEXT, "kind"),
@@ -215,7 +215,7 @@ def _create_journals() -> None:
             name=op.f("fk_events_run_uid_journal_journals"),
             ondelete="CASCADE",
         ),
-        _key("events", "run_uid", "journal", "incarnation", "sequence"),
+        _key("events", "run_uid", "journal", "launch", "sequence"),
     )
     _index("events", "run_uid", "time")
     _index("events", "time")

@@ -37,9 +37,9 @@ INDEXES: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("runs", ("name", "uid"), {}),
     ("runs", ("state", "created_at", "uid"), {}),
     ("runs", ("root",), {"postgresql_using": "hash"}),
-    ("checkpoints", ("run_uid", "step", "attempt", "incarnation"), {"unique": True}),
-    ("checkpoints", ("run_uid", "state", "step", "attempt", "incarnation"), {}),
-    ("events", ("run_uid", "time", "journal", "incarnation", "sequence"), {}),
+    ("checkpoints", ("run_uid", "step", "attempt", "launch"), {"unique": True}),
+    ("checkpoints", ("run_uid", "state", "step", "attempt", "launch"), {}),
+    ("events", ("run_uid", "time", "journal", "launch", "sequence"), {}),
     ("events", ("run_uid", "kind", "time"), {}),
 )
 FORMER_INDEXES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -140,7 +140,7 @@ def _widen_checkpoints() -> None:
     _add("checkpoints", DOCUMENT, "versions", "topology", nullable=False, server_default="{}")
     _add("checkpoints", TEXT, "pinned_by", "pin_note")
     _add("checkpoints", REAL, "pinned_at")
-    # `step-00000100.a0001.i01`; SQLite's cast stops at the first character that is no digit.
+    # `step-00000100.a0001.l01`; SQLite's cast stops at the first character that is no digit.
     digits = "split_part(substr(parent_name, 6), '.', 1)" if _is_postgresql() else None
     step = f"CAST({digits or 'substr(parent_name, 6)'} AS BIGINT)"
     op.execute(
@@ -211,7 +211,7 @@ def _create_files() -> None:
 
 
 def _create_metrics() -> None:
-    key = ("run_uid", "attempt", "incarnation")
+    key = ("run_uid", "attempt", "launch")
     op.create_table(
         "metric_files",
         sa.Column("run_uid", TEXT, nullable=False),
@@ -239,7 +239,7 @@ def _create_metrics() -> None:
         sa.ForeignKeyConstraint(
             list(key),
             [f"metric_files.{name}" for name in key],
-            name=op.f("fk_metrics_run_uid_attempt_incarnation_metric_files"),
+            name=op.f("fk_metrics_run_uid_attempt_launch_metric_files"),
             ondelete="CASCADE",
         ),
         sa.PrimaryKeyConstraint(*key, "bucket", name=op.f("pk_metrics")),

@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from .conduct import Outcome, conduct
 from .environments import Environments, InstallError
 from .faults import Fault, Job, draw
 from .launchers import GRACE_S, RANKS, Launcher
 from .report import as_json, tables
+from .runner import Outcome, conduct
 from .slurm import PLACES, SlurmLauncher, UnusableError, cluster, release
 
 LOCAL: Final = ("torchrun", "nvrx", "dlrover", "holdfast")

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import psutil
 
-from .conduct import Outcome
 from .faults import Cost
+from .runner import Outcome
 
 TITLES: Final = {
     "torchrun": "torchrun `--max-restarts`, interval checkpoints",

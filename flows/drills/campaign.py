@@ -23,7 +23,6 @@ from typing import Final
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
-from holdfast.flows.drills.conduct import Rehearsal, Tell, chance_of
 from holdfast.flows.drills.ettr import (
     Calibration,
     Trained,
@@ -33,11 +32,12 @@ from holdfast.flows.drills.ettr import (
     last_step_of,
     mean_of,
 )
+from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import Kind, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.scene import Scene
-from holdfast.flows.drills.stand import RANKS, Stand, throw_away
-from holdfast.flows.drills.subject import Cut, Subject
+from holdfast.flows.drills.runner import Rehearsal, Tell, chance_of
+from holdfast.flows.drills.target_run import Cut, TargetRun
+from holdfast.flows.drills.testbed import RANKS, Testbed, throw_away
 from holdfast.workers import operator
 
 # A run's journals grow with it, and every look reads them: a new run after so many faults.
@@ -109,19 +109,19 @@ class Campaign:
         """The uninterrupted run first, then the drilled ones, each in a thread."""
         needs_disk = any(kind.name == "disk-full" for kind in self.plan.kinds)
         with contextlib.ExitStack() as opened:
-            stands: list[Stand] = []
+            testbeds: list[Testbed] = []
             for number in range(self.plan.at_once):
                 place = folder / f"place-{number + 1}"
                 place.mkdir()
-                stand = throw_away(place, with_small_disk=needs_disk, number=number)
-                stands.append(opened.enter_context(stand))
+                testbed = throw_away(place, with_small_disk=needs_disk, number=number)
+                testbeds.append(opened.enter_context(testbed))
             self.tell(f"the uninterrupted run: {self.steps_max} steps")
-            reference = stands[0].train_reference(self.steps_max)
-            pool = opened.enter_context(ThreadPoolExecutor(len(stands)))
+            reference = testbeds[0].train_reference(self.steps_max)
+            pool = opened.enter_context(ThreadPoolExecutor(len(testbeds)))
             # Set before the pool waits for its threads, and before the stands are ended.
             opened.callback(self.is_cut.set)
             lanes: list[Future[None]] = []
-            for one in stands:
+            for one in testbeds:
                 one.reference = reference
                 lanes.append(pool.submit(Lane(self, one).work))
             for lane in as_completed(lanes):
@@ -159,9 +159,9 @@ def steps_for(faults: Sequence[Kind], at_once: int) -> int:
 class Lane:
     """One stand, and the runs that are drilled on it one after another."""
 
-    def __init__(self, campaign: Campaign, stand: Stand) -> None:
-        self._campaign, self._stand = campaign, stand
-        own = f"sqlite:///{stand.home}/holdfast.db"
+    def __init__(self, campaign: Campaign, testbed: Testbed) -> None:
+        self._campaign, self._testbed = campaign, testbed
+        own = f"sqlite:///{testbed.home}/holdfast.db"
         self._url = os.environ.get("HOLDFAST_DATABASE_URL") or own
 
     def work(self) -> None:
@@ -172,40 +172,40 @@ class Lane:
             while (fault := self._campaign.take(0)) is not None:
                 self._drill_run(fault)
 
-    def _begin_run(self) -> Subject:
-        subject = self._stand.begin_run()
-        subject.is_cut = self._campaign.is_cut.is_set
-        return subject
+    def _begin_run(self) -> TargetRun:
+        target = self._testbed.begin_run()
+        target.is_cut = self._campaign.is_cut.is_set
+        return target
 
     def _drill_run(self, fault: tuple[int, Kind]) -> None:
         """One run and its faults, until it is full or one of them broke something."""
-        campaign, stand = self._campaign, self._stand
-        scene = Scene(self._begin_run(), random.Random(campaign.plan.seed), stand)
-        rehearsal = Rehearsal(scene, campaign.result, self._url, campaign.tell)
+        campaign, testbed = self._campaign, self._testbed
+        context = FaultContext(self._begin_run(), random.Random(campaign.plan.seed), testbed)
+        rehearsal = Rehearsal(context, campaign.result, self._url, campaign.tell)
         done: list[FaultResult] = []
         following: tuple[int, Kind] | None = fault
         while following is not None:
             number, kind = following
-            scene.chance = chance_of(campaign.plan.seed, number)
+            context.chance = chance_of(campaign.plan.seed, number)
             done.append(rehearsal.rehearse(kind))
-            at = scene.subject.newest.step if scene.subject.newest else 0
+            at = context.target.newest.step if context.target.newest else 0
             is_full = len(done) == FAULTS_PER_RUN or not done[-1].ok
             following = None if is_full else campaign.take(at)
-        is_whole = rehearsal.finish(stand) and done[-1].ok
-        stand.end_attempts()
+        is_whole = rehearsal.finish(testbed) and done[-1].ok
+        testbed.end_attempts()
         with contextlib.suppress(HoldfastError):
-            campaign.trained.append(_account(scene.subject.paths, done))
+            campaign.trained.append(_account(context.target.paths, done))
         if not is_whole:
-            self._keep_run(scene.subject.paths)
+            self._keep_run(context.target.paths)
         # The place's disk is as small as one run needs it for a disk that fills up.
-        shutil.rmtree(scene.subject.paths.directory, ignore_errors=True)
+        shutil.rmtree(context.target.paths.directory, ignore_errors=True)
 
     def _keep_run(self, paths: RunPaths) -> None:
         """Keep what tells why something broke: all else goes with the drill."""
-        campaign, stand = self._campaign, self._stand
-        place = campaign.kept / stand.folder.name / paths.name
+        campaign, testbed = self._campaign, self._testbed
+        place = campaign.kept / testbed.folder.name / paths.name
         try:
-            stand.move_run(paths, place)
+            testbed.move_run(paths, place)
         except OSError as error:
             campaign.tell(f"{paths.name} could not be kept: {error}")
         else:
@@ -216,28 +216,28 @@ class Lane:
         """A run without faults, relaunched once by an operator, and ended by one."""
         campaign = self._campaign
         campaign.tell(f"a run without faults: twice {CALIBRATION_STEPS} steps and a relaunch")
-        subject = self._begin_run()
+        target = self._begin_run()
         try:
-            _train(subject, CALIBRATION_STEPS)
-            operator.request(subject.paths, "relaunch", by="drill", gpus=RANKS, writer="drill")
-            _train(subject, CALIBRATION_STEPS, attempt=2)
-            operator.request(subject.paths, "stop", by="drill", writer="drill")
-            self._stand.wait_for_flow()
-            campaign.calibrations.append(calibrate(load_history(subject.paths)))
+            _train(target, CALIBRATION_STEPS)
+            operator.request(target.paths, "relaunch", by="drill", gpus=RANKS, writer="drill")
+            _train(target, CALIBRATION_STEPS, attempt=2)
+            operator.request(target.paths, "stop", by="drill", writer="drill")
+            self._testbed.wait_for_flow()
+            campaign.calibrations.append(calibrate(load_history(target.paths)))
         except HoldfastError as error:
             campaign.tell(f"no share of trained time is predicted from it: {error}")
 
 
-def _train(subject: Subject, steps: int, attempt: int = 1) -> None:
+def _train(target: TargetRun, steps: int, attempt: int = 1) -> None:
     """Wait until an attempt has done so many steps."""
 
     def has_trained() -> bool:
-        newest = subject.newest
+        newest = target.newest
         if newest is None or newest.place.attempt != attempt:
             return False
-        return newest.step >= subject.resumed_step(newest.place) + steps
+        return newest.step >= target.resumed_step(newest.place) + steps
 
-    subject.wait_for(f"{steps} steps", has_trained)
+    target.wait_for(f"{steps} steps", has_trained)
 
 
 def _account(paths: RunPaths, faults: Sequence[FaultResult]) -> Trained:

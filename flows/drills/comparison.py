@@ -20,7 +20,7 @@ _CHANGES: Final = frozenset({EventKind.ROLLED_BACK, EventKind.NUMERICS})
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """Data that is passed over: `window` is the first step that this is seen in, and how many
-    steps' data it is. So do incarnations newer than `place`; `is_there` says that one itself."""
+    steps' data it is. So do launches newer than `place`; `is_there` says that one itself."""
 
     place: Place
     is_there: bool

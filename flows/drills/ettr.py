@@ -18,7 +18,7 @@ from holdfast.contracts.history import RunHistory
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.timeline import spans_of
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, KINDS, Loss, Recovery
-from holdfast.flows.drills.stand import (
+from holdfast.flows.drills.testbed import (
     INTERVAL_STEPS,
     POLL_S,
     SILENCE_S,

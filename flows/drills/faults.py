@@ -18,10 +18,10 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.spec import Numerics
 from holdfast.flows.drills import outages
+from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, Recovery
-from holdfast.flows.drills.scene import Scene
 from holdfast.flows.drills.steps import place_of
-from holdfast.flows.drills.subject import Subject
+from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import descendants
 
@@ -51,44 +51,44 @@ AFTER_NAN: Final[Mapping[str, Recovery]] = {
 MEMORY_PAUSE_S: Final = 0.1
 
 
-def signal_agent(number: signal.Signals) -> Callable[[Scene], str]:
+def signal_agent(number: signal.Signals) -> Callable[[FaultContext], str]:
     """A fault that sends the agent one signal."""
 
-    def act(scene: Scene) -> str:
-        agent = scene.subject.agent()
+    def act(context: FaultContext) -> str:
+        agent = context.target.agent()
         agent.send_signal(number)
         return f"{number.name} to the agent, process {agent.pid}"
 
     return act
 
 
-def kill_rank(scene: Scene) -> str:
-    rank = scene.chance.choice(list(scene.subject.ranks().values()))
+def kill_rank(context: FaultContext) -> str:
+    rank = context.chance.choice(list(context.target.ranks().values()))
     rank.kill()
     return f"SIGKILL to a rank, process {rank.pid}"
 
 
-def kill_torchrun(scene: Scene) -> str:
-    torchrun = scene.subject.torchrun()
+def kill_torchrun(context: FaultContext) -> str:
+    torchrun = context.target.torchrun()
     torchrun.kill()
     return f"SIGKILL to torchrun, process {torchrun.pid}"
 
 
-def kill_agent(scene: Scene) -> str:
-    agent = scene.subject.agent()
+def kill_agent(context: FaultContext) -> str:
+    agent = context.target.agent()
     agent.kill()
     return f"SIGKILL to the agent, process {agent.pid}"
 
 
-def kill_flusher(scene: Scene) -> str:
-    flusher = scene.subject.flusher()
+def kill_flusher(context: FaultContext) -> str:
+    flusher = context.target.flusher()
     flusher.kill()
     return f"SIGKILL to the flusher, process {flusher.pid}"
 
 
-def lose_node(scene: Scene) -> str:
+def lose_node(context: FaultContext) -> str:
     """Stop every process first, so that none of them notices the others' end."""
-    agent, controller = scene.subject.agent(), scene.subject.controller()
+    agent, controller = context.target.agent(), context.target.controller()
     above = [controller] if controller else []
     tree = {p.pid: p for p in [*above, agent, *descendants(agent)]}
     for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -98,80 +98,80 @@ def lose_node(scene: Scene) -> str:
     return f"SIGKILL to all {len(tree)} processes of the attempt"
 
 
-def kill_flow(scene: Scene) -> str:
+def kill_flow(context: FaultContext) -> str:
     """Half of the times the agent is asked to stop before, so that a relaunch is cut short."""
-    subject = scene.subject
-    flow = subject.flow()
+    target = context.target
+    flow = target.flow()
     if flow is None:
-        raise ServiceError(f"{subject.paths.name}: no flow that supervises it lives here")
-    step = subject.newest.step if subject.newest else 0
-    if scene.chance.random() < 0.5:
-        scene.recovery = Recovery.NEW_ATTEMPT
-        subject.agent().send_signal(signal.SIGTERM)
-        attempt = subject.attempt
-        subject.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
-        time.sleep(scene.chance.uniform(0.0, FLOW_GAP_S_MAX))
+        raise ServiceError(f"{target.paths.name}: no flow that supervises it lives here")
+    step = target.newest.step if target.newest else 0
+    if context.chance.random() < 0.5:
+        context.recovery = Recovery.NEW_ATTEMPT
+        target.agent().send_signal(signal.SIGTERM)
+        attempt = target.attempt
+        target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
+        time.sleep(context.chance.uniform(0.0, FLOW_GAP_S_MAX))
         words = f"SIGTERM to the agent, then SIGKILL to the flow, process {flow.pid}"
-        _kill_flow(scene, flow)
+        _kill_flow(context, flow)
     else:
-        _kill_flow(scene, flow)
+        _kill_flow(context, flow)
         words = f"SIGKILL to the flow, process {flow.pid}; {FLOW_GAP_STEPS} steps without one"
-        subject.wait_for(
+        target.wait_for(
             "training without a flow",
-            lambda: subject.newest and subject.newest.step >= step + FLOW_GAP_STEPS,
+            lambda: target.newest and target.newest.step >= step + FLOW_GAP_STEPS,
         )
     since = time.time()
-    scene.start_flow()
-    subject.wait_for("another flow", lambda: subject.events_of(EventKind.SUPERVISED, since))
+    context.start_flow()
+    target.wait_for("another flow", lambda: target.events_of(EventKind.SUPERVISED, since))
     return words
 
 
-def _kill_flow(scene: Scene, flow: psutil.Process) -> None:
+def _kill_flow(context: FaultContext, flow: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         flow.kill()
-    if scene.stand is not None:
-        scene.stand.kill_flow()
+    if context.testbed is not None:
+        context.testbed.kill_flow()
 
 
-def hang_rank(scene: Scene) -> str:
+def hang_rank(context: FaultContext) -> str:
     """Stop one rank, so that its peers wait for it, until the agent is sure of it."""
-    subject, since = scene.subject, time.time()
-    rank = scene.chance.choice(list(subject.ranks().values()))
+    target, since = context.target, time.time()
+    rank = context.chance.choice(list(target.ranks().values()))
     with contextlib.ExitStack() as failed:
         failed.callback(_continue, rank)
-        _stop_in_training(scene, rank)
-        confirmed = subject.wait_for(
+        _stop_in_training(context, rank)
+        confirmed = target.wait_for(
             "the end of a hang",
-            lambda: subject.events_of(EventKind.HANG_CONFIRMED, since),
-            HANG_S_MAX if scene.stand is None else HANG_STAND_S_MAX,
+            lambda: target.events_of(EventKind.HANG_CONFIRMED, since),
+            HANG_S_MAX if context.testbed is None else HANG_STAND_S_MAX,
         )
         # The agent kills it: what is stopped must not train on until then.
         failed.pop_all()
     return f"SIGSTOP to a rank, process {rank.pid}; {confirmed[0].data.get('finding')}"
 
 
-def _stop_in_training(scene: Scene, rank: psutil.Process) -> None:
+def _stop_in_training(context: FaultContext, rank: psutil.Process) -> None:
     """Stop a rank while all of them train: a save may be silent for far longer than a step."""
     for _ in range(HANG_TRIES_MAX):
-        scene.acted_at = time.time()
+        context.acted_at = time.time()
         rank.suspend()
         time.sleep(HANG_LOOK_S)
-        beats = read_heartbeats(scene.subject.attempt)
+        beats = read_heartbeats(context.target.attempt)
         if {one.phase for beat in beats for one in beat.ranks} == {"train"}:
             return
         rank.resume()
-        time.sleep(scene.chance.uniform(0.0, HANG_LOOK_S))
-    raise ServiceError(f"{scene.subject.paths.name}: its ranks were never all training")
+        time.sleep(context.chance.uniform(0.0, HANG_LOOK_S))
+    raise ServiceError(f"{context.target.paths.name}: its ranks were never all training")
 
 
-def hold_up(scene: Scene) -> str:
+def hold_up(context: FaultContext) -> str:
     """Stop and continue one rank again and again: it is slow, and not hung, and is named.
 
-    A rank is named once in an incarnation: one that was is held up for a short while only.
+    A rank is named once in a launch: one that was is held up for a short while only.
     """
-    subject, since = scene.subject, time.time()
-    before = {line.data.get("rank") for line in _stragglers(scene, 0.0)}
-    number, rank = scene.chance.choice(sorted(subject.ranks().items()))
+    target, since = context.target, time.time()
+    before = {line.data.get("rank") for line in _stragglers(context, 0.0)}
+    number, rank = context.chance.choice(sorted(target.ranks().items()))
     wait_s = STRAGGLER_AGAIN_S if number in before else STRAGGLER_S_MAX
     give_up, rounds = time.monotonic() + wait_s, 0
     told: list[Event] = []
@@ -183,8 +183,8 @@ def hold_up(scene: Scene) -> str:
             time.sleep(FREE_S)
             rounds += 1
             if rounds % LOOKS_EVERY == 0:
-                subject.look()
-                told = _stragglers(scene, since)
+                target.look()
+                told = _stragglers(context, since)
     finally:
         _continue(rank)
     words = f"process {rank.pid} held up {rounds} times"
@@ -195,46 +195,46 @@ def hold_up(scene: Scene) -> str:
     return f"{words}; rank {number} was named"
 
 
-def _stragglers(scene: Scene, since: float) -> list[Event]:
-    """What the newest incarnation's agent said of slow ranks."""
-    place = scene.subject.started_place()
-    told = scene.subject.events_of(EventKind.STRAGGLER, since)
+def _stragglers(context: FaultContext, since: float) -> list[Event]:
+    """What the newest launch's agent said of slow ranks."""
+    place = context.target.started_place()
+    told = context.target.events_of(EventKind.STRAGGLER, since)
     return [line for line in told if place_of(line) == place]
 
 
-def poison_step(scene: Scene) -> str:
+def poison_step(context: FaultContext) -> str:
     """Spoil one step: its loss is no number, and so are the weights after it.
 
     Of a run that is to skip, the loss that is told alone: it trains on as it is. A rank is quiet
     about another one for a while, and one right after a rollback is not the data's fault.
     """
-    subject, stand, records = scene.subject, scene.need_stand(), scene.subject.records
+    target, testbed, records = context.target, context.need_testbed(), context.target.records
     if records is None:
         raise ServiceError("only a throw-away run's program lets its steps be spoiled")
-    before = _numerics(subject, 0.0)
+    before = _numerics(target, 0.0)
     reached = max((int(line.data["step"]) for line in before), default=-POLICY.window)
-    subject.wait_for(
+    target.wait_for(
         "a step far beyond the last spoiled one",
-        lambda: subject.newest and subject.newest.step > reached + POLICY.window,
+        lambda: target.newest and target.newest.step > reached + POLICY.window,
     )
-    since = scene.acted_at = time.time()
-    what = "loss" if stand.on_nan == "skip" else "weights"
-    scene.is_poisoned = what == "weights"
+    since = context.acted_at = time.time()
+    what = "loss" if testbed.on_nan == "skip" else "weights"
+    context.is_poisoned = what == "weights"
     records.spoil_step(what)
-    told = subject.wait_for(
-        "the ranks' word on a spoiled step", lambda: _numerics(subject, since), POISON_S_MAX
+    told = target.wait_for(
+        "the ranks' word on a spoiled step", lambda: _numerics(target, since), POISON_S_MAX
     )
     action = str(told[0].data.get("action"))
-    expected = stand.on_nan if len(before) < POLICY.changes_max else "stop"
+    expected = testbed.on_nan if len(before) < POLICY.changes_max else "stop"
     if action != expected:
         raise ServiceError(f"expected {expected} of a spoiled step, got {action}: {told[0].data}")
-    scene.recovery = AFTER_NAN[action]
+    context.recovery = AFTER_NAN[action]
     return f"one step's {what} were no numbers: {action}"
 
 
-def _numerics(subject: Subject, since: float) -> list[Event]:
+def _numerics(target: TargetRun, since: float) -> list[Event]:
     """What the ranks said of losses that were no numbers; a spike is something else."""
-    told = subject.events_of(EventKind.NUMERICS, since)
+    told = target.events_of(EventKind.NUMERICS, since)
     return [line for line in told if line.data.get("problem") == "nan"]
 
 
@@ -243,13 +243,13 @@ def _continue(process: psutil.Process) -> None:
         process.resume()
 
 
-def refuse_memory(scene: Scene) -> str:
+def refuse_memory(context: FaultContext) -> str:
     """Lower one rank's limit of address space to what it has, and a little more, until it fails.
 
     Lowered again and again: what it had at one moment may have been what a step asks for. The
     fault is when it was last seen alive.
     """
-    rank = scene.chance.choice(list(scene.subject.ranks().values()))
+    rank = context.chance.choice(list(context.target.ranks().values()))
     former = rank.rlimit(psutil.RLIMIT_AS)
     limit, give_up = rank.memory_info().vms + MEMORY_LEFT_BYTES, time.monotonic() + MEMORY_S_MAX
     while time.monotonic() < give_up:
@@ -259,7 +259,7 @@ def refuse_memory(scene: Scene) -> str:
             vms_bytes = rank.memory_info().vms
             is_gone = vms_bytes == 0
             if not is_gone:
-                scene.acted_at = looked_at
+                context.acted_at = looked_at
                 limit = min(limit, vms_bytes + MEMORY_LEFT_BYTES)
                 rank.rlimit(psutil.RLIMIT_AS, (limit, former[1]))
         except psutil.NoSuchProcess:
@@ -272,7 +272,7 @@ def refuse_memory(scene: Scene) -> str:
     raise ServiceError(f"process {rank.pid} asked for no memory within {MEMORY_S_MAX:.0f} s")
 
 
-FAULTS: Final[Mapping[str, Callable[[Scene], str]]] = {
+FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {
     "sigterm": signal_agent(signal.SIGTERM),
     "sigusr2": signal_agent(signal.SIGUSR2),
     "spot-notice": outages.announce_preemption,

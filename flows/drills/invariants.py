@@ -35,7 +35,7 @@ NO_ORPHANS: Final = "no process outlives its attempt"
 ONE_SUBMISSION: Final = "no attempt is submitted twice"
 ENDINGS_EXPLAINED: Final = "every ending has a cause"
 INDEX_IS_DISK: Final = "the index says what disk says"
-ONE_COMMAND: Final = "every incarnation has the same command"
+ONE_COMMAND: Final = "every launch has the same command"
 RECOVERS: Final = "the run recovers as it should"
 
 INDEX_TRIES_MAX: Final = 5
@@ -93,11 +93,11 @@ def _problem_of(paths: RunPaths, name: str, reason: str | None, *, contents: boo
 
 
 def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
-    """Each incarnation went on from a committed checkpoint, and from the newest one there was.
+    """Each launch went on from a committed checkpoint, and from the newest one there was.
 
     What it says it passed over as damaged does not count, nor what was deleted or rolled back.
     """
-    started = {place_of(e): e.time for e in events if e.kind is EventKind.INCARNATION_STARTED}
+    started = {place_of(e): e.time for e in events if e.kind is EventKind.LAUNCH_STARTED}
     gone = excluded_checkpoints(events) | {
         str(e.data["checkpoint"]) for e in events if e.kind is EventKind.CHECKPOINT_DELETED
     }
@@ -170,7 +170,7 @@ def check_endings(attempts: Sequence[AttemptView], events: Sequence[Event]) -> l
 
 
 def check_commands(events: Iterable[Event]) -> list[Broken]:
-    """Every incarnation's rank 0 saw the same program arguments and working directory."""
+    """Every launch's rank 0 saw the same program arguments and working directory."""
     seen = Counter(e.data.get("command_digest") for e in events if e.kind is EventKind.RESUMED)
     if len(seen) <= 1:
         return []
@@ -194,9 +194,9 @@ def check_index(url: str, paths: RunPaths) -> list[Broken]:
             open_database(f"sqlite:///{folder}/fresh.db") as fresh,
         ):
             ingest_run(fresh, paths, fresh=True)
-            anew = _rows_of(fresh, paths, now)
+            again = _rows_of(fresh, paths, now)
         if survey(paths).fingerprint == before:
-            return [Broken(INDEX_IS_DISK, words) for words in _differing(kept, anew)]
+            return [Broken(INDEX_IS_DISK, words) for words in _differing(kept, again)]
     return []
 
 
@@ -210,23 +210,23 @@ def _rows_of(database: Database, paths: RunPaths, now: float) -> dict[str, Any]:
     return {what: json.loads(json.dumps(look(), default=str)) for what, look in ask.items()}
 
 
-def _differing(kept: dict[str, Any], anew: dict[str, Any]) -> list[str]:
+def _differing(kept: dict[str, Any], again: dict[str, Any]) -> list[str]:
     return [
-        f"{what}: the index has {_first_difference(kept[what], anew[what])}"
+        f"{what}: the index has {_first_difference(kept[what], again[what])}"
         for what in kept
-        if kept[what] != anew[what]
+        if kept[what] != again[what]
     ]
 
 
-def _first_difference(kept: Any, anew: Any, where: str = "") -> str:
+def _first_difference(kept: Any, again: Any, where: str = "") -> str:
     """The innermost place where two JSON values differ."""
-    if isinstance(kept, dict) and isinstance(anew, dict):
-        key = next(k for k in [*kept, *anew] if kept.get(k) != anew.get(k))
-        return _first_difference(kept.get(key), anew.get(key), f"{where}.{key}")
-    if isinstance(kept, list) and isinstance(anew, list) and len(kept) == len(anew):
-        at = next(i for i, pair in enumerate(zip(kept, anew, strict=True)) if pair[0] != pair[1])
-        return _first_difference(kept[at], anew[at], f"{where}[{at}]")
-    return f"{str(kept)[:200]} at {where or 'the top'}, disk {str(anew)[:200]}"
+    if isinstance(kept, dict) and isinstance(again, dict):
+        key = next(k for k in [*kept, *again] if kept.get(k) != again.get(k))
+        return _first_difference(kept.get(key), again.get(key), f"{where}.{key}")
+    if isinstance(kept, list) and isinstance(again, list) and len(kept) == len(again):
+        at = next(i for i, pair in enumerate(zip(kept, again, strict=True)) if pair[0] != pair[1])
+        return _first_difference(kept[at], again[at], f"{where}[{at}]")
+    return f"{str(kept)[:200]} at {where or 'the top'}, disk {str(again)[:200]}"
 
 
 def _was_committed(paths: RunPaths, name: str) -> bool:

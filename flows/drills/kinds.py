@@ -36,7 +36,7 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of fault. `causes` are those that may end an attempt by it, `told_by` are the
+    """One kind of fault. `causes` are those that may end an attempt by it, `reported_by` are the
     journal lines that may be the first to tell of it; none where no journal does.
 
     `is_for_live` tells whether it can be rehearsed on a run that people care about: nothing of
@@ -49,7 +49,7 @@ class Kind:
     recovery: Recovery
     loss: Loss = Loss.NOTHING
     causes: frozenset[Cause] = frozenset()
-    told_by: frozenset[EventKind] = frozenset()
+    reported_by: frozenset[EventKind] = frozenset()
     is_for_live: bool = True
     steps: int = 300
 
@@ -64,21 +64,21 @@ KINDS: Final = _kinds(
         words="the agent gets SIGTERM, as at a preemption",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
-        told_by=frozenset({EventKind.SIGNAL}),
+        reported_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="sigusr2",
         words="the agent gets SIGUSR2, as Slurm warns",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
-        told_by=frozenset({EventKind.SIGNAL}),
+        reported_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="spot-notice",
         words="a cloud announces that the machine is taken",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
-        told_by=frozenset({EventKind.NOTICE, EventKind.SIGNAL}),
+        reported_by=frozenset({EventKind.NOTICE, EventKind.SIGNAL}),
         is_for_live=False,
     ),
     Kind(
@@ -86,14 +86,14 @@ KINDS: Final = _kinds(
         words="one training process gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
-        told_by=frozenset({EventKind.INCARNATION_ENDED}),
+        reported_by=frozenset({EventKind.LAUNCH_ENDED}),
     ),
     Kind(
         name="kill-torchrun",
         words="torchrun gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
-        told_by=frozenset({EventKind.INCARNATION_ENDED}),
+        reported_by=frozenset({EventKind.LAUNCH_ENDED}),
     ),
     Kind(
         name="kill-agent",
@@ -101,7 +101,9 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
-        told_by=frozenset({EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}),
+        reported_by=frozenset(
+            {EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}
+        ),
     ),
     Kind(
         name="kill-flow",
@@ -118,13 +120,13 @@ KINDS: Final = _kinds(
         words="one training process is stopped, and its peers wait for it",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
-        told_by=frozenset({EventKind.HANG_SUSPECTED}),
+        reported_by=frozenset({EventKind.HANG_SUSPECTED}),
     ),
     Kind(
         name="straggler",
         words="one training process is held up for most of the time until it is named",
         recovery=Recovery.UNDISTURBED,
-        told_by=frozenset({EventKind.STRAGGLER}),
+        reported_by=frozenset({EventKind.STRAGGLER}),
         steps=1000,
     ),
     Kind(
@@ -133,18 +135,20 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
-        told_by=frozenset({EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}),
+        reported_by=frozenset(
+            {EventKind.NODE_LOST, EventKind.NODE_SILENT, EventKind.ATTEMPT_ENDED}
+        ),
     ),
     Kind(
         name="disk-full",
         words="the file system of the runs is filled, and freed after a save failed",
         recovery=Recovery.UNDISTURBED,
-        told_by=frozenset({EventKind.SAVE_FAILED}),
+        reported_by=frozenset({EventKind.SAVE_FAILED}),
         is_for_live=False,
     ),
     Kind(
         name="database-down",
-        words="the lineage database is unreadable for a while, then lost, and made anew from disk",
+        words="the lineage database is unreadable for a while, then lost, and made again from disk",
         recovery=Recovery.UNDISTURBED,
         is_for_live=False,
     ),
@@ -169,7 +173,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.NUMERICS}),
-        told_by=frozenset({EventKind.NUMERICS}),
+        reported_by=frozenset({EventKind.NUMERICS}),
         is_for_live=False,
     ),
     Kind(
@@ -178,7 +182,7 @@ KINDS: Final = _kinds(
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.SNAPSHOT,
         causes=frozenset({Cause.HOST_OOM}),
-        told_by=frozenset({EventKind.INCARNATION_ENDED}),
+        reported_by=frozenset({EventKind.LAUNCH_ENDED}),
     ),
 )
 

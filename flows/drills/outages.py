@@ -1,6 +1,6 @@
 """Faults of what a run stands on: its disk, its index, its Prefect server, its cloud, its files.
 
-Each acts on files and servers of the stand alone, and gives back what it took.
+Each acts on files and servers of the testbed alone, and gives back what it took.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import CheckpointName
-from holdfast.flows.drills.scene import Scene
-from holdfast.flows.drills.subject import Subject
-from holdfast.lineage.heal import MAGIC, set_aside
+from holdfast.flows.drills.fault_context import FaultContext
+from holdfast.flows.drills.target_run import TargetRun
+from holdfast.lineage.heal import MAGIC, quarantine
 
 PREFECT_GAP_STEPS: Final = 50
 DATABASE_BACK_S: Final = 120.0
@@ -30,32 +30,32 @@ LEFT_BYTES: Final = 1 << 20
 SAVE_FAILS_S: Final = 180.0
 
 
-def fill_disk(scene: Scene) -> str:
+def fill_disk(context: FaultContext) -> str:
     """Fill the root until a save has failed, then give the room back.
 
     What the keep rules let go meanwhile is filled, too: a save might go on for ever in its room.
     """
-    root, subject = scene.need_stand().root, scene.subject
+    root, target = context.need_testbed().root, context.target
     filler, since = root / ".filler", time.time()
 
     def failed_saves() -> list[Event]:
         with open(filler, "ab") as stream, contextlib.suppress(OSError):
             stream.write(bytes(max(0, _free_bytes(root) - LEFT_BYTES)))
-        return subject.events_of(EventKind.SAVE_FAILED, since)
+        return target.events_of(EventKind.SAVE_FAILED, since)
 
     try:
-        failed = subject.wait_for("a save that fails", failed_saves, SAVE_FAILS_S)
+        failed = target.wait_for("a save that fails", failed_saves, SAVE_FAILS_S)
     finally:
         filler.unlink(missing_ok=True)
     return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
 
 
-def take_database(scene: Scene) -> str:
+def take_database(context: FaultContext) -> str:
     """Overwrite the index; who opens it next sets it aside, and its flow fills a new one.
 
     Written over in place and not cut short: who has these files in memory may still read them.
     """
-    home = scene.need_stand().home
+    home = context.need_testbed().home
     index = home / "holdfast.db"
     overwritten = 0
     for path in (index, home / "holdfast.db-wal"):
@@ -63,10 +63,10 @@ def take_database(scene: Scene) -> str:
             _overwrite(path)
             overwritten += 1
     # As the next one to open it does; the flow reads its own pages from memory.
-    aside = set_aside(index)
+    aside = quarantine(index)
     if aside is None:
         raise ServiceError(f"{index} was overwritten, and taken for an index")
-    scene.subject.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
+    context.target.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
     for path in home.glob(f"{aside.name}*"):
         path.unlink(missing_ok=True)
     return f"{overwritten} files of the index overwritten; they were set aside"
@@ -79,21 +79,21 @@ def _overwrite(path: Path) -> None:
         stream.write(b"not a database " * (max(0, path.stat().st_size - len(MAGIC)) // 15))
 
 
-def corrupt_checkpoint(scene: Scene) -> str:
+def corrupt_checkpoint(context: FaultContext) -> str:
     """Flip a byte of the newest checkpoint while nothing runs; put it back after the resume."""
-    subject = scene.subject
-    flow, attempt = subject.flow(), subject.attempt
+    target = context.target
+    flow, attempt = target.flow(), target.attempt
     if flow is None:
-        raise ServiceError(f"{subject.paths.name}: no flow that supervises it lives here")
+        raise ServiceError(f"{target.paths.name}: no flow that supervises it lives here")
     with _suspended(flow):
-        subject.agent().send_signal(signal.SIGTERM)
-        subject.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
-        name, path = _newest_file(subject)
-        at = scene.chance.randrange(path.stat().st_size)
+        target.agent().send_signal(signal.SIGTERM)
+        target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
+        name, path = _newest_file(target)
+        at = context.chance.randrange(path.stat().st_size)
         _flip(path, at)
     try:
         since = time.time()
-        resumed = subject.wait_for("a resume", lambda: subject.events_of(EventKind.RESUMED, since))
+        resumed = target.wait_for("a resume", lambda: target.events_of(EventKind.RESUMED, since))
     finally:
         _flip(path, at)
     if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
@@ -101,50 +101,48 @@ def corrupt_checkpoint(scene: Scene) -> str:
     return f"byte {at} of {name}/{path.name} flipped; the resume passed it over"
 
 
-def announce_preemption(scene: Scene) -> str:
+def announce_preemption(context: FaultContext) -> str:
     """A notice is served until the agent has heard it."""
-    cloud, subject, since = scene.need_stand().cloud, scene.subject, time.time()
+    cloud, target, since = context.need_testbed().cloud, context.target, time.time()
     cloud.preempt()
     try:
-        heard = subject.wait_for(
-            "the agent's word of the notice", lambda: subject.events_of(EventKind.SIGNAL, since)
+        heard = target.wait_for(
+            "the agent's word of the notice", lambda: target.events_of(EventKind.SIGNAL, since)
         )
     finally:
         cloud.calm()
     return f"heard as {heard[0].data.get('source')}: {heard[0].data.get('detail')}"
 
 
-def take_prefect(scene: Scene) -> str:
+def take_prefect(context: FaultContext) -> str:
     """The run gets a flow under a real server; the server is killed, and started again later.
 
     Then it gets its former flow again, without a server around it.
     """
-    stand, subject = scene.need_stand(), scene.subject
-    stand.prefect.start()
-    _change_flow(scene, with_prefect=True)
-    stand.prefect.kill()
-    _await_steps(subject, "training without a Prefect server")
-    stand.prefect.start()
-    _await_steps(subject, "training with a Prefect server")
-    survived = subject.flow() is not None
-    _change_flow(scene, with_prefect=False)
+    testbed, target = context.need_testbed(), context.target
+    testbed.prefect.start()
+    _change_flow(context, with_prefect=True)
+    testbed.prefect.kill()
+    _await_steps(target, "training without a Prefect server")
+    testbed.prefect.start()
+    _await_steps(target, "training with a Prefect server")
+    survived = target.flow() is not None
+    _change_flow(context, with_prefect=False)
     return f"SIGKILL to the Prefect server; its flow {'lived on' if survived else 'ended'}"
 
 
-def _await_steps(subject: Subject, what: str) -> None:
+def _await_steps(target: TargetRun, what: str) -> None:
     """Wait until some more steps were trained."""
-    step = subject.newest.step if subject.newest else 0
-    subject.wait_for(
-        what, lambda: subject.newest and subject.newest.step >= step + PREFECT_GAP_STEPS
-    )
+    step = target.newest.step if target.newest else 0
+    target.wait_for(what, lambda: target.newest and target.newest.step >= step + PREFECT_GAP_STEPS)
 
 
-def _change_flow(scene: Scene, *, with_prefect: bool) -> None:
+def _change_flow(context: FaultContext, *, with_prefect: bool) -> None:
     """Another flow instead of the one that supervises, if one does."""
-    stand, subject, since = scene.need_stand(), scene.subject, time.time()
-    stand.kill_flow()
-    stand.start_flow(subject.paths, with_prefect=with_prefect)
-    subject.wait_for("another flow", lambda: subject.events_of(EventKind.SUPERVISED, since))
+    testbed, target, since = context.need_testbed(), context.target, time.time()
+    testbed.kill_flow()
+    testbed.start_flow(target.paths, with_prefect=with_prefect)
+    target.wait_for("another flow", lambda: target.events_of(EventKind.SUPERVISED, since))
 
 
 @contextlib.contextmanager
@@ -156,14 +154,14 @@ def _suspended(process: psutil.Process) -> Iterator[None]:
         process.resume()
 
 
-def _newest_file(subject: Subject) -> tuple[str, Path]:
+def _newest_file(target: TargetRun) -> tuple[str, Path]:
     """The newest committed checkpoint's name, and its largest file."""
-    for directory in reversed(subject.paths.list_checkpoints()):
+    for directory in reversed(target.paths.list_checkpoints()):
         manifest = read_manifest(directory)
         if manifest is not None and CheckpointName.parse(directory.name):
             largest = max(manifest.files, key=lambda entry: entry.bytes)
             return directory.name, directory / largest.path
-    raise ServiceError(f"{subject.paths.name} has no committed checkpoint")
+    raise ServiceError(f"{target.paths.name} has no committed checkpoint")
 
 
 def _flip(path: Path, at: int) -> None:

@@ -16,7 +16,7 @@ from holdfast.flows.drills.ettr import Ettr, sum_of
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import KINDS
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.stand import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
+from holdfast.flows.drills.testbed import INTERVAL_STEPS, RANKS, SNAPSHOT_STEPS, STEP_S
 
 P95: Final = 0.95
 LIBRARIES: Final = ("holdfast", "torch", "prefect", "submitit", "psutil")
@@ -178,7 +178,7 @@ def _row(name: str, faults: Sequence[FaultResult]) -> str:
         str(sum(1 for one in mine if one.ok)),
         f"{statistics.median(lost):g} ({max(lost)})" if lost else "",
         spread([one.noticed_s for one in mine if one.noticed_s is not None]),
-        spread([one.told_s for one in mine if one.told_s is not None]),
+        spread([one.reported_s for one in mine if one.reported_s is not None]),
         spread([one.first_step_s for one in mine if one.first_step_s is not None]),
     )
     return f"| {' | '.join(cells)} |"

@@ -16,7 +16,7 @@ from holdfast.flows.drills.kinds import Recovery
 class FaultResult:
     """One fault. Seconds count from the fault; None where nothing was interrupted.
 
-    `noticed_s` is when somebody knew of it, `told_s` the journal line that says so, from which
+    `noticed_s` is when somebody knew of it, `reported_s` the journal line that says so, from which
     `holdfast show` has it; None for kinds that no journal tells of.
     """
 
@@ -28,7 +28,7 @@ class FaultResult:
     recovery: Recovery = Recovery.UNDISTURBED
     steps_lost: int | None = None
     noticed_s: float | None = None
-    told_s: float | None = None
+    reported_s: float | None = None
     first_step_s: float | None = None
     took_s: float = 0.0
 

@@ -1,6 +1,6 @@
 """What the drilled program says of each step, and how it differs from the uninterrupted run.
 
-Each rank of `holdfast.trainer.rehearsal` leaves a file for each incarnation, a line per step. A
+Each rank of `holdfast.trainer.rehearsal` leaves a file for each launch, a line per step. A
 killed rank may leave a torn last line, which is no step.
 """
 
@@ -16,23 +16,23 @@ from typing import Any, Final
 from holdfast.contracts.journal import Event
 
 LOSS_TOLERANCE: Final = 1e-4
-_RECORD: Final = re.compile(r"a([0-9]+)\.i([0-9]+)\.rank([0-9]+)\.jsonl")
+_RECORD: Final = re.compile(r"a([0-9]+)\.l([0-9]+)\.rank([0-9]+)\.jsonl")
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """One incarnation of one attempt."""
+    """One launch of one attempt."""
 
     attempt: int
-    incarnation: int
+    launch: int
 
     def __str__(self) -> str:
-        return f"a{self.attempt:04d}.i{self.incarnation:02d}"
+        return f"a{self.attempt:04d}.l{self.launch:02d}"
 
 
 def place_of(event: Event) -> Place:
-    """The incarnation that a journal line is about; zeros for what it does not say."""
-    return Place(int(event.data.get("attempt", 0)), int(event.data.get("incarnation", 0)))
+    """The launch that a journal line is about; zeros for what it does not say."""
+    return Place(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class Records:
             match = _RECORD.fullmatch(path.name)
             if match is None:
                 continue
-            attempt, incarnation, rank = map(int, match.groups())
-            found += self._read(path, Place(attempt, incarnation), rank)
+            attempt, launch, rank = map(int, match.groups())
+            found += self._read(path, Place(attempt, launch), rank)
         return found
 
     def _read(self, path: Path, place: Place, rank: int) -> list[Step]:
@@ -114,7 +114,7 @@ def difference(step: Step, reference: Reference) -> str | None:
 
 
 def gaps(steps: list[Step]) -> list[str]:
-    """Where a rank's steps in one incarnation do not follow one another; `steps` in file order."""
+    """Where a rank's steps in one launch do not follow one another; `steps` in file order."""
     last: dict[tuple[Place, int], int] = {}
     found = []
     for one in steps:

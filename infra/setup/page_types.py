@@ -29,7 +29,7 @@ PLAIN: Final = {
 
 def generate() -> str:
     """The file's content: an interface or a type for each schema of the document."""
-    services: Any = SimpleNamespace(exposure=None, measures=SimpleNamespace(answered=None))
+    services: Any = SimpleNamespace(access_policy=None, measures=SimpleNamespace(answered=None))
     schemas = create_app(services).openapi()["components"]["schemas"]
     answered = {name: one for name, one in schemas.items() if not name.startswith("Page_")}
     if twins := [name for name in answered if "__" in name]:

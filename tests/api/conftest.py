@@ -18,7 +18,7 @@ from tests.runs import RunFolder, storied_run
 from holdfast.api.app import create_app
 from holdfast.api.connections import CONNECTIONS_MAX, limited_protocol
 from holdfast.api.hub import Hub
-from holdfast.api.security import Exposure
+from holdfast.api.security import AccessPolicy
 from holdfast.api.services import Services, Start
 from holdfast.api.store import Store
 from holdfast.api.tokens import Role, TokenStore
@@ -27,7 +27,7 @@ from holdfast.cli.serve import begin_fork, check_secrets, start_run
 from holdfast.lineage.index import Index
 
 WAIT_S = 60.0
-LOOPBACK = Exposure()
+LOOPBACK = AccessPolicy()
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Served:
 def serving(
     home: Path,
     runs: dict[str, RunFolder],
-    exposure: Exposure = LOOPBACK,
+    access_policy: AccessPolicy = LOOPBACK,
     start: Start = start_run,
     **options: Any,
 ) -> Iterator[Served]:
@@ -65,7 +65,7 @@ def serving(
         store=store,
         watch=Watch(store, hub, (root,)),
         hub=hub,
-        exposure=exposure,
+        access_policy=access_policy,
         tokens=TokenStore(home / "tokens.json"),
         roots=(root,),
         start=start,

@@ -14,22 +14,22 @@ from tests.process.test_lineage_ingest import dump
 from tests.runs import RunFolder
 from typer.testing import CliRunner
 
-from holdfast.api.security import Exposure
-from holdfast.api.sessions import COOKIE, CSRF_HEADER, TRIES_MAX, Tries
+from holdfast.api.security import AccessPolicy
+from holdfast.api.sessions import COOKIE, CSRF_HEADER, TRIES_MAX, LoginThrottle
 from holdfast.api.tokens import Role, TokenStore
 from holdfast.cli.main import app
 from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.journal import EventKind, read_journal
 
-PIN = "/api/v1/checkpoints/gpt:step-00000200.a0003.i01/pin"
+PIN = "/api/v1/checkpoints/gpt:step-00000200.a0003.l01/pin"
 SECRET = "s3cr3t-value-of-a-token"
 
 
 @pytest.fixture(scope="module")
 def guarded(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
     """A server that others can reach."""
-    exposure = Exposure(hosts=frozenset({"holdfast.example"}))
-    with serving(home, story, exposure) as one:
+    access_policy = AccessPolicy(hosts=frozenset({"holdfast.example"}))
+    with serving(home, story, access_policy) as one:
         yield one
 
 
@@ -64,7 +64,7 @@ def test_every_route_that_changes_something_asks_for_an_operator(
     paths = [path for path, item in document["paths"].items() if "post" in item]
     changes = [path for path in paths if not path.endswith("/session")]
     assert len(changes) >= 10
-    names = {"run": "gpt", "checkpoint": "gpt:step-00000200.a0003.i01"}
+    names = {"run": "gpt", "checkpoint": "gpt:step-00000200.a0003.l01"}
     with bearer(guarded, tokens["reader"]) as client:
         for path in changes:
             body = {"name": "gpt-c"} if path.endswith("/fork") else {}
@@ -98,7 +98,7 @@ def test_a_session_changes_nothing_without_its_word(
 
 
 def test_who_guesses_waits_and_hinders_nobody(guarded: Served, tokens: dict[str, str]) -> None:
-    guarded.services.tries = Tries()
+    guarded.services.login_throttle = LoginThrottle()
     wrong = tokens["reader"][:-4] + "AAAA"
     with guarded.stranger() as client, bearer(guarded, tokens["reader"]) as reader:
         answers = [
@@ -115,7 +115,7 @@ def test_who_guesses_waits_and_hinders_nobody(guarded: Served, tokens: dict[str,
         right = client.post("/api/v1/session", json={"token": tokens["reader"]})
         assert right.status_code == 200
         assert client.get("/api/v1/runs").status_code == 200
-    guarded.services.tries = Tries()
+    guarded.services.login_throttle = LoginThrottle()
     lines, _ = read_journal(guarded.home / "journal" / "api.jsonl")
     assert sum("refused" in line.data["outcome"] for line in lines) > TRIES_MAX
 
@@ -125,7 +125,7 @@ def header(token: str) -> dict[str, str]:
 
 
 def test_the_printed_url_begins_a_session_and_leaves_no_token_behind(served: Served) -> None:
-    served.services.tries = Tries()
+    served.services.login_throttle = LoginThrottle()
     with served.stranger() as client:
         answer = client.get("/", params={"token": served.token})
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
@@ -134,7 +134,7 @@ def test_the_printed_url_begins_a_session_and_leaves_no_token_behind(served: Ser
         assert served.token not in cookie
         assert client.get("/api/v1/session").json()["role"] == "operator"
     with served.stranger() as client:
-        answer = client.get("/", params={"token": "hf_wrong"})
+        answer = client.get("/", params={"token": "hold_wrong"})
         assert (answer.status_code, answer.headers["location"]) == (303, "/")
         assert "set-cookie" not in answer.headers
         assert client.get("/api/v1/runs").status_code == 401
@@ -150,7 +150,7 @@ def test_a_trusted_proxy_says_who_asks_and_that_it_is_https(
             answer = client.post("/api/v1/session", json={"token": one.token})
             assert ("Secure" in answer.headers["set-cookie"].split("; ")) is is_secure
             assert client.post("/api/v1/session", json={"token": "no"}).status_code == 401
-            assert one.services.tries.addresses() == {address}
+            assert one.services.login_throttle.addresses() == {address}
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
     run.tell("flow", EventKind.NOTE, text=f"it said {SECRET}")
     name = run.commit(10, 1)
     served.services.watch.touch(run.paths)
-    other = "gpt:step-00000200.a0003.i01"
+    other = "gpt:step-00000200.a0003.l01"
     with served.client() as client:
         wait_for(lambda: client.get(f"/api/v1/checkpoints/hidden:{name}").status_code == 200)
         told = [

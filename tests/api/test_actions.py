@@ -12,13 +12,13 @@ import httpx
 import pytest
 from tests.api.conftest import Served, wait_for
 
-from holdfast.contracts.attempt import StopRequest, read_document
+from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.durable import write_bytes
 from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.paths import MANIFEST
 
-NEWEST = "gpt:step-00000200.a0003.i01"
+NEWEST = "gpt:step-00000200.a0003.l01"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_of_two_operators_at_once_the_second_learns_of_the_first(
     told = second.json()
     assert (told["by"], told["action"]) == ("ann", first.json()["action"])
     assert f"ann asked 0 s ago to {told['action']}" in told["message"]
-    stop = read_document(StopRequest, served.runs["gpt-b"].paths.attempt(1).stop)
+    stop = read_document(StopFile, served.runs["gpt-b"].paths.attempt(1).stop)
     assert stop is not None
     assert stop.action == told["action"]
     assert post(api, "/runs/gpt-b/cancel", force=True)["action"] == "cancel"
@@ -85,7 +85,7 @@ def test_a_prune_tells_first_and_deletes_when_it_is_asked_to(
     plan = post(api, "/runs/gpt/prune")
     assert plan["dry_run"]
     gone = [one["checkpoint"] for one in plan["deleted"]]
-    assert gone == ["step-00000150.a0002.i01"]
+    assert gone == ["step-00000150.a0002.l01"]
     assert (paths.checkpoint(gone[0]) / MANIFEST).is_file()
     done = post(api, "/runs/gpt/prune", dry_run=False)
     assert [one["checkpoint"] for one in done["deleted"]] == gone
@@ -95,11 +95,11 @@ def test_a_prune_tells_first_and_deletes_when_it_is_asked_to(
 
 
 def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Served) -> None:
-    directory = served.runs["gpt"].paths.checkpoint("step-00000100.a0001.i01")
+    directory = served.runs["gpt"].paths.checkpoint("step-00000100.a0001.l01")
     for content, ok in ((None, True), (b"state of step 9_9", False)):
         if content is not None:
             (directory / "__0_0.distcp").write_bytes(content)
-        job = post(api, "/checkpoints/gpt:step-00000100.a0001.i01/verify", 202)
+        job = post(api, "/checkpoints/gpt:step-00000100.a0001.l01/verify", 202)
         wait_for(partial(has_ended, api, job))
         result = shown(api, job)["result"]
         assert result["ok"] is ok
@@ -107,7 +107,7 @@ def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Serv
 
 
 def test_an_export_is_a_job_that_tells_why_it_cannot_be(api: httpx.Client, served: Served) -> None:
-    path = "/checkpoints/gpt:step-00000100.a0001.i01/export"
+    path = "/checkpoints/gpt:step-00000100.a0001.l01/export"
     for wrong in ({"to": "zip"}, {"to": "hf", "include": ["--output"]}, {"to": "hf", "dtype": "x"}):
         assert post(api, path, 422, **wrong)["code"] == "invalid"
     paths = served.runs["gpt"].paths
@@ -116,10 +116,10 @@ def test_an_export_is_a_job_that_tells_why_it_cannot_be(api: httpx.Client, serve
     wait_for(partial(has_ended, api, job))
     told = shown(api, job)
     assert told["state"] == "failed"
-    assert "step-00000100.a0001.i01" in told["error"]
+    assert "step-00000100.a0001.l01" in told["error"]
     assert not list(paths.exports.glob("*"))
     audit = [e for e in load_history(paths).events if e.kind is EventKind.AUDIT]
-    assert audit[-1].data["output"] == "step-00000100.a0001.i01-bfloat16.safetensors"
+    assert audit[-1].data["output"] == "step-00000100.a0001.l01-bfloat16.safetensors"
 
 
 def has_ended(api: httpx.Client, job: dict[str, Any]) -> bool:

@@ -92,7 +92,7 @@ def test_a_stream_goes_on_beyond_the_limits(limited: Served) -> None:
         time.sleep(1.5 * REQUEST_S)
         limited.services.watch.touch(limited.runs["gpt"].paths)
         with limited.client() as other:
-            path = "/api/v1/checkpoints/gpt:step-00000200.a0003.i01/pin"
+            path = "/api/v1/checkpoints/gpt:step-00000200.a0003.l01/pin"
             assert other.post(path, json={}).status_code == 200
         assert next(told)
 

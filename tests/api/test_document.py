@@ -19,7 +19,7 @@ from tests.runs import RunFolder
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 120
-REAL = {"run": "gpt-b", "checkpoint": "gpt-b:step-00000150.a0001.i01", "rank": 0, "host": "node-a"}
+REAL = {"run": "gpt-b", "checkpoint": "gpt-b:step-00000150.a0001.l01", "rank": 0, "host": "node-a"}
 # A stream does not end by itself.
 ENDLESS = "/api/v1/events"
 CHECKS = [not_a_server_error, response_schema_conformance]
@@ -80,7 +80,7 @@ def test_the_pages_types_are_those_of_the_document() -> None:
     assert done.returncode == 0, f"out of date; run: python {script}"
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_operation_fails_in_many_calls(tried: Served) -> None:
     call_all(tried, operations(tried), examples=100)

@@ -17,7 +17,7 @@ import pytest
 from tests.api.conftest import WAIT_S, wait_for
 from tests.process.local_command import Local
 
-pytestmark = [pytest.mark.storm, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 # A flow brings Prefect's own small server along; on a busy machine that takes minutes.
 BEGIN_S: Final = 600.0
 SERVING: Final = re.compile(r"serving (http://\S+)/\?token=(\S+)")

@@ -25,7 +25,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.lineage import queries
 
-CHECKPOINT = "gpt:step-00000200.a0003.i01"
+CHECKPOINT = "gpt:step-00000200.a0003.l01"
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +95,9 @@ def test_runs_are_found_by_state_and_by_name(api: httpx.Client) -> None:
 
 
 def test_ancestry_goes_through_forks(api: httpx.Client) -> None:
-    line = get(api, "/checkpoints/gpt-b:step-00000150.a0001.i01/ancestry")
+    line = get(api, "/checkpoints/gpt-b:step-00000150.a0001.l01/ancestry")
     assert [one["step"] for one in line] == [150, 100, 50]
-    path = "/api/v1/checkpoints/gpt-b:step-00000150.a0001.i01/ancestry"
+    path = "/api/v1/checkpoints/gpt-b:step-00000150.a0001.l01/ancestry"
     for encoding in ("gzip", "identity"):
         answer = api.get(path, headers={"accept-encoding": encoding})
         assert answer.json() == line
@@ -133,8 +133,8 @@ def test_a_log_is_read_by_stretches_and_never_outside_of_the_run(
         ("/runs?after=%F0%9F", 422),
         ("/runs?state=asleep", 422),
         ("/checkpoints/gpt:nix", 404),
-        ("/checkpoints/%2fetc:step-00000001.a0001.i01", 404),
-        ("/checkpoints/gpt:step-00000001.a0001.i01", 404),
+        ("/checkpoints/%2fetc:step-00000001.a0001.l01", 404),
+        ("/checkpoints/gpt:step-00000001.a0001.l01", 404),
         ("/runs/gpt/logs/0?attempt=9", 404),
         ("/jobs/nix", 404),
         ("/nix", 404),
@@ -168,7 +168,7 @@ def test_a_commit_is_told_to_a_page_that_listens_and_stands_in_the_index(
     thread.start()
     assert listens.wait(WAIT_S)
     fork = served.runs["gpt-b"]
-    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.i01", at=time.time())
+    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.l01", at=time.time())
     assert done.wait(WAIT_S)
     assert told[-1]["uid"] == fork.uid
     assert told[-1]["data"]["checkpoint"] == name
@@ -200,7 +200,7 @@ def test_attempts_are_exported_as_openlineage_runs(api: httpx.Client) -> None:
     assert parents == {str(uuid.UUID("a" * 32))}
     assert len({event["run"]["runId"] for event in events}) == 3
     (origin,) = get(api, "/runs/gpt-b/openlineage")[0]["inputs"]
-    assert origin["name"].endswith("/gpt/checkpoints/step-00000100.a0001.i01")
+    assert origin["name"].endswith("/gpt/checkpoints/step-00000100.a0001.l01")
     assert origin["facets"]["version"]["datasetVersion"]
 
 
@@ -225,8 +225,8 @@ def test_the_dashboard_asks_for_figures_that_there_are(api: httpx.Client) -> Non
 
 
 def test_curves_machines_and_comparisons_are_told(api: httpx.Client) -> None:
-    compared = get(api, "/compare", a=CHECKPOINT, b="gpt-b:step-00000150.a0001.i01")
-    assert compared["common_ancestor"] == "gpt:step-00000100.a0001.i01"
+    compared = get(api, "/compare", a=CHECKPOINT, b="gpt-b:step-00000150.a0001.l01")
+    assert compared["common_ancestor"] == "gpt:step-00000100.a0001.l01"
     assert {one["host"] for one in get(api, "/nodes")["items"]} == {"node-a"}
     assert get(api, "/nodes/node-a")["faults"]
     assert {one["run"] for one in get(api, "/storage")["items"]} == {"gpt", "gpt-b"}
@@ -248,8 +248,8 @@ def test_staged_durable_verified_and_mirrored_are_told_apart(
     api: httpx.Client, served: Served
 ) -> None:
     fork = served.runs["gpt-b"]
-    parent = "gpt-b:step-00000150.a0001.i01"
-    mirrored, staged = "step-00000150.a0001.i01", "step-00000170.a0001.i01"
+    parent = "gpt-b:step-00000150.a0001.l01"
+    mirrored, staged = "step-00000150.a0001.l01", "step-00000170.a0001.l01"
     fork.tell("node-0", EventKind.MIRRORED, checkpoint=mirrored, step=150, url="s3://a/b")
     fork.tell("rank0", EventKind.STAGED, checkpoint=staged, step=170, bytes=18, blocked_s=0.1)
 

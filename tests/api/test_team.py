@@ -94,7 +94,7 @@ def test_a_teams_server_outlives_an_outage_of_its_database(
     refused = api.get("/api/v1/runs")
     assert (refused.status_code, refused.json()["code"]) == (503, "database_away")
     assert "Retry-After" in refused.headers
-    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.i01", at=time.time())
+    name = fork.commit(160, 1, parent="gpt-b:step-00000150.a0001.l01", at=time.time())
 
     assert server.start()
     wait_for(lambda: len(listed(api, fork)) == known + 1)

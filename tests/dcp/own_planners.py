@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.checkpoint_program import make_identity
 from tests.dcp.planners import DdpLoadBalancing, Doubled, Fp16, RenameOnSave, SaveExtraData
-from tests.dcp.stand import Stand, assert_same, flat_state, zeros
+from tests.dcp.testbed import Testbed, assert_same, flat_state, zeros
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -23,49 +23,49 @@ from holdfast.trainer.engine import CheckpointEngine
 from holdfast.trainer.planning.metadata import open_checkpoint
 
 
-def save_planner_examples(stand: Stand) -> None:
-    """The four examples of `SavePlanner`, planned anew at every save of the engine."""
-    directory = save(stand, "rename", RenameOnSave(), flat_state(0), flat_state(1))
-    expect(stand, directory, {f"foo_{key}": value for key, value in flat_state(1).items()})
-    directory = save(stand, "fp16", Fp16(), stand.state()["model"])
-    expect(stand, directory, {key: v.half() for key, v in stand.state()["model"].items()})
-    directory = save(stand, "balanced", DdpLoadBalancing(), flat_state(0))
-    assert len(list(directory.glob("*.distcp"))) == stand.world_size
-    expect(stand, directory, flat_state(0))
+def save_planner_examples(testbed: Testbed) -> None:
+    """The four examples of `SavePlanner`, planned again at every save of the engine."""
+    directory = save(testbed, "rename", RenameOnSave(), flat_state(0), flat_state(1))
+    expect(testbed, directory, {f"foo_{key}": value for key, value in flat_state(1).items()})
+    directory = save(testbed, "fp16", Fp16(), testbed.state()["model"])
+    expect(testbed, directory, {key: v.half() for key, v in testbed.state()["model"].items()})
+    directory = save(testbed, "balanced", DdpLoadBalancing(), flat_state(0))
+    assert len(list(directory.glob("*.distcp"))) == testbed.world_size
+    expect(testbed, directory, flat_state(0))
     planner = SaveExtraData(flatten_state_dict=False)
-    directory = save(stand, "extra", planner, flat_state(0))
-    expect(stand, directory, flat_state(0))
+    directory = save(testbed, "extra", planner, flat_state(0))
+    expect(testbed, directory, flat_state(0))
     kept = open_checkpoint(directory).metadata.planner_data
-    assert kept == ["per-rank-data"] * stand.world_size
+    assert kept == ["per-rank-data"] * testbed.world_size
 
 
-def save_planner_options(stand: Stand) -> None:
+def save_planner_options(testbed: Testbed) -> None:
     """`DefaultSavePlanner` is the cached path; a planner derived from it is asked at every save."""
-    directory = save(stand, "default", DefaultSavePlanner(), stand.state())
-    expect(stand, directory, stand.state())
+    directory = save(testbed, "default", DefaultSavePlanner(), testbed.state())
+    expect(testbed, directory, testbed.state())
     doubled = Doubled()
-    directory = save(stand, "doubled", doubled, flat_state(0))
+    directory = save(testbed, "doubled", doubled, flat_state(0))
     expected = {k: v * 2 if torch.is_tensor(v) else v for k, v in flat_state(0).items()}
-    expect(stand, directory, expected)
+    expect(testbed, directory, expected)
     asked = dist.get_world_size() * [None]
     dist.all_gather_object(asked, len(doubled.__dict__.get("looked_up", ())))
     assert sum(count or 0 for count in asked) >= len(expected)
 
 
-def save_planner_refused(stand: Stand) -> None:
+def save_planner_refused(testbed: Testbed) -> None:
     """What only a pickle could hold is refused on all ranks; nothing is written."""
     state = {"t": torch.ones(3), "when": datetime.date(2020, 1, 1)}
     with pytest.raises(SaveError, match="when"):
-        save(stand, "refused", RenameOnSave(), state)
-    assert not list(stand.place("refused").glob("**/manifest.json"))
+        save(testbed, "refused", RenameOnSave(), state)
+    assert not list(testbed.place("refused").glob("**/manifest.json"))
 
 
-def save(stand: Stand, name: str, planner: SavePlanner, *states: dict[str, Any]) -> Path:
+def save(testbed: Testbed, name: str, planner: SavePlanner, *states: dict[str, Any]) -> Path:
     """Save each state by an engine with `planner`; the directory of the last."""
-    run = RunPaths(stand.place(name))
-    identity = make_identity(stand.rank, stand.world_size)
+    run = RunPaths(testbed.place(name))
+    identity = make_identity(testbed.rank, testbed.world_size)
     engine = CheckpointEngine(
-        flusher=stand.flusher, run=run, identity=identity, group=stand.group, planner=planner
+        flusher=testbed.flusher, run=run, identity=identity, group=testbed.group, planner=planner
     )
     try:
         for step, state in enumerate(states, start=1):
@@ -78,7 +78,7 @@ def save(stand: Stand, name: str, planner: SavePlanner, *states: dict[str, Any])
     return run.checkpoint(result.checkpoint)
 
 
-def expect(stand: Stand, directory: Path, expected: dict[str, Any]) -> None:
+def expect(testbed: Testbed, directory: Path, expected: dict[str, Any]) -> None:
     """Both stock DCP and Holdfast read exactly this."""
     assert read_manifest(directory) is not None
     for load in ("stock", "ours"):
@@ -86,7 +86,7 @@ def expect(stand: Stand, directory: Path, expected: dict[str, Any]) -> None:
         if load == "stock":
             state_dict_loader.load(state, checkpoint_id=directory)
         else:
-            stand.load(directory, state)
+            testbed.load(directory, state)
         assert_same(state, expected)
 
 

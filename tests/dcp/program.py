@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from tests.checkpoint_program import make_identity
 from tests.dcp import own_planners, state_dicts, stock_reads, stock_writes
-from tests.dcp.stand import Stand
+from tests.dcp.testbed import Testbed
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.engine import CheckpointEngine
 
-Check = Callable[[Stand], None]
+Check = Callable[[Testbed], None]
 COLLECTIVES_S = 200
 
 GROUPS: Mapping[str, tuple[Check, ...]] = {
@@ -49,36 +49,36 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout
     )
-    stand = make_stand(rank, world_size, folder, flusher)
+    testbed = make_stand(rank, world_size, folder, flusher)
     with open(folder / f"passed-{rank}", "w", buffering=1) as passed:
         for group in groups:
             for check in GROUPS[group]:
                 try:
-                    check(stand)
+                    check(testbed)
                 except BaseException:
                     print(f"{group}-{check.__name__} on rank {rank}:", file=sys.stderr)
                     traceback.print_exc()
                     raise SystemExit(1) from None
                 print(f"{group}-{check.__name__}", file=passed)
                 dist.barrier()
-    stand.engine.close()
+    testbed.engine.close()
     dist.destroy_process_group()
 
 
-def make_stand(rank: int, world_size: int, folder: Path, flusher: str) -> Stand:
+def make_stand(rank: int, world_size: int, folder: Path, flusher: str) -> Testbed:
     """With a committed checkpoint that the checks share."""
     group = dist.new_group(backend="gloo")
     run = RunPaths(folder / "r")
     identity = make_identity(rank, world_size)
     engine = CheckpointEngine(flusher=flusher, run=run, identity=identity, group=group)
-    stand = Stand(rank, world_size, folder, group, engine, Path(), flusher)
-    state = stand.state()
+    testbed = Testbed(rank, world_size, folder, group, engine, Path(), flusher)
+    state = testbed.state()
     assert engine.save(state, {"epoch": 1}, step=2, reason="interval", parent=None)
     (result,) = engine.wait(120)
     assert result.committed, result.error
     ours = run.checkpoint(result.checkpoint)
     dist.barrier()
-    return Stand(rank, world_size, folder, group, engine, ours, flusher)
+    return Testbed(rank, world_size, folder, group, engine, ours, flusher)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.dcp.planners import Halved, MetaModelMaterialize, RenameOnLoad
-from tests.dcp.stand import Stand, assert_same, plain_state, whole, zeros
+from tests.dcp.testbed import Testbed, assert_same, plain_state, whole, zeros
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -29,29 +29,29 @@ from torch.futures import Future
 from holdfast.contracts.errors import CheckpointError
 
 
-def load(stand: Stand) -> None:
+def load(testbed: Testbed) -> None:
     """`load`: every kind of entry, in place; and with a process group of the caller's."""
-    for group in (None, stand.group):
-        state = stand.blank()
-        state_dict_loader.load(state, checkpoint_id=stand.ours, process_group=group)
-        assert_same(state, stand.state())
+    for group in (None, testbed.group):
+        state = testbed.blank()
+        state_dict_loader.load(state, checkpoint_id=testbed.ours, process_group=group)
+        assert_same(state, testbed.state())
 
 
-def load_state_dict_deprecated(stand: Stand) -> None:
+def load_state_dict_deprecated(testbed: Testbed) -> None:
     state = plain_state(5)
     with pytest.warns(FutureWarning, match="deprecated"):
-        load_state_dict(state, FileSystemReader(stand.ours))
+        load_state_dict(state, FileSystemReader(testbed.ours))
     assert_same(state, plain_state(0))
 
 
-def file_system_reader(stand: Stand) -> None:
-    reader = FileSystemReader(stand.ours)
-    assert reader.checkpoint_id == stand.ours
-    assert reader.validate_checkpoint_id(stand.ours)
+def file_system_reader(testbed: Testbed) -> None:
+    reader = FileSystemReader(testbed.ours)
+    assert reader.checkpoint_id == testbed.ours
+    assert reader.validate_checkpoint_id(testbed.ours)
     assert "model.0.weight" in reader.read_metadata().state_dict_metadata
-    state = stand.blank()
+    state = testbed.blank()
     state_dict_loader.load(state, storage_reader=reader)
-    assert_same(state, stand.state())
+    assert_same(state, testbed.state())
 
 
 class OwnReader(StorageReader):
@@ -89,15 +89,15 @@ class OwnReader(StorageReader):
         return FileSystemReader.validate_checkpoint_id(checkpoint_id)
 
 
-def own_storage_reader(stand: Stand) -> None:
-    reader, state = OwnReader(stand.ours), stand.blank()
-    state_dict_loader.load(state, checkpoint_id=stand.ours, storage_reader=reader)
-    assert_same(state, stand.state())
-    coordinates = ["prepare_global_plan"] * (stand.rank == 0)
+def own_storage_reader(testbed: Testbed) -> None:
+    reader, state = OwnReader(testbed.ours), testbed.blank()
+    state_dict_loader.load(state, checkpoint_id=testbed.ours, storage_reader=reader)
+    assert_same(state, testbed.state())
+    coordinates = ["prepare_global_plan"] * (testbed.rank == 0)
     expected = ["reset", "read_metadata", "set_up_storage_reader", "prepare_local_plan"]
     assert reader.calls == [*expected, *coordinates, "read_data"]
     with pytest.raises(TypeError, match="storage_reader"):
-        stand.load(stand.ours, state, storage_reader=reader)
+        testbed.load(testbed.ours, state, storage_reader=reader)
 
 
 class AppState:
@@ -114,42 +114,42 @@ class AppState:
         self.is_loaded = True
 
 
-def stateful(stand: Stand) -> None:
+def stateful(testbed: Testbed) -> None:
     """Stock calls `Stateful` objects; so do planners through ours. Without, they are refused."""
     app = AppState(plain_state(5)["odd"])
-    state_dict_loader.load({"odd": app}, checkpoint_id=stand.ours)
+    state_dict_loader.load({"odd": app}, checkpoint_id=testbed.ours)
     assert app.is_loaded
     app = AppState(plain_state(5)["odd"])
-    stand.load(stand.ours, {"odd": app}, planner=DefaultLoadPlanner())
+    testbed.load(testbed.ours, {"odd": app}, planner=DefaultLoadPlanner())
     assert app.is_loaded
     with pytest.raises(CheckpointError, match="odd: a AppState"):
-        stand.load(stand.ours, {"odd": app})
+        testbed.load(testbed.ours, {"odd": app})
 
 
-def planner_options(stand: Stand) -> None:
+def planner_options(testbed: Testbed) -> None:
     """Every option of `DefaultLoadPlanner`, by stock and through ours."""
     state = plain_state(5) | {"absent": torch.ones(3)}
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: absent"):
-        state_dict_loader.load(state, checkpoint_id=stand.ours, planner=DefaultLoadPlanner())
+        state_dict_loader.load(state, checkpoint_id=testbed.ours, planner=DefaultLoadPlanner())
     with pytest.raises(CheckpointError, match="Missing key in checkpoint state_dict: absent"):
-        stand.load(stand.ours, state, planner=DefaultLoadPlanner())
+        testbed.load(testbed.ours, state, planner=DefaultLoadPlanner())
     for through_ours in (False, True):
         state = plain_state(5) | {"absent": torch.ones(3)}
         planner = DefaultLoadPlanner(allow_partial_load=True)
-        _load(stand, state, planner, through_ours)
+        _load(testbed, state, planner, through_ours)
         assert_same(state, plain_state(0) | {"absent": torch.ones(3)})
         flat = whole(plain_state(5))
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        _load(stand, flat, planner, through_ours)
+        _load(testbed, flat, planner, through_ours)
         assert_same(flat, whole(plain_state(0)))
 
 
-def load_planner_examples(stand: Stand) -> None:
+def load_planner_examples(testbed: Testbed) -> None:
     """Both examples of `LoadPlanner`, and the default planner's extension points."""
     plain, number = plain_state(0)["foo_plain"], plain_state(0)["foo_number"]
     for through_ours in (False, True):
         state: dict[str, Any] = {"plain": torch.zeros_like(plain), "number": 9}
-        report = _load(stand, state, RenameOnLoad(), through_ours)
+        report = _load(testbed, state, RenameOnLoad(), through_ours)
         assert_same(state, {"plain": plain, "number": number})
         if through_ours:
             assert report.restored == 2
@@ -158,43 +158,43 @@ def load_planner_examples(stand: Stand) -> None:
             assert not {"foo_plain", "foo_number"} & {*report.extra}
         state = {"foo_plain": torch.empty_like(plain, device="meta")}
         planner = MetaModelMaterialize(flatten_state_dict=False)
-        _load(stand, state, planner, through_ours)
+        _load(testbed, state, planner, through_ours)
         assert_same(state, {"foo_plain": plain})
         state = {"foo_plain": torch.zeros_like(plain)}
         halved = Halved()
-        _load(stand, state, halved, through_ours)
+        _load(testbed, state, halved, through_ours)
         assert_same(state, {"foo_plain": plain / 2})
         assert halved.looked_up == ["foo_plain"]
 
 
-def _load(stand: Stand, state: dict[str, Any], planner: LoadPlanner, through_ours: bool) -> Any:
+def _load(testbed: Testbed, state: dict[str, Any], planner: LoadPlanner, through_ours: bool) -> Any:
     if through_ours:
-        return stand.load(stand.ours, state, planner=planner)
-    return state_dict_loader.load(state, checkpoint_id=stand.ours, planner=planner)
+        return testbed.load(testbed.ours, state, planner=planner)
+    return state_dict_loader.load(state, checkpoint_id=testbed.ours, planner=planner)
 
 
-def torch_save_reader(stand: Stand) -> None:
+def torch_save_reader(testbed: Testbed) -> None:
     """Converted to one file, it is broadcast to ranks by the reader and planner made for that."""
-    path = stand.place("converted.pt")
-    stand.by_rank_0(lambda: dcp_to_torch_save(stand.ours, path))
-    model = whole({"model": stand.state()["model"]})
+    path = testbed.place("converted.pt")
+    testbed.by_rank_0(lambda: dcp_to_torch_save(testbed.ours, path))
+    model = whole({"model": testbed.state()["model"]})
     state = zeros(model)
     reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
     state_dict_loader.load(state, storage_reader=reader, planner=planner, checkpoint_id=path)
     assert_same(state, model)
     converted = torch.load(path)
-    assert_same(whole(converted), whole(stand.state()))
-    assert dist.get_world_size() == stand.world_size
+    assert_same(whole(converted), whole(testbed.state()))
+    assert dist.get_world_size() == testbed.world_size
 
 
-def dynamic_meta_planner(stand: Stand) -> None:
+def dynamic_meta_planner(testbed: Testbed) -> None:
     """Without metadata only chunks as they were saved are found; others are never read wrongly."""
-    state: dict[str, Any] = {"model": stand.blank()["model"]}
-    stand.load(stand.ours, state, planner=DynamicMetaLoadPlanner())
-    assert_same(state, {"model": stand.state()["model"]})
+    state: dict[str, Any] = {"model": testbed.blank()["model"]}
+    testbed.load(testbed.ours, state, planner=DynamicMetaLoadPlanner())
+    assert_same(state, {"model": testbed.state()["model"]})
     for unsuited in (zeros(whole(state["model"])), {"n": 3}):
         with pytest.raises(CheckpointError, match="not loaded: rank"):
-            stand.load(stand.ours, {"model": unsuited}, planner=DynamicMetaLoadPlanner())
+            testbed.load(testbed.ours, {"model": unsuited}, planner=DynamicMetaLoadPlanner())
 
 
 CHECKS = (

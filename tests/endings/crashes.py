@@ -21,7 +21,7 @@ from holdfast.contracts.attempt import write_document
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers import attempts, runs
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.runtime import NodeRuntime, Wreck
+from holdfast.workers.agent.runtime import CrashReport, NodeRuntime
 from holdfast.workers.request import build_request
 
 PROGRAMS: Final = Path(__file__).with_name("programs")
@@ -41,14 +41,14 @@ def capture_crash(crash: Crash) -> tuple[dict[str, Any], dict[str, str]]:
         _small_file_system(Path(scratch), crash.full_bytes) as full,
     ):
         environment = {"ENDING_FULL_DIRECTORY": str(full)} if full else {}
-        wreck = _run(crash, Path(scratch), environment)
-    inputs = wreck.to_json()
+        crash_report = _run(crash, Path(scratch), environment)
+    inputs = crash_report.to_json()
     for failure in inputs["failures"]:
         failure["stderr_tail"] = failure["stderr_tail"][-TAIL_CHARACTERS:]
     return inputs, {scratch: "/scratch"}
 
 
-def _run(crash: Crash, root: Path, environment: dict[str, str]) -> Wreck:
+def _run(crash: Crash, root: Path, environment: dict[str, str]) -> CrashReport:
     spec = RunSpec(
         name="ending",
         command=crash.argv,
@@ -70,7 +70,7 @@ def _run(crash: Crash, root: Path, environment: dict[str, str]) -> Wreck:
         _wait_for_end(runtime)
         time.sleep(NEIGHBOUR_WAIT_S)
         runtime.kill()
-        return runtime.wreck()
+        return runtime.crash_report()
     finally:
         runtime.close()
 

@@ -12,9 +12,9 @@ from tests.endings.endings import CRASHES, EVERY, JOBS, Crash, JobEnding
 from tests.endings.records import CHECKOUT, FOLDER, read_record, recorded_names
 from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
 
-from holdfast.contracts.attempt import Outcome, StopRequest
+from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.agent.runtime import Wreck
+from holdfast.workers.agent.runtime import CrashReport
 from holdfast.workers.causes import Ending, RankFailure, classify
 from holdfast.workers.executors import JobStatus
 
@@ -24,7 +24,7 @@ VARIANTS_MIN = 10
 
 
 def ending_of_crash(name: str, folder: Path = FOLDER) -> tuple[Ending, RankFailure | None]:
-    return Wreck.from_json(read_record(name, folder)["inputs"]).classify()
+    return CrashReport.from_json(read_record(name, folder)["inputs"]).classify()
 
 
 def ending_of_job(name: str) -> Ending:
@@ -38,7 +38,7 @@ def ending_of_job(name: str) -> Ending:
         outcome=Outcome.model_validate(outcome) if outcome else None,
         status=status,
         signals=inputs["signals"],
-        stop=StopRequest.model_validate(stop) if stop else None,
+        stop=StopFile.model_validate(stop) if stop else None,
         claimed=inputs["claimed"],
         lost_hosts=inputs["lost_hosts"],
         job_log=inputs["job_log"],
@@ -103,7 +103,7 @@ def test_quick_endings_are_the_same_when_captured_again(tmp_path: Path) -> None:
         check(crash, tmp_path)
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_ending_is_the_same_when_captured_again(tmp_path: Path) -> None:
     capture(tmp_path)

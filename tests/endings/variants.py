@@ -29,12 +29,12 @@ VARIANTS: Final = tuple(
         ("helper_out_of_memory", Cause.HOST_OOM, "MemoryError"),
         ("distribution_of_nan", Cause.NUMERICS, "nan"),
         ("unknown_option", Cause.USER_ERROR, "KeyError: 'ReadTimeout'"),
-        ("store_has_no_room", Cause.STORAGE_FULL, "507"),
+        ("store_has_no_space", Cause.STORAGE_FULL, "507"),
         ("store_busy", Cause.INFRASTRUCTURE, "HTTP Error 503"),
         ("too_many_files", Cause.USER_ERROR, "Too many open files"),
         ("error_in_thread", Cause.INFRASTRUCTURE, "Input/output error"),
-        ("peer_complains_first", Cause.USER_ERROR, "vocabulary of 50257"),
+        ("peer_fails_first", Cause.USER_ERROR, "vocabulary of 50257"),
     )
 )
 # All three are taken for the program's own error.
-MISSED: Final = frozenset({"helper_out_of_memory", "distribution_of_nan", "store_has_no_room"})
+MISSED: Final = frozenset({"helper_out_of_memory", "distribution_of_nan", "store_has_no_space"})

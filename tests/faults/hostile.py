@@ -71,7 +71,7 @@ def seal(directory: Path) -> None:
         name=NAME,
         step=7,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=1,
         files=tuple(entries),
         committed_at=1.0,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.faults.shim import Shim
-from tests.flusher_keeper import FakeRank, Keeper, wait_until
+from tests.flusher_supervisor import FakeRank, SlotHolder, wait_until
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
@@ -18,7 +18,7 @@ from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.loading.resume import choose
 
 # Small files on a machine that others load too: what takes longer hangs.
-SETTLE_S: Final = 60.0
+WRITTEN_S_MAX: Final = 60.0
 FILE_BYTES: Final = 3000
 _ENDINGS: Final = frozenset({SlotState.DONE, SlotState.FAILED})
 
@@ -67,7 +67,7 @@ def content_of(step: int, path: str, size: int = FILE_BYTES) -> bytes:
 
 
 class Node:
-    """One node of a run: a keeper, its flusher under a shim, and the node's ranks."""
+    """One node of a run: a flusher supervisor, its flusher under a shim, and the node's ranks."""
 
     def __init__(
         self,
@@ -81,10 +81,12 @@ class Node:
     ) -> None:
         self.shim, self.run = shim, run
         name = f"holdfast-fault-{os.getpid()}-{time.monotonic_ns()}-{node}"
-        self.keeper = Keeper(name, node=node, nodes=nodes, environment=shim.environment)
+        self.flusher_supervisor = SlotHolder(
+            name, node=node, nodes=nodes, environment=shim.environment
+        )
         self.ranks = [
             ManyFiles(
-                self.keeper,
+                self.flusher_supervisor,
                 run,
                 rank=node * local_ranks + local,
                 world_size=nodes * local_ranks,
@@ -111,7 +113,7 @@ class Node:
     def close(self) -> None:
         for rank in self.ranks:
             rank.close()
-        self.keeper.close()
+        self.flusher_supervisor.close()
         self.shim.close()
 
 
@@ -150,16 +152,16 @@ def nodes_of(
 def save(nodes: Sequence[Node], step: int) -> list[Slot]:
     """Stage a step everywhere and wait until it is committed or given up everywhere."""
     slots = [slot for node in nodes for slot in node.stage(step)]
-    settle(slots)
+    wait_until_written(slots)
     return slots
 
 
-def settle(slots: Sequence[Slot]) -> None:
+def wait_until_written(slots: Sequence[Slot]) -> None:
     """Wait until the flushers have decided on every slot."""
     wait_until(
         lambda: all(slot.state in _ENDINGS for slot in slots),
         "a decision on every slot",
-        SETTLE_S,
+        WRITTEN_S_MAX,
     )
 
 

@@ -22,7 +22,7 @@ _STATE_ARMED: Final = 1
 _STATE_FIRED: Final = 2
 # Random endings of temporary names, and the process number in that of the link `latest`.
 _OWN_ENDING: Final = re.compile(r"(/\.[^/]+\.)(?:[a-z0-9_]{8}|[0-9a-f]{12}|\d+)$")
-_STEP: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.i\d{2,}")
+_STEP: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 STEP: Final = "STEP"
 
 

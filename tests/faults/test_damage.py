@@ -43,7 +43,7 @@ def commit(run: RunPaths, step: int) -> Path:
         name=str(name),
         step=step,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=2,
         files=tuple(entries),
         committed_at=1.0,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.saves import (
-    SETTLE_S,
+    WRITTEN_S_MAX,
     Node,
     believed_step,
     has_committed,
@@ -22,10 +22,10 @@ from tests.faults.saves import (
     name_of,
     nodes_of,
     save,
-    settle,
+    wait_until_written,
 )
 from tests.faults.shim import Action, Point, points_of, strangers
-from tests.flusher_keeper import wait_until
+from tests.flusher_supervisor import wait_until
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import Slot, SlotState
@@ -137,7 +137,7 @@ def test_every_call_of_a_save_fails_in_turn(node: Node, action: Action, error: i
     wrong = []
     for struck in strikes.points:
         step, slots = strikes.strike(struck, action, error)
-        settle(slots)
+        wait_until_written(slots)
         assert node.shim.has_fired, struck
         committed = has_committed(slots)
         if committed != is_harmless(struck.point, action):
@@ -154,8 +154,8 @@ def test_every_call_of_a_save_fails_in_turn(node: Node, action: Action, error: i
 
 def expect_word_of_failure(node: Node, step: int) -> None:
     wait_until(
-        lambda: any(m["step"] == step for m in node.keeper.of_kind("failed")),
-        f"the keeper to hear of the failure of step {step}",
+        lambda: any(m["step"] == step for m in node.flusher_supervisor.of_kind("failed")),
+        f"the flusher supervisor to hear of the failure of step {step}",
     )
 
 
@@ -164,13 +164,13 @@ def test_after_every_call_of_a_save_the_flusher_is_killed(node: Node) -> None:
     strikes = Strikes(node)
     for struck in strikes.points:
         step, slots = strikes.strike(struck, Action.KILL_AFTER)
-        node.keeper.process.wait(SETTLE_S)
+        node.flusher_supervisor.process.wait(WRITTEN_S_MAX)
         assert node.shim.has_fired, struck
         strikes.expect(step, committed=has_manifest(node.run, step))
         node.shim.let_pass()
-        node.keeper.kill()
-        node.keeper.start()
-        settle(slots)
+        node.flusher_supervisor.kill()
+        node.flusher_supervisor.start()
+        wait_until_written(slots)
         assert has_committed(slots), (struck, slots[0].error)
         strikes.expect(step, committed=True)
         left = {path.name for path in RunPaths(node.run).checkpoint(name_of(step)).rglob("*")}
@@ -184,7 +184,7 @@ def test_a_write_that_takes_less_than_asked_is_gone_on_with(node: Node) -> None:
     assert len(writes) == len(FILES) - 1
     for struck in writes:
         step, slots = strikes.strike(struck, Action.SHORT_WRITE)
-        settle(slots)
+        wait_until_written(slots)
         assert node.shim.has_fired, struck
         assert has_committed(slots), (struck, slots[0].error)
         strikes.expect(step, committed=True)
@@ -200,14 +200,14 @@ def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path:
         assert [s.point.nth for s in writes if s.point.op == "write"] in ([1, 2], [1, 2, 3])
         for struck in writes:
             step, slots = strikes.strike(struck, Action.FAIL_ONCE, errno.EIO)
-            settle(slots)
+            wait_until_written(slots)
             assert node.shim.has_fired, struck
             assert not has_committed(slots), struck
             strikes.expect(step, committed=False)
         strikes.expect_next_save()
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("struck_node", [0, 1])
 def test_every_call_of_each_of_two_nodes_fails_in_turn(
@@ -225,7 +225,7 @@ def test_every_call_of_each_of_two_nodes_fails_in_turn(
             # A poll may come less often than it did: a point that is not met fails nothing.
             nodes[struck_node].shim.arm(point, name_of(step), Action.FAIL_ONCE, errno.EIO)
             slots = [node.stage(step) for node in nodes]
-            settle(slots[0] + slots[1])
+            wait_until_written(slots[0] + slots[1])
             if has_committed(slots[0]):
                 believed = step
             elif nodes[struck_node].shim.has_fired:
@@ -241,17 +241,18 @@ def wait_for_fault_or_commit(struck: Node, slots: list[Slot]) -> None:
     wait_until(
         lambda: struck.shim.has_fired or all(slot.state is DONE for slot in slots),
         "the fault or the commit",
-        SETTLE_S,
+        WRITTEN_S_MAX,
     )
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("struck_node", [0, 1])
 def test_after_every_call_of_each_of_two_nodes_its_flusher_is_killed(
     shim_library: Path, tmp_path: Path, struck_node: int
 ) -> None:
-    """Started anew by its keeper, it finishes its part, and both nodes report one commit."""
+    """Started again by its flusher supervisor, it finishes its part, and both nodes report one
+    commit."""
     with nodes_of(shim_library, tmp_path, nodes=2) as nodes:
         struck = nodes[struck_node]
         struck.shim.forget()
@@ -261,11 +262,11 @@ def test_after_every_call_of_each_of_two_nodes_its_flusher_is_killed(
             slots = [slot for node in nodes for slot in node.stage(step)]
             wait_for_fault_or_commit(struck, slots)
             if struck.shim.has_fired:
-                struck.keeper.process.wait(SETTLE_S)
+                struck.flusher_supervisor.process.wait(WRITTEN_S_MAX)
                 assert believed_step(struck.run) in {step - 1, step}, point
                 struck.shim.let_pass()
-                struck.keeper.kill()
-                struck.keeper.start()
-            settle(slots)
+                struck.flusher_supervisor.kill()
+                struck.flusher_supervisor.start()
+            wait_until_written(slots)
             assert has_committed(slots), (point, [slot.error for slot in slots])
             assert believed_step(struck.run) == step, point

@@ -198,7 +198,7 @@ def recorded_points(calls: list[Call]) -> list[Point]:
     return [p for i, p in enumerate(points) if p is JOURNAL or p not in points[:i]]
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_flow_killed_after_each_of_its_effects_loses_nothing(
     shim_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,9 +17,9 @@ from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_
 from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
 from holdfast.trainer.flusher import commit, salvage
-from holdfast.trainer.flusher.commit import Others, commit_together, part_name
+from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
 from holdfast.trainer.flusher.salvage import LISTS_WAIT_S, agree
-from holdfast.trainer.flusher.shards import incarnation_folder
+from holdfast.trainer.flusher.shards import launch_folder
 
 NETWORK = FileSystem("nfs4", "rw")
 DELAYS = [
@@ -60,8 +60,8 @@ def commit_of_two(
     directory = run.checkpoint(name_of(1))
     make_directory(directory / PARTS)
     play(patch, mounted, PlayedTime(seen_at_s, directory / PARTS / part_name(1), part_of(1, 2)))
-    others = Others(abandoned=lambda: None, lost=lambda: lost)
-    return commit_together(run, directory, part_of(0, 2), others)
+    peers = PeerState(abandoned=lambda: None, lost=lambda: lost)
+    return commit_together(run, directory, part_of(0, 2), peers)
 
 
 @pytest.mark.parametrize(("mounted", "delay_s"), DELAYS)
@@ -90,7 +90,7 @@ def test_a_list_of_snapshots_may_be_as_late_as_the_file_system(
     mounted: FileSystem, delay_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def common_step(run: RunPaths, seen_at_s: float) -> int | None:
-        theirs = salvage._list_path(incarnation_folder(run, name_of(1)), 1)
+        theirs = salvage._list_path(launch_folder(run, name_of(1)), 1)
         clock = PlayedTime(seen_at_s, theirs, {"node": 1, "steps": [6, 7]})
         play(monkeypatch, mounted, clock)
         table = {"node": 0, "nodes": 2, "checkpoint": name_of(1)}

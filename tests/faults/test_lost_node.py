@@ -15,10 +15,10 @@ from tests.faults.saves import (
     name_of,
     nodes_of,
     save,
-    settle,
+    wait_until_written,
 )
 from tests.faults.shim import Action, Point
-from tests.flusher_keeper import wait_until
+from tests.flusher_supervisor import wait_until
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.environment import FLUSH_TIMEOUT
@@ -27,7 +27,7 @@ from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.paths import PARTS, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher import commit as flush_commit
-from holdfast.trainer.flusher.commit import Others, commit_together, part_name
+from holdfast.trainer.flusher.commit import PeerState, commit_together, part_name
 
 PART_OF_0 = Point("rename", "run/checkpoints/STEP/parts/node-0000.json", 1)
 DATA_OF_0 = Point("rename", "run/checkpoints/STEP/__0_0.distcp", 1)
@@ -43,7 +43,7 @@ def kill_at(node: Node, point: Point, step: int) -> None:
     """Stage the step on the node and wait for the flusher's death at the point."""
     node.shim.arm(point, name_of(step), Action.KILL_AFTER)
     node.stage(step)
-    node.keeper.process.wait(60)
+    node.flusher_supervisor.process.wait(60)
     assert node.shim.has_fired
 
 
@@ -55,14 +55,14 @@ def test_a_step_of_which_the_lost_node_0_left_its_part_is_committed(two: list[No
     part = RunPaths(two[1].run).checkpoint(name_of(2)) / PARTS / part_name(1)
     wait_until(part.exists, "node 1's part")
     assert not has_manifest(two[1].run, 2)
-    answer = two[1].keeper.drain(lost=[0])
+    answer = two[1].flusher_supervisor.drain(lost=[0])
     assert answer["committed"][-1] == 2
     assert has_committed(slots)
     assert believed_step(two[1].run) == 2
     # Were node 0 not lost but cut off, it would find the same commit and not make another.
     content = (RunPaths(two[1].run).checkpoint(name_of(2)) / "manifest.json").read_bytes()
-    two[0].keeper.kill()
-    two[0].keeper.start()
+    two[0].flusher_supervisor.kill()
+    two[0].flusher_supervisor.start()
     wait_until(
         lambda: all(
             any(s.state is SlotState.DONE and s.step == 2 for s in pair) for pair in staged
@@ -77,7 +77,7 @@ def tell_shards(nodes: list[Node]) -> None:
     for node in nodes:
         for rank in node.ranks:
             rank.describe(f"rng.rank{rank.rank}", "model.weight", "model.bias")
-    folder = RunPaths(nodes[0].run).attempt(1).incarnation(1)
+    folder = RunPaths(nodes[0].run).attempt(1).launch(1)
     for number in range(len(nodes)):
         path = folder / f"shards-node-{number:04d}.json"
         wait_until(path.exists, f"the list of node {number}")
@@ -90,8 +90,8 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_to
     tell_shards(two)
     kill_at(two[0], DATA_OF_0, 2)
     slots = two[1].stage(2)
-    answer = two[1].keeper.drain(lost=[0])
-    settle(slots)
+    answer = two[1].flusher_supervisor.drain(lost=[0])
+    wait_until_written(slots)
     assert not has_committed(slots)
     error = answer["failed"][-1]["error"]
     assert "nodes [0] went down" in error
@@ -106,16 +106,16 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_to
     for rank in two[1].ranks:
         rank.snapshot(3, b"content")
         rank.close()
-    error = two[1].keeper.drain(lost=[0])["failed"][-1]["error"]
+    error = two[1].flusher_supervisor.drain(lost=[0])["failed"][-1]["error"]
     assert error.endswith(f"nodes [0] are lost, and with them {shards}")
     assert believed_step(two[1].run) == 1
 
 
 def test_node_0_gives_up_what_another_node_took_with_it(two: list[Node]) -> None:
     assert has_committed(save(two, 1))
-    two[1].keeper.kill()
+    two[1].flusher_supervisor.kill()
     slots = two[0].stage(2)
-    two[0].keeper.drain(lost=[1])
+    two[0].flusher_supervisor.drain(lost=[1])
     assert not has_committed(slots)
     assert "nodes [1] went down" in slots[0].error
     assert "ranks 2 to 3 are missing" in slots[0].error
@@ -127,7 +127,7 @@ def test_of_two_committers_at_once_one_wins_and_both_report_the_same_commit(
 ) -> None:
     """Node 1 takes node 0 for lost, which it is not; node 2's part sets both off together."""
     with nodes_of(shim_library, tmp_path, nodes=3, local_ranks=1) as nodes:
-        nodes[1].keeper.drain(lost=[0])
+        nodes[1].flusher_supervisor.drain(lost=[0])
         parts = RunPaths(nodes[0].run).checkpoints
         for step in range(1, 21):
             slots = nodes[0].stage(step) + nodes[1].stage(step)
@@ -135,11 +135,16 @@ def test_of_two_committers_at_once_one_wins_and_both_report_the_same_commit(
                 path = parts / name_of(step) / PARTS / part_name(node)
                 wait_until(path.exists, f"the part of node {node}")
             slots += nodes[2].stage(step)
-            settle(slots)
+            wait_until_written(slots)
             assert has_committed(slots), [slot.error for slot in slots]
             assert believed_step(nodes[0].run) == step
-        wait_until(lambda: all(len(n.keeper.of_kind("committed")) == 20 for n in nodes), "word")
-        told = [[(m["step"], m["bytes"]) for m in n.keeper.of_kind("committed")] for n in nodes]
+        wait_until(
+            lambda: all(len(n.flusher_supervisor.of_kind("committed")) == 20 for n in nodes), "word"
+        )
+        told = [
+            [(m["step"], m["bytes"]) for m in n.flusher_supervisor.of_kind("committed")]
+            for n in nodes
+        ]
         assert told[0] == told[1] == told[2]
 
 
@@ -151,7 +156,7 @@ def part_of(node: int, nodes: int) -> dict[str, object]:
         "name": name_of(1),
         "step": 1,
         "attempt": 1,
-        "incarnation": 1,
+        "launch": 1,
         "world_size": nodes,
     }
     return {
@@ -179,8 +184,8 @@ def test_without_a_word_the_others_commit_after_a_while(
     found: list[Manifest] = []
 
     def commit(node: int) -> None:
-        others = Others(abandoned=lambda: None)
-        found.append(commit_together(run, directory, part_of(node, 4), others))
+        peers = PeerState(abandoned=lambda: None)
+        found.append(commit_together(run, directory, part_of(node, 4), peers))
 
     threads = [threading.Thread(target=commit, args=(node,)) for node in (1, 2, 3)]
     for thread in threads:
@@ -200,5 +205,5 @@ def test_a_wait_for_nobody_s_part_is_bounded_and_names_who_is_missing(
     directory = run.checkpoint(name_of(1))
     make_directory(directory)
     with pytest.raises(SaveError, match=r"nodes \[1, 2, 3\] .*ranks 1 to 3"):
-        commit_together(run, directory, part_of(0, 4), Others(abandoned=lambda: None))
+        commit_together(run, directory, part_of(0, 4), PeerState(abandoned=lambda: None))
     assert not has_manifest(run.directory, 1)

@@ -100,7 +100,7 @@ def test_each_fsync_of_a_save_is_needed(shim_library: Path, tmp_path: Path, with
         trace = node.shim.calls()
     kinds: dict[str, Callable[[str], bool]] = {
         "run/checkpoints": lambda path: path == "run/checkpoints",
-        "STEP": lambda path: path.endswith(".i01"),
+        "STEP": lambda path: path.endswith(".l01"),
         "data": lambda path: path.endswith("distcp.tmp"),
         "manifest": lambda path: "/.manifest.json" in path,
     }

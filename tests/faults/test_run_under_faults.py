@@ -17,7 +17,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState
 from holdfast.workers.checkpoints import committed_checkpoints
 
-pytestmark = [pytest.mark.storm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 INTERVAL, STEPS = 20, 80
 SYNC_OF_DATA = Point("fsync", "tried/checkpoints/STEP/__0_0.distcp.tmp", 1)
@@ -26,7 +26,7 @@ FAULTS = {INTERVAL: (SYNC_OF_DATA, errno.EIO), 2 * INTERVAL: (NAME_OF_MANIFEST, 
 
 
 def name_of(step: int) -> str:
-    return f"step-{step:08d}.a0001.i01"
+    return f"step-{step:08d}.a0001.l01"
 
 
 def test_failed_saves_are_told_by_journal_and_command_and_the_next_is_committed(

@@ -140,7 +140,7 @@ def _lines(path: Path, *documents: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as stream:
         for number, document in enumerate(documents):
-            line = {"writer": "flow", "incarnation": 90, "sequence": number, "time": 1.7e9}
+            line = {"writer": "flow", "launch": 90, "sequence": number, "time": 1.7e9}
             stream.write(json.dumps({**line, **document}) + "\n")
 
 
@@ -208,7 +208,7 @@ def _forged_times(target: Target) -> None:
         for time in (1e300, -1e300, 1e12, float("inf"), float("nan"), 10**30)
     ]
     numbers = [
-        {**_event(EventKind.NOTE, text="x"), "incarnation": number, "sequence": number}
+        {**_event(EventKind.NOTE, text="x"), "launch": number, "sequence": number}
         for number in (10**40, -1, 1e30)
     ]
     _lines(target.folder.paths.journal / "flow.jsonl", *events, *numbers)
@@ -253,7 +253,7 @@ def _keeps_locks(target: Target) -> None:
 
 def _swallows(target: Target) -> None:
     """What a deletion of this run would remove, were links followed."""
-    target.folder.paths.removing("step-00000001.a0001.i01").symlink_to(target.victim.home)
+    target.folder.paths.removing("step-00000001.a0001.l01").symlink_to(target.victim.home)
     _edit_spec(target, checkpoint={"keep": {"last": 1}})
     inside = target.checkpoint / "deep"
     inside.symlink_to(target.victim.home)
@@ -282,7 +282,7 @@ def _many(target: Target) -> None:
 
 
 _KEYS: Final = (
-    *("attempt", "incarnation", "step", "checkpoint", "state", "cause", "action", "host", "nodes"),
+    *("attempt", "launch", "step", "checkpoint", "state", "cause", "action", "host", "nodes"),
     *("after_attempt", "evidence", "excluded", "skip", "skipped", "dumps", "silent", "own_s"),
     *("peers_s", "rank", "finding", "reason", "error", "path", "to", "hosts", "ended_at", "gpus"),
 )
@@ -295,7 +295,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "world-huge": lambda t: _edit(t.attempt.request, nodes=10**40),
     "outcome-huge": lambda t: _edit(t.attempt.outcome, world_size=10**40),
     "outcome-times": lambda t: _edit(t.attempt.outcome, ended_at=1e300, started_at=float("nan")),
-    "step-huge": lambda t: (t.folder.paths.checkpoints / f"step-{NINES}.a0001.i01").mkdir(),
+    "step-huge": lambda t: (t.folder.paths.checkpoints / f"step-{NINES}.a0001.l01").mkdir(),
     **{
         f"pipe-{name}": partial(_pipe_document, name=name)
         for name in ("request", "submission", "claim", "outcome", "stop")
@@ -306,7 +306,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
         lambda w: _pipe(t.folder.paths.journal_of(w)), "cli", "api"
     ),
     "pipe-node-journal": lambda t: _pipe(t.attempt.journal / "rank0.jsonl"),
-    "pipe-tombstone": lambda t: _pipe(t.folder.paths.tombstone("step-00000005.a0001.i01")),
+    "pipe-tombstone": lambda t: _pipe(t.folder.paths.tombstone("step-00000005.a0001.l01")),
     "pipe-log": lambda t: _pipe(t.log),
     "pipe-data": lambda t: _pipe(t.checkpoint / "__0_0.distcp"),
     "pipe-metadata": lambda t: _pipe(t.checkpoint / ".metadata"),
@@ -325,7 +325,7 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "sparse-data": lambda t: _sparse(t.checkpoint / "__0_0.distcp"),
     "sparse-log": lambda t: _sparse(t.log),
     "sparse-metrics": lambda t: _sparse(t.folder.paths.metrics_of(1, 1)),
-    "sparse-tombstone": lambda t: _sparse(t.folder.paths.tombstone("step-00000005.a0001.i01")),
+    "sparse-tombstone": lambda t: _sparse(t.folder.paths.tombstone("step-00000005.a0001.l01")),
     "journal-to-profile": lambda t: _each(
         lambda writer: _link(t.folder.paths.journal_of(writer), t.victim.profile), "api", "cli"
     ),

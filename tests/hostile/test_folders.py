@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from tests.hostile.folders import CANARY, HOSTILE
-from tests.hostile.stand import (
+from tests.hostile.testbed import (
     COMMAND_S_MAX,
     VICTIM_RUN,
-    Stand,
+    Testbed,
     Told,
     contents,
     in_child,
@@ -53,7 +53,7 @@ EVERY_FORM = frozenset(
 
 
 @pytest.fixture(scope="module")
-def stand() -> Iterator[Stand]:
+def testbed() -> Iterator[Testbed]:
     assert os.geteuid() == 0, "the attacker is another uid: run these tests as root"
     load_everything()
     with standing() as made:
@@ -61,10 +61,10 @@ def stand() -> Iterator[Stand]:
 
 
 @pytest.fixture(scope="module")
-def index(stand: Stand) -> Path:
+def index(testbed: Testbed) -> Path:
     """An empty index; each child takes a copy."""
-    template = stand.place / "template.db"
-    run_commands([["runs", "--root", str(stand.place / "none"), "--json"]], template)
+    template = testbed.place / "template.db"
+    run_commands([["runs", "--root", str(testbed.place / "none"), "--json"]], template)
     return template
 
 
@@ -87,10 +87,10 @@ def check(told: list[Told]) -> None:
             assert letter not in words, one.command
 
 
-def reading(stand: Stand, name: str) -> list[list[str]]:
+def reading(testbed: Testbed, name: str) -> list[list[str]]:
     """Commands that only look; all their forms where what is printed or exported is hostile."""
-    run, out = str(stand.root / name), stand.place / f"out-{name}"
-    checkpoint = f"{run}/checkpoints/step-00000010.a0001.i01"
+    run, out = str(testbed.root / name), testbed.place / f"out-{name}"
+    checkpoint = f"{run}/checkpoints/step-00000010.a0001.l01"
     commands = [
         ["show", run],
         ["checkpoints", run, "--json"],
@@ -115,10 +115,10 @@ def reading(stand: Stand, name: str) -> list[list[str]]:
     return commands
 
 
-def changing(stand: Stand, name: str) -> list[list[str]]:
+def changing(testbed: Testbed, name: str) -> list[list[str]]:
     """Commands that were asked to change the run."""
-    run = str(stand.root / name)
-    checkpoint = f"{run}/checkpoints/step-00000010.a0001.i01"
+    run = str(testbed.root / name)
+    checkpoint = f"{run}/checkpoints/step-00000010.a0001.l01"
     return [
         ["pin", checkpoint],
         ["unpin", checkpoint],
@@ -131,28 +131,28 @@ def changing(stand: Stand, name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_command_on_a_hostile_folder_ends_and_touches_nothing_else(
-    stand: Stand, index: Path, shard: int
+    testbed: Testbed, index: Path, shard: int
 ) -> None:
     assert set(HOSTILE) >= EVERY_FORM
     for name in NAMES[shard::SHARDS]:
-        theirs, ours = contents(stand.root / name), stand.belongings()
-        held = lock_as_owner(stand, name)
+        theirs, ours = contents(testbed.root / name), testbed.belongings()
+        held = lock_as_owner(testbed, name)
         try:
             database = copy_of(index, name)
-            check(run_commands(reading(stand, name), database))
-            assert contents(stand.root / name) == theirs, name
-            check(run_commands(changing(stand, name), database))
+            check(run_commands(reading(testbed, name), database))
+            assert contents(testbed.root / name) == theirs, name
+            check(run_commands(changing(testbed, name), database))
         finally:
             for handle in held:
                 os.close(handle)
-        assert stand.belongings() == ours, name
+        assert testbed.belongings() == ours, name
 
 
-def lock_as_owner(stand: Stand, name: str) -> list[int]:
+def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
     """Hold the locks that a command would wait for, in one of the folders."""
     if name != "locks-held":
         return []
-    paths = stand.paths(name)
+    paths = testbed.paths(name)
     held = []
     for path in (paths.operator_lock, paths.journal_of("cli")):
         handle = os.open(path, os.O_RDWR)
@@ -161,8 +161,8 @@ def lock_as_owner(stand: Stand, name: str) -> list[int]:
     return held
 
 
-def test_one_bad_folder_hides_no_other_run(stand: Stand, index: Path) -> None:
-    database, root = copy_of(index, "all"), str(stand.root)
+def test_one_bad_folder_hides_no_other_run(testbed: Testbed, index: Path) -> None:
+    database, root = copy_of(index, "all"), str(testbed.root)
     told = run_commands(
         [
             ["runs", "--root", root, "--json"],
@@ -178,7 +178,7 @@ def test_one_bad_folder_hides_no_other_run(stand: Stand, index: Path) -> None:
         rows = {row["run"]: row for row in json.loads(output)}
         assert set(rows) >= {VICTIM_RUN, *NAMES}
         assert rows[VICTIM_RUN]["state"] != "unreadable"
-        assert rows[VICTIM_RUN]["path"] == str(stand.victim.run)
+        assert rows[VICTIM_RUN]["path"] == str(testbed.victim.run)
         unreadable = {name for name, row in rows.items() if row["state"] == "unreadable"}
         assert unreadable >= UNREADABLE
         assert all(rows[name]["reason"] for name in unreadable)
@@ -193,10 +193,10 @@ def _words_of(work: Callable[..., object], *arguments: object) -> str:
 
 
 def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
-    stand: Stand, index: Path
+    testbed: Testbed, index: Path
 ) -> None:
-    database, ours = copy_of(index, "serve"), stand.belongings()
-    theirs = {name: contents(stand.root / name) for name in NAMES}
+    database, ours = copy_of(index, "serve"), testbed.belongings()
+    theirs = {name: contents(testbed.root / name) for name in NAMES}
 
     def serve() -> dict[str, object]:
         os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
@@ -207,7 +207,7 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
         from holdfast.api.watch import Watch
         from holdfast.lineage.index import Index
 
-        watch = Watch(Store(Index()), Hub(), (stand.root,))
+        watch = Watch(Store(Index()), Hub(), (testbed.root,))
         assert watch.lag_s() is None
 
         def a_round() -> str:
@@ -217,7 +217,7 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
         rounds = [timed(f"round {number}", a_round) for number in range(2)]
         told = [one.trace for one in rounds]
         for name in NAMES:
-            paths = stand.paths(name)
+            paths = testbed.paths(name)
 
             def look(paths: RunPaths = paths) -> str:
                 attempt = logs.choose_attempt(paths, 1)
@@ -227,7 +227,7 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
                     attempt,
                     0,
                     stream="stdout",
-                    incarnation=None,
+                    launch=None,
                     offset=None,
                     limit=1000,
                 )
@@ -254,5 +254,5 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
     # Which of two folders with one uid is looked at first is chance; the rows are the right one's.
     assert set(said["problems"]) >= UNREADABLE - {"uid-of-another", "mirror-of-another"}
     assert said["lag"] is not None
-    assert stand.belongings() == ours
-    assert {name: contents(stand.root / name) for name in NAMES} == theirs
+    assert testbed.belongings() == ours
+    assert {name: contents(testbed.root / name) for name in NAMES} == theirs

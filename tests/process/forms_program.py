@@ -132,7 +132,7 @@ def make_engine(rank: int, world_size: int, folder: Path, flusher: str) -> Check
         run_uid="1" * 32,
         run="r",
         attempt=1,
-        incarnation=1,
+        launch=1,
         rank=rank,
         local_rank=rank,
         local_ranks=world_size,

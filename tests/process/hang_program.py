@@ -1,6 +1,6 @@
 """A small program that hangs, or is slow, as its one JSON argument says.
 
-`hangs` maps an incarnation to (kind, rank, step). `evals` lists (step, seconds, parts): after
+`hangs` maps a launch to (kind, rank, step). `evals` lists (step, seconds, parts): after
 that step an evaluation that takes so long, in so many parts. `stalls` lists (step, rank, seconds,
 kind): a step that one rank is late for. `slow_rank` works `slow_s` longer
 than its peers in each step.
@@ -28,7 +28,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    hang = settings.get("hangs", {}).get(os.environ.get("HOLDFAST_INCARNATION", ""))
+    hang = settings.get("hangs", {}).get(os.environ.get("HOLDFAST_LAUNCH", ""))
     evals = {step: (seconds, parts) for step, seconds, parts in settings.get("evals", ())}
     stalls: dict[tuple[int, int], list[tuple[float, str]]] = {}
     for step, rank, seconds, kind in settings.get("stalls", ()):

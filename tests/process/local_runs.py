@@ -57,7 +57,7 @@ class LocalRun:
                 "heartbeat_s": 0.2,
                 "backoff_s": 0,
                 # Seconds of two processors, which few tests are about.
-                "spare_after_s": "off",
+                "standby_after_s": "off",
                 **(supervision or {}),
             },
             checkpoint=checkpoint or {"interval": 1000},

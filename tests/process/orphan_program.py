@@ -2,8 +2,8 @@
 
 One in a session of its own, one forked twice so that it is nobody's child, and the workers of a
 DataLoader. The first two ignore SIGTERM and have an empty environment, so that nothing but the
-process tree says whose they are. All are noted in `folder` by incarnation, rank and kind. A rank of
-the second incarnation notes the helpers of the first that it still finds, and ends.
+process tree says whose they are. All are noted in `folder` by launch, rank and kind. A rank of
+the second launch notes the helpers of the first that it still finds, and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_LIFE_S = 600.0
 def note(folder: Path, kind: str, pid: int) -> None:
     """Leave the process's lasting name, whole or not at all."""
     words = {"pid": pid, "started_at": psutil.Process(pid).create_time()}
-    name = f"{os.environ['HOLDFAST_INCARNATION']}-{os.environ['RANK']}-{kind}"
+    name = f"{os.environ['HOLDFAST_LAUNCH']}-{os.environ['RANK']}-{kind}"
     (folder / f"{name}.tmp").write_text(json.dumps(words))
     (folder / f"{name}.tmp").rename(folder / f"{name}.json")
 
@@ -50,10 +50,10 @@ def fork_helpers(folder: Path) -> None:
     os.waitpid(middle, 0)
 
 
-def survivors(folder: Path, incarnation: int) -> list[str]:
-    """The helpers of an incarnation that still run."""
+def survivors(folder: Path, launch: int) -> list[str]:
+    """The helpers of a launch that still run."""
     found = []
-    for path in sorted(folder.glob(f"{incarnation}-*.json")):
+    for path in sorted(folder.glob(f"{launch}-*.json")):
         known = json.loads(path.read_text())
         try:
             process = psutil.Process(known["pid"])
@@ -67,9 +67,9 @@ def survivors(folder: Path, incarnation: int) -> list[str]:
 
 def main() -> None:
     folder = Path(json.loads(sys.argv[1])["folder"])
-    incarnation, rank = int(os.environ["HOLDFAST_INCARNATION"]), os.environ["RANK"]
-    left = survivors(folder, incarnation - 1)
-    (folder / f"left-{incarnation}-{rank}.txt").write_text("\n".join(left))
+    launch, rank = int(os.environ["HOLDFAST_LAUNCH"]), os.environ["RANK"]
+    left = survivors(folder, launch - 1)
+    (folder / f"left-{launch}-{rank}.txt").write_text("\n".join(left))
     fork_helpers(folder)
 
     from torch.utils.data import DataLoader
@@ -81,7 +81,7 @@ def main() -> None:
     for number, worker in enumerate(p for p in me.children() if p.name() != "sleep"):
         note(folder, f"worker{number}", worker.pid)
     note(folder, "rank", me.pid)
-    if incarnation == 1:
+    if launch == 1:
         time.sleep(FIRST_LIFE_S)
 
 

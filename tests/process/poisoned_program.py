@@ -82,7 +82,7 @@ def spared(settings: dict[str, list[int]], session: Session) -> Trained:
 
 
 def _record(session: Session) -> str:
-    launch = f"{os.environ['HOLDFAST_ATTEMPT']}.{os.environ['HOLDFAST_INCARNATION']}"
+    launch = f"{os.environ['HOLDFAST_ATTEMPT']}.{os.environ['HOLDFAST_LAUNCH']}"
     return str(session.run_directory / f"ids-{launch}.rank{session.rank}.jsonl")
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.agent_ranks import ranks_of, waiting_ranks
 from tests.process.local_runs import LocalRun, processes_of, send, wait_until
 
-from holdfast.contracts.attempt import StopRequest, write_document
+from holdfast.contracts.attempt import StopFile, write_document
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import AttemptState, Cause, RunState
@@ -81,24 +81,24 @@ def test_a_preempted_job_loses_no_step_and_the_next_goes_on(make: Make) -> None:
 
 
 def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
-    run = make(steps=100_000, sleep_s=0.05, supervision={"spare_after_s": 0})
+    run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
-    spares = wait_until(lambda: waiting_ranks(run), "ranks that wait")
+    standbys = wait_until(lambda: waiting_ranks(run), "ranks that wait")
     victim = next(rank.pid for beat in run.beats(attempt) for rank in beat.ranks if rank.rank == 1)
     send(victim, signal.SIGKILL)
     (second,) = ranks_of(run, attempt, 2).values()
-    assert set(second) == spares
+    assert set(second) == standbys
     operator.request(run.paths, "cancel", by="tester")
     view = run.wait_for_end()
     outcome = run.outcome(attempt)
-    assert [i.ending for i in outcome.incarnations] == ["crashed", "stopped"]
+    assert [i.ending for i in outcome.launches] == ["crashed", "stopped"]
     assert outcome.committed_step == outcome.last_step == view.last_step
     resumed = run.events(EventKind.RESUMED)
     assert len({(e.data["command_digest"], tuple(e.data["argv"])) for e in resumed}) == 1
     wait_until(lambda: not processes_of(run.paths), "the end of every process", 60)
     logs = sorted(folder.name for folder in attempt.node_logs(0).glob("i*"))
-    assert logs == ["i01", "i02"], "a spare that nobody wanted leaves nothing"
+    assert logs == ["l01", "l02"], "a warm standby that nobody wanted leaves nothing"
 
 
 def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) -> None:
@@ -109,12 +109,12 @@ def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) 
     agent = psutil.Process(run.claim(attempt).pid)
     guard = next(p for p in agent.children() if "holdfast.workers.agent.guard" in p.cmdline())
     send(guard.pid, signal.SIGKILL)
-    wait_until(lambda: len(run.events(EventKind.INCARNATION_STARTED)) == 2, "another start")
+    wait_until(lambda: len(run.events(EventKind.LAUNCH_STARTED)) == 2, "another start")
     assert not first & {process.pid for process in processes_of(run.paths)}
     assert run.wait_for_end().state is AttemptState.COMPLETED
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> None:
     """By default a failing program is tested under its flow."""
     run = make(steps=30, fail_at=7)
@@ -123,10 +123,10 @@ def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> N
     assert (view.state, view.cause) == (AttemptState.FAILED, Cause.USER_ERROR)
     assert "RuntimeError: a bad batch at step 7" in (view.traceback or "")
     assert decide(run.history(), None, now=time.time()).action == "stop"
-    assert len(run.events(EventKind.INCARNATION_STARTED)) == 1
+    assert len(run.events(EventKind.LAUNCH_STARTED)) == 1
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_an_operators_pause_commits_and_is_no_failure(make: Make) -> None:
     """By default a run is paused, and goes on, under its flow."""
     run = make(steps=400, sleep_s=0.05)
@@ -244,7 +244,7 @@ def test_a_stop_file_with_a_deadline_is_kept(make: Make) -> None:
     attempt = run.submit()
     wait_until(lambda: _said_hello(run, attempt), "the program's first words")
     now = time.time()
-    asked = StopRequest(action="drain", by="tester", requested_at=now, deadline_s=4.0)
+    asked = StopFile(action="drain", by="tester", requested_at=now, deadline_s=4.0)
     write_document(attempt.stop, asked)
     view = run.wait_for_end()
     assert (view.state, view.cause) == (AttemptState.CANCELLED, Cause.OPERATOR)

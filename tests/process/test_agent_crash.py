@@ -64,7 +64,7 @@ def test_a_step_staged_is_committed_and_of_one_half_copied_the_step_before(tmp_p
 
         view = run.wait_for_end()
         assert (view.state, view.last_step) == (AttemptState.COMPLETED, STEPS)
-        lives = run.outcome(attempt).incarnations
+        lives = run.outcome(attempt).launches
         assert [life.ending for life in lives] == ["crashed", "crashed", "completed"]
         for before, after in itertools.pairwise(lives):
             assert before.last_step is not None

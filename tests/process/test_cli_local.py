@@ -85,7 +85,7 @@ def test_without_a_preflight_a_run_starts_that_the_checks_refuse(local: Local) -
     assert (told["state"], told["step"]) == ("completed", 5)
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_failing_run_ends_with_1_and_says_why(local: Local) -> None:
     """By default a failing run is tested with a Prefect server."""
     spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.06, "fail_at": 5})

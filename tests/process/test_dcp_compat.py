@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.dcp.program import names
-from tests.dcp.stand import assert_same, zeros
-from tests.flusher_keeper import Keeper
+from tests.dcp.testbed import assert_same, zeros
+from tests.flusher_supervisor import SlotHolder
 
 from holdfast.contracts.paths import RunPaths
 from holdfast.trainer.loading.reader import load_state
@@ -24,12 +24,12 @@ GROUPS = ("state_dicts", "stock_reads", "stock_writes", "own_planners")
 
 def run_ranks(groups: str, world_size: int, folder: Path) -> tuple[set[str], str]:
     """(checks that passed on all ranks, what the ranks said)."""
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-W", "ignore", "-m", "tests.dcp.program", groups]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(world_size), str(folder), keeper.name],
+            [*command, str(rank), str(world_size), str(folder), flusher_supervisor.name],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search},
             stderr=subprocess.PIPE,
             text=True,
@@ -42,7 +42,7 @@ def run_ranks(groups: str, world_size: int, folder: Path) -> tuple[set[str], str
         for rank in ranks:
             rank.kill()
             rank.wait()
-        keeper.close()
+        flusher_supervisor.close()
     notes = [folder / f"passed-{rank}" for rank in range(world_size)]
     passed = [set(note.read_text().split()) if note.exists() else set() for note in notes]
     return set.intersection(*passed), "\n".join(errors)[-6000:]
@@ -68,7 +68,7 @@ def test_the_command_converts_what_holdfast_wrote(tmp_path: Path) -> None:
     assert expected["numbers"]["word"] == "w0", said
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_save_in_a_process_of_its_own(tmp_path: Path) -> None:
     passed, said = run_ranks("stock_writes_slowly", 2, tmp_path)
     assert passed == set(names("stock_writes_slowly")), said

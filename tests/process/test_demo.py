@@ -28,7 +28,7 @@ def test_the_demo_finds_what_it_imports() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_the_demo_says_what_it_showed_and_leaves_its_run_where_its_commands_find_it(
     tmp_path: Path,
 ) -> None:

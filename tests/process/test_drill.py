@@ -15,14 +15,14 @@ import pytest
 
 from holdfast.flows.drills import faults
 from holdfast.flows.drills.campaign import Plan, drill_throw_away
+from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import select_kinds
 from holdfast.flows.drills.results import DrillResult
-from holdfast.flows.drills.scene import Scene
 from holdfast.workers.checkpoints import committed_names
 
 KINDS = ("sigterm", "kill-rank", "kill-agent", "kill-flow", "kill-flusher", "disk-full")
-STORM_FAULTS = 200
-STORM_S = 4 * 3600.0
+SLOW_FAULTS = 200
+SLOW_S = 4 * 3600.0
 
 
 def drill(folder: Path, *arguments: str, timeout_s: float = 1500.0) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
     assert not left
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_lost_a_checkpoint_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,8 +63,8 @@ def test_a_run_that_lost_a_checkpoint_is_kept(
     """Somebody deletes a committed checkpoint behind everybody's back."""
     gone: list[str] = []
 
-    def lose_checkpoint(scene: Scene) -> str:
-        paths = scene.subject.paths
+    def lose_checkpoint(context: FaultContext) -> str:
+        paths = context.target.paths
         gone.append(max(committed_names(paths)))
         shutil.rmtree(paths.checkpoints / gone[0])
         return f"{gone[0]} deleted"
@@ -84,7 +84,7 @@ def test_a_run_that_lost_a_checkpoint_is_kept(
     assert not (folder / "place-1" / "runs" / "drill-01").exists()
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(1600)
 def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_data(
     tmp_path: Path,
@@ -96,16 +96,16 @@ def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_da
     assert came["in place"] > 0
 
 
-@pytest.mark.storm
-@pytest.mark.timeout(STORM_S)
+@pytest.mark.slow
+@pytest.mark.timeout(SLOW_S)
 def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
-    arguments: tuple[str, ...] = ("--count", str(STORM_FAULTS), "--seed", "7", "--at-once", "3")
+    arguments: tuple[str, ...] = ("--count", str(SLOW_FAULTS), "--seed", "7", "--at-once", "3")
     arguments += ("--report", str(page))
-    answer = drill(tmp_path, *arguments, timeout_s=STORM_S)
+    answer = drill(tmp_path, *arguments, timeout_s=SLOW_S)
     assert answer["broken"] == []
-    assert len(answer["faults"]) == STORM_FAULTS
-    assert f"{STORM_FAULTS} of {STORM_FAULTS} faults left every invariant whole" in page.read_text()
+    assert len(answer["faults"]) == SLOW_FAULTS
+    assert f"{SLOW_FAULTS} of {SLOW_FAULTS} faults left every invariant whole" in page.read_text()
 
 
 def _names(process: psutil.Process, text: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.elastic_layouts import layouts_of
-from tests.flusher_keeper import Keeper
+from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -25,12 +25,12 @@ STORM_PHASE_S = 900.0
 
 def run_phase(world_size: int, folder: Path, stride: int, timeout_s: float) -> int:
     """One process group's loads and saves; returns how many loads it did."""
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
-        arguments = (world_size, folder, keeper.name, stride)
+        arguments = (world_size, folder, flusher_supervisor.name, stride)
         said = run_program("elastic_program", *arguments, timeout_s=timeout_s)
     finally:
-        keeper.close()
+        flusher_supervisor.close()
     (loads,) = re.findall(rf"(\d+) loads at {world_size} ranks", said)
     return int(loads)
 
@@ -57,7 +57,7 @@ def test_what_four_ranks_saved_loads_at_two_and_one_and_back(tmp_path: Path) -> 
         check_manifests(tmp_path, world_size)
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_every_layout_loads_every_other_on_one_to_eight_ranks(tmp_path: Path) -> None:
     order, saved = (8, 4, 2, 1, 2, 4, 8), dict[int, int]()

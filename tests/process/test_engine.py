@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.flusher_keeper import Keeper, wait_until
+from tests.flusher_supervisor import SlotHolder, wait_until
 from tests.rank_programs import kill_program, run_program, start_program
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -29,23 +29,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keeper() -> Iterator[Keeper]:
-    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+def flusher_supervisor() -> Iterator[SlotHolder]:
+    made = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def saved(folder: Path, keeper: Keeper) -> Path:
+def saved(folder: Path, flusher_supervisor: SlotHolder) -> Path:
     """A checkpoint of step 3 that two sharded ranks saved, and `save-2.pt` with its state."""
-    run_ranks("save", 2, folder, keeper)
-    return folder / "r" / "checkpoints" / "step-00000003.a0001.i01"
+    run_ranks("save", 2, folder, flusher_supervisor)
+    return folder / "r" / "checkpoints" / "step-00000003.a0001.l01"
 
 
 def run_ranks(
-    scenario: str, world_size: int, folder: Path, keeper: Keeper, checkpoint: Path = Path()
+    scenario: str,
+    world_size: int,
+    folder: Path,
+    flusher_supervisor: SlotHolder,
+    checkpoint: Path = Path(),
 ) -> None:
-    where = (folder, keeper.name, checkpoint)
+    where = (folder, flusher_supervisor.name, checkpoint)
     run_program("checkpoint_program", scenario, world_size, *where, timeout_s=RANKS_S)
 
 
@@ -79,19 +83,21 @@ def flatten(optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_checkpoint_loads_bit_exact_at_any_world_size(
-    saved: Path, folder: Path, keeper: Keeper, world_size: int
+    saved: Path, folder: Path, flusher_supervisor: SlotHolder, world_size: int
 ) -> None:
     manifest = read_manifest(saved)
     assert manifest is not None
     assert find_damage(saved, manifest) == []
     assert manifest.world_size == 2
     assert 0 < manifest.blocked_s < 60
-    run_ranks("load", world_size, folder, keeper, saved)
+    run_ranks("load", world_size, folder, flusher_supervisor, saved)
     assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / f"load-{world_size}.pt"))
 
 
-def test_stock_dcp_reads_what_we_wrote(saved: Path, folder: Path, keeper: Keeper) -> None:
-    run_ranks("stock_load", 2, folder, keeper, saved)
+def test_stock_dcp_reads_what_we_wrote(
+    saved: Path, folder: Path, flusher_supervisor: SlotHolder
+) -> None:
+    run_ranks("stock_load", 2, folder, flusher_supervisor, saved)
     expected = torch.load(folder / "save-2.pt")
     assert_same(expected, torch.load(folder / "stock_load-2.pt"))
     dcp_to_torch_save(saved, folder / "converted.pt")
@@ -124,24 +130,26 @@ def test_an_export_holds_what_was_committed_or_does_not_appear(saved: Path, fold
         assert not output.exists()
 
 
-def test_we_read_what_stock_dcp_wrote(folder: Path, keeper: Keeper) -> None:
-    run_ranks("stock_save", 2, folder, keeper, folder / "stock")
-    run_ranks("foreign_load", 2, folder, keeper, folder / "stock")
+def test_we_read_what_stock_dcp_wrote(folder: Path, flusher_supervisor: SlotHolder) -> None:
+    run_ranks("stock_save", 2, folder, flusher_supervisor, folder / "stock")
+    run_ranks("foreign_load", 2, folder, flusher_supervisor, folder / "stock")
     assert_same(torch.load(folder / "stock_save-2.pt"), torch.load(folder / "foreign_load-2.pt"))
 
 
-def test_a_step_that_killed_ranks_had_sealed_is_committed(tmp_path: Path, keeper: Keeper) -> None:
-    ranks = start_program("checkpoint_program", "hold", 2, tmp_path, keeper.name, "")
+def test_a_step_that_killed_ranks_had_sealed_is_committed(
+    tmp_path: Path, flusher_supervisor: SlotHolder
+) -> None:
+    ranks = start_program("checkpoint_program", "hold", 2, tmp_path, flusher_supervisor.name, "")
     try:
         wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks", RANKS_S)
-        keeper.signal(signal.SIGSTOP)
+        flusher_supervisor.signal(signal.SIGSTOP)
         (tmp_path / "go").touch()
         wait_until(lambda: len(list(tmp_path.glob("staged-*"))) == 2, "both seals", RANKS_S)
     finally:
         kill_program(ranks)
-        keeper.signal(signal.SIGCONT)
-    keeper.drain()
-    directory = tmp_path / "r" / "checkpoints" / "step-00000004.a0001.i01"
+        flusher_supervisor.signal(signal.SIGCONT)
+    flusher_supervisor.drain()
+    directory = tmp_path / "r" / "checkpoints" / "step-00000004.a0001.l01"
     manifest = read_manifest(directory)
     assert manifest is not None
     assert find_damage(directory, manifest) == []

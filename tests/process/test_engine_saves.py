@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.flusher_keeper import Keeper, wait_until
+from tests.flusher_supervisor import SlotHolder, wait_until
 from tests.pipeline_program import HalfPlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
@@ -38,12 +38,12 @@ from holdfast.trainer.staging.stage import StagedSlot
 NUMBERS = 25_000_000
 STARTS_MAX = 5
 RELEASE_S = 60.0
-FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.i01"}
+FACTS: dict[str, Any] = {"reason": "interval", "parent": "r:step-00000001.a0001.l01"}
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+def flusher_supervisor() -> Iterator[SlotHolder]:
+    made = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     yield made
     made.close()
 
@@ -53,7 +53,7 @@ def make_engine(flusher: str, folder: Path, planner: SavePlanner | None = None) 
         run_uid="1" * 32,
         run="r",
         attempt=3,
-        incarnation=2,
+        launch=2,
         rank=0,
         local_rank=0,
         local_ranks=1,
@@ -68,8 +68,8 @@ def make_engine(flusher: str, folder: Path, planner: SavePlanner | None = None) 
 
 
 @pytest.fixture
-def engine(keeper: Keeper, tmp_path: Path) -> Iterator[CheckpointEngine]:
-    made = make_engine(keeper.name, tmp_path)
+def engine(flusher_supervisor: SlotHolder, tmp_path: Path) -> Iterator[CheckpointEngine]:
+    made = make_engine(flusher_supervisor.name, tmp_path)
     yield made
     made.close()
 
@@ -89,7 +89,7 @@ def make_state(value: float = 1.0) -> dict[str, Any]:
 
 
 def directory_of(folder: Path, step: int) -> Path:
-    return folder / "r" / "checkpoints" / f"step-{step:08d}.a0003.i02"
+    return folder / "r" / "checkpoints" / f"step-{step:08d}.a0003.l02"
 
 
 def test_values_of_each_save_come_back_whatever_their_type(
@@ -101,7 +101,7 @@ def test_values_of_each_save_come_back_whatever_their_type(
         name = engine.save(
             state, {"step": step}, step=step, metrics={"loss": 2, "bad": float("nan")}, **FACTS
         )
-        assert name == f"step-{step:08d}.a0003.i02"
+        assert name == f"step-{step:08d}.a0003.l02"
         results = engine.wait(20)
         assert [(r.step, r.committed, r.error) for r in results] == [(step, True, None)]
         assert engine.last_committed == name
@@ -140,11 +140,11 @@ def test_layout_is_stock_and_aligned_and_metadata_is_the_same_at_every_save(
 
 
 def test_a_save_is_passed_over_while_both_slots_are_being_written(
-    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+    engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
     assert engine.wait(20)[0].committed
-    keeper.signal(signal.SIGSTOP)
+    flusher_supervisor.signal(signal.SIGSTOP)
     assert engine.save(make_state(2.0), {}, step=2, **FACTS)
     assert engine.save(make_state(3.0), {}, step=3, **FACTS)
     assert engine.save(make_state(4.0), {}, step=4, **FACTS) is None
@@ -152,7 +152,7 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
     with pytest.raises(SaveError, match=r"no staging slot came free within 0 s, steps \[2, 3\]"):
         engine.save(make_state(), {}, step=5, must=True, timeout_s=0.05, **FACTS)
     assert engine.wait(0.05) == []
-    keeper.signal(signal.SIGCONT)
+    flusher_supervisor.signal(signal.SIGCONT)
     assert engine.save(make_state(6.0), {}, step=6, must=True, timeout_s=20, **FACTS)
     assert [r.step for r in engine.wait(20)] == [2, 3, 6]
     assert not directory_of(tmp_path, 4).exists()
@@ -161,20 +161,23 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
 def test_a_save_that_is_written_just_before_its_slot_is_chosen_is_told_of(
-    engine: CheckpointEngine, keeper: Keeper, monkeypatch: pytest.MonkeyPatch, is_snapshot: bool
+    engine: CheckpointEngine,
+    flusher_supervisor: SlotHolder,
+    monkeypatch: pytest.MonkeyPatch,
+    is_snapshot: bool,
 ) -> None:
     """Unheard of, it would count as being written for ever."""
     engine.prepare(make_state())
     assert engine.wait_until_ready(20)
     stage = engine._stage
     assert stage is not None
-    keeper.signal(signal.SIGSTOP)
+    flusher_supervisor.signal(signal.SIGSTOP)
     for step in (1, 2):
         assert engine.save(make_state(), {}, step=step, **FACTS)
     choose = stage.free
 
     def choose_late() -> StagedSlot | None:
-        keeper.signal(signal.SIGCONT)
+        flusher_supervisor.signal(signal.SIGCONT)
         wait_until(lambda: all(s.slot.state in FREE_STATES for s in stage.slots), "both", 20)
         return choose()
 
@@ -189,22 +192,22 @@ def test_a_save_that_is_written_just_before_its_slot_is_chosen_is_told_of(
 
 
 def test_a_save_before_the_slots_have_their_memory_is_complete(
-    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+    engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     for more in range(STARTS_MAX):
         state = {"model": {"weight": torch.arange(NUMBERS + more, dtype=torch.float32)}}
         engine.prepare(state)
         # The flusher takes the memory: now it cannot go on.
-        keeper.process.send_signal(signal.SIGSTOP)
+        flusher_supervisor.process.send_signal(signal.SIGSTOP)
         if not engine.wait_until_ready(0.1):
             break
-        keeper.process.send_signal(signal.SIGCONT)
+        flusher_supervisor.process.send_signal(signal.SIGCONT)
     else:
         pytest.fail("the memory was there before the flusher could be halted")
     try:
         assert engine.save(state, {"step": 1}, step=1, **FACTS)
     finally:
-        keeper.process.send_signal(signal.SIGCONT)
+        flusher_supervisor.process.send_signal(signal.SIGCONT)
     assert [result.committed for result in engine.wait(60)] == [True]
     assert engine.wait_until_ready(60)
     manifest = read_manifest(directory_of(tmp_path, 1))
@@ -255,14 +258,16 @@ def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -
 
 
 def test_a_flusher_that_was_started_anew_is_found_again(
-    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path
+    engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
     assert engine.wait(20)[0].committed
-    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
-    keeper.kill()
+    wait_until(
+        lambda: len(flusher_supervisor.kept) == 2, "the flusher supervisor to have the slots"
+    )
+    flusher_supervisor.kill()
     assert engine.save(make_state(2.0), {}, step=2, **FACTS)
-    keeper.start()
+    flusher_supervisor.start()
     assert engine.wait(20)[0].committed
     assert engine.save(make_state(3.0), {}, step=3, **FACTS)
     assert engine.wait(20)[0].committed
@@ -301,7 +306,10 @@ def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
 
 
 def test_a_save_that_comes_before_its_metadata_is_sealed_with_it_or_not_at_all(
-    engine: CheckpointEngine, keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: CheckpointEngine,
+    flusher_supervisor: SlotHolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when ten million boxes take their time; a kill meanwhile leaves nothing half-written."""
     may_go_on = threading.Event()
@@ -318,7 +326,7 @@ def test_a_save_that_comes_before_its_metadata_is_sealed_with_it_or_not_at_all(
     assert engine.snapshot(state, {}, step=1, **FACTS) is False
     with ThreadPoolExecutor(1) as other:
         saved = other.submit(lambda: engine.save(state, {}, step=2, **FACTS))
-        slots = [Slot(handle) for handle in keeper.kept.values()]
+        slots = [Slot(handle) for handle in flusher_supervisor.kept.values()]
         wait_until(lambda: SlotState.COPYING in [slot.state for slot in slots], "the copy")
         time.sleep(0.1)
         assert not saved.done()
@@ -343,7 +351,9 @@ def test_nobody_listening_is_said_with_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine("holdfast-test-nobody", tmp_path)
-    monkeypatch.setattr("holdfast.trainer.staging.stage.FlusherLink.connect.__defaults__", (0.05,))
+    monkeypatch.setattr(
+        "holdfast.trainer.staging.stage.FlusherConnection.connect.__defaults__", (0.05,)
+    )
     with pytest.raises(SaveError, match="no flusher is found by holdfast-test-nobody"):
         engine.save(make_state(), {}, step=1, **FACTS)
     engine.close()
@@ -403,9 +413,11 @@ class PickyPlanner(HalfPlanner):
         return stream
 
 
-def test_a_planner_of_the_users_plans_every_save(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_planner_of_the_users_plans_every_save(
+    flusher_supervisor: SlotHolder, tmp_path: Path
+) -> None:
     planner = PickyPlanner()
-    engine = make_engine(keeper.name, tmp_path, planner)
+    engine = make_engine(flusher_supervisor.name, tmp_path, planner)
     state = make_state()
     for step in (1, 2, 3):
         state = make_state(float(step))

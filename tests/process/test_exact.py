@@ -31,7 +31,7 @@ from holdfast.contracts.keep_rules import kept_by_rules
 from holdfast.contracts.manifest import Manifest, find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.spec import Keep
-from holdfast.trainer.keeper import listener_of
+from holdfast.trainer.flusher_supervisor import listener_of
 from holdfast.trainer.loading.reader import load_state
 
 PROGRAM = Path(exact_program.__file__)
@@ -94,9 +94,9 @@ def launch(directory: Path, kill_at: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def wait_for_flusher(run: RunPaths, incarnation: int) -> None:
+def wait_for_flusher(run: RunPaths, launch: int) -> None:
     give_up = time.monotonic() + WAIT_S
-    while listener_of(run.attempt(0).flusher_address(incarnation, 0)) is not None:
+    while listener_of(run.attempt(0).flusher_address(launch, 0)) is not None:
         assert time.monotonic() < give_up
         time.sleep(POLL_S)
 
@@ -272,7 +272,7 @@ def test_c17_keeping_the_best_never_costs_the_newest(whole: Ran, killed: Ran) ->
     assert kept == {branch[-1].name, best.name}
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.parametrize("resumes", [2, 5])
 def test_resumes_in_a_row_change_nothing(resumes: int, whole: Ran, tmp_path: Path) -> None:
     lot = random.Random(resumes)

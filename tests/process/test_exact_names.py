@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.flusher_keeper import Keeper
+from tests.flusher_supervisor import SlotHolder
 
 PROGRAM = Path(__file__).with_name("forms_program.py")
 RANKS = 2
@@ -16,12 +16,12 @@ WAIT_S = 250.0
 
 
 def test_c18_each_form_of_a_model_loads_each_other(tmp_path: Path) -> None:
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         ranks = [
             subprocess.Popen(
-                [sys.executable, PROGRAM, str(rank), str(RANKS), tmp_path, keeper.name],
+                [sys.executable, PROGRAM, str(rank), str(RANKS), tmp_path, flusher_supervisor.name],
                 env=env,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -32,5 +32,5 @@ def test_c18_each_form_of_a_model_loads_each_other(tmp_path: Path) -> None:
     finally:
         for process in ranks:
             process.kill()
-        keeper.close()
+        flusher_supervisor.close()
     assert [process.returncode for process in ranks] == [0] * RANKS, "\n".join(errors)

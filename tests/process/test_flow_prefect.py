@@ -63,7 +63,7 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
     wait_for("Prefect's state", lambda: runs.flow_state(taken["flow_run"]) == "COMPLETED")
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None:
     """By default the flow of a Slurm job is killed; here a worker is shut down with its flow."""
     spec = runs.write_spec("survivor", {"steps": 2400, "sleep_s": 0.1})
@@ -81,11 +81,11 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
     shown = runs.holdfast("show", "survivor")
     (attempt,) = shown["attempts"]
     assert attempt["last_step"] == 2400
-    assert len(attempt["incarnations"]) == 1
+    assert len(attempt["launches"]) == 1
     assert submissions(paths) == 1
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_cancelled_flow_leaves_the_job_to_flush_and_its_row_ends(
     runs: FlowRuns,
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> 
     (attempt,) = shown["attempts"]
     assert (attempt["state"], attempt["cause"]) == ("failed", "user_error")
     assert "a bad batch at step 12" in attempt["traceback"]
-    assert len(attempt["incarnations"]) == 1, "the program's own error is not tried again"
+    assert len(attempt["launches"]) == 1, "the program's own error is not tried again"
     told = runs.service.command("holdfast", "show", "failing").stdout
     assert "user_error" in told
     assert "a bad batch at step 12" in told
@@ -204,7 +204,7 @@ def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
     assert packaged.read_text() == template.read_text()
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_prefect_and_index_a_run_is_relaunched_and_ends_and_both_hear_of_it(
     tmp_path: Path,

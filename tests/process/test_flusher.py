@@ -14,31 +14,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_keeper import FakeRank, Keeper, fork, kill_process, wait_for, wait_until
+from tests.flusher_supervisor import FakeRank, SlotHolder, fork, kill_process, wait_for, wait_until
 
 from holdfast.contracts import wire
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.slots import DATA_OFFSET, SlotState
 
-NAME = "step-00000007.a0001.i01"
+NAME = "step-00000007.a0001.l01"
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+def flusher_supervisor() -> Iterator[SlotHolder]:
+    made = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     yield made
     made.close()
 
 
-def checkpoint(run: Path, step: int = 7, incarnation: int = 1) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}.a0001.i{incarnation:02d}"
+def checkpoint(run: Path, step: int = 7, launch: int = 1) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}.a0001.l{launch:02d}"
 
 
 def test_a_step_is_committed_when_every_local_rank_sealed_it(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FakeRank(flusher_supervisor, run, rank=rank, world_size=2) for rank in range(2)]
     first = ranks[0].stage(7, b"zero" * 9000)
     time.sleep(0.3)
     assert first.state is SlotState.SEALED
@@ -56,23 +56,23 @@ def test_a_step_is_committed_when_every_local_rank_sealed_it(
     assert manifest.blocked_s == 0.5
     assert sorted(os.listdir(checkpoint(run))) == ["__0_0.distcp", "__1_0.distcp", "manifest.json"]
     assert os.readlink(run / "checkpoints" / "latest") == NAME
-    wait_until(lambda: keeper.of_kind("committed"), "word of the commit")
-    assert keeper.of_kind("committed")[0]["checkpoint"] == NAME
+    wait_until(lambda: flusher_supervisor.of_kind("committed"), "word of the commit")
+    assert flusher_supervisor.of_kind("committed")[0]["checkpoint"] == NAME
     for rank in ranks:
         rank.close()
 
 
 def test_sealed_steps_are_committed_although_all_ranks_are_killed(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
     ready, tell = os.pipe()
     children, said = [], []
 
     def be_a_rank(rank: int) -> None:
-        fake = FakeRank(keeper, run, rank=rank, world_size=2)
+        fake = FakeRank(flusher_supervisor, run, rank=rank, world_size=2)
         if rank == 1:
-            keeper.signal(signal.SIGSTOP)
+            flusher_supervisor.signal(signal.SIGSTOP)
         os.write(tell, b"g")
         fake.stage(7, bytes([rank]) * 50_000)
         fake.stage(8, bytes([rank]) * 50_000, slot=1, seal=rank == 0)
@@ -88,36 +88,38 @@ def test_sealed_steps_are_committed_although_all_ranks_are_killed(
     finally:
         for child in children:
             kill_process(child)
-    keeper.signal(signal.SIGCONT)
-    answer = keeper.drain()
-    wait_until(lambda: keeper.of_kind("failed"), "the torn step to be given up")
+    flusher_supervisor.signal(signal.SIGCONT)
+    answer = flusher_supervisor.drain()
+    wait_until(lambda: flusher_supervisor.of_kind("failed"), "the torn step to be given up")
     assert answer["committed"] == [7]
     assert read_manifest(checkpoint(run)) is not None
     assert not checkpoint(run, 8).exists()
-    assert "before it sealed step 8" in keeper.of_kind("failed")[0]["error"]
+    assert "before it sealed step 8" in flusher_supervisor.of_kind("failed")[0]["error"]
     # Four slots were handed out; with their ranks gone, none holds memory any longer.
     wait_until(
-        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in keeper.kept.values()),
+        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in flusher_supervisor.kept.values()),
         "the slots' memory to be freed",
     )
-    assert len(keeper.kept) == 4
+    assert len(flusher_supervisor.kept) == 4
 
 
 def test_a_killed_flusher_is_replaced_and_finishes_what_was_sealed(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    rank = FakeRank(keeper, run)
-    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
-    keeper.signal(signal.SIGSTOP)
+    rank = FakeRank(flusher_supervisor, run)
+    wait_until(
+        lambda: len(flusher_supervisor.kept) == 2, "the flusher supervisor to have the slots"
+    )
+    flusher_supervisor.signal(signal.SIGSTOP)
     sealed = rank.stage(7, b"x" * 100_000)
     begun = rank.stage(8, b"y" * 100_000, slot=1)
     begun.state = SlotState.FLUSHING
     checkpoint(run, 8).mkdir(parents=True)
     (checkpoint(run, 8) / "__0_0.distcp").write_bytes(b"written, not yet in a manifest")
     (checkpoint(run, 8) / "__0_0.distcp.tmp").write_bytes(b"torn")
-    keeper.kill()
-    keeper.start()
+    flusher_supervisor.kill()
+    flusher_supervisor.start()
     wait_for(sealed, SlotState.DONE)
     wait_for(begun, SlotState.DONE)
     for step in (7, 8):
@@ -126,34 +128,36 @@ def test_a_killed_flusher_is_replaced_and_finishes_what_was_sealed(
         assert find_damage(checkpoint(run, step), manifest) == []
     assert not (checkpoint(run, 8) / "__0_0.distcp.tmp").exists()
     # The new flusher serves the living rank's next step too.
-    again = FakeRank(keeper, run, incarnation=2)
+    again = FakeRank(flusher_supervisor, run, launch=2)
     wait_for(again.stage(9, b"z" * 10), SlotState.DONE)
     rank.close()
     again.close()
 
 
 def test_a_commit_that_the_killed_flusher_had_made_is_recognised(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    rank = FakeRank(keeper, run)
-    wait_until(lambda: len(keeper.kept) == 2, "the keeper to have the slots")
+    rank = FakeRank(flusher_supervisor, run)
+    wait_until(
+        lambda: len(flusher_supervisor.kept) == 2, "the flusher supervisor to have the slots"
+    )
     slot = rank.stage(7, b"x" * 100)
     wait_for(slot, SlotState.DONE)
     before = (checkpoint(run) / "manifest.json").read_bytes()
-    keeper.kill()
+    flusher_supervisor.kill()
     slot.state = SlotState.FLUSHING
-    keeper.start()
+    flusher_supervisor.start()
     wait_for(slot, SlotState.DONE)
     assert (checkpoint(run) / "manifest.json").read_bytes() == before
     rank.close()
 
 
 def test_a_step_that_a_rank_skipped_is_given_up_and_the_next_is_committed(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FakeRank(flusher_supervisor, run, rank=rank, world_size=2) for rank in range(2)]
     lonely = ranks[0].stage(7, b"x")
     wire.send(ranks[1].connection, "skipped", step=7)
     wait_for(lonely, SlotState.FAILED)
@@ -170,10 +174,10 @@ def test_a_step_that_a_rank_skipped_is_given_up_and_the_next_is_committed(
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_directory_that_is_there_is_never_overwritten(
-    keeper: Keeper, tmp_path: Path, committed: bool
+    flusher_supervisor: SlotHolder, tmp_path: Path, committed: bool
 ) -> None:
     run = tmp_path / "r"
-    rank = FakeRank(keeper, run)
+    rank = FakeRank(flusher_supervisor, run)
     if committed:
         wait_for(rank.stage(7, b"mine" * 10), SlotState.DONE)
     else:
@@ -188,7 +192,7 @@ def test_a_directory_that_is_there_is_never_overwritten(
 
 
 @contextlib.contextmanager
-def little_room(run: Path, keeper: Keeper, bytes_max: int) -> Iterator[int]:
+def little_room(run: Path, flusher_supervisor: SlotHolder, bytes_max: int) -> Iterator[int]:
     """Storage that refuses more than `bytes_max`; yields the errno that it refuses with.
 
     A small tmpfs where one may be mounted, else a limit on the flusher's own files.
@@ -204,33 +208,38 @@ def little_room(run: Path, keeper: Keeper, bytes_max: int) -> Iterator[int]:
         finally:
             subprocess.run(["umount", "-l", str(run)], check=True)
         return
-    _, hard = resource.prlimit(keeper.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(keeper.process.pid, resource.RLIMIT_FSIZE, (bytes_max, hard))
+    _, hard = resource.prlimit(flusher_supervisor.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(flusher_supervisor.process.pid, resource.RLIMIT_FSIZE, (bytes_max, hard))
     yield errno.EFBIG
 
 
-def test_full_storage_is_reported_and_the_next_save_works(keeper: Keeper, tmp_path: Path) -> None:
+def test_full_storage_is_reported_and_the_next_save_works(
+    flusher_supervisor: SlotHolder, tmp_path: Path
+) -> None:
     run = tmp_path / "r"
-    with little_room(run, keeper, 256 * 1024) as code:
-        rank = FakeRank(keeper, run)
+    with little_room(run, flusher_supervisor, 256 * 1024) as code:
+        rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(6, b"a" * 10_000), SlotState.DONE)
         slot = rank.stage(7, b"b" * 1_000_000)
         wait_for(slot, SlotState.FAILED)
         assert os.strerror(code) in slot.error
         assert read_manifest(checkpoint(run)) is None
-        assert os.readlink(run / "checkpoints" / "latest") == "step-00000006.a0001.i01"
+        assert os.readlink(run / "checkpoints" / "latest") == "step-00000006.a0001.l01"
         wait_for(rank.stage(8, b"c" * 10_000), SlotState.DONE)
-        wait_until(lambda: keeper.of_kind("failed"), "word of the failure")
-        assert keeper.of_kind("failed")[0]["step"] == 7
+        wait_until(lambda: flusher_supervisor.of_kind("failed"), "word of the failure")
+        assert flusher_supervisor.of_kind("failed")[0]["step"] == 7
         rank.close()
 
 
 def test_two_nodes_commit_one_manifest_over_the_shared_directory(tmp_path: Path) -> None:
     run = tmp_path / "r"
     stem = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
-    keepers = [Keeper(f"{stem}-{node}", node=node, nodes=2) for node in range(2)]
+    flusher_supervisors = [SlotHolder(f"{stem}-{node}", node=node, nodes=2) for node in range(2)]
     try:
-        ranks = [FakeRank(keepers[n], run, rank=n, world_size=2, node=n, nodes=2) for n in range(2)]
+        ranks = [
+            FakeRank(flusher_supervisors[n], run, rank=n, world_size=2, node=n, nodes=2)
+            for n in range(2)
+        ]
         waiting = ranks[1].stage(7, b"one" * 1000)
         wait_until(lambda: (checkpoint(run) / "parts" / "node-0001.json").exists(), "node 1's part")
         assert waiting.state is SlotState.FLUSHING
@@ -258,38 +267,40 @@ def test_two_nodes_commit_one_manifest_over_the_shared_directory(tmp_path: Path)
         for rank in ranks:
             rank.close()
     finally:
-        for keeper in keepers:
-            keeper.close()
+        for flusher_supervisor in flusher_supervisors:
+            flusher_supervisor.close()
 
 
-def test_it_ignores_signals_and_ends_when_keeper_and_work_are_gone(
-    keeper: Keeper, tmp_path: Path
+def test_it_ignores_signals_and_ends_when_supervisor_and_work_are_gone(
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    rank = FakeRank(keeper, run)
+    rank = FakeRank(flusher_supervisor, run)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        keeper.signal(number)
+        flusher_supervisor.signal(number)
     slot = rank.stage(7, b"x" * 500_000)
     rank.connection.close()
-    assert keeper.leave() == 0
+    assert flusher_supervisor.leave() == 0
     assert slot.state is SlotState.DONE
     assert json.loads((checkpoint(run) / "manifest.json").read_bytes())["step"] == 7
 
 
-def test_a_drain_is_answered_however_many_saves_have_failed(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_drain_is_answered_however_many_saves_have_failed(
+    flusher_supervisor: SlotHolder, tmp_path: Path
+) -> None:
     run = tmp_path / ("ü" * 100)
     run.mkdir()
     (run / "checkpoints").write_text("a file where a directory should be")
-    rank = FakeRank(keeper, run)
+    rank = FakeRank(flusher_supervisor, run)
     steps = range(1, 131)
     for step in steps:
         slot = rank.stage(step, b"x", slot=step % 2)
         wait_for(slot, SlotState.FAILED)
-    answer = keeper.drain()
+    answer = flusher_supervisor.drain()
     assert [failure["step"] for failure in answer["failed"]] == [*steps][-len(answer["failed"]) :]
     assert len(answer["failed"]) > 10
-    assert [message["step"] for message in keeper.of_kind("failed")] == [*steps]
-    assert keeper.leave() == 0
+    assert [message["step"] for message in flusher_supervisor.of_kind("failed")] == [*steps]
+    assert flusher_supervisor.leave() == 0
     rank.close()
 
 

@@ -1,4 +1,5 @@
-"""Ranks that hang, under the real agent: seen, looked into, ended, started again. Slow ones not."""
+"""Ranks that hang, under the real agent: seen, looked into, ended, started again. Slow ones
+not."""
 
 from __future__ import annotations
 
@@ -58,10 +59,10 @@ def test_a_rank_that_loops_is_found_and_training_goes_on_but_a_slow_eval_is_left
     view = run.wait_for_end()
     assert view.state is AttemptState.COMPLETED, view.evidence
     outcome = run.outcome(attempt)
-    assert [i.ending for i in outcome.incarnations] == ["hung", "completed"]
-    assert outcome.incarnations[0].last_step == 44
-    assert outcome.incarnations[1].first_step is not None
-    assert outcome.incarnations[1].first_step > 40
+    assert [i.ending for i in outcome.launches] == ["hung", "completed"]
+    assert outcome.launches[0].last_step == 44
+    assert outcome.launches[1].first_step is not None
+    assert outcome.launches[1].first_step > 40
     (confirmed,) = run.events(EventKind.HANG_CONFIRMED)
     assert confirmed.data["finding"].startswith("missing: rank 1 at get_stuck")
     assert "waiting: rank 0 at train" in confirmed.data["finding"]
@@ -73,7 +74,7 @@ def test_a_rank_that_loops_is_found_and_training_goes_on_but_a_slow_eval_is_left
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_each_kind_of_hang_is_found_and_the_last_one_ends_the_attempt(make: Make) -> None:
     kinds = {"1": ["sleep", 0, 20], "2": ["mismatch", 1, 40], "3": ["loop", 0, 60]}
     run = make(steps=80, hangs=kinds, restarts=2, checkpoint={"interval": 10})
@@ -88,7 +89,7 @@ def test_each_kind_of_hang_is_found_and_the_last_one_ends_the_attempt(make: Make
     assert any("dumps/node-0000-" in line for line in view.evidence)
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_slow_rank_is_named_before_anything_hangs(make: Make) -> None:
     run = make(steps=600, sleep_s=0.02, slow_rank=1, slow_s=0.06)
     run.submit()
@@ -115,7 +116,7 @@ def slow_plan(seed: int, minutes: float) -> tuple[list[Any], list[Any]]:
     return [[10, 2.0, 4], [20, 2.0, 1], [30, 2.0, 1], *evals], stalls
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(SOAK_MINUTES * 90)
 def test_slow_steps_evals_and_stalls_end_nothing(make: Make) -> None:
     evals, stalls = slow_plan(seed=7, minutes=SOAK_MINUTES * 0.8)
@@ -128,5 +129,5 @@ def test_slow_steps_evals_and_stalls_end_nothing(make: Make) -> None:
     attempt = run.submit()
     view = run.wait_for_end(SOAK_MINUTES * 85)
     assert view.state is AttemptState.COMPLETED, view.evidence
-    assert [i.ending for i in run.outcome(attempt).incarnations] == ["completed"]
+    assert [i.ending for i in run.outcome(attempt).launches] == ["completed"]
     assert run.events(EventKind.HANG_CONFIRMED) == []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.flusher_keeper import Keeper
+from tests.flusher_supervisor import SlotHolder
 from tests.layouts_program import MESHES
 
 ROOT = Path(__file__).parents[2]
@@ -58,13 +58,13 @@ STATES = st.lists(tensors(), min_size=8, max_size=12).map(
 
 def run(cases: list[dict[str, Any]]) -> None:
     """Have real ranks save and load the states."""
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "cases.json").write_text(json.dumps(cases))
             command = [sys.executable, "-m", "tests.layouts_program", f"{folder}/cases.json"]
             done = subprocess.run(
-                [*command, folder, keeper.name],
+                [*command, folder, flusher_supervisor.name],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
@@ -73,7 +73,7 @@ def run(cases: list[dict[str, Any]]) -> None:
                 check=False,
             )
     finally:
-        keeper.close()
+        flusher_supervisor.close()
     assert done.returncode == 0, done.stderr[-6000:]
 
 
@@ -115,7 +115,7 @@ def test_a_few_states_of_drawn_layouts(cases: list[dict[str, Any]]) -> None:
     run(cases)
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,

@@ -161,8 +161,8 @@ def test_what_the_story_adds_up_to(database: Database, tmp_path: Path) -> None:
     reindex(database, root)
     rows = dump(database)
     states = {row["name"]: row["state"] for row in rows["checkpoints"]}
-    assert states["step-00000120.a0001.i02"] == "deleted"
-    assert "step-00000110.a0001.i02" not in states, "a directory without a manifest is no row"
+    assert states["step-00000120.a0001.l02"] == "deleted"
+    assert "step-00000110.a0001.l02" not in states, "a directory without a manifest is no row"
     shown = queries.show_run(database, "gpt")
     assert (shown["state"], shown["step"]) == ("completed", 200)
     causes = [(a["state"], a["cause"], a["last_step"]) for a in shown["attempts"]]
@@ -173,7 +173,7 @@ def test_what_the_story_adds_up_to(database: Database, tmp_path: Path) -> None:
     ]
     assert [a["nodes"] for a in shown["attempts"]] == [["node-a"]] * 3
     assert shown["attempts"][0]["signal_to_commit_s"] == 2.0
-    assert [i["last_step"] for i in shown["attempts"][0]["incarnations"]] == [113, 120]
+    assert [i["last_step"] for i in shown["attempts"][0]["launches"]] == [113, 120]
     # 13 steps to the crash, 50 to the lost node and its rollback.
     assert shown["goodput"]["steps_lost"] == 13 + 50
     assert queries.show_run(database, "gpt-b")["path"] == str(fork.paths.directory)
@@ -206,13 +206,13 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
     for _ in storied_run(root):
         pass
     reindex(database, root)
-    line = queries.ancestry(database, "gpt-b:step-00000150.a0001.i01")
+    line = queries.ancestry(database, "gpt-b:step-00000150.a0001.l01")
     assert [c["id"] for c in line] == [
-        "gpt-b:step-00000150.a0001.i01",
-        "gpt:step-00000100.a0001.i01",
-        "gpt:step-00000050.a0001.i01",
+        "gpt-b:step-00000150.a0001.l01",
+        "gpt:step-00000100.a0001.l01",
+        "gpt:step-00000050.a0001.l01",
     ]
-    last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.i01"))
+    last = queries.ancestry(database, str(root / "gpt/checkpoints/step-00000200.a0003.l01"))
     assert [c["step"] for c in last] == [200, 120, 100, 50]
     assert [c["path"] for c in last] == [
         c["path"] for c in queries.list_checkpoints(database, "gpt")[::-1] if not c["rolled_back"]
@@ -225,7 +225,7 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
         assert ends <= set(ids), "an edge leads nowhere"
         fork: views.Edge = {
             "from": "gpt-b",
-            "to": "gpt:step-00000100.a0001.i01",
+            "to": "gpt:step-00000100.a0001.l01",
             "kind": "forked_from",
         }
         assert graph["edges"].count(fork) == 1, "told by both runs, shown once"
@@ -362,7 +362,7 @@ def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "odd", "8" * 32)
     folder.tell("flow", EventKind.NOTE, text="nul \0 half \udc80")
     with open(folder.paths.journal_of("flow"), "a") as journal:
-        line = {"writer": "flow", "incarnation": 9, "sequence": 0, "time": 5e9, "kind": "note"}
+        line = {"writer": "flow", "launch": 9, "sequence": 0, "time": 5e9, "kind": "note"}
         journal.write(json.dumps({**line, "data": {"value": [float("nan"), 10**15]}}) + "\n")
         # More than 64 bits are damage: neither databases nor the API have such integers.
         journal.write(json.dumps({**line, "sequence": 1, "data": {"value": 10**30}}) + "\n")
@@ -416,7 +416,7 @@ def test_the_account_of_a_live_run_follows_its_lines(database: Database, tmp_pat
     for saves in (1, 2):
         time.sleep(0.05)
         with JournalWriter(attempt.rank_journal) as journal:
-            journal.append(EventKind.STAGED, attempt=1, incarnation=1, blocked_s=0.02)
+            journal.append(EventKind.STAGED, attempt=1, launch=1, blocked_s=0.02)
         ingest_run(database, folder.paths)
         for until in (now + 1000, now + 2000):
             goodput = queries.show_run(database, "lives", now=until)["goodput"]

@@ -37,8 +37,8 @@ PARENT_EDGES = (
     "parent_name FROM checkpoints WHERE parent_name IS NOT NULL"
 )
 YOUNGER_PARENT = (
-    "UPDATE checkpoints SET parent_uid = run_uid, parent_name = 'step-00000150.a0002.i01', "
-    "parent = 'gpt:step-00000150.a0002.i01' WHERE name = 'step-00000100.a0001.i01'"
+    "UPDATE checkpoints SET parent_uid = run_uid, parent_name = 'step-00000150.a0002.l01', "
+    "parent = 'gpt:step-00000150.a0002.l01' WHERE name = 'step-00000100.a0001.l01'"
 )
 
 
@@ -86,36 +86,36 @@ def test_from_every_earlier_revision_with_data(url: str, tmp_path: Path) -> None
 def _check_kept(database: Database, wanted: Any, revision: str) -> None:
     """What was known is known still, before anything was read again."""
     found = dump(database)
-    for table in ("runs", "attempts", "incarnations", "events", "checkpoint_edges"):
+    for table in ("runs", "attempts", "launches", "events", "checkpoint_edges"):
         assert len(found[table]) == len(wanted[table]), table
     assert plain(found["events"]) == plain(wanted["events"])
     for row, before in zip(found["checkpoints"], wanted["checkpoints"], strict=True):
         same = ("name", "state", "bytes", "checksum", "pinned", "deleted_reason", "metrics")
         assert [row[key] for key in same] == [before[key] for key in same]
-        is_impossible = revision == "0001" and row["name"] == "step-00000100.a0001.i01"
+        is_impossible = revision == "0001" and row["name"] == "step-00000100.a0001.l01"
         for key in ("parent_uid", "parent_name", "parent_step"):
             assert row[key] == (None if is_impossible else before[key])
     assert all(row["updated_at"] >= T0 for row in found["runs"])
-    line = queries.ancestry(database, "gpt:step-00000200.a0003.i01")
+    line = queries.ancestry(database, "gpt:step-00000200.a0003.l01")
     rest = [] if revision == "0001" else [50]
     assert [one["step"] for one in line] == [200, 120, 100, *rest]
 
 
 COLUMNS = (
-    "run_uid, name, step, attempt, incarnation, state, path, metrics, versions, topology, pinned, "
+    "run_uid, name, step, attempt, launch, state, path, metrics, versions, topology, pinned, "
     "rolled_back, stamp, parent_uid, parent_name, parent_step"
 )
 
 
 def put(database: Database, uid: str, name: str, parent: tuple[str, str] | None) -> None:
     """A bare checkpoint row; `parent` is (uid, name)."""
-    step, attempt, incarnation = int(name[5:13]), int(name[15:19]), int(name[21:23])
+    step, attempt, launch = int(name[5:13]), int(name[15:19]), int(name[21:23])
     over = f"'{parent[0]}', '{parent[1]}', {int(parent[1][5:13])}" if parent else "NULL, NULL, NULL"
     with database.writing() as connection:
         connection.execute(
             text(
                 f"INSERT INTO checkpoints ({COLUMNS}) VALUES ('{uid}', '{name}', {step}, "
-                f"{attempt}, {incarnation}, 'committed', '/x', '{{}}', '{{}}', '{{}}', false, "
+                f"{attempt}, {launch}, 'committed', '/x', '{{}}', '{{}}', '{{}}', false, "
                 f"false, '', {over})"
             )
         )
@@ -127,24 +127,24 @@ def test_the_database_itself_refuses_what_cannot_be(url: str, tmp_path: Path) ->
     a, b = "a" * 32, "b" * 32
     with open_database(url) as database:
         reindex(database, tmp_path)
-        put(database, a, "step-00000300.a0001.i01", (a, "step-00000200.a0003.i01"))
-        put(database, a, "step-00000300.a0001.i02", (a, "step-00000300.a0001.i01"))
+        put(database, a, "step-00000300.a0001.l01", (a, "step-00000200.a0003.l01"))
+        put(database, a, "step-00000300.a0001.l02", (a, "step-00000300.a0001.l01"))
         for name, parent in (
             # Its own parent, a younger parent, a later attempt of the same step.
-            ("step-00000400.a0001.i01", (a, "step-00000400.a0001.i01")),
-            ("step-00000400.a0001.i01", (a, "step-00000500.a0001.i01")),
-            ("step-00000400.a0001.i01", (b, "step-00000500.a0001.i01")),
-            ("step-00000400.a0001.i01", (a, "step-00000400.a0002.i01")),
+            ("step-00000400.a0001.l01", (a, "step-00000400.a0001.l01")),
+            ("step-00000400.a0001.l01", (a, "step-00000500.a0001.l01")),
+            ("step-00000400.a0001.l01", (b, "step-00000500.a0001.l01")),
+            ("step-00000400.a0001.l01", (a, "step-00000400.a0002.l01")),
         ):
             with pytest.raises(LineageError, match="ck_checkpoints_parent"):
                 put(database, a, name, parent)
         # A circle of equal steps through two runs, which no row shows alone.
-        put(database, a, "step-00000600.a0001.i01", (b, "step-00000600.a0001.i01"))
+        put(database, a, "step-00000600.a0001.l01", (b, "step-00000600.a0001.l01"))
         with pytest.raises(LineageError, match="its own ancestor"):
-            put(database, b, "step-00000600.a0001.i01", (a, "step-00000600.a0001.i01"))
+            put(database, b, "step-00000600.a0001.l01", (a, "step-00000600.a0001.l01"))
         # One manifest is one checkpoint, also under another spelling of its name.
         with pytest.raises(LineageError, match=r"(?i)unique"):
-            put(database, a, "step-00000300.a0001.i01 ", None)
+            put(database, a, "step-00000300.a0001.l01 ", None)
         with database.writing() as connection:
             assert connection.execute(text("DELETE FROM runs")).rowcount == 2
         assert not any(dump(database).values())

@@ -177,7 +177,7 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
     (fault,) = node_faults(database, "node-a")
     assert (fault["run"], fault["attempt"]) == ("gpt", 2)
     curves = metric_series(database, "gpt", names=["loss"])
-    assert [(one["attempt"], one["incarnation"]) for one in curves] == [(1, 1), (1, 2)]
+    assert [(one["attempt"], one["launch"]) for one in curves] == [(1, 1), (1, 2)]
     first = curves[0]["points"]
     assert [point["step"] for point in first] == list(range(1, 114))
     assert first[0]["values"]["loss"] == {"last": 2.0, "low": 2.0, "high": 2.0}
@@ -188,25 +188,25 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
     rows = {row["run"]: row for row in pages.list_runs(database).items}
     assert len(rows["gpt"]["spark"]) == 20
     assert rows["gpt"]["goodput"]["steps_lost"] == 13 + 50
-    said = compare(database, "gpt:step-00000200.a0003.i01", "gpt-b:step-00000150.a0001.i01")
-    assert said["common_ancestor"] == "gpt:step-00000100.a0001.i01"
+    said = compare(database, "gpt:step-00000200.a0003.l01", "gpt-b:step-00000150.a0001.l01")
+    assert said["common_ancestor"] == "gpt:step-00000100.a0001.l01"
     facts = {fact["name"]: fact["is_same"] for fact in said["facts"]}
     assert (facts["command_digest"], facts["step"], facts["code_commit"]) == (True, False, None)
     assert "cost.gpu_hour" in {fact["name"] for fact in said["config"]}
-    (file,) = list_files(database, "gpt:step-00000200.a0003.i01")
+    (file,) = list_files(database, "gpt:step-00000200.a0003.l01")
     assert (file["path"], file["bytes"]) == ("__0_0.distcp", 17)
     with pytest.raises(NotFoundError, match="no such committed checkpoint"):
-        compare(database, said["one"], "gpt:step-00000201.a0003.i01")
+        compare(database, said["one"], "gpt:step-00000201.a0003.l01")
 
 
 def test_what_is_read_in_one_look_is_of_one_moment(database: Database, root: Path) -> None:
     """A run that comes meanwhile is seen by others at once, and in the look not at all."""
     new = RunFolder(root, "meanwhile", "f" * 32, created_at=T0)
     try:
-        with ThreadPoolExecutor(1) as pool, database.looking():
+        with ThreadPoolExecutor(1) as pool, database.consistent_read():
             before = names(pages.list_runs(database).items)
             pool.submit(ingest_run, database, new.paths).result(60)
-            with database.looking():
+            with database.consistent_read():
                 assert names(pages.list_runs(database).items) == before
             assert names(pages.list_runs(database).items) == before
             others = pool.submit(pages.list_runs, database).result(60)
@@ -218,7 +218,7 @@ def test_what_is_read_in_one_look_is_of_one_moment(database: Database, root: Pat
 
 
 def test_a_look_that_failed_leaves_nothing_open(database: Database) -> None:
-    with pytest.raises(NotFoundError), database.looking():
-        compare(database, "nobody:step-00000001.a0001.i01", "nobody:step-00000002.a0001.i01")
+    with pytest.raises(NotFoundError), database.consistent_read():
+        compare(database, "nobody:step-00000001.a0001.l01", "nobody:step-00000002.a0001.l01")
     assert database.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
     assert pages.list_runs(database).items

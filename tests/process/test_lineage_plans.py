@@ -16,15 +16,15 @@ from holdfast.contracts.states import AttemptState, RunState
 from holdfast.lineage import models, pages, queries
 from holdfast.lineage.comparison import compare, list_files
 from holdfast.lineage.database import Database, open_database, upgrade
+from holdfast.lineage.durability import add_durability, read_durability
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.nodes import list_nodes, node_faults
 from holdfast.lineage.reindex import reindex
 from holdfast.lineage.series import metric_series
-from holdfast.lineage.stages import read_proofs, tell_stages
 
 TABLES = {model.__tablename__ for model in models.TABLES}
-CHECKPOINT = "gpt:step-00000200.a0003.i01"
-OTHER = "gpt-b:step-00000150.a0001.i01"
+CHECKPOINT = "gpt:step-00000200.a0003.l01"
+OTHER = "gpt-b:step-00000150.a0001.l01"
 Statement = tuple[str, Any]
 
 
@@ -83,8 +83,8 @@ def questions(database: Database, root: Path) -> list[Callable[[], object]]:
         lambda: queries.show_run(database, str(root / "gpt")),
         lambda: queries.list_checkpoints(database, "gpt"),
         lambda: queries.lineage_graph(database, "gpt"),
-        lambda: tell_stages(database, "gpt-b", queries.lineage_graph(database, "gpt-b")),
-        lambda: read_proofs(database, "gpt", ["step-00000200.a0003.i01"]),
+        lambda: add_durability(database, "gpt-b", queries.lineage_graph(database, "gpt-b")),
+        lambda: read_durability(database, "gpt", ["step-00000200.a0003.l01"]),
         lambda: queries.ancestry(database, CHECKPOINT),
         lambda: queries.list_events(database, "gpt"),
     ]
@@ -152,7 +152,7 @@ def test_every_statement_has_an_index(database: Database, tmp_path: Path) -> Non
 
     def train_on() -> None:
         folder.log(1, 1, range(9, 2000), T0 + 9)
-        folder.delete("step-00000010.a0001.i01", "no rule keeps it")
+        folder.delete("step-00000010.a0001.l01", "no rule keeps it")
 
     asks: list[Callable[[], object]] = [lambda: reindex(database, root)]
     for change in (lambda: None, train, train_on):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_keeper import Keeper
+from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 
 from holdfast.contracts.digests import BLOCK_BYTES
@@ -22,11 +22,11 @@ RANKS_S = 200.0
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where two ranks saved a checkpoint of some 35 MB; `damaged` has a copy with a bit flipped."""
     folder = tmp_path_factory.mktemp("load")
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
-        run_ranks("save", 2, folder, keeper.name)
+        run_ranks("save", 2, folder, flusher_supervisor.name)
     finally:
-        keeper.close()
+        flusher_supervisor.close()
     copy = folder / "damaged" / checkpoint(folder).name
     shutil.copytree(checkpoint(folder), copy)
     with open(copy / "__1_0.distcp", "r+b") as stream:
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def checkpoint(folder: Path) -> Path:
-    return folder / "r" / "checkpoints" / "step-00000001.a0001.i01"
+    return folder / "r" / "checkpoints" / "step-00000001.a0001.l01"
 
 
 def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dict[str, float]]:

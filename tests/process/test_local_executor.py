@@ -101,7 +101,7 @@ def test_a_second_job_of_the_same_attempt_ends_before_it_trains(run: LocalRun) -
     view = run.wait_for_end()
     assert view.state is AttemptState.COMPLETED
     assert len(run.events(EventKind.CLAIMED)) == 1
-    assert len(run.events(EventKind.INCARNATION_STARTED)) == 1
+    assert len(run.events(EventKind.LAUNCH_STARTED)) == 1
     assert read_document(Claim, attempt.claim) == first
 
 

@@ -42,7 +42,7 @@ def test_an_interrupted_loop_goes_on_to_the_bit(
     assert found["cases"] >= 3
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "interval", "snapshots"), [(1, "3", "off"), (2, "5", "1")])
 @pytest.mark.parametrize("shape", sorted(SHAPES))

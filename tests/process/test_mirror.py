@@ -21,10 +21,10 @@ from holdfast.trainer.mirror import command as mirror
 from holdfast.trainer.mirror import store as mirror_store
 from holdfast.trainer.mirror.fetch import fetch, newest_remote, read_remote
 from holdfast.trainer.mirror.store import Store, open_store
-from holdfast.trainer.mirror.upload import Tries, commit, missing_files, read_upload, send_files
+from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
-QUICK = Tries(pauses_s=[0.05] * 5)
-ONCE = Tries(pauses_s=())
+QUICK = Retries(pauses_s=[0.05] * 5)
+ONCE = Retries(pauses_s=())
 # What an upload of `SIZES` asks the store for, in order; the killing test goes through them.
 REQUESTS = 14
 # Which of them makes one object of the parts, and which gives the manifest its name.
@@ -44,12 +44,12 @@ def location(request: pytest.FixtureRequest, s3: ObjectStore, proxy: Proxy, tmp_
     return f"{request.param}://{tmp_path}/mirror/r.{UID}"
 
 
-def send(store: Store, directory: Path, tries: Tries = ONCE) -> int:
+def send(store: Store, directory: Path, retries: Retries = ONCE) -> int:
     upload = read_upload(directory, None)
     assert upload is not None
-    sent = send_files(store, upload, tries=tries)
-    assert missing_files(store, upload, tries=tries) == []
-    commit(store, upload, tries=tries)
+    sent = send_files(store, upload, retries=retries)
+    assert missing_files(store, upload, retries=retries) == []
+    commit(store, upload, retries=retries)
     return sent
 
 
@@ -63,11 +63,11 @@ def test_a_checkpoint_goes_to_the_mirror_and_comes_back(location: str, tmp_path:
     for directory in directories:
         assert send(store, directory) == sum(SIZES.values())
         assert send(store, directory) == 0, "what is there is not sent again"
-    remote, skipped = newest_remote(store, UID, newer_than=name_of(5), without=(), tries=ONCE)
+    remote, skipped = newest_remote(store, UID, newer_than=name_of(5), without=(), retries=ONCE)
     assert remote is not None
     assert (remote.name, skipped) == (name_of(6), [])
     into = tmp_path / "back" / str(name_of(6))
-    assert fetch(store, remote, into, url=location, tries=ONCE) == sum(SIZES.values())
+    assert fetch(store, remote, into, url=location, retries=ONCE) == sum(SIZES.values())
     manifest = read_manifest(into)
     assert manifest == read_manifest(directories[1])
     assert manifest is not None
@@ -75,12 +75,12 @@ def test_a_checkpoint_goes_to_the_mirror_and_comes_back(location: str, tmp_path:
     assert mirror.main([location, "verify", str(name_of(6))]) == 0
     # Deleted: the manifest stays as a tombstone, and the checkpoint is not sent again.
     assert mirror.main([location, "delete", str(name_of(6))]) == 0
-    assert read_remote(store, name_of(6), UID, tries=ONCE) is None
+    assert read_remote(store, name_of(6), UID, retries=ONCE) is None
     assert store.sizes(f"checkpoints/{name_of(6)}") == {}
     assert store.read(f"tombstones/{name_of(6)}.json") == (into / "manifest.json").read_bytes()
     with pytest.raises(MirrorError, match="was deleted from the mirror"):
         send(store, directories[1])
-    found, _ = newest_remote(store, UID, newer_than=None, without=(), tries=ONCE)
+    found, _ = newest_remote(store, UID, newer_than=None, without=(), retries=ONCE)
     assert found is not None
     assert found.name == name_of(5)
 
@@ -102,17 +102,17 @@ def test_only_what_was_committed_is_believed_of_the_mirror(location: str, tmp_pa
     send(store, make_checkpoint(tmp_path / "r", 5))
     store.put(checkpoint_key(str(name_of(5)), "small"), os.urandom(SIZES["small"]))
     assert mirror.main([location, "verify", str(name_of(5))]) == 1
-    remote = read_remote(store, name_of(5), UID, tries=ONCE)
+    remote = read_remote(store, name_of(5), UID, retries=ONCE)
     assert remote is not None
     into = tmp_path / "back" / str(name_of(5))
     with pytest.raises(DamagedCheckpointError, match="small"):
-        fetch(store, remote, into, url=location, tries=ONCE)
+        fetch(store, remote, into, url=location, retries=ONCE)
     assert not (into / "manifest.json").exists()
     with pytest.raises(DamagedCheckpointError, match="another run"):
-        read_remote(store, name_of(5), "b" * 32, tries=ONCE)
+        read_remote(store, name_of(5), "b" * 32, retries=ONCE)
     store.put(checkpoint_key(str(name_of(9))), b"{}")
     store.put(checkpoint_key(str(name_of(8)), "small"), b"half of it")
-    found, skipped = newest_remote(store, UID, newer_than=None, without=(), tries=ONCE)
+    found, skipped = newest_remote(store, UID, newer_than=None, without=(), retries=ONCE)
     assert found is not None
     assert found.name == name_of(5)
     assert ["never committed" in line for line in skipped] == [False, True]
@@ -120,7 +120,7 @@ def test_only_what_was_committed_is_believed_of_the_mirror(location: str, tmp_pa
     upload = read_upload(make_checkpoint(tmp_path / "other" / "r", 5), None)
     assert upload is not None
     with pytest.raises(MirrorError, match="another checkpoint of that name"):
-        commit(store, upload, tries=ONCE)
+        commit(store, upload, retries=ONCE)
 
 
 def kill(children: list[BaseProcess]) -> None:
@@ -151,7 +151,7 @@ def strike_uploads(
         verbs.append(proxy.requests[at].split(" ")[0] if is_struck else "none")
         proxy.arm(None)
         # The mirror's newest is the one before or this one, whole either way.
-        found, _ = newest_remote(store, UID, newer_than=None, without=(), tries=QUICK)
+        found, _ = newest_remote(store, UID, newer_than=None, without=(), retries=QUICK)
         assert found is not None
         assert found.name.step in {step - 1, step}, (at, before)
         assert mirror.verify(store, str(found.name))["ok"], (at, before)
@@ -178,7 +178,7 @@ def test_an_uploader_killed_after_its_last_answers_has_committed_or_not(
     assert verbs == ["POST", "PUT"]
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_an_uploader_killed_after_any_answer_leaves_what_can_be_believed(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:

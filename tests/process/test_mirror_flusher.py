@@ -1,4 +1,4 @@
-"""Copies that real flushers and agents send: killed, started anew, on two nodes, at a job's end."""
+"""Copies that real flushers and agents send: killed, restarted, on two nodes, at a job's end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
+from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.object_store import ACCESS_KEY, BUCKET, ObjectStore, Proxy, Strike
 from tests.process.local_runs import LocalRun
 
@@ -23,7 +23,7 @@ from holdfast.workers import deletion, retention
 from holdfast.workers.mirrors import location_of
 
 UID = "0" * 32
-NAME = "step-00000007.a0001.i01"
+NAME = "step-00000007.a0001.l01"
 WAIT_S = 120.0
 
 
@@ -41,45 +41,47 @@ def test_a_flusher_that_is_killed_is_replaced_by_one_that_finishes_the_copy(
     run = tmp_path / "r"
     tiers = Tiers(mirror=f"s3://{BUCKET}/{tmp_path.name}")
     environment = {**s3.environment(proxy.port), **tiers.to_environment()}
-    keeper = Keeper(socket_name(), environment=environment, run=run)
+    flusher_supervisor = SlotHolder(socket_name(), environment=environment, run=run)
     # Asked for first: the tombstone, the list, the file and its size; killed at the fourth.
-    strike = Strike(3, True, keeper.process.kill)
+    strike = Strike(3, True, flusher_supervisor.process.kill)
     proxy.arm(strike)
     try:
-        rank = FakeRank(keeper, run)
+        rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(7, b"x" * 50_000), SlotState.DONE)
         assert strike.has_struck.wait(WAIT_S)
-        keeper.kill()
+        flusher_supervisor.kill()
         proxy.arm(None)
         assert read_record(run / "checkpoints" / NAME) is None
-        keeper.start()
-        answer = keeper.drain(WAIT_S, mirror=True)
+        flusher_supervisor.start()
+        answer = flusher_supervisor.drain(WAIT_S, mirror=True)
         assert answer["unmirrored"] == []
         assert told(run, EventKind.MIRRORED) == [NAME]
         assert read_record(run / "checkpoints" / NAME) is not None
         assert mirror.verify(open_store(tiers.location("r", UID)), NAME)["ok"]
         rank.close()
     finally:
-        keeper.close()
+        flusher_supervisor.close()
 
 
 def test_a_mirror_that_is_away_delays_no_save_and_is_told(tmp_path: Path) -> None:
     run, place = tmp_path / "r", tmp_path / "mirror"
     place.write_text("a file where a directory should be")
     tiers = Tiers(mirror=f"file://{place}")
-    keeper = Keeper(socket_name(), environment=tiers.to_environment(), run=run)
+    flusher_supervisor = SlotHolder(socket_name(), environment=tiers.to_environment(), run=run)
     try:
-        rank = FakeRank(keeper, run)
+        rank = FakeRank(flusher_supervisor, run)
         for step in range(1, 10):
             wait_for(rank.stage(step, b"x" * 1000, slot=step % 2), SlotState.DONE)
-        answer = keeper.drain(1.0, mirror=True)
-        assert "step-00000009.a0001.i01" in answer["unmirrored"]
-        assert keeper.drain(WAIT_S)["unmirrored"] == [], "without the word it is not waited for"
+        answer = flusher_supervisor.drain(1.0, mirror=True)
+        assert "step-00000009.a0001.l01" in answer["unmirrored"]
+        assert flusher_supervisor.drain(WAIT_S)["unmirrored"] == [], (
+            "without the word it is not waited for"
+        )
         wait_until(lambda: told(run, EventKind.MIRROR_FAILED), "what was passed over", WAIT_S)
-        assert "step-00000002.a0001.i01" in told(run, EventKind.MIRROR_FAILED)
+        assert "step-00000002.a0001.l01" in told(run, EventKind.MIRROR_FAILED)
         rank.close()
     finally:
-        keeper.close()
+        flusher_supervisor.close()
 
 
 def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None:
@@ -88,8 +90,8 @@ def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None
         Tiers(mirror=f"file://{tmp_path}/mirror", local=f"{tmp_path}/node{n}") for n in range(2)
     ]
     folders = [tiers.node_folder("r", UID) for tiers in nodes]
-    keepers = [
-        Keeper(socket_name(n), node=n, nodes=2, environment=tiers.to_environment(), run=run)
+    flusher_supervisors = [
+        SlotHolder(socket_name(n), node=n, nodes=2, environment=tiers.to_environment(), run=run)
         for n, tiers in enumerate(nodes)
     ]
     try:
@@ -98,13 +100,21 @@ def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None
             assert folder is not None
             where = str(folder.directory)
             ranks.append(
-                FakeRank(keepers[n], run, rank=n, world_size=2, node=n, nodes=2, node_folder=where)
+                FakeRank(
+                    flusher_supervisors[n],
+                    run,
+                    rank=n,
+                    world_size=2,
+                    node=n,
+                    nodes=2,
+                    node_folder=where,
+                )
             )
         slots = [rank.stage(7, bytes([65 + rank.rank]) * 9000) for rank in ranks]
         for slot in slots:
             wait_for(slot, SlotState.DONE)
-        for keeper in reversed(keepers):
-            assert keeper.drain(WAIT_S, mirror=True)["unmirrored"] == []
+        for flusher_supervisor in reversed(flusher_supervisors):
+            assert flusher_supervisor.drain(WAIT_S, mirror=True)["unmirrored"] == []
         shared = run / "checkpoints" / NAME
         assert sorted(os.listdir(shared)) == ["manifest.json", "mirrored.json"]
         for n, folder in enumerate(folders):
@@ -116,8 +126,8 @@ def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None
         for rank in ranks:
             rank.close()
     finally:
-        for keeper in keepers:
-            keeper.close()
+        for flusher_supervisor in flusher_supervisors:
+            flusher_supervisor.close()
 
 
 def test_a_job_waits_for_its_copies_and_pruning_deletes_them(

@@ -70,7 +70,7 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_data_it_passed_over(tmp_pat
         for step in range(1, STEPS + 1)
     }
 
-    lives = run.outcome(attempt).incarnations
+    lives = run.outcome(attempt).launches
     assert [life.ending for life in lives] == ["crashed", "completed"]
     assert lives[1].first_step == GOOD_STEP + 1
     (told,) = run.events(EventKind.NUMERICS)
@@ -85,10 +85,10 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_data_it_passed_over(tmp_pat
     assert excluded == {str(CheckpointName(30, 1, 1))}
     kept = committed(run)
     assert sorted(kept) == [10, 20, 30, 40, 50, 60]
-    assert kept[60].incarnation == 2
+    assert kept[60].launch == 2
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_stop_leaves_nothing_that_a_relaunch_would_take_for_good(tmp_path: Path) -> None:
     """A checkpoint right after the bad loss is marked, and the policy does not go on by itself."""
     run = poisoned(tmp_path / "a", "stop")
@@ -106,7 +106,7 @@ def test_a_stop_leaves_nothing_that_a_relaunch_would_take_for_good(tmp_path: Pat
     assert max(name.step for name in steps if name) == 30
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_poison_at_the_same_place_stops_after_one_rollback(tmp_path: Path) -> None:
     """Every sample is poisoned from some step on: other data does not help."""
     every = [int(i) for step in range(BAD_STEP, STEPS + 20) for i in ORDER.step_ids(step)]

@@ -1,4 +1,4 @@
-"""No process outlives the incarnation that started it, nor the attempt, however it hid itself."""
+"""No process outlives the launch that started it, nor the attempt, however it hid itself."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KINDS = ("setsid", "daemon", "worker0", "worker1", "rank")
 RANKS = 2
 
 
-def names_of(incarnation: int) -> list[str]:
-    return sorted(f"{incarnation}-{rank}-{kind}" for rank in range(RANKS) for kind in KINDS)
+def names_of(launch: int) -> list[str]:
+    return sorted(f"{launch}-{rank}-{kind}" for rank in range(RANKS) for kind in KINDS)
 
 
 def test_what_ranks_leave_behind_is_gone_before_the_next_start_and_at_the_end(
@@ -36,7 +36,7 @@ def test_what_ranks_leave_behind_is_gone_before_the_next_start_and_at_the_end(
     finally:
         run.end_all()
     assert view.state is AttemptState.COMPLETED
-    # What a rank of the second incarnation found of the first, before it did anything else.
+    # What a rank of the second launch found of the first, before it did anything else.
     assert [(folder / f"left-2-{rank}.txt").read_text() for rank in range(RANKS)] == ["", ""]
     noted = {path.stem for path in folder.glob("2-*.json")}
     assert noted == set(names_of(2))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.flusher_keeper import Keeper
+from tests.flusher_supervisor import SlotHolder
 from tests.rank_programs import run_program
 from torch.distributed.checkpoint.state_dict_loader import load as load_with_dcp
 
@@ -21,12 +21,14 @@ WORLD_SIZE = 4
 
 
 def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_path: Path) -> None:
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+    flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
-        run_program("pipeline_program", WORLD_SIZE, tmp_path, keeper.name, timeout_s=RANKS_S)
+        run_program(
+            "pipeline_program", WORLD_SIZE, tmp_path, flusher_supervisor.name, timeout_s=RANKS_S
+        )
     finally:
-        keeper.close()
-    directory = tmp_path / "r" / "checkpoints" / "step-00000002.a0001.i01"
+        flusher_supervisor.close()
+    directory = tmp_path / "r" / "checkpoints" / "step-00000002.a0001.l01"
     manifest = read_manifest(directory)
     assert manifest is not None
     assert find_damage(directory, manifest) == []

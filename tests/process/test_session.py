@@ -154,13 +154,13 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Pat
     step = second.data["step"]
     assert step >= 10
     assert step % 5 == 0
-    assert second.data["checkpoint"] == f"run:step-{step:08d}.a0000.i01"
+    assert second.data["checkpoint"] == f"run:step-{step:08d}.a0000.l01"
     assert second.data["restored"] == ["model", "optimizer", "scheduler", "rng"]
     assert second.data["world_size"] == 2
     assert second.data["attempt"] == 0
     assert second.data["argv"][0] == str(PROGRAM)
     assert first.data["command_digest"] == second.data["command_digest"]
-    assert f"goes on after step {step} from run:step-{step:08d}.a0000.i01" in launch.output
+    assert f"goes on after step {step} from run:step-{step:08d}.a0000.l01" in launch.output
 
 
 def test_a_planner_of_the_programs_own_plans_every_save_and_the_run_resumes(

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.contracts.agreement import BoardPort, settle
-from holdfast.contracts.board import Board, Phase
+from holdfast.contracts.agreement import StatusPort, agree_on_step
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.paths import RunPaths
-from holdfast.trainer.keeper import FlusherKeeper
+from holdfast.contracts.rank_status import Phase, RankStatusTable
+from holdfast.trainer.flusher_supervisor import FlusherSupervisor
 
 PROGRAM = Path(__file__).with_name("session_program.py")
 STEPS = 60
@@ -103,16 +103,16 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
     run = RunPaths(tmp_path / "elsewhere" / "gpt")
     attempt = run.attempt(3)
     place = tmp_path / "flusher.address"
-    keeper = FlusherKeeper(
+    flusher_supervisor = FlusherSupervisor(
         place, node=0, nodes=1, log=attempt.flusher_log(0), run=attempt.directory.parent.parent
     )
-    board, handle = Board.create(2)
+    status_table, handle = RankStatusTable.create(2)
     env = {
-        "HOLDFAST_BOARD": f"/proc/{os.getpid()}/fd/{handle}",
+        "HOLDFAST_RANK_STATUS": f"/proc/{os.getpid()}/fd/{handle}",
         "HOLDFAST_FLUSHER": str(place),
         "HOLDFAST_RUN_DIR": str(run.directory),
         "HOLDFAST_ATTEMPT": "3",
-        "HOLDFAST_INCARNATION": "2",
+        "HOLDFAST_LAUNCH": "2",
         "HOLDFAST_NODE": "0",
         "HOLDFAST_NODES": "1",
         "HOLDFAST_CHECKPOINT_INTERVAL": "10",
@@ -131,22 +131,22 @@ def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
         for rank in range(2):
             os.kill(rank_pid(run, rank), signal.SIGTERM)
         wait_for_step(run, 15, process)
-        assert board.signals == 0
-        board.announce_stop(None)
-        step, _ = settle([BoardPort(board)])
+        assert status_table.signals == 0
+        status_table.announce_stop(None)
+        step, _ = agree_on_step([StatusPort(status_table)])
         assert process.wait(WAIT_S) == 0
     finally:
         end(process)
-        keeper.close(wait=True)
-    assert newest_committed(run) == step == board.record(1).completed
-    assert [record.phase for record in board.records()] == [Phase.STOP, Phase.STOP]
+        flusher_supervisor.close(wait=True)
+    assert newest_committed(run) == step == status_table.record(1).completed
+    assert [record.phase for record in status_table.records()] == [Phase.STOP, Phase.STOP]
     assert len(steps_of(run, 0)) == len(steps_of(run, 1)) == step
     events, _ = read_journal(attempt.rank_journal)
     assert {event.data["attempt"] for event in events} == {3}
     committed = [event.data for event in events if event.kind is EventKind.COMMITTED]
-    assert committed[-1]["checkpoint"] == f"step-{step:08d}.a0003.i02"
+    assert committed[-1]["checkpoint"] == f"step-{step:08d}.a0003.l02"
     assert events[-1].data["has_left"] is True
-    board.close()
+    status_table.close()
     os.close(handle)
 
 

@@ -182,9 +182,9 @@ def test_a_save_is_given_up_when_the_specs_time_for_it_is_over(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_FLUSH_TIMEOUT_S", "1.5")
     own = Training(tmp_path / "run")
-    keeper = own.session._link.keeper
-    assert keeper is not None
-    flusher = keeper._process.pid
+    flusher_supervisor = own.session._context.flusher_supervisor
+    assert flusher_supervisor is not None
+    flusher = flusher_supervisor._process.pid
     later = threading.Timer(3.0, os.kill, (flusher, signal.SIGCONT))
     own.session.boundary()
     os.kill(flusher, signal.SIGSTOP)

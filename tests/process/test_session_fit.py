@@ -10,7 +10,7 @@ from tests.process.test_session import Launch, events_of, steps_of
 
 from holdfast.contracts.journal import EventKind
 
-pytestmark = pytest.mark.storm
+pytestmark = pytest.mark.slow
 
 SETTINGS: dict[str, Any] = {"ranks": 0, "horizon": 12, "interval": "2"}
 
@@ -38,7 +38,7 @@ def test_a_changed_program_goes_on_as_it_says_and_the_line_names_what_it_lacks(
     assert "model.3.weight to model.exit.weight" in launch.output
     assert losses(launch) == {step: truth[step] for step in range(1, 10)}, "bit for bit"
 
-    # The optimizer begins anew, and a factor more has no saved value; 1.0 changes nothing yet.
+    # The optimizer begins again, and a factor more has no saved value; 1.0 changes nothing yet.
     fit = {"exclude": ["optimizer"], "strict": False}
     changed = {"head": "exit", "scale": True, "fit": fit}
     launch = train(run, 11, **changed)

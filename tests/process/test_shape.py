@@ -56,8 +56,8 @@ def doctor(root: Path, *arguments: str) -> tuple[int, Any]:
     ("mode", "launches"),
     [
         ("sharded", (1, 2)),
-        pytest.param("sharded", (2, 1), marks=pytest.mark.storm),
-        pytest.param("whole", (1, 2), marks=pytest.mark.storm),
+        pytest.param("sharded", (2, 1), marks=pytest.mark.slow),
+        pytest.param("whole", (1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_the_memory_foretold_is_the_memory_taken(

@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
+from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.slots import DATA_OFFSET, SlotState
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[Keeper]]:
+def flusher_supervisors() -> Iterator[list[SlotHolder]]:
     """Two nodes' flushers; tests of one node use the first."""
     name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
-    made = [Keeper(f"{name}-{node}", node=node, nodes=2) for node in range(2)]
+    made = [SlotHolder(f"{name}-{node}", node=node, nodes=2) for node in range(2)]
     yield made
-    for keeper in made:
-        keeper.close()
+    for flusher_supervisor in made:
+        flusher_supervisor.close()
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+def flusher_supervisor() -> Iterator[SlotHolder]:
+    made = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     yield made
     made.close()
 
@@ -43,10 +43,10 @@ def committed(run: Path) -> list[int]:
 
 
 def test_the_newest_step_that_all_dead_ranks_had_in_memory_is_committed(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FakeRank(flusher_supervisor, run, rank=rank, world_size=2) for rank in range(2)]
     wait_for(ranks[0].stage(5, b"on disk"), SlotState.SEALED)
     wait_for(ranks[1].stage(5, b"on disk"), SlotState.DONE)
     for rank in ranks:
@@ -56,64 +56,64 @@ def test_the_newest_step_that_all_dead_ranks_had_in_memory_is_committed(
     ranks[1].stage(8, b"ei", slot=1, seal=False)
     ranks[0].close()
     time.sleep(0.5)
-    # A rank that lives may overwrite what it holds, so nothing is settled yet.
+    # A rank that lives may overwrite what it holds, so nothing is decided yet.
     assert committed(run) == [5]
     ranks[1].close()
     wait_until(lambda: committed(run) == [5, 7], "the snapshot of step 7")
     assert (
-        run / "checkpoints/step-00000007.a0001.i01/__1_0.distcp"
+        run / "checkpoints/step-00000007.a0001.l01/__1_0.distcp"
     ).read_bytes() == b"seven" * 1000
-    answer = keeper.drain()
+    answer = flusher_supervisor.drain()
     assert answer["committed"] == [5, 7]
-    assert [m["is_salvaged"] for m in keeper.of_kind("committed")] == [False, True]
+    assert [m["is_salvaged"] for m in flusher_supervisor.of_kind("committed")] == [False, True]
     wait_until(
-        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in keeper.kept.values()),
+        lambda: all(os.fstat(h).st_size <= DATA_OFFSET for h in flusher_supervisor.kept.values()),
         "the slots' memory to be freed",
     )
 
 
 def test_a_snapshot_that_a_save_has_overtaken_or_its_rank_gave_up_is_dropped(
-    keeper: Keeper, tmp_path: Path
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    first = FakeRank(keeper, run)
+    first = FakeRank(flusher_supervisor, run)
     first.snapshot(6, b"six")
     wait_for(first.stage(7, b"seven", slot=1), SlotState.DONE)
     first.close()
-    assert keeper.drain()["committed"] == [7]
-    second = FakeRank(keeper, run, incarnation=2)
+    assert flusher_supervisor.drain()["committed"] == [7]
+    second = FakeRank(flusher_supervisor, run, launch=2)
     second.snapshot(9, b"nine").state = SlotState.EMPTY
     second.close()
-    third = FakeRank(keeper, run, incarnation=3)
+    third = FakeRank(flusher_supervisor, run, launch=3)
     third.snapshot(10, b"ten")
-    FakeRank(keeper, run, incarnation=4).close()
+    FakeRank(flusher_supervisor, run, launch=4).close()
     third.close()
-    assert keeper.drain()["committed"] == []
+    assert flusher_supervisor.drain()["committed"] == []
     assert committed(run) == [7]
 
 
-def test_a_keeper_that_dies_with_its_ranks_leaves_the_snapshot_committed(
-    keeper: Keeper, tmp_path: Path
+def test_a_supervisor_that_dies_with_its_ranks_leaves_the_snapshot_committed(
+    flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
-    ranks = [FakeRank(keeper, run, rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FakeRank(flusher_supervisor, run, rank=rank, world_size=2) for rank in range(2)]
     for rank in ranks:
         rank.snapshot(7, b"seven")
     ranks[0].close()
-    keeper._hang_up()
+    flusher_supervisor._hang_up()
     time.sleep(0.3)
     ranks[1].close()
-    assert keeper.leave() == 0
+    assert flusher_supervisor.leave() == 0
     assert committed(run) == [7]
 
 
 def test_nodes_with_different_newest_snapshots_commit_the_common_one(
-    keepers: list[Keeper], tmp_path: Path
+    flusher_supervisors: list[SlotHolder], tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
     ranks = [
-        FakeRank(keeper, run, rank=node, world_size=2, node=node, nodes=2)
-        for node, keeper in enumerate(keepers)
+        FakeRank(flusher_supervisor, run, rank=node, world_size=2, node=node, nodes=2)
+        for node, flusher_supervisor in enumerate(flusher_supervisors)
     ]
     ranks[0].snapshot(7, b"seven")
     ranks[0].snapshot(8, b"eight", slot=1)
@@ -121,24 +121,24 @@ def test_nodes_with_different_newest_snapshots_commit_the_common_one(
     ranks[1].snapshot(6, b"six")
     for rank in ranks:
         rank.close()
-    for keeper in keepers:
-        assert keeper.drain()["committed"] == [7]
+    for flusher_supervisor in flusher_supervisors:
+        assert flusher_supervisor.drain()["committed"] == [7]
     assert committed(run) == [7]
 
 
-def test_no_node_commits_alone(keepers: list[Keeper], tmp_path: Path) -> None:
+def test_no_node_commits_alone(flusher_supervisors: list[SlotHolder], tmp_path: Path) -> None:
     run = tmp_path / "r"
     ranks = [
-        FakeRank(keeper, run, rank=node, world_size=2, node=node, nodes=2)
-        for node, keeper in enumerate(keepers)
+        FakeRank(flusher_supervisor, run, rank=node, world_size=2, node=node, nodes=2)
+        for node, flusher_supervisor in enumerate(flusher_supervisors)
     ]
     ranks[0].snapshot(7, b"seven")
     ranks[1].snapshot(6, b"six")
-    keepers[1].kill()
+    flusher_supervisors[1].kill()
     ranks[0].close()
-    keepers[0].send("drain", timeout_s=20.0, lost=[1])
-    wait_until(lambda: keepers[0].of_kind("drained"), "the answer to drain")
-    (failed,) = keepers[0].of_kind("failed")
+    flusher_supervisors[0].send("drain", timeout_s=20.0, lost=[1])
+    wait_until(lambda: flusher_supervisors[0].of_kind("drained"), "the answer to drain")
+    (failed,) = flusher_supervisors[0].of_kind("failed")
     assert "nodes [1] are lost" in failed["error"]
     assert failed["step"] == 7
     assert committed(run) == []

@@ -20,9 +20,9 @@ import torch
 from tests.process.test_session import STEPS, Launch, committed_steps
 
 from holdfast.contracts import wire
-from holdfast.contracts.board import Board
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.contracts.slots import SLOTS_PER_RANK, Slot, SlotState
 from holdfast.trainer import Session
 
@@ -56,7 +56,7 @@ while time.monotonic() < until and not select.select([sys.stdin], [], [], 0)[0]:
         one.settimeout(0.2)
         try:
             one.connect(name.encode())
-            one.send(b'{"kind": "hello", "rank": 0, "local_rank": 0, "incarnation": 1}')
+            one.send(b'{"kind": "hello", "rank": 0, "local_rank": 0, "launch": 1}')
             one.send(b'{"kind": "slots", "bytes": 4096}')
             if socket.recv_fds(one, 65536, 8)[0]:
                 loot.append(f"{found} answered")
@@ -90,7 +90,7 @@ print(repr((sorted(name[1:] for name in taken), loot)), flush=True)
 
 def old_guess(run: Path) -> str:
     """A name that anybody could work out from the run's folder."""
-    return f"holdfast-{sha256(str(run).encode()).hexdigest()[:16]}-i01-n0"
+    return f"holdfast-{sha256(str(run).encode()).hexdigest()[:16]}-l01-n0"
 
 
 @contextmanager
@@ -203,11 +203,11 @@ def test_a_last_save_without_a_manifest_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, place = RunPaths(tmp_path / "gpt"), tmp_path / "address"
-    run.attempt(1).incarnation(1).mkdir(parents=True)
+    run.attempt(1).launch(1).mkdir(parents=True)
     flusher = LyingFlusher(place)
-    board, handle = Board.create(1)
-    told = {"BOARD": f"/proc/{os.getpid()}/fd/{handle}", "FLUSHER": str(place)}
-    told |= {"RUN_DIR": str(run.directory), "ATTEMPT": "1", "INCARNATION": "1"}
+    status_table, handle = RankStatusTable.create(1)
+    told = {"RANK_STATUS": f"/proc/{os.getpid()}/fd/{handle}", "FLUSHER": str(place)}
+    told |= {"RUN_DIR": str(run.directory), "ATTEMPT": "1", "LAUNCH": "1"}
     for name, value in told.items():
         monkeypatch.setenv(f"HOLDFAST_{name}", value)
     model = torch.nn.Linear(2, 2)
@@ -218,6 +218,6 @@ def test_a_last_save_without_a_manifest_is_not_believed(
     finally:
         session.close()
         flusher.close()
-        board.close()
+        status_table.close()
         os.close(handle)
     assert run.list_checkpoints() == []

@@ -47,7 +47,7 @@ def test_a_step_without_a_save_makes_no_system_call_and_leaves_nothing_behind(
     assert found["blocks"] < STEPS / 100
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_hundred_saves_take_no_more_memory_than_ten(tmp_path: Path) -> None:
     found = run(sys.executable, str(PROGRAM), "saves", str(tmp_path / "run"), str(SAVES))
     assert found["saves"] == SAVES + 10

@@ -88,7 +88,7 @@ def weights_of(paths: RunPaths, folder: Path) -> dict[str, Any]:
 
 def flatten(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        # The example seeds torch alone: the other generators begin anew in every process.
+        # The example seeds torch alone: the other generators begin again in every process.
         return {} if prefix.endswith(("/python", "/numpy")) else {prefix: value}
     inner = [flatten(f"{prefix}/{key}", item) for key, item in value.items()]
     return {key: item for part in inner for key, item in part.items()}

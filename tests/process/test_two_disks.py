@@ -23,7 +23,7 @@ from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.mirrors import Tiers, checkpoint_folder, read_record
 from holdfast.contracts.paths import RunPaths
 
-pytestmark = pytest.mark.storm
+pytestmark = pytest.mark.slow
 
 STEPS, INTERVAL = 60, 20
 LEFT_BYTES = 4096

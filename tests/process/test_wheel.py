@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.fixture(scope="module", params=[link, pytest.param(install, marks=pytest.mark.storm)])
+@pytest.fixture(scope="module", params=[link, pytest.param(install, marks=pytest.mark.slow)])
 def make(request: pytest.FixtureRequest) -> Callable[[Path, str, Path], None]:
     """How environments are made: by links, which is quick, or by pip, as people do it."""
     return request.param  # type: ignore[no-any-return]

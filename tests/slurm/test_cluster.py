@@ -120,7 +120,7 @@ def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> 
         wait_for_account(slurm, prod, "COMPLETED")
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Bare Slurm; attempts that lose a node are tested by default, on this cluster."""
     pid_file = tmp_path / "pid"

@@ -24,7 +24,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.slots import SlotState
 from holdfast.contracts.states import AttemptState
 
-pytestmark = [pytest.mark.storm, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 STEPS = 40
 PADDING = 8 << 20
@@ -61,7 +61,7 @@ def test_the_newest_step_that_both_nodes_had_is_committed_by_both(run: LocalRun)
     assert filling_of(run, kept) == {float(copied - 1)}
     view = run.wait_for_end()
     assert (view.state, view.last_step) == (AttemptState.COMPLETED, STEPS)
-    first, second = run.outcome(attempt).incarnations
+    first, second = run.outcome(attempt).launches
     assert (first.ending, second.ending) == ("crashed", "completed")
     assert second.first_step == copied, "one step is trained again"
     told = [e.data for e in run.events(EventKind.COMMITTED) if e.data.get("reason") == "crash"]

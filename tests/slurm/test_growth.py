@@ -21,7 +21,7 @@ from holdfast.workers import operator
 ONE_NODE = {"executor": "slurm", "gpus_per_node": 4, "partition": "spot"}
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_two_gpus_become_four_when_another_job_ends(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

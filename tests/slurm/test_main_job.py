@@ -176,7 +176,7 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
     assert len(jobs_named_for(slurm, paths)) == 1
 
 
-@pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, pytest.param(60.0, marks=pytest.mark.storm)])
+@pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
     slurm: SlurmCluster, runs: FlowRuns, flush_s: float
 ) -> None:

@@ -76,7 +76,7 @@ def test_a_job_of_two_nodes_trains_as_one(make: Make) -> None:
     assert executor_for("slurm").find(_request(view)) is not None
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_a_preempted_job_commits_within_the_grace_and_says_why(
     slurm: SlurmCluster, make: Make
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_preempted_job_commits_within_the_grace_and_says_why(
     assert decide(run.history(), None, now=time.time()).action == "relaunch"
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_scancel_is_an_operators_word_and_commits_too(slurm: SlurmCluster, make: Make) -> None:
     """Without a flow; that of the main job is tested by default."""
     run = make(steps=4000, sleep_s=0.05)
@@ -122,12 +122,12 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
     subprocess.run(["kill", "-KILL", str(beat.ranks[0].pid)], check=True, timeout=10)
     view = run.wait_for_end()
     assert ended(view) == (AttemptState.COMPLETED, None)
-    assert [i.ending for i in run.outcome(attempt).incarnations] == ["crashed", "completed"]
+    assert [i.ending for i in run.outcome(attempt).launches] == ["crashed", "completed"]
 
 
-@pytest.mark.storm
+@pytest.mark.slow
 def test_the_spares_of_both_nodes_are_used_together(make: Make) -> None:
-    run = make(steps=100_000, sleep_s=0.05, supervision={"spare_after_s": 0})
+    run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
     # So quick a restart begins before the other node is next asked how it is.
@@ -135,13 +135,13 @@ def test_the_spares_of_both_nodes_are_used_together(make: Make) -> None:
     for number in (2, 3, 4):
         training = {pid for pids in ranks.values() for pid in pids}
         look = partial(waiting_ranks, run, training)
-        spares = wait_until(look, "ranks that wait on both nodes")
+        standbys = wait_until(look, "ranks that wait on both nodes")
         subprocess.run(["kill", "-KILL", str(ranks[1][0])], check=True, timeout=10)
         ranks = ranks_of(run, attempt, number)
-        assert {pid for pids in ranks.values() for pid in pids} == spares
+        assert {pid for pids in ranks.values() for pid in pids} == standbys
     operator.request(run.paths, "cancel", by="tester")
     run.wait_for_end()
-    assert [i.ending for i in run.outcome(attempt).incarnations] == [*["crashed"] * 3, "stopped"]
+    assert [i.ending for i in run.outcome(attempt).launches] == [*["crashed"] * 3, "stopped"]
 
 
 @pytest.mark.parametrize("node", [1, 0])
@@ -241,7 +241,7 @@ def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: Slurm
     (warning,) = found[30.0]
     assert "partition spot gives a preempted job 10 s" in warning
     assert slurm_client.preemption_type() == "preempt/partition_prio"
-    assert slurm_client.qualities()["normal"] == ("00:00:00", "")
+    assert slurm_client.list_qos()["normal"] == ("00:00:00", "")
 
 
 def test_a_notice_on_one_node_stops_both_and_is_acknowledged_after_the_commit(make: Make) -> None:

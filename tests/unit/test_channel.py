@@ -15,11 +15,11 @@ from typing import Any, cast
 import pytest
 
 from holdfast.contracts import channel
-from holdfast.contracts.board import Proposal
 from holdfast.contracts.channel import ChannelHost, ChannelMember, DismissedError, Peer
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
-from holdfast.workers.agent.nodes import obey
+from holdfast.workers.agent.nodes import run_member
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
@@ -185,7 +185,7 @@ def test_a_node_that_was_suspended_with_its_lead_goes_on(
 
         def follow() -> None:
             try:
-                obey(cast(NodeRuntime, None), member, SignalBox(), 3.0)
+                run_member(cast(NodeRuntime, None), member, SignalBox(), 3.0)
             except ConnectionError as error:
                 errors.append(str(error))
 

@@ -1,4 +1,4 @@
-"""The command line: exit statuses, what is refused and why, and the shape of each JSON answer."""
+"""The command line: exit looks, what is refused and why, and the shape of each JSON answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add_checkpoint(paths: RunPaths, step: int, parent: str | None = None) -> str
         name=str(name),
         step=step,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=2,
         parent=parent,
         files=(FileEntry(path=data.name, bytes=1024, checksum=file_checksum(data)),),
@@ -110,7 +110,7 @@ def ended_run(root: Path, home: Path) -> RunPaths:
     )
     write_document(attempt.outcome, outcome)
     with JournalWriter(attempt.journal / "rank0.jsonl") as journal:
-        journal.append(EventKind.RESUMED, attempt=1, incarnation=1, checkpoint=None, step=0)
+        journal.append(EventKind.RESUMED, attempt=1, launch=1, checkpoint=None, step=0)
     first = add_checkpoint(paths, 10)
     add_checkpoint(paths, 20, parent=f"kelp:{first}")
     return paths
@@ -123,7 +123,7 @@ WRONG_CALLS: list[tuple[Sequence[str], str]] = [
     (["submit", "/nonexistent/spec.toml"], "no such file"),
     (["relaunch", "x", "--gpus", "0"], "Invalid value"),
     (["pin", "not-a-checkpoint"], "not a checkpoint"),
-    (["verify", "kelp:step-00000001.a0001.i01"], "no run 'kelp'"),
+    (["verify", "kelp:step-00000001.a0001.l01"], "no run 'kelp'"),
     (["reindex", "/nonexistent/root"], "no such directory"),
     (["fork", "nonsense", "--name", "x"], "not a checkpoint"),
     (["logs", "nobody"], "no run 'nobody'"),
@@ -362,7 +362,7 @@ def test_an_operators_request_that_makes_no_sense_is_refused(
 
 def test_standard_output_comes_before_standard_error(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "0001")
-    names = ("i01/rank-00000.stdout.log", "i01/rank-00000.stderr.log", "i02/rank-00000.stdout.log")
+    names = ("l01/rank-00000.stdout.log", "l01/rank-00000.stderr.log", "l02/rank-00000.stdout.log")
     for name in reversed(names):
         path = attempt.logs / "node-0000" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -436,7 +436,7 @@ def test_show_reports_the_newest_step_of_a_live_run(call: Call, root: Path) -> N
     run.launch(1, 1, 0, None)
     run.commit(40, 1, at=time.time())
     rank = {"rank": 0, "step": 57, "phase": "train", "age_s": 0.1, "step_time_s": 1.0, "pid": 1}
-    beat = {"node": 0, "host": "a", "time": time.time(), "attempt": 1, "incarnation": 1}
+    beat = {"node": 0, "host": "a", "time": time.time(), "attempt": 1, "launch": 1}
     path = run.paths.attempt(1).heartbeat(0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**beat, "agent_pid": 1, "ranks": [rank]}))

@@ -1,4 +1,4 @@
-"""The stop agreement and the board: ranks of every pace leave after one step, or train on."""
+"""The stop agreement and the status table: ranks at any pace stop after one step, or train on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.contracts import agreement
-from holdfast.contracts.agreement import BoardPort, NodePort, consider, settle
-from holdfast.contracts.board import AT_START, NOWHERE, Board, Phase, Proposal, RankRecord
-from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_for_board
+from holdfast.contracts.agreement import NodePort, StatusPort, agree_on_step, consider
+from holdfast.contracts.channel import ChannelHost, ChannelMember, answer_from_status_table
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.rank_status import (
+    AT_START,
+    NOWHERE,
+    Phase,
+    Proposal,
+    RankRecord,
+    RankStatusTable,
+)
 
 STEPS = 300
 JOIN_S = 30.0
@@ -43,7 +50,7 @@ class Collective:
 class Rank:
     """A training loop in a thread: boundary, step, boundary, step."""
 
-    board: Board
+    status_table: RankStatusTable
     record: RankRecord
     number: int
     resumed: int
@@ -59,8 +66,8 @@ class Rank:
             time.sleep(self.pace_s())
             for completed in range(self.resumed, STEPS):
                 word = Proposal.NONE
-                if self.record.cross(completed):
-                    word = consider(self.board, self.record, completed)
+                if self.record.finish_step(completed):
+                    word = consider(self.status_table, self.record, completed)
                 if word is Proposal.GO:
                     self.left_after = completed
                     return
@@ -76,16 +83,16 @@ class Rank:
 
 
 def make_ranks(
-    boards: Sequence[Board], seed: int, slowest_s: float, resumed: int = 0
+    status_tables: Sequence[RankStatusTable], seed: int, slowest_s: float, resumed: int = 0
 ) -> list[Rank]:
-    """One rank per record of every board, each with random paces of its own."""
-    collective = Collective(sum(board.ranks for board in boards))
+    """One rank per record of every status table, each with random paces of its own."""
+    collective = Collective(sum(status_table.ranks for status_table in status_tables))
     ranks: list[Rank] = []
-    for board in boards:
-        for record in board.records():
+    for status_table in status_tables:
+        for record in status_table.records():
             chance = random.Random(seed * 1000 + len(ranks))
             pace = (lambda c: lambda: c.random() * slowest_s)(chance)
-            ranks.append(Rank(board, record, len(ranks), resumed, pace, collective))
+            ranks.append(Rank(status_table, record, len(ranks), resumed, pace, collective))
     return ranks
 
 
@@ -97,7 +104,7 @@ def run_until_stopped(
     for thread in threads:
         thread.start()
     time.sleep(wait_s)
-    agreed = settle(ports)
+    agreed = agree_on_step(ports)
     for thread in threads:
         thread.join(JOIN_S)
         assert not thread.is_alive(), "a rank never left"
@@ -114,30 +121,30 @@ def run_until_stopped(
 def test_all_ranks_leave_after_one_step_whatever_their_paces(
     seed: int, ranks: int, slowest_ms: float, wait_ms: int
 ) -> None:
-    board, handle = Board.create(ranks)
+    status_table, handle = RankStatusTable.create(ranks)
     os.close(handle)
-    crew = make_ranks([board], seed, slowest_ms / 1000)
-    step, _ = run_until_stopped(crew, [BoardPort(board)], wait_ms / 1000)
+    crew = make_ranks([status_table], seed, slowest_ms / 1000)
+    step, _ = run_until_stopped(crew, [StatusPort(status_table)], wait_ms / 1000)
     assert [rank.error for rank in crew] == [None] * ranks
     left = {rank.left_after for rank in crew}
     assert left in ({0 if step == AT_START else step}, {STEPS})
-    board.close()
+    status_table.close()
 
 
 @pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.002), (3, 0.01)])
 def test_all_ranks_save_after_one_step_train_on_and_still_stop_together(
     seed: int, slowest_s: float
 ) -> None:
-    board, handle = Board.create(3)
+    status_table, handle = RankStatusTable.create(3)
     os.close(handle)
-    crew = make_ranks([board], seed, slowest_s)
+    crew = make_ranks([status_table], seed, slowest_s)
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in crew]
     for thread in threads:
         thread.start()
-    wait_until(lambda: board.oldest_entered > NOWHERE)
-    step, _ = settle([BoardPort(board)], word=Proposal.SAVE)
-    wait_until(lambda: board.oldest_entered > step or not any(t.is_alive() for t in threads))
-    stop, _ = settle([BoardPort(board)], first_serial=100)
+    wait_until(lambda: status_table.oldest_entered > NOWHERE)
+    step, _ = agree_on_step([StatusPort(status_table)], word=Proposal.SAVE)
+    wait_until(lambda: status_table.oldest_entered > step or not any(t.is_alive() for t in threads))
+    stop, _ = agree_on_step([StatusPort(status_table)], first_serial=100)
     for thread in threads:
         thread.join(JOIN_S)
         assert not thread.is_alive(), "a rank never left"
@@ -145,7 +152,7 @@ def test_all_ranks_save_after_one_step_train_on_and_still_stop_together(
     expected = [[step]] * 3 if step < STEPS else [[]] * 3
     assert [rank.saved_after for rank in crew] == expected
     assert {rank.left_after for rank in crew} in ({stop}, {STEPS})
-    board.close()
+    status_table.close()
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -156,11 +163,11 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 class MemberNode:
-    """Another node in a thread: answers node 0's questions for a board, over real loopback."""
+    """Another node in a thread: it answers node 0 for a status table, over real loopback."""
 
-    def __init__(self, path: Path, board: Board, node: int) -> None:
+    def __init__(self, path: Path, status_table: RankStatusTable, node: int) -> None:
         self._member = ChannelMember(path, {"node": node, "host": "loopback"})
-        self._board = board
+        self._status_table = status_table
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -177,22 +184,24 @@ class MemberNode:
             except ConnectionError:
                 return
             if question is not None:
-                self._member.reply(**(answer_for_board(self._board, question) or {}))
+                self._member.reply(**(answer_from_status_table(self._status_table, question) or {}))
 
 
 @pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.004), (3, 0.02)])
 def test_two_nodes_agree_over_the_channel(seed: int, slowest_s: float, tmp_path: Path) -> None:
-    boards = []
+    status_tables = []
     for _ in range(2):
-        board, handle = Board.create(2)
+        status_table, handle = RankStatusTable.create(2)
         os.close(handle)
-        boards.append(board)
+        status_tables.append(status_table)
     host = ChannelHost(tmp_path / "channel.json", nodes=2)
-    member = MemberNode(tmp_path / "channel.json", boards[1], node=1)
+    member = MemberNode(tmp_path / "channel.json", status_tables[1], node=1)
     try:
         host.wait_for_peers(10)
-        crew = make_ranks(boards, seed, slowest_s, resumed=7)
-        step, _ = run_until_stopped(crew, [BoardPort(boards[0]), host.peers[1]], wait_s=0.03)
+        crew = make_ranks(status_tables, seed, slowest_s, resumed=7)
+        step, _ = run_until_stopped(
+            crew, [StatusPort(status_tables[0]), host.peers[1]], wait_s=0.03
+        )
     finally:
         member.close()
         host.close()
@@ -202,10 +211,10 @@ def test_two_nodes_agree_over_the_channel(seed: int, slowest_s: float, tmp_path:
 
 
 def test_a_stop_before_the_first_step_leaves_at_the_step_resumed_from() -> None:
-    board, handle = Board.create(2)
+    status_table, handle = RankStatusTable.create(2)
     os.close(handle)
-    crew = make_ranks([board], seed=5, slowest_s=0.05, resumed=40)
-    step, rounds = settle([BoardPort(board)])
+    crew = make_ranks([status_table], seed=5, slowest_s=0.05, resumed=40)
+    step, rounds = agree_on_step([StatusPort(status_table)])
     assert (step, rounds) == (AT_START, 1)
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in crew]
     for thread in threads:
@@ -216,51 +225,51 @@ def test_a_stop_before_the_first_step_leaves_at_the_step_resumed_from() -> None:
 
 
 def test_a_rank_past_the_step_makes_the_node_refuse_and_frees_the_one_that_waits() -> None:
-    board, handle = Board.create(2)
+    status_table, handle = RankStatusTable.create(2)
     os.close(handle)
-    waiting, ahead = board.records()
+    waiting, ahead = status_table.records()
     waiting.register(0, 0)
     ahead.register(1, 0)
-    ahead.cross(9)
-    board.propose(1, 5)
+    ahead.finish_step(9)
+    status_table.propose(1, 5)
     answers: list[Proposal] = []
-    waiting.cross(5)
-    thread = threading.Thread(target=lambda: answers.append(consider(board, waiting, 5)))
+    waiting.finish_step(5)
+    thread = threading.Thread(target=lambda: answers.append(consider(status_table, waiting, 5)))
     thread.start()
-    assert board.accepts(1, 5) is False
-    board.answer(1, Proposal.ABORT)
+    assert status_table.accepts(1, 5) is False
+    status_table.answer(1, Proposal.ABORT)
     thread.join(JOIN_S)
     assert answers == [Proposal.NONE]
     assert (waiting.entering, waiting.waiting) == (6, 0)
 
 
 def test_a_vote_of_an_aborted_agreement_does_not_count_in_the_next() -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    (record,) = board.records()
+    (record,) = status_table.records()
     record.register(0, 0)
-    board.propose(1, 3)
-    record.cross(3)
+    status_table.propose(1, 3)
+    record.finish_step(3)
     record.wait_at(3, 1)
-    board.answer(1, Proposal.ABORT)
-    assert consider(board, record, 3) is Proposal.NONE
-    record.cross(8)
-    board.propose(1, 4)
-    assert board.accepts(1, 4) is False
+    status_table.answer(1, Proposal.ABORT)
+    assert consider(status_table, record, 3) is Proposal.NONE
+    record.finish_step(8)
+    status_table.propose(1, 4)
+    assert status_table.accepts(1, 4) is False
 
 
 def test_a_settler_that_vanishes_leaves_nobody_waiting_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agreement, "ANSWER_TIMEOUT_S", 0.05)
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    (record,) = board.records()
+    (record,) = status_table.records()
     record.register(0, 0)
-    board.propose(1, 2)
-    assert record.cross(2) is True
+    status_table.propose(1, 2)
+    assert record.finish_step(2) is True
     with pytest.raises(AgreementError, match="agent may be gone"):
-        consider(board, record, 2)
+        consider(status_table, record, 2)
 
 
 class RefusingPort:
@@ -287,7 +296,7 @@ class RefusingPort:
 def test_settling_ends_after_its_bound_with_every_round_aborted() -> None:
     port = RefusingPort()
     with pytest.raises(AgreementError, match="no common step"):
-        settle([port])
+        agree_on_step([port])
     assert port.answers == [Proposal.ABORT] * agreement.ROUNDS_MAX
     assert port.steps == sorted(port.steps)
 
@@ -314,84 +323,84 @@ class DistantPort:
 @pytest.mark.parametrize("pace", [1, 7, 400])
 def test_steps_shorter_than_a_question_s_way_are_caught_up_with(pace: int) -> None:
     port = DistantPort(pace)
-    step, rounds = settle([port])
+    step, rounds = agree_on_step([port])
     assert rounds <= 3
     assert port.entered <= step <= port.entered + 3 * pace + max(agreement.MARGINS)
 
 
 def test_a_node_lost_while_settling_frees_the_ranks_of_the_others() -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    (record,) = board.records()
+    (record,) = status_table.records()
     record.register(0, 0)
-    record.cross(4)
+    record.finish_step(4)
     with pytest.raises(ConnectionError):
-        settle([BoardPort(board), RefusingPort(is_lost=True)])
-    assert board.proposal[0] is Proposal.ABORT
+        agree_on_step([StatusPort(status_table), RefusingPort(is_lost=True)])
+    assert status_table.proposal[0] is Proposal.ABORT
 
 
 def test_another_process_sees_the_same_words() -> None:
-    board, handle = Board.create(3)
+    status_table, handle = RankStatusTable.create(3)
     path = f"/proc/{os.getpid()}/fd/{handle}"
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            other = Board.open(path)
+            other = RankStatusTable.open(path)
             record = other.record(2)
             record.register(2, 11)
-            record.cross(12, Phase.EVAL)
+            record.finish_step(12, Phase.EVAL)
             record.catch(15)
             code = 0
         finally:
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
-    record = board.record(2)
+    record = status_table.record(2)
     assert (record.pid, record.rank, record.resumed_step) == (child, 2, 11)
     assert (record.completed, record.entering, record.phase) == (12, 13, Phase.EVAL)
-    assert (board.newest_entered, board.signals) == (13, 15)
+    assert (status_table.newest_entered, status_table.signals) == (13, 15)
     assert 0 <= record.step_time_s < JOIN_S
-    assert board.record(0).entering == NOWHERE
-    board.reset()
-    assert (board.newest_entered, board.signals, record.pid) == (NOWHERE, 0, 0)
-    board.close()
+    assert status_table.record(0).entering == NOWHERE
+    status_table.reset()
+    assert (status_table.newest_entered, status_table.signals, record.pid) == (NOWHERE, 0, 0)
+    status_table.close()
     os.close(handle)
 
 
 def test_a_board_is_refused_when_it_is_none(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(bytes(8192))
-    with pytest.raises(ValueError, match="not a Holdfast board"):
-        Board.open(str(other))
+    with pytest.raises(ValueError, match="not a Holdfast rank status table"):
+        RankStatusTable.open(str(other))
     with pytest.raises(ValueError, match="0 ranks on one node"):
-        Board.create(0)
-    board, handle = Board.create(1)
+        RankStatusTable.create(0)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    with pytest.raises(ValueError, match="this board has 0 to 0"):
-        board.record(1)
+    with pytest.raises(ValueError, match="this table has 0 to 0"):
+        status_table.record(1)
 
 
 def test_stop_and_deadline_are_told() -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    assert (board.stopping, board.deadline) == (False, None)
-    board.announce_stop(1234.5)
-    assert (board.stopping, board.deadline) == (True, 1234.5)
-    board.announce_stop(None)
-    assert (board.stopping, board.deadline) == (True, None)
+    assert (status_table.stopping, status_table.deadline) == (False, None)
+    status_table.announce_stop(1234.5)
+    assert (status_table.stopping, status_table.deadline) == (True, 1234.5)
+    status_table.announce_stop(None)
+    assert (status_table.stopping, status_table.deadline) == (True, None)
 
 
 def test_a_boundary_costs_next_to_nothing() -> None:
     """Two stores and a load, no collective, no lock: microseconds even on a busy machine."""
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     os.close(handle)
-    (record,) = board.records()
+    (record,) = status_table.records()
     record.register(0, 0)
     count = 20_000
     best = sys.float_info.max
     for _ in range(5):
         begun = time.perf_counter()
         for step in range(count):
-            record.cross(step)
+            record.finish_step(step)
         best = min(best, (time.perf_counter() - begun) / count)
     assert best < 20e-6, f"{best * 1e6:.1f} µs for a boundary"

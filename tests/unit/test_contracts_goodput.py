@@ -101,16 +101,16 @@ def marks(*told: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, .
 def test_launches_from_journal_lines() -> None:
     silent = [{"rank": 0, "silent_s": 12.0}, {"rank": 1, "silent_s": 10.0}, "nonsense"]
     first, second = marks(
-        ("incarnation_started", 1, {"incarnation": 1}),
-        ("resumed", 5, {"incarnation": 1, "step": 0, "load_s": 2.0}),
-        ("staged", 9, {"incarnation": 1, "blocked_s": 0.5, "reason": "interval"}),
-        ("hang_confirmed", 40, {"incarnation": 1, "silent": silent}),
-        ("incarnation_ended", 44, {"incarnation": 1, "last_step": 20, "trained_until": 41.0}),
-        ("incarnation_started", 45, {"incarnation": 2}),
-        ("resumed", 50, {"incarnation": 2, "step": 18, "load_s": None}),
+        ("launch_started", 1, {"launch": 1}),
+        ("resumed", 5, {"launch": 1, "step": 0, "load_s": 2.0}),
+        ("staged", 9, {"launch": 1, "blocked_s": 0.5, "reason": "interval"}),
+        ("hang_confirmed", 40, {"launch": 1, "silent": silent}),
+        ("launch_ended", 44, {"launch": 1, "last_step": 20, "trained_until": 41.0}),
+        ("launch_started", 45, {"launch": 2}),
+        ("resumed", 50, {"launch": 2, "step": 18, "load_s": None}),
         ("stop_agreed", 60, {"step": 40}),
-        ("staged", 62, {"incarnation": 2, "blocked_s": 0.5, "reason": "final"}),
-        ("incarnation_ended", 64, {"incarnation": 2, "last_step": 40, "trained_until": 63.0}),
+        ("staged", 62, {"launch": 2, "blocked_s": 0.5, "reason": "final"}),
+        ("launch_ended", 64, {"launch": 2, "last_step": 40, "trained_until": 63.0}),
     )[1]
     assert first == Launch(
         started_at=1, loads_from=3, trained_from=5, held=((8.5, 9),), hangs_from=28,
@@ -292,7 +292,7 @@ lines = st.tuples(
     st.floats(0, 1e6),
     st.dictionaries(
         st.sampled_from(
-            ["incarnation", "step", "load_s", "blocked_s", "last_step", "trained_until", "silent"]
+            ["launch", "step", "load_s", "blocked_s", "last_step", "trained_until", "silent"]
         ),
         numbers,
     ),

@@ -52,7 +52,7 @@ WAIT = {"action": "wait"}
         (view(A.PENDING), None, None, R.QUEUED),
         (view(A.RUNNING), None, None, R.RUNNING),
         (view(A.STOPPING), None, None, R.RUNNING),
-        # While an attempt lives, the operator's word is a wish and not yet the state.
+        # While an attempt lives, the operator's word is a stop request and not yet the state.
         (view(A.STOPPING), "pause", None, R.RUNNING),
         (view(A.PENDING), "cancel", None, R.QUEUED),
         (view(A.COMPLETED), None, None, R.COMPLETED),

@@ -20,7 +20,7 @@ JOIN_S = 60.0
 
 
 def numbers(path: Path) -> list[tuple[int, int]]:
-    return [(event.incarnation, event.sequence) for event in read_journal(path)[0]]
+    return [(event.launch, event.sequence) for event in read_journal(path)[0]]
 
 
 def write(path: Path, *texts: str) -> None:

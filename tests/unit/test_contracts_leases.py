@@ -12,7 +12,7 @@ from holdfast.contracts import leases
 from holdfast.contracts.leases import LEASE_S, is_being_read, readers, reading
 from holdfast.contracts.paths import RunPaths, lease_path, list_leases
 
-NAME = "step-00000010.a0001.i01"
+NAME = "step-00000010.a0001.l01"
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_is_held_as_long_as_any_reader_reads(directory: Path) -> None:
-    other = directory.with_name("step-00000100.a0001.i01")
+    other = directory.with_name("step-00000100.a0001.l01")
     other.mkdir()
     with reading(directory) as holds:
         assert holds

@@ -44,7 +44,7 @@ def commit(under: Path, **changes: Any) -> tuple[Path, Manifest]:
         "name": name,
         "step": 7,
         "attempt": 1,
-        "incarnation": 1,
+        "launch": 1,
         "world_size": 2,
         "files": files,
         "committed_at": 1.5,
@@ -55,7 +55,7 @@ def commit(under: Path, **changes: Any) -> tuple[Path, Manifest]:
 
 
 def test_a_manifest_is_read_back_and_verifies(tmp_path: Path) -> None:
-    directory, manifest = commit(tmp_path, parent="run:step-00000003.a0001.i01")
+    directory, manifest = commit(tmp_path, parent="run:step-00000003.a0001.l01")
     seen: list[int] = []
     assert read_manifest(directory) == manifest
     assert find_damage(directory, manifest, progress=seen.append) == []

@@ -20,8 +20,8 @@ from holdfast.contracts.paths import (
 
 
 @given(st.integers(0, 10**12), st.integers(0, 10**6), st.integers(0, 10**4))
-def test_a_checkpoint_name_is_read_back(step: int, attempt: int, incarnation: int) -> None:
-    name = CheckpointName(step, attempt, incarnation)
+def test_a_checkpoint_name_is_read_back(step: int, attempt: int, launch: int) -> None:
+    name = CheckpointName(step, attempt, launch)
     assert CheckpointName.parse(str(name)) == name
 
 
@@ -30,14 +30,14 @@ def test_a_checkpoint_name_is_read_back(step: int, attempt: int, incarnation: in
     [
         "",
         "latest",
-        "step-1.a1.i1",
+        "step-1.a1.l1",
         "step-00000001",
-        "step-00000001.a0001.i01.tmp",
-        "step-000000001.a0001.i01",
-        "step-00000001.a00001.i01",
-        "step-٠٠٠٠٠٠٠١.a0001.i01",
-        "step-00000001.a0001.i01\n",
-        "xstep-00000001.a0001.i01",
+        "step-00000001.a0001.l01.tmp",
+        "step-000000001.a0001.l01",
+        "step-00000001.a00001.l01",
+        "step-٠٠٠٠٠٠٠١.a0001.l01",
+        "step-00000001.a0001.l01\n",
+        "xstep-00000001.a0001.l01",
     ],
 )
 def test_another_name_is_no_checkpoint(name: str) -> None:
@@ -50,7 +50,7 @@ def test_listings_are_in_order_of_number_and_pass_over_strangers(tmp_path: Path)
     for parts in steps:
         run.checkpoint(CheckpointName(*parts)).mkdir(parents=True)
     (run.checkpoints / "notes").mkdir()
-    run.latest.symlink_to("step-00000012.a0001.i01")
+    run.latest.symlink_to("step-00000012.a0001.l01")
     found = [CheckpointName.parse(path.name) for path in run.list_checkpoints()]
     assert found == sorted(CheckpointName(*parts) for parts in steps)
     for number in (2, 10, 1, 10_000):

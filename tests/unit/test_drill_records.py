@@ -8,11 +8,11 @@ from pathlib import Path
 from tests.runs import storied_run
 
 from holdfast.flows.drills.steps import Place, Records, Step
-from holdfast.flows.drills.subject import Subject
+from holdfast.flows.drills.target_run import TargetRun
 
 
 def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
-    path = tmp_path / "a0002.i03.rank1.jsonl"
+    path = tmp_path / "a0002.l03.rank1.jsonl"
     line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
     records = Records(tmp_path)
@@ -35,12 +35,12 @@ def test_where_a_step_began_from_is_known_when_the_step_is(
 
         def read_new(self) -> list[Step]:
             if not list(tmp_path.glob("*.jsonl")):
-                story.launch(3, 2, 150, "gpt:step-00000150.a0003.i01")
-                (tmp_path / "a0003.i02.rank0.jsonl").write_text(json.dumps(line) + "\n")
+                story.launch(3, 2, 150, "gpt:step-00000150.a0003.l01")
+                (tmp_path / "a0003.l02.rank0.jsonl").write_text(json.dumps(line) + "\n")
             return super().read_new()
 
-    subject = Subject(story.paths, Late(tmp_path))
-    subject.look()
-    assert subject.newest is not None
-    assert subject.newest.place == Place(3, 2)
-    assert subject.resumed_step(subject.newest.place) == 150
+    target = TargetRun(story.paths, Late(tmp_path))
+    target.look()
+    assert target.newest is not None
+    assert target.newest.place == Place(3, 2)
+    assert target.resumed_step(target.newest.place) == 150

@@ -33,10 +33,10 @@ from holdfast.flows.drills.kinds import KINDS, Recovery, draw_faults, select_kin
 from holdfast.flows.drills.report import render_report, spread
 from holdfast.flows.drills.results import DrillResult, FaultResult
 from holdfast.flows.drills.steps import Place, Reference, Step, difference, gaps
-from holdfast.flows.drills.subject import Cut, Subject
+from holdfast.flows.drills.target_run import Cut, TargetRun
 from holdfast.workers.processes import name_process
 
-NEWEST = "step-00000200.a0003.i01"
+NEWEST = "step-00000200.a0003.l01"
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def delete_without_a_word(run: RunFolder) -> None:
 
 
 def resume_from_the_uncommitted(run: RunFolder) -> None:
-    run.launch(3, 2, 200, "gpt:step-00000110.a0001.i02")
+    run.launch(3, 2, 200, "gpt:step-00000110.a0001.l02")
 
 
 def resume_from_an_older_one(run: RunFolder) -> None:
-    run.launch(3, 2, 100, "gpt:step-00000100.a0001.i01")
+    run.launch(3, 2, 100, "gpt:step-00000100.a0001.l01")
 
 
 def resume_from_nothing(run: RunFolder) -> None:
@@ -134,9 +134,7 @@ def end_twice(run: RunFolder) -> None:
 
 def change_the_command(run: RunFolder) -> None:
     with JournalWriter(run.paths.attempt(3).journal / "rank0.jsonl") as journal:
-        journal.append(
-            EventKind.RESUMED, attempt=3, incarnation=2, step=200, command_digest="e" * 64
-        )
+        journal.append(EventKind.RESUMED, attempt=3, launch=2, step=200, command_digest="e" * 64)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def test_a_row_that_disk_does_not_have_is_seen(story: RunFolder, tmp_path: Path)
 def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
     story: RunFolder,
 ) -> None:
-    subject, attempt = Subject(story.paths), story.paths.list_attempts()[-1]
+    target, attempt = TargetRun(story.paths), story.paths.list_attempts()[-1]
     # A session of its own: what leads this process's may live where /proc does not show it.
     with _process_under_a_leader() as (leader, pid):
         agent = name_process(pid)
@@ -197,11 +195,11 @@ def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
         # What an executor finds by the claim names no process.
         submission = Submission(job_id="9", executor="local", submitted_at=0.0)
         write_document(attempt.submission, submission)
-        found = subject.controller()
+        found = target.controller()
         assert found is not None
         assert found.pid == leader
         write_document(attempt.claim, claim.model_copy(update={"process_started_at": 1.0}))
-        assert subject.controller() is None
+        assert target.controller() is None
 
 
 @contextlib.contextmanager
@@ -241,17 +239,17 @@ def test_a_step_is_compared_with_the_uninterrupted_runs(
     assert (found is None) if words is None else (found is not None and words in found)
 
 
-def test_steps_of_an_incarnation_follow_one_another() -> None:
+def test_steps_of_an_launch_follow_one_another() -> None:
     later = replace(STEP, step=6)
     assert gaps([STEP, later, replace(STEP, place=Place(1, 2))]) == []
-    assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.i01 rank 0: step 7 after 5"]
-    assert gaps([later, later]) == ["a0001.i01 rank 0: step 6 after 6"]
+    assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.l01 rank 0: step 7 after 5"]
+    assert gaps([later, later]) == ["a0001.l01 rank 0: step 6 after 6"]
 
 
 def changed(kind: EventKind, place: Place, skip: list[list[int]]) -> Event:
     """A rank's word on a loss that was no number."""
-    data = {"attempt": place.attempt, "incarnation": place.incarnation, "skip": skip}
-    return Event(writer="rank0", incarnation=1, sequence=0, time=0.0, kind=kind, data=data)
+    data = {"attempt": place.attempt, "launch": place.launch, "skip": skip}
+    return Event(writer="rank0", launch=1, sequence=0, time=0.0, kind=kind, data=data)
 
 
 def compare_steps(steps: Sequence[Step], events: Sequence[Event]) -> tuple[list[str], int]:
@@ -284,11 +282,11 @@ def test_after_a_rollback_steps_are_those_of_a_run_with_the_same_window() -> Non
     assert compare_steps([*before, *right], [event]) == ([], 0)
     found, _ = compare_steps([*before, *steps_of(Place(1, 2), 5, 8, "b")], [event])
     assert found == [
-        "a0001.i02 rank 0 step 8: weights differ from the uninterrupted run's by some bits"
+        "a0001.l02 rank 0 step 8: weights differ from the uninterrupted run's by some bits"
     ]
 
 
-def test_a_skip_counts_in_its_own_incarnation() -> None:
+def test_a_skip_counts_in_its_own_launch() -> None:
     event = changed(EventKind.NUMERICS, Place(1, 1), [[8, 10]])
     right = [*steps_of(Place(1, 1), 1, 7, "b"), *steps_of(Place(1, 1), 8, 12, "w")]
     assert compare_steps(right, [event]) == ([], 0)
@@ -415,9 +413,9 @@ def test_no_fault_is_begun_once_time_is_up_or_too_much_broke_or_the_drill_is_cut
 
 
 def test_a_drill_that_is_cut_waits_for_nothing(story: RunFolder) -> None:
-    subject = Subject(story.paths, is_cut=lambda: True)
+    target = TargetRun(story.paths, is_cut=lambda: True)
     with pytest.raises(Cut):
-        subject.wait_for("what never comes", lambda: None, 60.0)
+        target.wait_for("what never comes", lambda: None, 60.0)
 
 
 def test_a_run_that_was_disturbed_calibrates_nothing(story: RunFolder) -> None:
@@ -434,7 +432,7 @@ def test_the_report_tells_what_broke() -> None:
         step=3,
         steps_lost=2,
         noticed_s=0.5,
-        told_s=2.5,
+        reported_s=2.5,
         first_step_s=1.5,
     )
     broken = [Broken(invariants.NO_ORPHANS, "process 7 (python)")]

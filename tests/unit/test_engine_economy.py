@@ -93,11 +93,11 @@ def test_the_rhythm_is_as_asked_for() -> None:
     fixed, none, auto = SnapshotRhythm("3"), SnapshotRhythm("off"), SnapshotRhythm("auto")
     assert [step for step in range(1, 10) if fixed.is_due(step)] == [3, 6, 9]
     assert not any(rhythm.is_due(step) for rhythm in (none, auto) for step in range(1, 10))
-    assert not fixed.settle(10, 10)
-    assert not none.settle(10, 10)
-    assert auto.settle(300, 5000)
+    assert not fixed.update(10, 10)
+    assert not none.update(10, 10)
+    assert auto.update(300, 5000)
     assert auto.every == 2
-    assert not auto.settle(299, 5000)
+    assert not auto.update(299, 5000)
     for wrong in (0, "-1", "often"):
         with pytest.raises(SpecError, match=r"steps .* 'auto' or 'off'"):
             SnapshotRhythm(wrong)
@@ -124,7 +124,7 @@ def test_early_meetings_come_at_growing_distances_and_miss_no_save() -> None:
     for step in range(41, 401):
         if cadence.is_due(step):
             save, next_step = cadence.decide(step, float(step))
-            cadence.settle(step, next_step, saved=save, now=float(step))
+            cadence.update(step, next_step, saved=save, now=float(step))
             meetings.append(step)
             saves += [step] if save else []
     assert meetings == [48, 64, 100, 200, 300, 400]
@@ -137,7 +137,7 @@ def test_an_interval_that_was_chosen_later_is_kept() -> None:
     for step in range(1, 3000):
         if cadence.is_due(step):
             save, next_step = cadence.decide(step, step * 0.1)
-            cadence.settle(step, next_step, saved=save, now=step * 0.1)
+            cadence.update(step, next_step, saved=save, now=step * 0.1)
             saves += [step * 0.1] if save else []
             cadence.adopt(50.0)
     gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]
@@ -146,20 +146,20 @@ def test_an_interval_that_was_chosen_later_is_kept() -> None:
 
 
 def event(kind: EventKind, time: float, **data: Any) -> Event:
-    return Event(writer="w", incarnation=1, sequence=0, time=time, kind=kind, data=data)
+    return Event(writer="w", launch=1, sequence=0, time=time, kind=kind, data=data)
 
 
 def test_unannounced_failures_are_those_of_the_journals() -> None:
-    def span(attempt: int, incarnation: int, first: float, last: float) -> list[Event]:
-        facts = {"attempt": attempt, "incarnation": incarnation}
+    def span(attempt: int, launch: int, first: float, last: float) -> list[Event]:
+        facts = {"attempt": attempt, "launch": launch}
         return [
             event(EventKind.RESUMED, first, **facts),
             event(EventKind.COMMITTED, last, **facts),
         ]
 
-    def ended(attempt: int, incarnation: int, time: float, ending: str) -> Event:
-        facts = {"attempt": attempt, "incarnation": incarnation, "ending": ending}
-        return event(EventKind.INCARNATION_ENDED, time, **facts)
+    def ended(attempt: int, launch: int, time: float, ending: str) -> Event:
+        facts = {"attempt": attempt, "launch": launch, "ending": ending}
+        return event(EventKind.LAUNCH_ENDED, time, **facts)
 
     events = [
         *span(1, 1, 0.0, 90.0),
@@ -167,7 +167,7 @@ def test_unannounced_failures_are_those_of_the_journals() -> None:
         *span(1, 2, 110.0, 150.0),
         ended(1, 2, 160.0, "stopped"),
         event(EventKind.ATTEMPT_ENDED, 161.0, attempt=1, cause="preemption"),
-        # The node went, and with it who would have told the incarnation's end.
+        # The node went, and with it who would have told the launch's end.
         *span(2, 1, 200.0, 250.0),
         event(EventKind.ATTEMPT_ENDED, 300.0, attempt=2, cause="node_failure"),
         *span(3, 1, 400.0, 430.0),
@@ -180,12 +180,12 @@ def test_unannounced_failures_are_those_of_the_journals() -> None:
 
 
 def test_without_an_agent_the_program_itself_says_that_it_left() -> None:
-    left = {"attempt": 0, "incarnation": 1, "has_left": True, "text": "left after step 9"}
+    left = {"attempt": 0, "launch": 1, "has_left": True, "text": "left after step 9"}
     events = [
-        event(EventKind.RESUMED, 0.0, attempt=0, incarnation=1),
+        event(EventKind.RESUMED, 0.0, attempt=0, launch=1),
         event(EventKind.NOTE, 50.0, **left),
-        event(EventKind.RESUMED, 60.0, attempt=0, incarnation=2),
-        event(EventKind.STAGED, 80.0, attempt=0, incarnation=2),
-        event(EventKind.RESUMED, 90.0, attempt=0, incarnation=3),
+        event(EventKind.RESUMED, 60.0, attempt=0, launch=2),
+        event(EventKind.STAGED, 80.0, attempt=0, launch=2),
+        event(EventKind.RESUMED, 90.0, attempt=0, launch=3),
     ]
     assert observe_failures(events, (0, 3)) == Failures(1, 70.0)

@@ -16,16 +16,16 @@ def view(
     state: SlotState = SEALED,
     *,
     slot: int = 0,
-    incarnation: int = 1,
+    launch: int = 1,
     is_former: bool = False,
 ) -> SlotView:
     return SlotView(
-        key=(incarnation, local_rank, slot),
+        key=(launch, local_rank, slot),
         state=state,
         step=step,
         local_rank=local_rank,
         local_ranks=2,
-        checkpoint=f"step-{step:08d}.a0001.i{incarnation:02d}",
+        checkpoint=f"step-{step:08d}.a0001.l{launch:02d}",
         is_former=is_former,
     )
 
@@ -53,16 +53,16 @@ def outline(views: list[SlotView], departures: Departures) -> tuple[list[int], l
         ([view(0, 5), view(1, 4, DONE)], Departures(), ([], [])),
         ([view(0, 1, slot=2), view(1, 2, DONE, is_former=True)], Departures(), ([], [])),
         ([view(0, 5, is_former=True), view(1, 6, COPYING)], Departures(), ([], [5])),
-        ([view(0, 5)], Departures(newest_incarnation=2), ([], [5])),
-        ([view(0, 5), view(1, 5)], Departures(newest_incarnation=2), ([5], [])),
+        ([view(0, 5)], Departures(newest_launch=2), ([], [5])),
+        ([view(0, 5), view(1, 5)], Departures(newest_launch=2), ([5], [])),
         (
             [view(0, 9, slot=1), view(1, 9, slot=1), view(0, 8), view(1, 8)],
             Departures(),
             ([8, 9], []),
         ),
         (
-            [view(0, 3, incarnation=2), view(1, 3, incarnation=2), view(0, 8), view(1, 8)],
-            Departures(newest_incarnation=2),
+            [view(0, 3, launch=2), view(1, 3, launch=2), view(0, 8), view(1, 8)],
+            Departures(newest_launch=2),
             ([8, 3], []),
         ),
     ],
@@ -79,5 +79,5 @@ def test_the_reason_names_the_rank_and_the_step() -> None:
     assert reason == "local rank 1 ended before it sealed step 5"
 
 
-def test_equal_steps_of_two_incarnations_are_not_mixed() -> None:
-    assert outline([view(0, 5), view(1, 5, incarnation=2)], Departures()) == ([], [])
+def test_equal_steps_of_two_launches_are_not_mixed() -> None:
+    assert outline([view(0, 5), view(1, 5, launch=2)], Departures()) == ([], [])

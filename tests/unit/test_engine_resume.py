@@ -19,9 +19,9 @@ from holdfast.trainer.loading.resume import choose
 
 
 def commit(
-    run: RunPaths, step: int, attempt: int = 1, incarnation: int = 1, uid: str = "0" * 32
+    run: RunPaths, step: int, attempt: int = 1, launch: int = 1, uid: str = "0" * 32
 ) -> Path:
-    name = CheckpointName(step, attempt, incarnation)
+    name = CheckpointName(step, attempt, launch)
     directory = run.checkpoint(name)
     directory.mkdir(parents=True)
     (directory / "__0_0.distcp").write_bytes(f"{name}".encode() * 100)
@@ -36,7 +36,7 @@ def commit(
         name=str(name),
         step=step,
         attempt=attempt,
-        incarnation=incarnation,
+        launch=launch,
         world_size=1,
         files=(entry,),
         committed_at=1.0,
@@ -74,11 +74,11 @@ def test_a_run_without_checkpoints_begins_from_nothing(run: RunPaths) -> None:
     assert (choice.directory, choice.manifest, choice.skipped) == (None, None, ())
 
 
-def test_the_newest_step_wins_then_attempt_then_incarnation(run: RunPaths) -> None:
+def test_the_newest_step_wins_then_attempt_then_launch(run: RunPaths) -> None:
     for numbers in ((10, 1, 1), (30, 1, 1), (30, 2, 1), (30, 2, 2), (20, 9, 9)):
         commit(run, *numbers)
     choice = choose(run)
-    assert choice.directory == run.checkpoint("step-00000030.a0002.i02")
+    assert choice.directory == run.checkpoint("step-00000030.a0002.l02")
     assert choice.manifest is not None
     assert choice.manifest.step == 30
 
@@ -114,8 +114,8 @@ def test_the_last_one_to_fall_back_to_is_read_before_it_is_chosen(run: RunPaths)
     choice = choose(run)
     assert choice.directory is None
     assert [line.split(":")[0] for line in choice.skipped] == [
-        "step-00000010.a0001.i01",
-        "step-00000005.a0001.i01",
+        "step-00000010.a0001.l01",
+        "step-00000005.a0001.l01",
     ]
 
 

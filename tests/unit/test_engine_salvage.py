@@ -18,16 +18,14 @@ SNAPSHOT, SEALED, DONE, COPYING = (
 )
 
 
-def view(
-    local_rank: int, step: int, state: SlotState = SNAPSHOT, *, incarnation: int = 1
-) -> SlotView:
+def view(local_rank: int, step: int, state: SlotState = SNAPSHOT, *, launch: int = 1) -> SlotView:
     return SlotView(
-        key=(incarnation, local_rank, step % 2),
+        key=(launch, local_rank, step % 2),
         state=state,
         step=step,
         local_rank=local_rank,
         local_ranks=2,
-        checkpoint=f"step-{step:08d}.a0001.i{incarnation:02d}",
+        checkpoint=f"step-{step:08d}.a0001.l{launch:02d}",
     )
 
 
@@ -43,7 +41,7 @@ def view(
         ([view(0, 7), view(1, 7), view(0, 8), view(1, 8, COPYING)], -1, [7]),
         ([view(0, 8), view(1, 7), view(1, 6)], -1, []),
         ([view(0, 7), view(1, 7, DONE)], -1, []),
-        ([view(0, 7, incarnation=2), view(1, 7)], -1, []),
+        ([view(0, 7, launch=2), view(1, 7)], -1, []),
     ],
 )
 def test_complete_snapshots_after_the_newest_commit_are_worth_something(
@@ -51,7 +49,7 @@ def test_complete_snapshots_after_the_newest_commit_are_worth_something(
 ) -> None:
     found = find_salvage(views, 1, committed)
     assert [group.step for group in found.groups] == expected
-    mine = {v.key for v in views if v.incarnation == 1 and v.state is SNAPSHOT}
+    mine = {v.key for v in views if v.launch == 1 and v.state is SNAPSHOT}
     assert set(found.slots) == mine
 
 

@@ -48,7 +48,7 @@ def test_without_a_list_there_are_no_names(tmp_path: Path, content: bytes | None
     assert name_shards(tmp_path, [1]) == ""
 
 
-def test_a_new_incarnation_begins_a_list_of_its_own(tmp_path: Path) -> None:
+def test_a_new_launch_begins_a_list_of_its_own(tmp_path: Path) -> None:
     lists = ShardLists()
     assert lists.hear(0, told(tmp_path / "01", 0, "a", ranks=2)) is None
     assert lists.hear(1, told(tmp_path / "02", 1, "a", ranks=2)) is None

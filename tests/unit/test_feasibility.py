@@ -27,10 +27,10 @@ def saved_by(world_size: int, **topology: Any) -> Manifest:
     return Manifest(
         run_uid="0" * 32,
         run="r",
-        name="step-00000001.a0001.i01",
+        name="step-00000001.a0001.l01",
         step=1,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=world_size,
         files=(),
         committed_at=T0,
@@ -85,7 +85,7 @@ def test_a_relaunch_in_an_impossible_shape_is_refused_and_nothing_is_asked(run: 
 def test_what_a_rollback_excluded_and_what_is_damaged_has_no_say(run: RunFolder) -> None:
     name = run.commit(20, 1, topology={"mesh": {"tp": 4}})
     assert not Feasibility.of(load_history(run.paths)).allows(6)
-    run.tell("cli", EventKind.ROLLED_BACK, to="step-00000010.a0001.i01", excluded=[name])
+    run.tell("cli", EventKind.ROLLED_BACK, to="step-00000010.a0001.l01", excluded=[name])
     assert Feasibility.of(load_history(run.paths)).allows(6)
     damaged = run.commit(30, 1, topology={"mesh": {"tp": 4}})
     (run.paths.checkpoint(damaged) / "manifest.json").write_text("{")

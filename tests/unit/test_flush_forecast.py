@@ -29,7 +29,7 @@ from holdfast.workers.request import build_request
 
 
 def line(kind: EventKind, **data: Any) -> Event:
-    return Event(writer="w", incarnation=1, sequence=0, time=0.0, kind=kind, data=data)
+    return Event(writer="w", launch=1, sequence=0, time=0.0, kind=kind, data=data)
 
 
 def saves(*pairs: tuple[Any, Any]) -> list[Event]:
@@ -151,9 +151,9 @@ def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Pat
     with JournalWriter(context.attempt.rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=2, checkpoint="d")
         journal.append(EventKind.COMMITTED, attempt=2, checkpoint="d", flush_s=80.0)
-    wish = stops.from_limit(stops.end_at - lead_s - 1.0 + LIMIT_POLL_S)
-    assert wish is not None
-    assert (wish.cause, wish.deadline) == (Cause.TIME_LIMIT, stops.end_at)
+    stop_request = stops.from_limit(stops.end_at - lead_s - 1.0 + LIMIT_POLL_S)
+    assert stop_request is not None
+    assert (stop_request.cause, stop_request.deadline) == (Cause.TIME_LIMIT, stops.end_at)
     (said,) = warnings_of(spec_of(), context.run)
     assert "the last 2 saves took 80.0 s" in said
 
@@ -176,8 +176,8 @@ def test_the_end_is_known_in_a_container_without_slurms_commands(
     request = before.request.model_copy(update={"executor": "slurm"})
     stops = StopWatch(replace(before, request=request, started_at=1000.0), lambda: 1.0)
     assert stops.end_at == 1000.0 + end_s
-    wish, judgement = stops.from_signal("SIGUSR2", heard_at=stops.end_at - 30)
-    assert wish is None
+    stop_request, judgement = stops.from_signal("SIGUSR2", heard_at=stops.end_at - 30)
+    assert stop_request is None
     assert judgement.deadline == stops.end_at
 
 

@@ -1,4 +1,4 @@
-"""The index as a flow uses it: one that was removed or damaged is made anew."""
+"""The index as a flow uses it: one that was removed or damaged is made again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.runs import RunFolder, storied_run
 from holdfast.contracts.errors import LineageError
 from holdfast.lineage import queries
 from holdfast.lineage.database import URL_VARIABLE, open_database
-from holdfast.lineage.heal import MAGIC, set_aside
+from holdfast.lineage.heal import MAGIC, quarantine
 from holdfast.lineage.index import Index
 
 
 def test_a_file_that_was_removed_under_an_open_index_is_made_anew(
-    stand: tuple[RunFolder, Path],
+    testbed: tuple[RunFolder, Path],
 ) -> None:
-    run, path = stand
+    run, path = testbed
     with Index() as index:
         index.update(run.paths)
         for name in path.parent.glob("index.db*"):
@@ -31,9 +31,9 @@ def test_a_file_that_was_removed_under_an_open_index_is_made_anew(
 
 
 def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
-    stand: tuple[RunFolder, Path],
+    testbed: tuple[RunFolder, Path],
 ) -> None:
-    run, path = stand
+    run, path = testbed
     with Index() as index, Index() as other:
         index.update(run.paths)
         other.update(run.paths)
@@ -47,11 +47,11 @@ def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
         for one in (index, other):
             assert queries.show_run(one.open(), str(run.paths.directory), now=0.0)["run"]
     assert path.with_name("index.db.damaged").is_file()
-    assert set_aside(path) is None, "the new one is sound, and stays"
+    assert quarantine(path) is None, "the new one is sound, and stays"
 
 
-def test_many_processes_meet_a_damaged_file(stand: tuple[RunFolder, Path]) -> None:
-    run, path = stand
+def test_many_processes_meet_a_damaged_file(testbed: tuple[RunFolder, Path]) -> None:
+    run, path = testbed
     path.write_bytes(MAGIC + b"and then nothing that fits" * 4096)
     words = f"from pathlib import Path; from holdfast.lineage.index import Index; \
 from holdfast.contracts.paths import RunPaths; \
@@ -62,16 +62,16 @@ Index().update(RunPaths(Path({str(run.paths.directory)!r})))"
     assert [process.returncode for process in processes] == [0] * 4, ended
     with Index() as index:
         assert queries.show_run(index.open(), str(run.paths.directory), now=0.0)["run"]
-    assert set_aside(path) is None
+    assert quarantine(path) is None
 
 
 def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
     with pytest.raises(LineageError, match="cannot be set aside"):
-        set_aside(tmp_path / "gone" / "index.db")
+        quarantine(tmp_path / "gone" / "index.db")
 
 
 @pytest.fixture
-def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, Path]:
+def testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, Path]:
     """A run with a story, and where its index is."""
     (tmp_path / "runs").mkdir()
     run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")

@@ -35,7 +35,7 @@ from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.metadata import read_metadata
 
-NAME = "step-00000003.a0001.i01"
+NAME = "step-00000003.a0001.l01"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -54,7 +54,7 @@ def commit(directory: Path, *, blocks: bool = True) -> None:
         name=NAME,
         step=3,
         attempt=1,
-        incarnation=1,
+        launch=1,
         world_size=1,
         files=tuple(entries),
         committed_at=1.0,
@@ -337,7 +337,7 @@ def test_a_model_is_loaded_outside_of_a_run(
     with pytest.raises(KeyMismatchError, match=r"model\.1\.weight: wanted \(9, 4\)"):
         load_checkpoint(directory, head)
     with pytest.raises(NotFoundError, match="no such checkpoint"):
-        load_checkpoint("r:step-00000009.a0001.i01", model)
+        load_checkpoint("r:step-00000009.a0001.l01", model)
 
 
 @pytest.mark.parametrize(

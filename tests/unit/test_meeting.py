@@ -1,4 +1,5 @@
-"""Ranks of a node agree on numbers in shared memory: the right ones, at any pace, or an error."""
+"""Ranks of a node agree on numbers in shared memory: the right ones, at any pace, or an
+error."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from pathlib import Path
 import pytest
 from tests.forked_ranks import run_ranks
 
-from holdfast.contracts.board import SAID_MAX, Board
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.rank_status import SAID_MAX, RankStatusTable
 from holdfast.trainer.meeting import NodeMeeting
 
 MEETINGS = 300
 
 
 def test_every_rank_learns_the_largest_numbers_at_any_pace(tmp_path: Path) -> None:
-    board, handle = Board.create(3)
+    status_table, handle = RankStatusTable.create(3)
 
     def act() -> None:
         rank = int(os.environ["RANK"])
-        board.record(rank).register(rank, 0)
-        meeting, pace = NodeMeeting(board, rank), random.Random(rank)
+        status_table.record(rank).register(rank, 0)
+        meeting, pace = NodeMeeting(status_table, rank), random.Random(rank)
         for number in range(MEETINGS):
             if pace.random() < 0.05:
                 time.sleep(pace.random() * 0.01)
@@ -33,48 +34,48 @@ def test_every_rank_learns_the_largest_numbers_at_any_pace(tmp_path: Path) -> No
         meeting.close()
 
     run_ranks(3, tmp_path / "store", act)
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
 def test_a_rank_that_has_ended_is_named_instead_of_waited_for() -> None:
-    board, handle = Board.create(2)
+    status_table, handle = RankStatusTable.create(2)
     child = os.fork()
     if child == 0:
-        board.record(1).register(1, 0)
-        NodeMeeting(board, 1)
+        status_table.record(1).register(1, 0)
+        NodeMeeting(status_table, 1)
         os._exit(0)
-    board.record(0).register(0, 0)
-    while board.record(1).pid == 0:
+    status_table.record(0).register(0, 0)
+    while status_table.record(1).pid == 0:
         time.sleep(0.001)
-    meeting = NodeMeeting(board, 0)
+    meeting = NodeMeeting(status_table, 0)
     # The child stays unreaped while the parent waits for it.
     with pytest.raises(HoldfastError, match="rank 1 has ended"):
         meeting.largest([1])
     os.waitpid(child, 0)
     meeting.close()
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
 def test_values_of_a_rank_that_then_ended_count() -> None:
-    board, handle = Board.create(2)
+    status_table, handle = RankStatusTable.create(2)
     child = os.fork()
     if child == 0:
-        board.record(1).register(1, 0)
-        board.record(1).say(1, [7])
+        status_table.record(1).register(1, 0)
+        status_table.record(1).say(1, [7])
         os._exit(0)
     os.waitpid(child, 0)
-    meeting = NodeMeeting(board, 0)
+    meeting = NodeMeeting(status_table, 0)
     assert meeting.largest([3]) == [7]
     meeting.close()
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
 def test_more_values_than_a_record_holds_are_refused() -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     with pytest.raises(ValueError, match="expected 16 at most"):
-        board.record(0).say(1, [0] * (SAID_MAX + 1))
-    board.close()
+        status_table.record(0).say(1, [0] * (SAID_MAX + 1))
+    status_table.close()
     os.close(handle)

@@ -11,7 +11,7 @@ from torch import nn
 from holdfast.contracts.memory_limit import group_room
 from holdfast.contracts.slots import SLOTS_PER_RANK
 from holdfast.trainer import Session
-from holdfast.trainer.collective import Tree
+from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.planning import ranks
 from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX
 from holdfast.trainer.planning.ranks import check_memory
@@ -57,7 +57,7 @@ def test_slots_must_fit_the_job_and_those_they_replace_count_as_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks, "group_room", lambda: 1000)
-    tree = Tree(None, 0)
+    tree = HierarchicalGroup(None, 0)
     check_memory(tree, 0, 1000 // SLOTS_PER_RANK, 0)
     with pytest.raises(Exception, match="staging slots"):
         check_memory(tree, 0, 1000, 0)

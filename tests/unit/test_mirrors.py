@@ -1,4 +1,4 @@
-"""Mirrors, the pure part: URLs, tiers, tries, and the check of bytes that go by."""
+"""Mirrors, the pure part: URLs, tiers, retries, and the check of bytes that go by."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.mirrors import Tiers, problem_with_mirror
 from holdfast.contracts.spec import Checkpointing
 from holdfast.trainer.mirror.store import EntryCheck, open_store, part_bytes_for
-from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Tries, default_pauses
-from holdfast.workers.agent.flusher_keeper import build_environment
+from holdfast.trainer.mirror.upload import PAUSE_MAX_S, TRIES_MAX, Retries, default_pauses
+from holdfast.workers.agent.flusher_supervisor import build_environment
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() -> None
             raise MirrorError("no", is_passing=is_passing)
         return len(asked)
 
-    tries = Tries(pauses_s=[1.0, 2.0], sleep=slept.append)
-    assert tries.do(refuse, True, 3) == 3
+    retries = Retries(pauses_s=[1.0, 2.0], sleep=slept.append)
+    assert retries.do(refuse, True, 3) == 3
     assert slept == [1.0, 2.0]
     asked.clear()
     with pytest.raises(MirrorError):
-        tries.do(refuse, True, 4)
+        retries.do(refuse, True, 4)
     assert len(asked) == 3
     asked.clear()
     with pytest.raises(MirrorError):
-        tries.do(refuse, False, 2)
+        retries.do(refuse, False, 2)
     assert len(asked) == 1
     assert len(default_pauses()) == TRIES_MAX - 1
     assert max(default_pauses()) <= PAUSE_MAX_S

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
+from holdfast.contracts.alerts import noticed
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
-from holdfast.contracts.watch_words import noticed
 from holdfast.flows.node_watch import NodeWatch
 from holdfast.workers import heartbeats
 from holdfast.workers.heartbeats import NodeBeat
@@ -20,7 +20,7 @@ from holdfast.workers.heartbeats import NodeBeat
 
 def beat(node: int) -> NodeBeat:
     facts: dict[str, Any] = {"node": node, "host": f"n{node}", "time": time.time() + 7200.0}
-    return NodeBeat(attempt=1, incarnation=1, agent_pid=1, **facts)
+    return NodeBeat(attempt=1, launch=1, agent_pid=1, **facts)
 
 
 def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
@@ -51,15 +51,15 @@ def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
 
 def event(at: float, kind: EventKind, **data: Any) -> Event:
     facts = {"attempt": 2, **data}
-    return Event(writer="a", incarnation=1, sequence=int(at), time=at, kind=kind, data=facts)
+    return Event(writer="a", launch=1, sequence=int(at), time=at, kind=kind, data=facts)
 
 
 def test_a_rank_death_that_was_restarted_in_place_is_reported() -> None:
     launches = [
-        event(1, EventKind.INCARNATION_STARTED, incarnation=1),
-        event(2, EventKind.INCARNATION_ENDED, incarnation=1, ending="crashed", last_step=186),
-        event(3, EventKind.INCARNATION_STARTED, incarnation=2),
-        event(4, EventKind.INCARNATION_ENDED, incarnation=2, ending="crashed", last_step=None),
+        event(1, EventKind.LAUNCH_STARTED, launch=1),
+        event(2, EventKind.LAUNCH_ENDED, launch=1, ending="crashed", last_step=186),
+        event(3, EventKind.LAUNCH_STARTED, launch=2),
+        event(4, EventKind.LAUNCH_ENDED, launch=2, ending="crashed", last_step=None),
     ]
     found = noticed(launches)
     assert [(one["at"], one["text"]) for one in found] == [

@@ -126,7 +126,7 @@ def test_nonsense_is_an_error_of_one_kind(text: str) -> None:
     ],
 )
 def test_events_of_azure(event: Any, count: int) -> None:
-    answer = Answer(200, json_reply({"DocumentIncarnation": 1, "Events": [event]})[2], {})
+    answer = Answer(200, json_reply({"DocumentLaunch": 1, "Events": [event]})[2], {})
     found = read_events(answer, machine="vm", now=NOW)
     assert len(found) == count
     assert all(notice.deadline == NOW + 30 for notice in found)

@@ -23,7 +23,7 @@ from holdfast.contracts.errors import CheckpointError, KeyMismatchError, SaveErr
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.loading.reader import load_state
 from holdfast.trainer.planning.rank_rows import describe_rank
-from holdfast.trainer.staging.stage import FlusherLink
+from holdfast.trainer.staging.stage import FlusherConnection
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_flusher_is_looked_at_above_the_thousandth_descriptor(many_descriptors
     own, other = socket.socketpair()
     with own, other:
         high = os.dup2(own.fileno(), 1500)
-        link = FlusherLink("nowhere", None)  # type: ignore[arg-type]
+        link = FlusherConnection("nowhere", None)  # type: ignore[arg-type]
         link._connection = socket.socket(fileno=high)
         assert not link._has_hung_up()
         other.close()

@@ -6,7 +6,6 @@ import itertools
 import json
 
 import pytest
-from benchmarks.peers.conduct import Outcome
 from benchmarks.peers.faults import (
     GAP_STEPS,
     Cost,
@@ -19,6 +18,7 @@ from benchmarks.peers.faults import (
     read_lines,
 )
 from benchmarks.peers.report import table
+from benchmarks.peers.runner import Outcome
 
 JOB = Job(steps=240, step_s=0.5)
 KINDS = ("kill-rank", "kill-rank", "sigterm")

@@ -164,7 +164,8 @@ def coverage(metadata: Metadata) -> dict[str, Any]:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Rank]:
-    """Ranks with tensors cut along a grid of their own each, a cell held by one rank or more."""
+    """Ranks with tensors cut along a grid of their own each, a cell held by one rank or
+    more."""
     count = draw(st.integers(1, 6))
     rows: list[list[Row]] = [[] for _ in range(count)]
     lacking: list[list[Item]] = [[] for _ in range(count)]
@@ -230,7 +231,7 @@ def test_copies_are_spread_over_all_that_hold_them() -> None:
     made = plan(ranks)
     largest = max(-(-row.entry_bytes // ALIGNMENT) * ALIGNMENT for row in whole)
     assert made.file_bytes.max() - made.file_bytes.min() <= largest
-    # Two groups of copies that share ranks: the one with fewer holders is settled first.
+    # Two groups of copies that share ranks: the one with fewer holders is decided first.
     pair = [row_of(f"pair.{n}", (50, 3), (0, 0), (50, 3)) for n in range(20)]
     lacking = [row.item for row in pair]
     ranks = [

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.contracts.board import Board
 from holdfast.contracts.environment import FLUSH_TIMEOUT, flush_timeout_s
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.journal import Event, EventKind, read_journal
-from holdfast.trainer.collective import Ranks
+from holdfast.contracts.rank_status import RankStatusTable
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.config import config
 from holdfast.trainer.data.order import SkipWindow
-from holdfast.trainer.link import choose_directory
 from holdfast.trainer.loading.restore import Resumed, describe, recorded_skips
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import AUTO_INTERVAL_S, Cadence, Interval
 from holdfast.trainer.program import program_argv
+from holdfast.trainer.rank_context import choose_directory
 from holdfast.trainer.session import Session
 from holdfast.trainer.signals import FailureRecord, SignalFlags
 from holdfast.trainer.state.train_state import Restored
@@ -56,7 +56,7 @@ def test_steps_are_due_at_multiples_whatever_was_resumed() -> None:
     cadence = Cadence(Interval(steps=10), step=13, now=0.0)
     assert [step for step in range(14, 21) if cadence.is_due(step)] == [20]
     assert cadence.decide(20, 5.0) == (True, 30)
-    cadence.settle(20, 30, saved=True, now=5.0)
+    cadence.update(20, 30, saved=True, now=5.0)
     assert not cadence.is_due(29)
 
 
@@ -69,7 +69,7 @@ def test_seconds_are_kept_though_steps_change_their_pace(slow_down: float) -> No
         if cadence.is_due(step):
             meetings += 1
             save, next_step = cadence.decide(step, now)
-            cadence.settle(step, next_step, saved=save, now=now)
+            cadence.update(step, next_step, saved=save, now=now)
             saves += [now] if save else []
     gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]
     assert len(gaps) > 3
@@ -158,7 +158,7 @@ def test_an_error_on_rank_0_is_raised_as_it_is() -> None:
     def fail() -> int:
         raise SpecError("no")
 
-    ranks = Ranks()
+    ranks = ControlGroup()
     with pytest.raises(SpecError, match="no"):
         ranks.share(fail)
     with pytest.raises(HoldfastError, match="no"):
@@ -168,20 +168,20 @@ def test_an_error_on_rank_0_is_raised_as_it_is() -> None:
 
 
 def test_a_signal_is_one_word_on_the_board() -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     before = signal.getsignal(signal.SIGTERM)
-    flags = SignalFlags(board.record(0))
+    flags = SignalFlags(status_table.record(0))
     signal.raise_signal(signal.SIGTERM)
-    assert board.signals == signal.SIGTERM
+    assert status_table.signals == signal.SIGTERM
     flags.close()
     assert signal.getsignal(signal.SIGTERM) is before
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
 def test_a_signal_to_a_forked_helper_is_no_wish_to_stop() -> None:
-    board, handle = Board.create(1)
-    flags = SignalFlags(board.record(0))
+    status_table, handle = RankStatusTable.create(1)
+    flags = SignalFlags(status_table.record(0))
     context = multiprocessing.get_context("fork")
     is_up = context.Event()
 
@@ -195,9 +195,9 @@ def test_a_signal_to_a_forked_helper_is_no_wish_to_stop() -> None:
     helper.terminate()
     helper.join(30)
     assert helper.exitcode == -signal.SIGTERM
-    assert board.signals == 0
+    assert status_table.signals == 0
     flags.close()
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
@@ -222,22 +222,22 @@ def test_an_exception_is_written_where_torchrun_looks(
 
 
 def test_the_line_says_what_came_back_and_what_did_not() -> None:
-    found = Resumed(step=40, checkpoint="gpt:step-00000040.a0001.i01")
+    found = Resumed(step=40, checkpoint="gpt:step-00000040.a0001.l01")
     own = Restored(parts=("model", "optimizer"), missing=("extra.ema",), unused=("scheduler",))
     restored = [own, Restored(parts=("model",), reseeded=True)]
-    line = describe("gpt", found, restored, ("step-00000050.a0001.i01: never committed",))
+    line = describe("gpt", found, restored, ("step-00000050.a0001.l01: never committed",))
     assert line == (
-        "holdfast: gpt goes on after step 40 from gpt:step-00000040.a0001.i01: restored model, "
+        "holdfast: gpt goes on after step 40 from gpt:step-00000040.a0001.l01: restored model, "
         "optimizer; extra.ema was not in the checkpoint; the checkpoint's scheduler is not used; "
         "ranks 1 had no saved random state and were seeded from (seed, rank, step); passed over "
-        "step-00000050.a0001.i01: never committed"
+        "step-00000050.a0001.l01: never committed"
     )
 
 
 def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
     rollbacks: list[dict[str, Any]] = [{"skip": [[41, 10]]}, {"skip": None}, {"skip": [[90, 1]]}]
     events = [
-        Event(writer="cli", incarnation=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
+        Event(writer="cli", launch=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
         for n, d in enumerate(rollbacks)
     ]
     skip = {"action": "skip", "skip": [[60, 5]]}

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.contracts import environment
 from holdfast.trainer.program import program_argv
-from holdfast.trainer.standby import changed_variables, take_the_place_of
+from holdfast.trainer.standby import changed_variables, set_up_interpreter
 
 # The libraries are left out: what is tested is the same with any.
 STANDBY = """
@@ -39,21 +39,22 @@ raise LookupError("the program's own")
 """
 
 
-def run(folder: Path, words: tuple[str, ...], gate: bytes | None) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of a program, started ahead with a `gate`."""
+def run(folder: Path, words: tuple[str, ...], standby_pipe: bytes | None) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a program, started ahead with a
+    `standby_pipe`."""
     inherited = dict(os.environ)
-    command = [sys.executable, "-u", *(("-c", STANDBY) if gate is not None else ()), *words]
+    command = [sys.executable, "-u", *(("-c", STANDBY) if standby_pipe is not None else ()), *words]
     read, write = os.pipe()
-    if gate is not None:
-        inherited[environment.GATE] = f"/proc/{os.getpid()}/fd/{read}"
-        os.write(write, gate)
-        if not gate:
+    if standby_pipe is not None:
+        inherited[environment.STANDBY_PIPE] = f"/proc/{os.getpid()}/fd/{read}"
+        os.write(write, standby_pipe)
+        if not standby_pipe:
             os.close(write)
     done = subprocess.run(
         command, cwd=folder, env=inherited, capture_output=True, text=True, timeout=120
     )
     os.close(read)
-    if gate != b"":
+    if standby_pipe != b"":
         os.close(write)
     return done.returncode, done.stdout, done.stderr
 
@@ -85,7 +86,7 @@ def test_the_command_line_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(sys, "argv", [*started[3:]])
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
-    take_the_place_of(started[4:])
+    set_up_interpreter(started[4:])
     assert program_argv() == ["train.py", "--lr", "1"]
     assert sys.argv == ["train.py", "--lr", "1"]
     assert sys.path[0] == str(tmp_path)

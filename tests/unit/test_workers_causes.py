@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.contracts.attempt import Outcome, StopRequest
+from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.history import stopped_for_numerics
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import AttemptState, Cause
@@ -30,7 +30,7 @@ from holdfast.workers.evidence import (
 from holdfast.workers.executors import JobStatus
 from holdfast.workers.slurm_states import translate
 
-STOP = StopRequest(action="pause", by="ann", requested_at=1.0)
+STOP = StopFile(action="pause", by="ann", requested_at=1.0)
 PREEMPTED = {"cause": "preemption", "name": "SIGTERM", "source": "signal"}
 
 
@@ -57,7 +57,7 @@ def slurm(word: str) -> JobStatus:
 
 
 GONE = JobStatus(state=AttemptState.LOST, raw="gone", evidence=("the process is gone",))
-REBOOTED = JobStatus(state=AttemptState.LOST, raw="rebooted", evidence=("it was started anew",))
+REBOOTED = JobStatus(state=AttemptState.LOST, raw="rebooted", evidence=("it was started again",))
 
 
 @pytest.mark.parametrize("cause", list(Cause))
@@ -126,7 +126,7 @@ def test_endings_with_an_outcome(
 def test_endings_without_an_outcome(
     status: JobStatus | None,
     signals: list[dict[str, Any]],
-    stop: StopRequest | None,
+    stop: StopFile | None,
     claimed: bool,
     state: str,
     cause: Cause,
@@ -220,11 +220,11 @@ RuntimeError: DataLoader worker (pid 31) is killed by signal: Segmentation fault
 def test_a_complaint_that_was_explained_next_is_not_the_root() -> None:
     found = find_cause(LOST_WORKER)
     assert found is not None
-    assert (found.rule.cause, found.rule.complaint) == (Cause.UNKNOWN, False)
+    assert (found.rule.cause, found.rule.secondary_error) == (Cause.UNKNOWN, False)
     assert "killed by signal: Segmentation fault" in found.quote
     alone = find_cause(LOST_WORKER.partition("\n\nDuring")[0])
     assert alone is not None
-    assert alone.rule.complaint
+    assert alone.rule.secondary_error
 
 
 def test_the_last_traceback_comes_with_its_chain_and_without_an_earlier_one() -> None:
@@ -407,11 +407,11 @@ def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
     events = [
         Event(
             writer="rank0",
-            incarnation=number,
+            launch=number,
             sequence=0,
             time=0.0,
             kind=EventKind.NUMERICS,
-            data={"attempt": 1, "incarnation": number, "action": action, "reason": reason},
+            data={"attempt": 1, "launch": number, "action": action, "reason": reason},
         )
         for number, action in ((1, "rollback"), (2, "warn"), (2, "stop"))
     ]

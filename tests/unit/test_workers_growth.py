@@ -9,7 +9,7 @@ from holdfast.contracts.history import AttemptView, RunHistory
 from holdfast.contracts.journal import GROWER
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.growth import Sighting, is_due, look_for_room, patience
+from holdfast.workers.growth import CapacityObservation, grow_delay, is_due, observe_capacity
 from holdfast.workers.policy import decide, fits_any
 
 AFTER_S = 100.0
@@ -32,29 +32,32 @@ def one(gpus: int = 2, *, grow: bool = True, state: AttemptState = RUNNING) -> R
 @pytest.mark.parametrize(
     ("history", "capacity", "before", "seen"),
     [
-        (one(), 4, None, Sighting(gpus=4, since=NOW)),
-        (one(), 3, None, Sighting(gpus=3, since=NOW)),
-        (one(), 99, None, Sighting(gpus=4, since=NOW)),
+        (one(), 4, None, CapacityObservation(gpus=4, since=NOW)),
+        (one(), 3, None, CapacityObservation(gpus=3, since=NOW)),
+        (one(), 99, None, CapacityObservation(gpus=4, since=NOW)),
         (one(), 2, None, None),
-        (one(), 0, Sighting(gpus=4, since=1), None),
-        (one(), None, Sighting(gpus=4, since=1), None),
+        (one(), 0, CapacityObservation(gpus=4, since=1), None),
+        (one(), None, CapacityObservation(gpus=4, since=1), None),
         (one(gpus=4), 8, None, None),
         (one(grow=False), 4, None, None),
-        (one(state=AttemptState.PENDING), 4, Sighting(gpus=4, since=1), None),
-        (one(), 4, Sighting(gpus=4, since=1), Sighting(gpus=4, since=1)),
-        (one(), 4, Sighting(gpus=3, since=1), Sighting(gpus=4, since=1)),
-        (one(), 3, Sighting(gpus=4, since=1), Sighting(gpus=3, since=NOW)),
+        (one(state=AttemptState.PENDING), 4, CapacityObservation(gpus=4, since=1), None),
+        (one(), 4, CapacityObservation(gpus=4, since=1), CapacityObservation(gpus=4, since=1)),
+        (one(), 4, CapacityObservation(gpus=3, since=1), CapacityObservation(gpus=4, since=1)),
+        (one(), 3, CapacityObservation(gpus=4, since=1), CapacityObservation(gpus=3, since=NOW)),
     ],
 )
 def test_room_for_a_larger_attempt(
-    history: RunHistory, capacity: int | None, before: Sighting | None, seen: Sighting | None
+    history: RunHistory,
+    capacity: int | None,
+    before: CapacityObservation | None,
+    seen: CapacityObservation | None,
 ) -> None:
-    assert look_for_room(history, capacity, before, now=NOW, fits=fits_any) == seen
+    assert observe_capacity(history, capacity, before, now=NOW, fits=fits_any) == seen
 
 
 def test_a_size_that_the_checkpoint_does_not_fit_is_no_room() -> None:
-    seen = look_for_room(one(), 4, None, now=NOW, fits=lambda gpus: gpus != 4)
-    assert seen == Sighting(gpus=3, since=NOW)
+    seen = observe_capacity(one(), 4, None, now=NOW, fits=lambda gpus: gpus != 4)
+    assert seen == CapacityObservation(gpus=3, since=NOW)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +73,13 @@ def test_room_is_taken_once_it_and_the_attempt_are_old_enough(
 ) -> None:
     spec = growing_spec()
     history = history_of(spec, running(spec, began=began))
-    assert is_due(history, Sighting(gpus=4, since=since), now=NOW) is due
+    assert is_due(history, CapacityObservation(gpus=4, since=since), now=NOW) is due
 
 
 def test_no_room_is_taken_twice_nor_against_an_operators_word() -> None:
     spec = growing_spec()
     asked = history_of(spec, running(spec), asked={"action": "pause"})
-    assert not is_due(asked, Sighting(gpus=4, since=0), now=NOW)
+    assert not is_due(asked, CapacityObservation(gpus=4, since=0), now=NOW)
     assert not is_due(history_of(spec, running(spec)), None, now=NOW)
 
 
@@ -85,8 +88,8 @@ def test_each_preemption_of_a_grown_attempt_doubles_the_wait() -> None:
     grown = {"action": "relaunch", "by": GROWER, "gpus": 4, "after_attempt": 1}
     first = attempt_of(spec, 1, Cause.OPERATOR, gpus=2, committed=5)
     again = attempt_of(spec, 2, Cause.PREEMPTION, gpus=4, committed=9)
-    assert patience(history_of(spec, first, asked=grown)) == AFTER_S
-    assert patience(history_of(spec, first, again, asked=grown)) == 2 * AFTER_S
+    assert grow_delay(history_of(spec, first, asked=grown)) == AFTER_S
+    assert grow_delay(history_of(spec, first, again, asked=grown)) == 2 * AFTER_S
 
 
 @pytest.mark.parametrize(("capacity", "gpus"), [(8, 4), (4, 4), (3, 3), (None, 4), (0, 2)])

@@ -19,7 +19,7 @@ from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_jou
 from holdfast.workers.agent import hangs
 from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.hangs import HangWatch
-from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.agent.stack_text import RankStack
 from holdfast.workers.agent.stacks import StackSample
 
@@ -54,9 +54,9 @@ class PlayedNode:
         self.asked.append((self.silent_s, dump, number))
 
     @property
-    def looks(self) -> tuple[RankLook, ...]:
+    def statuses(self) -> tuple[RankStatus, ...]:
         return tuple(
-            RankLook(
+            RankStatus(
                 rank=i,
                 pid=100 + i,
                 step=7,
@@ -78,7 +78,7 @@ class PlayedNode:
                     for i, rank in enumerate(self.ranks)
                 )
                 self.sample = StackSample(dump=dump, number=number, stacks=stacks)
-        return SimpleNamespace(ranks=self.looks, sample=self.sample)
+        return SimpleNamespace(ranks=self.statuses, sample=self.sample)
 
 
 class Play:

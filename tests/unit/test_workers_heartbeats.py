@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.board import RECENT_STEPS, Board, Phase
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths
+from holdfast.contracts.rank_status import RECENT_STEPS, Phase, RankStatusTable
 from holdfast.trainer import stacks as trainer_stacks
 from holdfast.workers.agent import stacks
 from holdfast.workers.agent.calibration import PhaseTimes
@@ -50,7 +50,7 @@ def wait_for(look: Callable[[], Any]) -> Any:
 
 def beat(**more: Any) -> NodeBeat:
     facts: dict[str, Any] = {"node": 0, "host": "n", "time": 100.0, "attempt": 1, **more}
-    return NodeBeat(incarnation=1, agent_pid=1, **facts)
+    return NodeBeat(launch=1, agent_pid=1, **facts)
 
 
 def test_eight_ranks_fit_into_four_kilobytes_and_their_gpus_into_two_more() -> None:
@@ -127,20 +127,20 @@ def context(tmp_path: Path) -> AgentContext:
 def test_silences_are_measured_told_and_known_to_the_next_attempt(
     context: AgentContext, tmp_path: Path
 ) -> None:
-    board, handle = Board.create(2)
-    watch = RankWatch(board, 0, {})
+    status_table, handle = RankStatusTable.create(2)
+    watch = RankWatch(status_table, 0, {})
     attempt = context.attempt
     attempt.heartbeats.mkdir(parents=True, exist_ok=True)
-    heartbeat = Heartbeat(context, board, watch)
-    record = board.record(1)
+    heartbeat = Heartbeat(context, status_table, watch)
+    record = status_table.record(1)
     record.register(1, 0)
     record.beat(Phase.EVAL)
-    wait_for(lambda: watch.looks()[1].phase == "eval")
+    wait_for(lambda: watch.statuses()[1].phase == "eval")
     time.sleep(0.3)
     record.beat(Phase.TRAIN)
     for step in range(1, 40):
         time.sleep(0.01)
-        record.cross(step)
+        record.finish_step(step)
     assert len(record.recent_steps_s(0)) == RECENT_STEPS
     assert all(0.005 < one < 5 for one in record.recent_steps_s(36))
     wait_for(lambda: watch.summary().get("train"))
@@ -159,27 +159,27 @@ def test_silences_are_measured_told_and_known_to_the_next_attempt(
     known = earlier_times(load_context(later.paths.attempt(2).request, {}))
     assert known["eval"].p99_s == pytest.approx(2 * told.phases["eval"].p99_s)
     watch.close()
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
 def test_a_clock_that_jumps_is_told_and_moves_no_silence(
     context: AgentContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, handle = Board.create(2)
-    watch = RankWatch(board, 0, {})
+    status_table, handle = RankStatusTable.create(2)
+    watch = RankWatch(status_table, 0, {})
     context.attempt.heartbeats.mkdir(parents=True, exist_ok=True)
-    heartbeat = Heartbeat(context, board, watch)
-    board.record(0).register(0, 0)
+    heartbeat = Heartbeat(context, status_table, watch)
+    status_table.record(0).register(0, 0)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 86_400)
     heartbeat.close()
     (event,) = read_journal(context.attempt.node_journal(0))[0]
     assert event.kind is EventKind.NOTE
     assert "jumped by +86400" in event.data["text"]
-    assert watch.looks()[0].silent_s < 60
+    assert watch.statuses()[0].silent_s < 60
     watch.close()
-    board.close()
+    status_table.close()
     os.close(handle)
 
 
@@ -242,10 +242,10 @@ def test_a_helper_that_waits_for_storage_or_computes_is_seen() -> None:
 
 OFFERS = """
 import time
-from holdfast.contracts.board import Board
+from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.trainer.stacks import offer_stacks
 import sys
-record = Board.open(sys.argv[1]).record(0)
+record = RankStatusTable.open(sys.argv[1]).record(0)
 offer_stacks(record)
 def stuck():
     print("there", flush=True)
@@ -257,7 +257,7 @@ stuck()
 def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board, handle = Board.create(1)
+    status_table, handle = RankStatusTable.create(1)
     path = f"/proc/{os.getpid()}/fd/{handle}"
     rank = subprocess.Popen([sys.executable, "-c", OFFERS, path], stdout=subprocess.PIPE)
     refuses = tmp_path / "py-spy"
@@ -266,7 +266,7 @@ def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
     try:
         assert rank.stdout is not None
         assert rank.stdout.readline() == b"there\n"
-        offer = board.record(0).stacks_offer
+        offer = status_table.record(0).stacks_offer
         assert offer[0] == trainer_stacks.STACKS_SIGNAL
         target = stacks.Target(rank=0, pid=rank.pid, offer=offer)
         spied, _ = stacks.take_stack(target)
@@ -283,7 +283,7 @@ def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
     finally:
         rank.kill()
         rank.communicate()
-        board.close()
+        status_table.close()
         os.close(handle)
 
 

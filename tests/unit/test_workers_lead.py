@@ -19,17 +19,17 @@ from typing import Any, cast
 import pytest
 from tests.runs import RunFolder
 
-from holdfast.contracts.board import Proposal
 from holdfast.contracts.channel import ChannelHost, ChannelMember, Peer
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.outcome import build_outcome, judge_ending
-from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
+from holdfast.workers.agent.runtime import CrashReport, NodeReport, NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
 STEPS_GAINED = 7
@@ -38,41 +38,41 @@ WAIT_S = 30.0
 
 
 class PlayedNode:
-    """A node with one rank: it trains for some looks, then ends as the incarnation is to."""
+    """A node with one rank: it trains for some looks, then ends as the launch is to."""
 
     step_s = 1.0
 
     def __init__(self, name: str, ends: dict[int, int]) -> None:
         self.name, self._ends = name, ends
-        self._incarnation, self._looks, self._killed = 0, 0, False
+        self._launch, self._looks, self._killed = 0, 0, False
 
-    def start(self, incarnation: int, address: str, port: int) -> None:
-        self._incarnation, self._looks, self._killed = incarnation, 0, False
+    def start(self, launch: int, address: str, port: int) -> None:
+        self._launch, self._looks, self._killed = launch, 0, False
 
     def report(self) -> NodeReport:
         self._looks += 1
         ends = self._looks > LOOKS
-        code = self._ends.get(self._incarnation, 0) if ends else None
+        code = self._ends.get(self._launch, 0) if ends else None
         return NodeReport(
             exit_code=137 if self._killed and not ends else code,
             phases=("TRAIN",),
             registered=1,
             alive=1,
-            completed=STEPS_GAINED * self._incarnation,
-            resumed=STEPS_GAINED * (self._incarnation - 1),
+            completed=STEPS_GAINED * self._launch,
+            resumed=STEPS_GAINED * (self._launch - 1),
         )
 
     def kill(self) -> None:
         self._killed = True
 
-    def prepare(self, incarnation: int, address: str, port: int) -> None:
+    def prepare(self, launch: int, address: str, port: int) -> None:
         raise AssertionError("it does not train for so long")
 
     def drain(self, timeout_s: float, lost: Any = (), *, mirror: bool = False) -> bool:
         return True
 
-    def wreck(self) -> Wreck:
-        return Wreck()
+    def crash_report(self) -> CrashReport:
+        return CrashReport()
 
 
 class PlayedPeer:
@@ -87,8 +87,8 @@ class PlayedPeer:
     def call(self, what: str, timeout_s: float = 0.0, **given: Any) -> Any:
         if what == "report":
             return self._node.report().to_json()
-        if what == "wreck":
-            return self._node.wreck().to_json()
+        if what == "crash_report":
+            return self._node.crash_report().to_json()
         if what == "start":
             return self._node.start(**given)
         return self._node.kill() if what == "kill" else {"done": True}
@@ -121,7 +121,7 @@ def test_what_a_node_said_before_a_restart_does_not_end_what_comes_after(tmp_pat
         # Nothing takes time here: the other node was asked a moment before.
         lead.run()
         lead.close()
-    assert [one.ending for one in lead.incarnations] == ["crashed", "completed"]
+    assert [one.ending for one in lead.launches] == ["crashed", "completed"]
 
 
 class SteadyNode(PlayedNode):
@@ -156,7 +156,7 @@ class SteadyNode(PlayedNode):
     def answer(self, serial: int, state: Proposal) -> None:
         self._leaves = self._leaves or state is Proposal.GO
 
-    def prepare(self, incarnation: int, address: str, port: int) -> None:
+    def prepare(self, launch: int, address: str, port: int) -> None:
         """It needs none."""
 
 
@@ -191,8 +191,8 @@ class Follower:
         kind = question["kind"]
         if kind == "report":
             return self._node.report().to_json()
-        if kind == "wreck":
-            return self._node.wreck().to_json()
+        if kind == "crash_report":
+            return self._node.crash_report().to_json()
         if kind == "newest":
             return {"step": self._node.newest_entered()}
         if kind == "propose":
@@ -258,7 +258,7 @@ def test_a_signal_is_heard_while_a_node_is_silent_and_the_outcome_is_in_time(
 ) -> None:
     # It answers `start` and its first reports, and then stands still.
     with led(tmp_path, [4], grace_s=4.0) as (lead, followers, send_signal, events):
-        wait_for(EventKind.INCARNATION_STARTED, events, WAIT_S)
+        wait_for(EventKind.LAUNCH_STARTED, events, WAIT_S)
         while followers[0].silent_after > 0:
             time.sleep(0.02)
         time.sleep(0.5)
@@ -266,15 +266,15 @@ def test_a_signal_is_heard_while_a_node_is_silent_and_the_outcome_is_in_time(
         send_signal()
         assert wait_for(EventKind.SIGNAL, events, WAIT_S) < 1.0
     assert time.time() - sent_at < 4.0
-    assert [one.ending for one in lead.incarnations] == ["killed"]
-    assert lead.wish is not None
+    assert [one.ending for one in lead.launches] == ["killed"]
+    assert lead.stop_request is not None
     assert judge_ending(lead)[0].cause is Cause.PREEMPTION
 
 
 @pytest.mark.timeout(60)
 def test_a_node_that_wakes_up_in_time_stops_with_the_others(tmp_path: Path) -> None:
     with led(tmp_path, [math.inf, 6], grace_s=30.0) as (lead, followers, send_signal, events):
-        wait_for(EventKind.INCARNATION_STARTED, events, WAIT_S)
+        wait_for(EventKind.LAUNCH_STARTED, events, WAIT_S)
         while followers[1].silent_after > 0:
             time.sleep(0.02)
         send_signal()
@@ -283,8 +283,8 @@ def test_a_node_that_wakes_up_in_time_stops_with_the_others(tmp_path: Path) -> N
         followers[1].speaks_again.set()
         followers[1].silent_after = math.inf
         wait_for(EventKind.STOP_AGREED, events, WAIT_S)
-    assert [one.ending for one in lead.incarnations] == ["left"] or lead.lost == []
-    assert [one.ending for one in lead.incarnations][-1] in {"stopped", "left"}
+    assert [one.ending for one in lead.launches] == ["left"] or lead.lost == []
+    assert [one.ending for one in lead.launches][-1] in {"stopped", "left"}
 
 
 @pytest.mark.timeout(60)
@@ -301,7 +301,7 @@ def test_a_signal_ends_the_wait_for_nodes_that_do_not_come(tmp_path: Path) -> No
         lead.close()
     host.close()
     assert (outcome.state, outcome.cause) == (AttemptState.PREEMPTED, Cause.PREEMPTION)
-    assert outcome.incarnations == ()
+    assert outcome.launches == ()
 
 
 @pytest.mark.timeout(20)
@@ -364,7 +364,7 @@ def test_slow_nodes_drain_in_the_time_of_one(tmp_path: Path) -> None:
         )
         lead.run()
         lead.close()
-    assert [one.ending for one in lead.incarnations] == ["completed"]
+    assert [one.ending for one in lead.launches] == ["completed"]
     assert not everybody.broken
     assert lead.lost == []
 

@@ -179,11 +179,11 @@ def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> N
     assert decide(history, None, now=NOW).action == "stop"
     rolled_back = Event(
         writer="rank0",
-        incarnation=1,
+        launch=1,
         sequence=0,
         time=NOW,
         kind=EventKind.ROLLED_BACK,
-        data={"to": "step-00000050.a0001.i01", "excluded": ["step-00000150.a0002.i01"]},
+        data={"to": "step-00000050.a0001.l01", "excluded": ["step-00000150.a0002.l01"]},
     )
     taken_back = dataclasses.replace(history, events=(rolled_back,))
     assert decide(taken_back, None, now=NOW).action == "relaunch"

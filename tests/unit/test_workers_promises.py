@@ -35,13 +35,13 @@ def test_an_exit_status_of_0_is_compared_with_what_was_promised(
 ) -> None:
     before = [_event(0, 1, kind, data) for kind, data in (RESUMED, PROMISED, LEFT)]
     events = [_event(number, 2, *line) for number, line in enumerate(lines, 10)]
-    ending = judge_completion([*before, *events], incarnation=2, step=40)
+    ending = judge_completion([*before, *events], launch=2, step=40)
     assert ending.state is state
     assert (ending.cause is Cause.USER_ERROR) == (state is AttemptState.FAILED)
     assert words in " ".join(ending.evidence)
     assert bool(words) == bool(ending.evidence)
 
 
-def _event(number: int, incarnation: int, kind: EventKind, data: dict[str, Any]) -> Event:
-    facts = {"attempt": 1, "incarnation": incarnation, **data}
-    return Event(writer="rank0", incarnation=1, sequence=number, time=0, kind=kind, data=facts)
+def _event(number: int, launch: int, kind: EventKind, data: dict[str, Any]) -> Event:
+    facts = {"attempt": 1, "launch": launch, **data}
+    return Event(writer="rank0", launch=1, sequence=number, time=0, kind=kind, data=facts)

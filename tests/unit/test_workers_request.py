@@ -127,6 +127,6 @@ def test_ranks_are_told_how_long_a_flush_may_take() -> None:
     request = request_of(supervision={"flush_timeout_s": 90})
     run = SimpleNamespace(directory="/r")
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)
-    handles: Any = SimpleNamespace(board="b", flusher="f")
+    handles: Any = SimpleNamespace(status_table="b", flusher="f")
     told = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
     assert told["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"

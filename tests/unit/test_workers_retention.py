@@ -48,7 +48,7 @@ def names(paths: RunPaths) -> list[str]:
 
 
 def name_of(step: int) -> str:
-    return f"step-{step:08d}.a0001.i01"
+    return f"step-{step:08d}.a0001.l01"
 
 
 def said(step: int, reason: str = "") -> dict[str, str]:
@@ -170,7 +170,7 @@ def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
     exported = {"checkpoint": name_of(40), "format": "torch", "path": str(tmp_path / "out.pt")}
     folder.tell("cli", EventKind.EXPORTED, **exported)
     uses = retention.checkpoints_in_use(load_history(paths))
-    # The second incarnation went on from another one than the first.
+    # The second launch went on from another one than the first.
     assert uses == {
         name_of(20): "what attempt 2 resumed from",
         name_of(30): "the parent of run b",
@@ -222,7 +222,7 @@ def test_saves_of_ended_attempts_that_were_never_committed_give_way(
     folder.submit(1, 1, T0)
     folder.submit(2, 1, T0)
     for step, attempt in ((50, 1), (60, 2)):
-        torn = paths.checkpoint(f"step-{step:08d}.a{attempt:04d}.i01")
+        torn = paths.checkpoint(f"step-{step:08d}.a{attempt:04d}.l01")
         torn.mkdir()
         (torn / "__0_0.distcp").write_bytes(b"x" * 5000)
     folder.tell_ended(1, AttemptState.FAILED, Cause.HANG, 50, T0)
@@ -230,7 +230,7 @@ def test_saves_of_ended_attempts_that_were_never_committed_give_way(
     monkeypatch.setattr(deletion, "UNDECIDED_S", -1.0)
     assert deletion.remove_torn(paths) >= 5000
     assert not paths.checkpoint(name_of(50)).exists()
-    assert paths.checkpoint("step-00000060.a0002.i01").exists(), "that attempt still lives"
+    assert paths.checkpoint("step-00000060.a0002.l01").exists(), "that attempt still lives"
     assert len(names(paths)) == 4
 
 

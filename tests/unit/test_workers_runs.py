@@ -16,7 +16,7 @@ from tests.histories import spec_of
 from holdfast.contracts.attempt import (
     Outcome,
     RunRecord,
-    StopRequest,
+    StopFile,
     Submission,
     read_document,
     write_document,
@@ -36,7 +36,7 @@ from holdfast.contracts.spec import Cost, RunSpec
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.flows import carry
 from holdfast.workers import attempts, executors, operator, preflight, runs
-from holdfast.workers.agent.foreign import set_aside_foreign
+from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.executors import Executor, JobStatus, executor_for
 from holdfast.workers.reconcile import reconcile
 from holdfast.workers.request import build_request
@@ -348,8 +348,8 @@ def test_an_older_attempts_outcome_ends_no_other_and_is_set_aside(
     assert not view.state.is_terminal
     assert (view.outcome, view.last_step) == (None, None)
     with JournalWriter(attempt.node_journal(0)) as journal:
-        set_aside_foreign(attempt, journal)
-        set_aside_foreign(attempt, journal)
+        quarantine_stale_outcome(attempt, journal)
+        quarantine_stale_outcome(attempt, journal)
     assert not attempt.outcome.exists()
     (note,) = (e for e in load_history(paths).events if e.kind is EventKind.NOTE)
     assert "outcome.json was that of attempt 0, not of 1" in note.data["text"]
@@ -364,7 +364,7 @@ def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: 
     attempt = submit(paths, spec)
     assert "taken back" in operator.request(paths, "cancel", by="ann")
     assert not scheduler.jobs
-    stop = read_document(StopRequest, attempt.stop)
+    stop = read_document(StopFile, attempt.stop)
     assert stop is not None
     assert stop.action == "cancel"
 

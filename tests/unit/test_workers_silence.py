@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.workers.agent import silence
 from holdfast.workers.agent.calibration import Calibration, PhaseTimes, scaled
-from holdfast.workers.agent.silence import LIMITS, Patience, RankLook, Sample
+from holdfast.workers.agent.silence import LIMITS, RankStatus, Sample, SilenceLimits
 from holdfast.workers.agent.stack_text import (
     RankStack,
     find_blame,
@@ -31,16 +31,16 @@ from holdfast.workers.agent.stragglers import (
     find_slow,
 )
 
-PATIENCE = Patience({})
+SILENCE_LIMITS = SilenceLimits({})
 
 
 def times(p99_s: float, count: int = 100, recurring_s: float = 0.0) -> PhaseTimes:
     return PhaseTimes(count=count, p50_s=p99_s / 2, p99_s=p99_s, recurring_s=recurring_s)
 
 
-def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any) -> RankLook:
+def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any) -> RankStatus:
     facts: dict[str, Any] = {"pid": 100 + rank, "step": 7, "times": times(1.0), **more}
-    return RankLook(rank=rank, phase=phase, silent_s=silent_s, **facts)
+    return RankStatus(rank=rank, phase=phase, silent_s=silent_s, **facts)
 
 
 @pytest.mark.parametrize(
@@ -64,25 +64,25 @@ def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any
 def test_limits_follow_the_runs_own_history_above_a_floor(
     phase: str, known: PhaseTimes | None, suspect_s: float, end_s: float
 ) -> None:
-    assert PATIENCE.suspect_s(phase, known) == pytest.approx(suspect_s)
-    assert PATIENCE.end_s(phase, known) == pytest.approx(end_s)
+    assert SILENCE_LIMITS.suspect_s(phase, known) == pytest.approx(suspect_s)
+    assert SILENCE_LIMITS.end_s(phase, known) == pytest.approx(end_s)
 
 
 def test_a_spec_says_otherwise_and_history_still_counts() -> None:
-    patience = Patience({"train": 4.0})
-    assert patience.end_s("train", None) == 4.0
-    assert patience.end_s("train", times(0.1)) == 4.0
-    assert patience.end_s("train", times(2.0)) == 24.0
+    limits = SilenceLimits({"train": 4.0})
+    assert limits.end_s("train", None) == 4.0
+    assert limits.end_s("train", times(0.1)) == 4.0
+    assert limits.end_s("train", times(2.0)) == 24.0
 
 
 @pytest.mark.parametrize("phase", sorted(LIMITS))
 @pytest.mark.parametrize("usual_s", [0.5, 10.0, 400.0])
 def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usual_s: float) -> None:
-    assert PATIENCE.end_s(phase, times(usual_s, count=1)) > 10 * usual_s
+    assert SILENCE_LIMITS.end_s(phase, times(usual_s, count=1)) > 10 * usual_s
 
 
 @pytest.mark.parametrize(
-    ("looks", "left_s"),
+    ("statuses", "left_s"),
     [
         ([look(0, 31.0), look(1, 30.0)], 0.0),
         ([look(0, 31.0), look(1, 10.0)], 20.0),
@@ -96,22 +96,22 @@ def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usua
     ],
 )
 def test_all_ranks_must_be_silent_for_long_or_one_be_dead(
-    looks: list[RankLook], left_s: float
+    statuses: list[RankStatus], left_s: float
 ) -> None:
-    assert silence.left_to_wait_s(looks, PATIENCE, 1e6) == pytest.approx(left_s)
+    assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 1e6) == pytest.approx(left_s)
 
 
 def test_nothing_may_have_stirred_for_half_of_the_silence() -> None:
-    looks = [look(0, 50.0), look(1, 50.0)]
-    assert silence.left_to_wait_s(looks, PATIENCE, 5.0) == 10.0
-    assert silence.left_to_wait_s(looks, PATIENCE, 15.0) == 0.0
+    statuses = [look(0, 50.0), look(1, 50.0)]
+    assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 5.0) == 10.0
+    assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 15.0) == 0.0
     dead = [look(0, 50.0), look(1, 50.0, is_alive=False, is_unreaped=True)]
-    assert silence.left_to_wait_s(dead, PATIENCE, 4.0) == 6.0
+    assert silence.left_to_wait_s(dead, SILENCE_LIMITS, 4.0) == 6.0
 
 
-def sample(at: float, *looks: RankLook, digest: str = "a", **stack: Any) -> Sample:
-    stacks = {k.rank: RankStack(rank=k.rank, digest=digest, **stack) for k in looks}
-    return Sample(at=at, looks=looks, stacks=stacks)
+def sample(at: float, *statuses: RankStatus, digest: str = "a", **stack: Any) -> Sample:
+    stacks = {k.rank: RankStack(rank=k.rank, digest=digest, **stack) for k in statuses}
+    return Sample(at=at, statuses=statuses, stacks=stacks)
 
 
 def test_who_computes_by_itself_gets_more_time_but_not_in_training() -> None:
@@ -120,8 +120,8 @@ def test_who_computes_by_itself_gets_more_time_but_not_in_training() -> None:
     busy = silence.busy_ranks(sample(0.0, *before), sample(10.0, *after))
     assert busy == {0}
     ready = [look(0, 130.0, "eval", times=times(1.0)), look(1, 130.0)]
-    assert silence.left_to_wait_s(ready, PATIENCE, 1e6) == 0.0
-    assert silence.left_to_wait_s(ready, PATIENCE, 1e6, busy) == pytest.approx(230.0)
+    assert silence.left_to_wait_s(ready, SILENCE_LIMITS, 1e6) == 0.0
+    assert silence.left_to_wait_s(ready, SILENCE_LIMITS, 1e6, busy) == pytest.approx(230.0)
 
 
 LONG_S = silence.FAINT_SIGNS_S
@@ -158,14 +158,14 @@ def test_what_counts_as_a_sign_of_life(before: Sample, after: Sample, has_sign: 
 
 def test_a_program_that_never_spoke_is_nobodys_to_judge() -> None:
     mute = [look(rank, 9999.0, "start", pid=0, times=None) for rank in range(2)]
-    assert silence.suspects(mute, PATIENCE) == []
+    assert silence.suspects(mute, SILENCE_LIMITS) == []
     half = [look(0, 9999.0, "rendezvous", times=None), mute[1]]
-    assert {one.rank for one in silence.suspects(half, PATIENCE)} == {0, 1}
+    assert {one.rank for one in silence.suspects(half, SILENCE_LIMITS)} == {0, 1}
 
 
 def test_a_look_survives_the_channel() -> None:
     one = look(3, 1.5, cpu_s=2.0)
-    assert RankLook.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert RankStatus.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_calibration_knows_earlier_attempts_until_it_knows_better() -> None:
@@ -196,17 +196,17 @@ def test_what_befell_all_ranks_once_is_not_what_recurs() -> None:
 
 def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:
     quick = [look(rank, step_s=1.0, own_s=0.4) for rank in range(3)]
-    looks = [*quick, look(3, step_s=1.0, own_s=0.9)]
-    assert [slow.rank for slow in find_slow(looks)] == [3]
+    statuses = [*quick, look(3, step_s=1.0, own_s=0.9)]
+    assert [slow.rank for slow in find_slow(statuses)] == [3]
     stragglers = Stragglers()
-    named = [[slow.rank for slow in stragglers.look(looks)] for _ in range(TIMES_MIN + 1)]
+    named = [[slow.rank for slow in stragglers.look(statuses)] for _ in range(TIMES_MIN + 1)]
     assert named == [[], [], [3], []]
     interrupted = Stragglers()
-    assert not any(interrupted.look(x) for x in (looks, looks, quick, looks, looks))
+    assert not any(interrupted.look(x) for x in (statuses, statuses, quick, statuses, statuses))
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "statuses",
     [
         [look(0, step_s=1.0, own_s=1.0), look(1, step_s=1.0, own_s=1.0)],
         [look(0, step_s=1.0, own_s=0.02), look(1, step_s=1.0, own_s=0.08)],
@@ -214,13 +214,13 @@ def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:
         [look(0, step_s=1.0, own_s=0.9)],
     ],
 )
-def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(looks: list[RankLook]) -> None:
-    assert find_slow(looks) == []
+def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(statuses: list[RankStatus]) -> None:
+    assert find_slow(statuses) == []
 
 
-def slow_ranks(looks: Sequence[RankLook]) -> list[Slow]:
+def slow_ranks(statuses: Sequence[RankStatus]) -> list[Slow]:
     """The definition, word by word, in time that grows with the square of the ranks."""
-    timed = [one for one in looks if one.phase == "train" and one.step_s > 0]
+    timed = [one for one in statuses if one.phase == "train" and one.step_s > 0]
     found = []
     for one in timed if len(timed) > 1 else ():
         peers_s = statistics.median(other.own_s for other in timed if other is not one)
@@ -243,18 +243,18 @@ SECONDS = st.sampled_from([0.0, 0.1, 0.1, 0.15, 0.3, 1.0]) | st.floats(0.0, 10.0
 def test_slow_ranks_are_those_beside_the_median_of_all_others(
     given_looks: list[tuple[str, float, float]],
 ) -> None:
-    looks = [
+    statuses = [
         look(rank, phase=phase, step_s=step_s, own_s=own_s)
         for rank, (phase, step_s, own_s) in enumerate(given_looks)
     ]
-    assert find_slow(looks) == slow_ranks(looks)
+    assert find_slow(statuses) == slow_ranks(statuses)
 
 
 def test_many_ranks_are_judged_in_little_time() -> None:
     def seconds(ranks: int) -> float:
-        looks = [look(n, step_s=1.0, own_s=0.4 + n % 97 / 1000) for n in range(ranks)]
+        statuses = [look(n, step_s=1.0, own_s=0.4 + n % 97 / 1000) for n in range(ranks)]
         began = time.process_time()
-        assert find_slow([*looks, look(ranks, step_s=1.0, own_s=0.95)])[0].rank == ranks
+        assert find_slow([*statuses, look(ranks, step_s=1.0, own_s=0.95)])[0].rank == ranks
         return time.process_time() - began
 
     # 1,024 nodes of 8 ranks; the square of their number took 9 s.

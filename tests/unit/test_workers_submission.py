@@ -333,7 +333,7 @@ def test_a_job_whose_agents_write_heartbeats_is_not_lost(
 
 class CachedAbsence:
     """A client's cache at the edge to the kernel: `name` does not exist, for so many seconds, or
-    until its directory is opened where the client then asks the server anew."""
+    until its directory is opened where the client then asks the server again."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, clock: Clock, name: str, seconds: float, *, asks: bool

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser
-from tests.web import stand
-from tests.web.scene import lay_out, supervised
+from tests.web import testbed
+from tests.web.sample_runs import lay_out, supervised
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stand.Site]:
-    """A server with the runs of `scene`, the newest of them live."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[testbed.Site]:
+    """A server with the runs of `sample_runs`, the newest of them live."""
     home = tmp_path_factory.mktemp("page")
     lay_out(home / "runs", time.time())
-    with supervised(home / "runs"), stand.serving(home) as served:
+    with supervised(home / "runs"), testbed.serving(home) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with stand.chromium() as started:
+    with testbed.chromium() as started:
         yield started

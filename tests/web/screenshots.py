@@ -1,7 +1,7 @@
 """`make screenshots`: what the page looks like, for the documentation.
 
-A real server over the runs of `scene`, a real Chromium; of each view one picture wide and light,
-and one narrow and dark.
+A real server over the runs of `sample_runs`, a real Chromium; of each view one picture wide and
+light, and one narrow and dark.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Final
 
 from PIL import Image
 from playwright.sync_api import Browser
-from tests.web import stand
-from tests.web.scene import LIVE, NEWEST, beat, lay_out, supervised
+from tests.web import testbed
+from tests.web.sample_runs import LIVE, NEWEST, beat, lay_out, supervised
 
 from holdfast.contracts.paths import RunPaths
 
-PINNED: Final = f"{LIVE}:step-00005000.a0001.i01"
-LAST: Final = f"{LIVE}:step-00008500.a0002.i01"
+PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"
+LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
 # File's name: path, and a text that is there once the view is.
 VIEWS: Final = {
     "runs": ("/", "vit-l-ablation"),
@@ -54,8 +54,8 @@ def main(target: Path) -> None:
         lay_out(Path(folder) / "runs", time.time())
         with (
             supervised(Path(folder) / "runs"),
-            stand.serving(Path(folder)) as site,
-            stand.chromium() as browser,
+            testbed.serving(Path(folder)) as site,
+            testbed.chromium() as browser,
         ):
             for name in VIEWS:
                 for look in LOOKS:
@@ -64,11 +64,11 @@ def main(target: Path) -> None:
                     print(path)
 
 
-def picture(browser: Browser, site: stand.Site, name: str, look: str) -> bytes:
+def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes:
     """One view as PNG with a palette."""
     path, text = VIEWS[name]
     width, height, theme = LOOKS[look]
-    with stand.looking(browser, site, width=width, theme=theme) as (page, _):
+    with testbed.page_of(browser, site, width=width, theme=theme) as (page, _):
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(reduced_motion="reduce")
         # The live run's node has just been heard of.

@@ -10,13 +10,13 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from safetensors import safe_open
 from tests.process.local_command import Local
-from tests.web import stand
+from tests.web import testbed
 
 STEPS: Final = 100_000
 # An attempt starts torch in each rank, on a machine that does much else.
 ATTEMPT_MS: Final = 300_000.0
 
-pytestmark = [pytest.mark.storm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser:
     )
     local.json("submit", str(spec))
     with (
-        stand.serving(local.folder / "home") as site,
-        stand.looking(browser, site) as (page, complaints),
+        testbed.serving(local.folder / "home") as site,
+        testbed.page_of(browser, site) as (page, console_errors),
     ):
         page.goto("/runs/resized")
         attempts = page.get_by_role("region", name="Attempts").get_by_role("row")
@@ -79,7 +79,7 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser:
         ask(page, "Cancel")
         expect(page.get_by_text("cancelled").first).to_be_visible(timeout=ATTEMPT_MS)
         written = export_newest(page, table)
-        assert not complaints
+        assert not console_errors
     with safe_open(written, framework="pt") as weights:
         assert list(weights.keys())
     shown = local.json("show", "resized")

@@ -10,9 +10,9 @@ from typing import Any, Final, Literal
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
 from tests.runs import RunFolder
-from tests.web import stand
-from tests.web.scene import LIVE
-from tests.web.stand import CHECKOUT, Site
+from tests.web import testbed
+from tests.web.sample_runs import LIVE
+from tests.web.testbed import CHECKOUT, Site
 
 from holdfast.contracts.durable import write_bytes
 from holdfast.contracts.history import load_events
@@ -20,8 +20,8 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 
 AXE: Final = CHECKOUT / "web" / "node_modules" / "axe-core" / "axe.min.js"
-PINNED: Final = f"{LIVE}:step-00005000.a0001.i01"
-LAST: Final = f"{LIVE}:step-00008500.a0002.i01"
+PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"
+LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
 # Each page, and a text that is there once its data are.
 PAGES: Final = {
     "/": "vit-l-ablation",
@@ -59,13 +59,13 @@ def violations(page: Page) -> list[str]:
 
 @pytest.mark.parametrize(
     "views",
-    [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.storm)],
+    [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("path", PAGES)
 def test_each_page_is_sound_in_both_themes_and_widths(
     site: Site, browser: Browser, path: str, views: tuple[View, ...]
 ) -> None:
-    with stand.looking(browser, site) as (page, complaints):
+    with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(path)
         expect(page.get_by_text(PAGES[path]).first).to_be_visible()
         # The content policy forbids scripts of others in the page; a debugger may bring them.
@@ -79,12 +79,12 @@ def test_each_page_is_sound_in_both_themes_and_widths(
             overflow = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             found += [f"{seen}: {overflow} px too wide"] if overflow > 0 else []
         assert not found, "\n".join(found)
-        assert not complaints, "\n".join(complaints)
+        assert not console_errors, "\n".join(console_errors)
 
 
 def test_a_commit_shows_while_one_looks(site: Site, browser: Browser) -> None:
     paths = RunPaths(site.root / "gpt-90m-8k")
-    with stand.looking(browser, site) as (page, complaints):
+    with testbed.page_of(browser, site) as (page, console_errors):
         page.goto("/runs/gpt-90m-8k/checkpoints")
         expect(page.get_by_text("live", exact=True)).to_be_visible()
         expect(page.get_by_role("link", name="5\u202f500", exact=True)).to_be_visible()
@@ -92,7 +92,7 @@ def test_a_commit_shows_while_one_looks(site: Site, browser: Browser) -> None:
         expect(fresh).to_have_count(0)
         commit_again(paths, 90_000)
         expect(fresh).to_be_visible()
-        assert not complaints
+        assert not console_errors
 
 
 def commit_again(paths: RunPaths, step: int) -> None:
@@ -111,7 +111,7 @@ def commit_again(paths: RunPaths, step: int) -> None:
 
 
 def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser) -> None:
-    with stand.looking(browser, site) as (page, complaints):
+    with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(f"/checkpoints/{LAST}")
         page.get_by_role("button", name="Pin", exact=True).click()
         dialog = page.get_by_role("dialog")
@@ -129,14 +129,14 @@ def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser)
         expect(dialog.get_by_role("status")).to_be_visible()
         dialog.get_by_role("button", name="Close").click()
         expect(page.get_by_role("button", name="Unpin")).to_be_visible()
-        assert not complaints
+        assert not console_errors
     events = [e for e in load_events(RunPaths(site.root / LIVE)) if e.kind is EventKind.PINNED]
     assert [e.data["note"] for e in events[-2:]] == ["the last before the node was lost", ""]
     assert events[-1].data["checkpoint"] == LAST.partition(":")[2]
 
 
 def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
-    with stand.looking(browser, site) as (page, complaints):
+    with testbed.page_of(browser, site) as (page, console_errors):
         page.goto("/")
         expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
         page.keyboard.press("/")
@@ -154,12 +154,12 @@ def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
         expect(page.get_by_role("heading", name="vit-l-ablation")).to_be_visible()
         page.keyboard.press("/")
         expect(page.get_by_role("searchbox")).to_be_focused()
-        assert not complaints
+        assert not console_errors
 
 
 def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> None:
     live = "live"
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.clock.install()
         page.goto("/")
         expect(page.get_by_text(live, exact=True)).to_be_visible()
@@ -176,7 +176,7 @@ def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> Non
 def test_one_failed_request_ends_neither_the_stream_nor_the_view(
     site: Site, browser: Browser
 ) -> None:
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto("/")
         expect(page.get_by_text("live", exact=True)).to_be_visible()
         page.route("**/api/v1/storage*", lambda route: route.abort())
@@ -191,22 +191,22 @@ def test_one_failed_request_ends_neither_the_stream_nor_the_view(
 def test_the_printed_url_opens_the_page_and_its_token_leaves_the_address(
     browser: Browser, site: Site
 ) -> None:
-    with stand.looking(browser, site, logged_in=False) as (page, complaints):
+    with testbed.page_of(browser, site, logged_in=False) as (page, console_errors):
         page.goto(f"/?token={site.token}")
         expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
         expect(page).to_have_url(f"{site.url}/")
-        assert not complaints
+        assert not console_errors
 
 
 def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_path: Path) -> None:
-    token = stand.call(tmp_path, "token", "add", "ann")
+    token = testbed.call(tmp_path, "token", "add", "ann")
     RunFolder(tmp_path / "runs", "only", "e" * 32)
     with (
-        stand.serving(tmp_path) as site,
-        stand.looking(browser, site, logged_in=False) as (page, _),
+        testbed.serving(tmp_path) as site,
+        testbed.page_of(browser, site, logged_in=False) as (page, _),
     ):
         page.goto("/")
-        page.get_by_label("Token").fill("hf_wrong")
+        page.get_by_label("Token").fill("hold_wrong")
         page.get_by_role("button", name="Log in").click()
         expect(page.get_by_role("alert")).to_be_visible()
         page.get_by_label("Token").fill(token)

@@ -6,7 +6,7 @@ import re
 import subprocess
 from typing import Final
 
-from tests.web.stand import CHECKOUT
+from tests.web.testbed import CHECKOUT
 
 from holdfast.contracts.journal import EventKind
 

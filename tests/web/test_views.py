@@ -10,9 +10,9 @@ from typing import Any, Final
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from tests.runs import RunFolder
-from tests.web import stand
-from tests.web.scene import HOUR, LIVE, NEWEST, beat, clock
-from tests.web.stand import Site
+from tests.web import testbed
+from tests.web.sample_runs import HOUR, LIVE, NEWEST, beat, clock
+from tests.web.testbed import Site
 
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths
@@ -73,7 +73,7 @@ def edge_of(notice: Locator) -> str:
 
 
 def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Browser) -> None:
-    with stand.looking(browser, crowd) as (page, complaints):
+    with testbed.page_of(browser, crowd) as (page, console_errors):
         page.goto("/storage")
         everything = str(MANY + 5)
         expect(page.locator(".facts")).to_contain_text(everything)
@@ -101,14 +101,14 @@ def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Brows
         page.get_by_role("button", name="Started").click()
         page.get_by_role("button", name="Started").click()
         expect(names.first).to_have_text(FIRST)
-        assert not complaints
+        assert not console_errors
 
 
 def test_live_runs_stand_before_newer_ones_that_have_ended(site: Site, browser: Browser) -> None:
     run = RunFolder(site.root, "just-ended", "5" * 32, created_at=time.time() + 60)
     run.submit(1, 1, time.time())
     run.finish(1, AttemptState.COMPLETED, None, 5, time.time())
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto("/")
         names = page.get_by_role("region", name="Runs").locator("tbody tr strong")
         expect(page.get_by_text("just-ended")).to_be_visible()
@@ -120,7 +120,7 @@ def test_heartbeats_move_steps_and_curves_and_silence_is_one_figure(
     site: Site, browser: Browser
 ) -> None:
     paths, step = RunPaths(site.root / LIVE), NEWEST + 40
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{LIVE}")
         loss = page.locator(".curves h3").first
         expect(loss).to_contain_text("loss")
@@ -152,7 +152,7 @@ def test_many_attempts_leave_room_for_the_curves(site: Site, browser: Browser) -
         run.finish(number, state, cause, number, at + 60, **ended)
         asked: dict[str, Any] = {"action": "pause", "by": "mia", "gpus": None}
         run.tell("cli", EventKind.OPERATOR_REQUEST, after_attempt=number, **asked)
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto("/runs/unlucky")
         attempts = page.get_by_role("region", name="Attempts").get_by_role(
             "cell", name="paused by mia", exact=True
@@ -165,8 +165,8 @@ def test_many_attempts_leave_room_for_the_curves(site: Site, browser: Browser) -
 
 
 def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) -> None:
-    with stand.looking(browser, site) as (page, _):
-        page.goto(f"/checkpoints/{LIVE}:step-00005000.a0001.i01")
+    with testbed.page_of(browser, site) as (page, _):
+        page.goto(f"/checkpoints/{LIVE}:step-00005000.a0001.l01")
         # What the server does for a fork starts a process, and other tests cover it.
         answer = {"run": "my-fork", "uid": "", "directory": "", "forked_from": ""}
         page.route("**/fork", lambda route: route.fulfill(status=201, json=answer))
@@ -177,7 +177,7 @@ def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) ->
 
 
 def test_cancel_promises_the_last_save_that_it_makes(site: Site, browser: Browser) -> None:
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{LIVE}")
         page.get_by_role("button", name="Cancel", exact=True).click()
         dialog = page.get_by_role("dialog")
@@ -193,7 +193,7 @@ def test_a_notice_has_its_time_and_attempt_and_earlier_ones_are_folded(
     for number, at, finding in ((1, now - 5 * HOUR, "rank 2 reads"), (3, now, "rank 3 waits")):
         with clock(at), JournalWriter(paths.attempt(number).node_journal(0)) as journal:
             journal.append(EventKind.HANG_SUSPECTED, attempt=number, finding=finding)
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{LIVE}")
         current = page.get_by_text("rank 3 waits")
         expect(current).to_have_text(re.compile(r"rank 3 waits attempt 3, (just now|.* ago)$"))
@@ -217,7 +217,7 @@ def test_the_labels_of_an_axis_lie_within_the_chart(site: Site, browser: Browser
     metrics.parent.mkdir(parents=True, exist_ok=True)
     metrics.write_text("\n".join([*lines, ""]))
     run.finish(1, AttemptState.COMPLETED, None, 10_000, began + 60, started_at=began + 5)
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.add_init_script(KEEP_LABELS)
         # Its last step is a tick at the right edge.
         page.goto("/runs/round-number")
@@ -238,7 +238,7 @@ def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
         run.launch(1, 1, 0, None)
         run.commit(40, 1, at=began + 30)
         run.finish(1, AttemptState.LOST, Cause.UNKNOWN, 60, began + 90, started_at=began + 5)
-    with stand.looking(browser, site) as (page, complaints):
+    with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(f"/runs/{ALONE}")
         expect(page.get_by_role("alert")).to_contain_text("No supervisor is running")
         assert value_of(page, "Committed step") == "40"
@@ -249,22 +249,22 @@ def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
         page.keyboard.press("Escape")
         page.goto("/runs/llama-3b-instruct")
         expect(page.get_by_text("none yet")).to_be_visible()
-        assert not complaints
+        assert not console_errors
 
 
 def test_a_request_and_a_restart_in_place_show_at_once(site: Site, browser: Browser) -> None:
     paths = RunPaths(site.root / FORK)
-    with stand.looking(browser, site) as (page, _):
+    with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{FORK}")
         head = page.locator(".head")
         expect(head).to_contain_text("running")
         with JournalWriter(paths.attempt(1).node_journal(0)) as journal:
             facts: dict[str, Any] = {"attempt": 1, "ending": "crashed", "last_step": 7_186}
-            journal.append(EventKind.INCARNATION_ENDED, incarnation=1, **facts)
-            journal.append(EventKind.INCARNATION_STARTED, attempt=1, incarnation=2)
+            journal.append(EventKind.LAUNCH_ENDED, launch=1, **facts)
+            journal.append(EventKind.LAUNCH_STARTED, attempt=1, launch=2)
         with JournalWriter(paths.attempt(1).journal / "rank0.jsonl") as journal:
             resumed: dict[str, Any] = {"step": 7_000, "skipped": [], "world_size": 2}
-            journal.append(EventKind.RESUMED, attempt=1, incarnation=2, **resumed)
+            journal.append(EventKind.RESUMED, attempt=1, launch=2, **resumed)
         expect(page.get_by_text("launch 1 crashed at step")).to_be_visible()
         with JournalWriter(paths.journal_of("cli")) as journal:
             asked: dict[str, Any] = {
@@ -280,8 +280,8 @@ def test_a_request_and_a_restart_in_place_show_at_once(site: Site, browser: Brow
 def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
     site: Site, browser: Browser
 ) -> None:
-    with stand.looking(browser, site) as (page, _):
-        card = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00005000.a0001.i01"]')
+    with testbed.page_of(browser, site) as (page, _):
+        card = page.locator(f'.react-flow__node[data-id="{LIVE}:step-00005000.a0001.l01"]')
         for key in ("Enter", "Space"):
             page.goto(f"/runs/{FORK}/lineage")
             expect(card).to_contain_text("verified")
@@ -291,7 +291,7 @@ def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
 
 
 def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browser: Browser) -> None:
-    with stand.looking(browser, site, width=PHONE) as (page, _):
+    with testbed.page_of(browser, site, width=PHONE) as (page, _):
         page.goto("/runs/bert-classifier")
         page.get_by_text("Traceback of rank 1").click()
         expect(page.get_by_text("ValueError: Expected input batch_size")).to_be_visible()
@@ -314,7 +314,7 @@ def test_a_timeline_that_was_opened_before_the_first_attempt_fits_later(
     site: Site, browser: Browser
 ) -> None:
     run = RunFolder(site.root, "not-begun", "7" * 32, created_at=time.time())
-    with stand.looking(browser, site, width=PHONE) as (page, _):
+    with testbed.page_of(browser, site, width=PHONE) as (page, _):
         page.goto("/runs/not-begun")
         expect(page.get_by_text("No attempt yet")).to_be_visible()
         run.submit(1, 2, time.time() - 60)

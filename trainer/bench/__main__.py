@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from holdfast.contracts.errors import HoldfastError, PreflightError
-from holdfast.trainer.bench.conduct import MEGABYTE, Plan, run, run_gpu
+from holdfast.trainer.bench.runner import MEGABYTE, Plan, run, run_gpu
 
 
 def main() -> int:

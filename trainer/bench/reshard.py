@@ -1,4 +1,4 @@
-"""A checkpoint of another rank count, loaded cold; and, when asked for, saved anew at this one.
+"""A checkpoint of another rank count, loaded cold; and, when asked for, saved again at this one.
 
 Started by `conduct` with one rank on what two have saved, and the other way round.
 """

@@ -23,15 +23,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--address-fd", type=int, required=True, help=help_text)
     parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
     parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
-    parser.add_argument("--keeper-fd", type=int, help="inherited socket to the keeper")
+    parser.add_argument("--supervisor-fd", type=int, help="inherited socket to the supervisor")
     parser.add_argument("--budget", type=int, help="most bytes that all checkpoints may take")
     parser.add_argument("--run", type=Path, help="the run, for copies left by an earlier flusher")
     given = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.setsid()
-    keeper = None if given.keeper_fd is None else socket.socket(fileno=given.keeper_fd)
+    supervisor = None if given.supervisor_fd is None else socket.socket(fileno=given.supervisor_fd)
     listener = wire.listen(given.address_fd, given.run)
-    Flusher(listener, keeper, given.budget, start_mirror(given.node, given.run)).run()
+    Flusher(listener, supervisor, given.budget, start_mirror(given.node, given.run)).run()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from holdfast.contracts.errors import SaveError
 from holdfast.contracts.filesystems import delay_s, refresh, revalidate
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
-from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
+from holdfast.trainer.flusher.shards import launch_folder, name_shards
 
 POLL_S: Final = 0.002
 POLL_SLOW_S: Final = 0.05
@@ -52,7 +52,7 @@ def nobody() -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Others:
+class PeerState:
     """What is known of the other nodes while a step waits for them.
 
     `abandoned` gives a reason once nobody wants the step any more, `lost` the nodes that are gone.
@@ -68,7 +68,7 @@ def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manife
 
 
 def commit_together(
-    run: RunPaths, directory: Path, part: dict[str, Any], others: Others
+    run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
 ) -> Manifest:
     """Leave this node's part and see the step committed, by this node or by another.
 
@@ -77,7 +77,7 @@ def commit_together(
     """
     make_directory(directory / PARTS)
     write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
-    return _Wait(run, directory, part, others).for_commit()
+    return _Wait(run, directory, part, peers).for_commit()
 
 
 def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
@@ -162,7 +162,7 @@ def _accept_theirs(directory: Path, ours: Manifest) -> Manifest:
     if theirs is None or set(theirs.files) != set(ours.files):
         raise SaveError(
             f"{directory}: somebody else committed other files there meanwhile; nothing was "
-            "replaced. Two programs must not write the same attempt and incarnation of a run"
+            "replaced. Two programs must not write the same attempt and launch of a run"
         )
     fsync_directory(directory)
     return theirs
@@ -189,9 +189,9 @@ class _Wait:
     """The bounded wait for other nodes, by looking at the shared directory."""
 
     def __init__(
-        self, run: RunPaths, directory: Path, part: dict[str, Any], others: Others
+        self, run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
     ) -> None:
-        self._run, self._directory, self._own, self._others = run, directory, part, others
+        self._run, self._directory, self._own, self._others = run, directory, part, peers
         self._began = self._checked = time.monotonic()
         self._peers_wait_s = flush_timeout_s()
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
@@ -280,7 +280,7 @@ class _Wait:
             )
 
     def _name_lost_shards(self, nodes: Sequence[int]) -> str:
-        folder = incarnation_folder(self._run, self._directory.name)
+        folder = launch_folder(self._run, self._directory.name)
         found = name_shards(folder, nodes)
         return f". Lost: {found}" if found else ""
 
@@ -318,7 +318,7 @@ class _Wait:
             name = CheckpointName.parse(other.name)
             if own is None or name is None or name <= own:
                 continue
-            same_writer = (name.attempt, name.incarnation) == (own.attempt, own.incarnation)
+            same_writer = (name.attempt, name.launch) == (own.attempt, own.launch)
             if same_writer and (other / PARTS / part_name(node)).exists():
                 return True
         return False

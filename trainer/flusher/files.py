@@ -23,14 +23,14 @@ from holdfast.contracts.manifest import FileEntry, read_manifest
 from holdfast.contracts.mirrors import files_directory
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer.flusher.commit import (
-    Others,
+    PeerState,
     accept_commit,
     commit_alone,
     commit_together,
     committer_of,
     leave_failure,
 )
-from holdfast.trainer.flusher.room import NO_ROOM, Need, Room, with_advice
+from holdfast.trainer.flusher.space_guard import NO_SPACE, Need, SpaceGuard, with_advice
 
 WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 WRITERS_MAX: Final = 4
@@ -54,11 +54,13 @@ class Committed:
     flush_s: float
 
 
-def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room: Room) -> Committed:
+def commit_step(
+    images: Sequence[Image], *, resumed: bool, peers: PeerState, space_guard: SpaceGuard
+) -> Committed:
     """Write one step of this node and see it committed.
 
     `resumed` says that a flusher before this one had begun it, so that its files may be there.
-    `room` is asked before anything is written, `others` while waiting for other nodes. Raises
+    `space_guard` is asked before anything is written, `peers` while waiting for other nodes. Raises
     `OSError` when storage refuses and `SaveError` when the step cannot be committed; the directory
     then stays without a manifest, which is to say it does not count.
     """
@@ -71,7 +73,7 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
     try:
         done = _refuse_or_accept_existing(run, directory, images, resumed)
     except OSError as error:
-        _tell_others(directory, table, error, others)
+        _tell_others(directory, table, error, peers)
         raise
     if done is not None:
         return done
@@ -79,39 +81,41 @@ def commit_step(images: Sequence[Image], *, resumed: bool, others: Others, room:
     has_written = False
     try:
         files = files_directory(table, directory)
-        entries = _write_where_room_is(run, directory, files, images, resumed, written, room)
+        entries = _write_with_retry(run, directory, files, images, resumed, written, space_guard)
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
             manifest = commit_alone(run, directory, part)
         else:
-            manifest = commit_together(run, directory, part, others)
+            manifest = commit_together(run, directory, part, peers)
     except (OSError, SaveError) as error:
         # Another node may commit what this one has written, however this one's wait ended.
         if is_alone or not has_written:
             _discard(directory, images, written)
-        _tell_others(directory, table, error, others)
+        _tell_others(directory, table, error, peers)
         raise
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 
-def _tell_others(directory: Path, table: dict[str, Any], error: Exception, others: Others) -> None:
+def _tell_others(
+    directory: Path, table: dict[str, Any], error: Exception, peers: PeerState
+) -> None:
     """Tell the other nodes, where there are some, that this one will not deliver the step."""
     if table["nodes"] > 1:
-        for_all = table["node"] == committer_of(table["nodes"], others.lost())
+        for_all = table["node"] == committer_of(table["nodes"], peers.lost())
         leave_failure(directory, table["node"], str(error), for_all=for_all)
 
 
-def _write_where_room_is(
+def _write_with_retry(
     run: RunPaths,
     directory: Path,
     files: Path,
     images: Sequence[Image],
     resumed: bool,
     written: list[Path],
-    room: Room,
+    space_guard: SpaceGuard,
 ) -> list[FileEntry]:
-    """Write all files; when there is no room, once more after the keeper has freed some.
+    """Write all files; when space runs out, try once more after the supervisor has freed some.
 
     `directory` is the checkpoint's, `files` the one that its files go to, mostly the same.
     """
@@ -119,7 +123,7 @@ def _write_where_room_is(
     need = Need.of_tables(tables)
 
     def try_it() -> list[FileEntry]:
-        room.check(run, directory, need, node=tables[0]["node"])
+        space_guard.check(run, directory, need, node=tables[0]["node"])
         _make_way(run, directory)
         make_directory(files)
         return _write_files(files, images, resumed, written)
@@ -127,11 +131,11 @@ def _write_where_room_is(
     try:
         return try_it()
     except OSError as problem:
-        if problem.errno not in NO_ROOM:
+        if problem.errno not in NO_SPACE:
             raise
         _discard(directory, images, written)
         written.clear()
-        freed, words = room.ask(need, problem)
+        freed, words = space_guard.ask(need, problem)
         if not freed:
             raise with_advice(problem, words) from problem
     try:
@@ -188,7 +192,7 @@ def _refuse_or_accept_existing(
     if not resumed or any(listed.get(path) != size for path, size in ours.items()):
         raise SaveError(
             f"{directory} is a committed checkpoint already and is never overwritten; two "
-            "programs must not write the same attempt and incarnation of a run"
+            "programs must not write the same attempt and launch of a run"
         )
     accept_commit(run, directory, is_alone=images[0].table["nodes"] == 1)
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
@@ -225,7 +229,7 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecks
     if not replace and path.exists():
         raise SaveError(
             f"{path} exists already and is never overwritten; two programs must not write the "
-            "same attempt and incarnation of a run"
+            "same attempt and launch of a run"
         )
     checksum = FileChecksum(len(content))
     temporary = path.with_name(f"{path.name}.tmp")

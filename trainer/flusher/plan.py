@@ -2,7 +2,7 @@
 
 A step is written when every local rank has sealed it, whether or not a rank still lives. It is
 given up when one of them never will: it ended, had no free slot, went on to a later step, or
-belongs to an incarnation that is over.
+belongs to a launch that is over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from holdfast.contracts.slots import SlotState
 
 SlotKey = tuple[int, int, int]
-"""(incarnation, rank, slot number)"""
+"""(launch, rank, slot number)"""
 
 _HAS_STEP = frozenset(SlotState) - {SlotState.EMPTY}
 
@@ -34,15 +34,15 @@ class SlotView:
     is_former: bool = False
 
     @property
-    def incarnation(self) -> int:
+    def launch(self) -> int:
         return self.key[0]
 
 
 @dataclass(frozen=True)
 class StepGroup:
-    """The sealed slots of one step of one incarnation on this node."""
+    """The sealed slots of one step of one launch on this node."""
 
-    incarnation: int
+    launch: int
     step: int
     checkpoint: str
     slots: tuple[SlotKey, ...]
@@ -50,14 +50,14 @@ class StepGroup:
 
 @dataclass(frozen=True)
 class Departures:
-    """Why a rank, named (incarnation, local rank), may never seal a step.
+    """Why a rank, named (launch, local rank), may never seal a step.
 
     `skipped` has the newest step that a rank passed over for want of a slot.
     """
 
     gone: Collection[tuple[int, int]] = ()
     skipped: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    newest_incarnation: int = 0
+    newest_launch: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def plan(views: Sequence[SlotView], departures: Departures) -> FlushPlan:
     members: dict[tuple[int, int, str], list[SlotView]] = {}
     for view in views:
         if view.state is SlotState.SEALED and view.local_rank is not None:
-            key = (view.incarnation, view.step, view.checkpoint)
+            key = (view.launch, view.step, view.checkpoint)
             members.setdefault(key, []).append(view)
     ready, dead = [], []
-    for (incarnation, step, checkpoint), sealed in sorted(members.items()):
-        group = StepGroup(incarnation, step, checkpoint, tuple(sorted(v.key for v in sealed)))
+    for (launch, step, checkpoint), sealed in sorted(members.items()):
+        group = StepGroup(launch, step, checkpoint, tuple(sorted(v.key for v in sealed)))
         missing = set(range(sealed[0].local_ranks)) - {v.local_rank for v in sealed}
         if not missing:
             ready.append(group)
@@ -95,15 +95,15 @@ def _why_never(
     """Why the step can never be complete, or None while it still can."""
     for local in sorted(rank for rank in missing if rank is not None):
         # Steps come in order, so who skipped a later one is past this one too.
-        if departures.skipped.get((group.incarnation, local), -1) >= group.step:
+        if departures.skipped.get((group.launch, local), -1) >= group.step:
             return f"local rank {local} had no free slot at step {group.step}"
-        if (group.incarnation, local) in departures.gone:
+        if (group.launch, local) in departures.gone:
             return f"local rank {local} ended before it sealed step {group.step}"
         newest = max(
             (
                 v.step
                 for v in views
-                if v.incarnation == group.incarnation
+                if v.launch == group.launch
                 and v.local_rank == local
                 and v.state in _HAS_STEP
                 # What an engine before this one saved says nothing about this one's steps.
@@ -113,6 +113,6 @@ def _why_never(
         )
         if newest > group.step:
             return f"local rank {local} went on to step {newest} without sealing {group.step}"
-    if group.incarnation < departures.newest_incarnation:
-        return f"incarnation {group.incarnation} ended before all its ranks sealed {group.step}"
+    if group.launch < departures.newest_launch:
+        return f"launch {group.launch} ended before all its ranks sealed {group.step}"
     return None

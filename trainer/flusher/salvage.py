@@ -1,7 +1,7 @@
 """What is saved of a crash: the newest step that every rank of every node had sealed in memory.
 
 Snapshots are overwritten while ranks live, so they are looked at once all ranks of the node are
-gone. Several nodes settle on one step by small files in the incarnation's folder: each lists what
+gone. Several nodes agree on one step by small files in the launch's folder: each lists what
 it has, all read all lists, and so all come to the same answer. A node that does not answer in time
 leaves the others without one: nothing is committed by some nodes alone.
 """
@@ -21,7 +21,7 @@ from holdfast.contracts.filesystems import delay_s, refresh
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
-from holdfast.trainer.flusher.shards import incarnation_folder, name_shards
+from holdfast.trainer.flusher.shards import launch_folder, name_shards
 
 LISTS_WAIT_S: Final = 60.0
 REFRESH_S: Final = 1.0
@@ -30,30 +30,30 @@ POLL_S: Final = 0.02
 
 @dataclass(frozen=True)
 class Salvage:
-    """What one node has of a crashed incarnation.
+    """What one node has of a crashed launch.
 
     `groups` are its complete snapshots, newest first; `slots` every slot with a snapshot, which
-    are let go when it is settled which of them is committed.
+    are released once it is decided which of them is committed.
     """
 
-    incarnation: int
+    launch: int
     groups: tuple[StepGroup, ...]
     slots: tuple[SlotKey, ...]
 
 
-def find_salvage(views: Sequence[SlotView], incarnation: int, committed_step: int) -> Salvage:
+def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) -> Salvage:
     """The snapshots that are worth something: of all local ranks, after `committed_step`."""
-    snapshots = [v for v in views if v.state is SlotState.SNAPSHOT and v.incarnation == incarnation]
+    snapshots = [v for v in views if v.state is SlotState.SNAPSHOT and v.launch == launch]
     members: dict[tuple[int, str], list[SlotView]] = {}
     for view in snapshots:
         if view.step > committed_step:
             members.setdefault((view.step, view.checkpoint), []).append(view)
     groups = [
-        StepGroup(incarnation, step, name, tuple(sorted(v.key for v in found)))
+        StepGroup(launch, step, name, tuple(sorted(v.key for v in found)))
         for (step, name), found in sorted(members.items(), reverse=True)
         if {v.local_rank for v in found} == set(range(found[0].local_ranks))
     ]
-    return Salvage(incarnation, tuple(groups), tuple(sorted(v.key for v in snapshots)))
+    return Salvage(launch, tuple(groups), tuple(sorted(v.key for v in snapshots)))
 
 
 def newest_common(lists: Sequence[Collection[int]]) -> int | None:
@@ -79,7 +79,7 @@ def agree(
     node, nodes = int(table["node"]), int(table["nodes"])
     if nodes == 1:
         return newest_common([steps])
-    folder = incarnation_folder(RunPaths(Path(table["run_directory"])), table["checkpoint"])
+    folder = launch_folder(RunPaths(Path(table["run_directory"])), table["checkpoint"])
     make_directory(folder)
     _write_list(folder, node, steps)
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s

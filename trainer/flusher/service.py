@@ -1,7 +1,7 @@
 """The flusher: one small process per node that makes staged steps durable.
 
     python -m holdfast.trainer.flusher --address-fd FD --node I --nodes N
-                                       [--keeper-fd FD] [--run DIR]
+                                       [--supervisor-fd FD] [--run DIR]
 
 It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
 when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
@@ -28,7 +28,7 @@ from typing import Any, Final
 from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
-from holdfast.trainer.flusher.commit import Others, leave_word
+from holdfast.trainer.flusher.commit import PeerState, leave_word
 from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.plan import (
@@ -39,21 +39,21 @@ from holdfast.trainer.flusher.plan import (
     StepGroup,
     plan,
 )
-from holdfast.trainer.flusher.rank_link import RankLink, open_process
-from holdfast.trainer.flusher.room import Need, Room
+from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
 from holdfast.trainer.flusher.salvage import Salvage, agree, find_salvage
 from holdfast.trainer.flusher.shards import ShardList, ShardLists
+from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
 
 TICK_S: Final = 0.1
-KEEPER_SEND_TIMEOUT_S: Final = 5.0
+SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0
 RANK_SEND_TIMEOUT_S: Final = 5.0
 IDLE_S: Final = 60.0
 LINGER_S: Final = 5.0
 # torchrun gives the ranks of a failed program 30 s before it kills them.
 SNAPSHOT_LINGER_S: Final = 60.0
-# With keeper and ranks gone, the longest that copies to the mirror are waited for.
+# With supervisor and ranks gone, the longest that copies to the mirror are waited for.
 MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
 ERROR_BYTES_MAX: Final = 500
@@ -76,20 +76,20 @@ class Flusher:
     def __init__(
         self,
         listener: socket.socket,
-        keeper: socket.socket | None,
+        supervisor: socket.socket | None,
         budget: int | None,
         mirror: MirrorWorker,
     ) -> None:
         """`budget` is the most bytes that the run's checkpoints may take."""
         self._mirror = mirror
-        self._keeper = keeper
-        self._room = Room(budget, self._ask_for_room)
-        self._has_had_keeper = keeper is not None
-        self._links: list[RankLink] = []
+        self._supervisor = supervisor
+        self._space_guard = SpaceGuard(budget, self._ask_for_space)
+        self._was_supervised = supervisor is not None
+        self._peers: list[RankConnection] = []
         self._held: dict[SlotKey, HeldSlot] = {}
         self._skipped: dict[tuple[int, int], int] = {}
         self._gone: set[tuple[int, int]] = set()
-        self._newest_incarnation = 0
+        self._newest_launch = 0
         self._busy: set[SlotKey] = set()
         self._committed_steps: dict[int, int] = {}
         self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | ShardList | None]
@@ -105,15 +105,15 @@ class Flusher:
         self._selector = selectors.DefaultSelector()
         self._watch(listener, lambda: self._accept(listener))
         self._watch(self._wake_reader, lambda: self._wake_reader.recv(4096))
-        if keeper is not None:
-            keeper.settimeout(KEEPER_SEND_TIMEOUT_S)
-            self._watch(keeper, self._hear_keeper)
+        if supervisor is not None:
+            supervisor.settimeout(SUPERVISOR_SEND_TIMEOUT_S)
+            self._watch(supervisor, self._hear_supervisor)
         self._allocator = Allocator()
         self._shards = ShardLists()
         self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
 
     def run(self) -> None:
-        """Serve until the keeper hung up and all that was sealed is written, or nobody is left."""
+        """Serve until the supervisor hung up and all sealed steps are written, or all are gone."""
         self._writer.start()
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
@@ -137,103 +137,103 @@ class Flusher:
             connection.close()
             return
         connection.settimeout(RANK_SEND_TIMEOUT_S)
-        link = RankLink(connection, open_process(connection))
-        self._links.append(link)
-        self._watch(connection, lambda: self._hear_rank(link))
-        if link.process is not None:
-            self._watch(link.process, lambda: self._hang_up(link))
+        peer = RankConnection(connection, open_process(connection))
+        self._peers.append(peer)
+        self._watch(connection, lambda: self._hear_rank(peer))
+        if peer.process is not None:
+            self._watch(peer.process, lambda: self._hang_up(peer))
 
-    def _hear_rank(self, link: RankLink) -> None:
+    def _hear_rank(self, peer: RankConnection) -> None:
         try:
-            heard = wire.receive(link.connection)
+            heard = wire.receive(peer.connection)
             if heard is None:
-                self._hang_up(link)
+                self._hang_up(peer)
                 return
             message, descriptors = heard
             for descriptor in descriptors:
                 os.close(descriptor)
-            self._answer_rank(link, message)
+            self._answer_rank(peer, message)
         except (OSError, ValueError, KeyError) as error:
             # A rank that talks nonsense must not take the others' checkpoints along. It may live
             # and still use its slots, so these stay as they are; it is free to call again.
-            _say(f"rank {link.rank} is cut off: {type(error).__name__}: {error}")
-            self._drop(link)
+            _say(f"rank {peer.rank} is cut off: {type(error).__name__}: {error}")
+            self._drop(peer)
 
-    def _answer_rank(self, link: RankLink, message: dict[str, Any]) -> None:
+    def _answer_rank(self, peer: RankConnection, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "hello":
-            link.rank, link.local_rank = message["rank"], message["local_rank"]
-            link.incarnation = message["incarnation"]
-            self._newest_incarnation = max(self._newest_incarnation, link.incarnation)
-            self._gone.discard((link.incarnation, link.local_rank))
-            link.slots = tuple(k for k in self._held if k[:2] == (link.incarnation, link.rank))
-            for key in link.slots:
-                self._held[key].local_rank = link.local_rank
+            peer.rank, peer.local_rank = message["rank"], message["local_rank"]
+            peer.launch = message["launch"]
+            self._newest_launch = max(self._newest_launch, peer.launch)
+            self._gone.discard((peer.launch, peer.local_rank))
+            peer.slots = tuple(k for k in self._held if k[:2] == (peer.launch, peer.rank))
+            for key in peer.slots:
+                self._held[key].local_rank = peer.local_rank
                 self._held[key].is_orphan = False
-            wire.send(link.connection, "welcome")
+            wire.send(peer.connection, "welcome")
         elif kind == "slots":
-            self._give_slots(link, int(message["bytes"]), int(message.get("used_bytes", 0)))
+            self._give_slots(peer, int(message["bytes"]), int(message.get("used_bytes", 0)))
         elif kind == "skipped":
-            self._skipped[link.incarnation, link.local_rank] = int(message["step"])
-        elif kind == "writes" and (shards := self._shards.hear(link.rank, message)):
+            self._skipped[peer.launch, peer.local_rank] = int(message["step"])
+        elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
             self._work.put(shards)
 
-    def _give_slots(self, link: RankLink, data_bytes: int, used_bytes: int) -> None:
+    def _give_slots(self, peer: RankConnection, data_bytes: int, used_bytes: int) -> None:
         """New slots for a rank; those it had before are let go once they are written."""
-        for key in link.slots:
+        for key in peer.slots:
             self._held[key].is_orphan = True
-        self._skipped.pop((link.incarnation, link.local_rank), None)
-        who = (link.incarnation, link.rank)
+        self._skipped.pop((peer.launch, peer.local_rank), None)
+        who = (peer.launch, peer.rank)
         first = max((key[2] for key in self._held if key[:2] == who), default=-1) + 1
         keys = tuple((*who, first + i) for i in range(SLOTS_PER_RANK))
         for key in keys:
             handle = Slot.create(data_bytes)
-            self._held[key] = HeldSlot(handle, Slot(handle), link.local_rank)
-            self._tell_keeper("keep", (handle,), incarnation=key[0], rank=key[1], slot=key[2])
-        link.slots = keys
+            self._held[key] = HeldSlot(handle, Slot(handle), peer.local_rank)
+            self._tell_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
+        peer.slots = keys
         handles = tuple(self._held[key].handle for key in keys)
-        wire.send(link.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
+        wire.send(peer.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
         self._allocator.begin([self._held[key].slot for key in keys], used_bytes)
 
-    def _hang_up(self, link: RankLink) -> None:
+    def _hang_up(self, peer: RankConnection) -> None:
         """A rank is gone: what it sealed stays, what it did not seal is worth nothing."""
-        if link not in self._links:
+        if peer not in self._peers:
             return
-        self._drop(link)
-        who = (link.incarnation, link.rank)
-        if link.rank < 0 or any((o.incarnation, o.rank) == who for o in self._links):
+        self._drop(peer)
+        who = (peer.launch, peer.rank)
+        if peer.rank < 0 or any((o.launch, o.rank) == who for o in self._peers):
             return
-        self._gone.add((link.incarnation, link.local_rank))
-        for key in link.slots:
+        self._gone.add((peer.launch, peer.local_rank))
+        for key in peer.slots:
             self._held[key].is_orphan = True
 
-    def _drop(self, link: RankLink) -> None:
-        self._links.remove(link)
-        self._selector.unregister(link.connection)
-        link.connection.close()
-        if link.process is not None:
-            self._selector.unregister(link.process)
-            os.close(link.process)
+    def _drop(self, peer: RankConnection) -> None:
+        self._peers.remove(peer)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.process is not None:
+            self._selector.unregister(peer.process)
+            os.close(peer.process)
 
-    def _hear_keeper(self) -> None:
-        assert self._keeper is not None
+    def _hear_supervisor(self) -> None:
+        assert self._supervisor is not None
         try:
-            heard = wire.receive(self._keeper)
+            heard = wire.receive(self._supervisor)
         except (OSError, ValueError) as error:
-            _say(f"the keeper is cut off: {error}")
+            _say(f"the supervisor is cut off: {error}")
             heard = None
         if heard is None:
-            self._selector.unregister(self._keeper)
-            self._keeper.close()
-            self._keeper = None
-            self._room.hang_up()
+            self._selector.unregister(self._supervisor)
+            self._supervisor.close()
+            self._supervisor = None
+            self._space_guard.hang_up()
             return
         message, descriptors = heard
         if message["kind"] == "kept":
             for handle in descriptors:
-                self._adopt((message["incarnation"], message["rank"], message["slot"]), handle)
+                self._adopt((message["launch"], message["rank"], message["slot"]), handle)
         elif message["kind"] == "room":
-            self._room.hear(message)
+            self._space_guard.hear(message)
         elif message["kind"] == "drain":
             self._lost_nodes |= frozenset(map(int, message.get("lost", ())))
             self._drain_by = time.monotonic() + float(message["timeout_s"])
@@ -251,19 +251,19 @@ class Flusher:
             slot.state = SlotState.SEALED
         self._held[key] = HeldSlot(handle, slot, resumed=resumed)
 
-    def _tell_keeper(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
-        if self._keeper is None:
+    def _tell_supervisor(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
+        if self._supervisor is None:
             return
         try:
-            wire.send(self._keeper, kind, descriptors=descriptors, **data)
+            wire.send(self._supervisor, kind, descriptors=descriptors, **data)
         except (OSError, ValueError) as error:
-            _say(f"the keeper did not take `{kind}`: {error}")
+            _say(f"the supervisor did not take `{kind}`: {error}")
 
-    def _ask_for_room(self, need: Need, problem: str) -> bool:
+    def _ask_for_space(self, need: Need, problem: str) -> bool:
         """Asked by the writer's thread: a packet is sent whole or not at all."""
         error = wire.clip(problem, wire.MESSAGE_BYTES_MAX // 2)
-        self._tell_keeper("full", step=need.step, bytes=need.step_bytes, error=error)
-        return self._keeper is not None
+        self._tell_supervisor("full", step=need.step, bytes=need.step_bytes, error=error)
+        return self._supervisor is not None
 
     # --- decisions ------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Flusher:
         departures = Departures(
             gone=frozenset(self._gone),
             skipped=self._skipped,
-            newest_incarnation=self._newest_incarnation,
+            newest_launch=self._newest_launch,
         )
         return plan(self._views(), departures)
 
@@ -299,33 +299,33 @@ class Flusher:
         return [held.view(key) for key, held in self._held.items() if key not in self._busy]
 
     def _salvage(self) -> None:
-        """Hand over what dead ranks left in memory, once all else of theirs is settled."""
+        """Hand over what dead ranks left in memory, once everything else of theirs is done."""
         snapshots = self._snapshots()
         if not snapshots or self._busy or self._finished or self._plan().ready:
             return
-        for incarnation in snapshots:
-            if incarnation < self._newest_incarnation or not self._is_deserted(incarnation):
+        for launch in snapshots:
+            if launch < self._newest_launch or not self._is_deserted(launch):
                 continue
             views = [
                 held.view(key, is_deserted=True)
                 for key, held in self._held.items()
-                if key[0] == incarnation
+                if key[0] == launch
             ]
-            committed = self._committed_steps.get(incarnation, -1)
-            found = find_salvage(views, incarnation, committed)
+            committed = self._committed_steps.get(launch, -1)
+            found = find_salvage(views, launch, committed)
             self._busy.update(found.slots)
             self._work.put(found)
 
     def _snapshots(self) -> set[int]:
-        """Incarnations of which snapshots are in memory."""
+        """Launches of which snapshots are in memory."""
         return {key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT}
 
-    def _is_deserted(self, incarnation: int) -> bool:
+    def _is_deserted(self, launch: int) -> bool:
         """True when no rank of it is left on this node, so that nobody overwrites a snapshot."""
-        if any(link.incarnation == incarnation for link in self._links):
+        if any(peer.launch == launch for peer in self._peers):
             return False
-        is_ended = self._drain_by is not None or (self._has_had_keeper and self._keeper is None)
-        return is_ended or any(who[0] == incarnation for who in self._gone)
+        is_ended = self._drain_by is not None or (self._was_supervised and self._supervisor is None)
+        return is_ended or any(who[0] == launch for who in self._gone)
 
     def _report_finished(self) -> None:
         while self._finished:
@@ -334,11 +334,11 @@ class Flusher:
             self._results.append(result)
             step, name = result.group.step, result.group.checkpoint
             if result.committed is not None:
-                done, incarnation = result.committed, result.group.incarnation
-                self._committed_steps[incarnation] = max(
-                    done.step, self._committed_steps.get(incarnation, -1)
+                done, launch = result.committed, result.group.launch
+                self._committed_steps[launch] = max(
+                    done.step, self._committed_steps.get(launch, -1)
                 )
-                self._tell_keeper(
+                self._tell_supervisor(
                     "committed",
                     step=done.step,
                     checkpoint=done.checkpoint,
@@ -349,10 +349,10 @@ class Flusher:
             else:
                 _say(f"{name} is not committed: {result.error}")
                 error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
-                self._tell_keeper("failed", step=step, checkpoint=name, error=error)
+                self._tell_supervisor("failed", step=step, checkpoint=name, error=error)
 
     def _answer_drain(self) -> None:
-        """Answer a keeper that waits once nothing complete is left to write, or time is up."""
+        """Answer a supervisor that waits once nothing complete is left to write, or time is up."""
         if self._drain_by is None or self._finished:
             return
         unmirrored = self._mirror.unfinished if self._drains_mirror else []
@@ -365,7 +365,7 @@ class Flusher:
             for r in self._results
             if not r.committed
         ]
-        self._tell_keeper(
+        self._tell_supervisor(
             "drained",
             number=self._drain_number,
             is_done=idle,
@@ -378,14 +378,14 @@ class Flusher:
     def _release_orphans(self) -> None:
         """Give back the memory of slots that no rank will fill again.
 
-        The file is cut short, which frees its pages although the keeper holds it too.
+        The file is cut short, which frees its pages although the supervisor holds it too.
         """
         for key, held in list(self._held.items()):
-            is_old = held.is_orphan or key[0] < self._newest_incarnation
+            is_old = held.is_orphan or key[0] < self._newest_launch
             kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
             if held.slot.state is SlotState.SNAPSHOT:
-                # What a later incarnation began without is of no use any more.
-                kept = key[0] >= self._newest_incarnation
+                # What a later launch began without is of no use any more.
+                kept = key[0] >= self._newest_launch
             if not is_old or kept or key in self._busy:
                 continue
             del self._held[key]
@@ -393,22 +393,22 @@ class Flusher:
                 held.slot.close()
             os.ftruncate(held.handle, DATA_OFFSET)
             os.close(held.handle)
-            for link in self._links:
-                link.slots = tuple(k for k in link.slots if k != key)
+            for peer in self._peers:
+                peer.slots = tuple(k for k in peer.slots if k != key)
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        if self._keeper is not None or self._busy or self._finished or self._plan().ready:
+        if self._supervisor is not None or self._busy or self._finished or self._plan().ready:
             self._alone_since = now
             return False
-        if not self._has_had_keeper:
-            if self._links:
+        if not self._was_supervised:
+            if self._peers:
                 self._alone_since = now
             return now - self._alone_since > IDLE_S
         linger_s = SNAPSHOT_LINGER_S if self._snapshots() else LINGER_S
         if self._mirror.unfinished:
             linger_s = MIRROR_LINGER_S
-        elif not self._links:
+        elif not self._peers:
             return True
         return now - self._alone_since > linger_s
 
@@ -435,9 +435,11 @@ class Flusher:
                 committed, error = None, given_up
             else:
                 resumed = any(held.resumed for held in slots)
-                others = Others(self._abandonment_of(group), lambda: self._lost_nodes)
+                peers = PeerState(self._abandonment_of(group), lambda: self._lost_nodes)
                 committed, error = (
-                    commit_step(images, resumed=resumed, others=others, room=self._room),
+                    commit_step(
+                        images, resumed=resumed, peers=peers, space_guard=self._space_guard
+                    ),
                     "",
                 )
                 self._mirror.take([image.table for image in images])
@@ -458,7 +460,7 @@ class Flusher:
     def _write_salvage(self, found: Salvage) -> Finished:
         """Commit the newest snapshot that all nodes have, and let the others go."""
         newest = max((self._held[key].slot.step for key in found.slots), default=0)
-        nothing = StepGroup(found.incarnation, newest, f"the snapshot of step {newest}", ())
+        nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
         result = Finished(nothing, None, "not every rank of every node had sealed it")
         try:
             table = self._held[found.slots[0]].slot.table
@@ -478,8 +480,8 @@ class Flusher:
 
     def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
         def reason() -> str | None:
-            if group.incarnation < self._newest_incarnation:
-                return "a new incarnation began while other nodes' parts were missing"
+            if group.launch < self._newest_launch:
+                return "a new launch began while other nodes' parts were missing"
             return None
 
         return reason

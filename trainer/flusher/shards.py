@@ -1,7 +1,7 @@
 """What each node's ranks write, left where the others can read it, so that a loss has names.
 
 Nobody but a node itself knows what its ranks write: plans are made without telling everybody. So
-each leaves a list in the incarnation's folder as soon as its ranks have planned. Where a node is
+each leaves a list in the launch's folder as soon as its ranks have planned. Where a node is
 lost, the others say by its list which files and keys went with it.
 """
 
@@ -23,7 +23,7 @@ RANKS_NAMED_MAX: Final = 4
 
 @dataclass(frozen=True)
 class ShardList:
-    """What all ranks of one node write, by rank; `folder` is the incarnation's."""
+    """What all ranks of one node write, by rank; `folder` is the launch's."""
 
     folder: Path
     node: int
@@ -52,7 +52,7 @@ class ShardLists:
     def hear(self, rank: int, message: Mapping[str, Any]) -> ShardList | None:
         """Take what a rank writes by its new plan; the whole list once all ranks have told."""
         folder = Path(message["folder"])
-        # Of an incarnation that is over nobody will ask.
+        # Of a launch that is over nobody will ask.
         told = self._told.get(folder, {})
         told[rank] = {key: message[key] for key in ("files", "keys", "keys_total")}
         self._told = {folder: told}
@@ -61,12 +61,12 @@ class ShardLists:
         return ShardList(folder, message["node"], dict(told))
 
 
-def incarnation_folder(run: RunPaths, checkpoint: str) -> Path:
-    """The folder of the incarnation that `checkpoint` is of; `SaveError` when that is no name."""
+def launch_folder(run: RunPaths, checkpoint: str) -> Path:
+    """The folder of the launch that `checkpoint` is of; `SaveError` when that is no name."""
     name = CheckpointName.parse(checkpoint)
     if name is None:
         raise SaveError(f"a slot names the checkpoint {checkpoint!r}, which is no name")
-    return run.attempt(name.attempt).incarnation(name.incarnation)
+    return run.attempt(name.attempt).launch(name.launch)
 
 
 def name_shards(folder: Path, nodes: Collection[int]) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.leases import reading
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, default_root
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.loading.reader import LoadReport, load_state, open_any_together
 from holdfast.trainer.loading.train_state import read_train_state
@@ -59,7 +59,7 @@ def load_checkpoint(
     _check_all(model, nn.Module, "model")
     _check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
     directory = find_directory(checkpoint)
-    ranks = Ranks()
+    ranks = ControlGroup()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     parts = PARTS if optimizers else PARTS[:1]
     state = TrainState(model, optimizers, rank=ranks.rank, world_size=ranks.world_size)
@@ -110,7 +110,7 @@ def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def _held(directory: Path, ranks: Ranks) -> Iterator[None]:
+def _held(directory: Path, ranks: ControlGroup) -> Iterator[None]:
     """Keep a run's checkpoint from deletion while all ranks load it; rank 0 has the lease.
 
     A directory of any other name is nobody's to delete, and what lies beside it is not ours.

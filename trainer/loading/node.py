@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from holdfast.trainer.collective import Tree
+from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.loading.plan import PIECE_BYTES
 
 WINDOW_BYTES_MAX: Final = 256 * 1024 * 1024
@@ -59,7 +59,7 @@ class Node:
         *,
         rank: int = 0,
         group: dist.ProcessGroup | None = None,
-        tree: Tree | None = None,
+        tree: HierarchicalGroup | None = None,
     ) -> None:
         self._group, self._tree = group, tree
         self.rank = rank
@@ -81,7 +81,7 @@ class Node:
         places = [addresses[r].place for r in here]
         if group is None or len(here) == len(addresses):
             return cls(places, rank=rank, group=group)
-        return cls(places, rank=here.index(rank), tree=Tree(group, node=here[0]))
+        return cls(places, rank=here.index(rank), tree=HierarchicalGroup(group, node=here[0]))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""

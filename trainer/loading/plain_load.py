@@ -1,7 +1,7 @@
 """Opening an entry that `torch.save` made, when a stranger may have made it: no code, no bombs.
 
 The zip's records are looked at one by one: its pickle by a reader that makes nothing out of what
-it does not know, its storages by their sizes. What passes is packed anew, so that `torch.load`
+it does not know, its storages by their sizes. What passes is packed again, so that `torch.load`
 is given just what was looked at.
 """
 
@@ -64,7 +64,7 @@ def load_plain(content: bytes) -> Any:
 
 
 def repack(content: bytes) -> bytes:
-    """The zip of `torch.save` in `content`, packed anew from the records that were looked at.
+    """The zip of `torch.save` in `content`, packed again from the records that were looked at.
 
     Raises `DamagedCheckpointError` when it is no such zip, when it holds anything with code, or
     when its value would take more memory than its bytes.

@@ -61,7 +61,7 @@ from holdfast.trainer.planning.metadata import (
 
 T = TypeVar("T")
 W = TypeVar("W")
-Told = tuple[str, str, dict[str, Any]]
+PortableError = tuple[str, str, dict[str, Any]]
 _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
     kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
 }
@@ -384,7 +384,7 @@ def _agree(
     return cast(T, value), [cast(W, word) for _, word in told]
 
 
-def _raise_first(error: Exception | None, told: Sequence[Told | None]) -> None:
+def _raise_first(error: Exception | None, told: Sequence[PortableError | None]) -> None:
     """Raise the first error that a rank has `told`, on each of them; `error` is one's own."""
     rank, first = next(((r, one) for r, one in enumerate(told) if one is not None), (0, None))
     if first is None:
@@ -396,7 +396,7 @@ def _raise_first(error: Exception | None, told: Sequence[Told | None]) -> None:
     raise made(f"rank {rank}: not loaded: {kind}: {words}", **details) from error
 
 
-def _portable(error: Exception | None) -> Told | None:
+def _portable(error: Exception | None) -> PortableError | None:
     """An error as the other ranks are told: its kind, its words, what it carries beside them."""
     return None if error is None else (type(error).__name__, str(error), _details(error))
 

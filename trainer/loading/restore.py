@@ -19,15 +19,15 @@ from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import MANIFEST, CheckpointName, checkpoint_id
 from holdfast.contracts.retries import read_again
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.order import SkipWindow, joined, parse_skips
-from holdfast.trainer.link import Link
 from holdfast.trainer.loading.reader import load_state, open_together
 from holdfast.trainer.loading.train_state import read_train_state
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.mirror.resume import Search
 from holdfast.trainer.pacing.cadence import Interval
 from holdfast.trainer.program import program_argv
+from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.standby import changed_variables
 from holdfast.trainer.state.train_state import Restored, TrainState
@@ -76,8 +76,8 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
 
 
 def resume(
-    link: Link,
-    ranks: Ranks,
+    context: RankContext,
+    ranks: ControlGroup,
     state: TrainState,
     recorder: Recorder | None,
 ) -> Resumed:
@@ -89,34 +89,34 @@ def resume(
     """
     passed: dict[str, str] = {}
     began = time.monotonic()
-    search = _search(link, passed, recorder)
+    search = _search(context, passed, recorder)
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
         with contextlib.ExitStack() as held:
-            choice = _choose_together(search, passed, held, link, ranks)
+            choice = _choose_together(search, passed, held, context, ranks)
             try:
-                found, restored, notes = _restore(choice, link, ranks, state)
+                found, restored, notes = _restore(choice, context, ranks, state)
             except DamagedCheckpointError as error:
                 if choice.directory is None:
                     raise
                 passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
                 continue
         if recorder is not None:
-            print(describe(link.run.name, found, restored, choice.skipped, notes), flush=True)
+            print(describe(context.run.name, found, restored, choice.skipped, notes), flush=True)
             load_s = round(time.monotonic() - began, 6)
-            _journal(link, found, restored[0], choice.skipped, notes, load_s, recorder)
+            _journal(context, found, restored[0], choice.skipped, notes, load_s, recorder)
         return found
     raise DamagedCheckpointError(
-        f"{link.run.directory}: {len(passed)} checkpoints were read and all are damaged; look at "
-        "the storage with `holdfast verify`",
+        f"{context.run.directory}: {len(passed)} checkpoints were read and all are damaged; "
+        "check the storage with `holdfast verify`",
         damaged=[f"{Path(path).name}: {problem}" for path, problem in passed.items()],
     )
 
 
 def _restore(
     choice: _Choice,
-    link: Link,
-    ranks: Ranks,
+    context: RankContext,
+    ranks: ControlGroup,
     state: TrainState,
 ) -> tuple[Resumed, list[Restored], Sequence[str]]:
     """Load what was chosen; `DamagedCheckpointError` on all ranks if it is damaged.
@@ -195,20 +195,20 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
     )
 
 
-def _search(link: Link, passed: dict[str, str], recorder: Recorder | None) -> Search:
+def _search(context: RankContext, passed: dict[str, str], recorder: Recorder | None) -> Search:
     """The look for a checkpoint in all tiers that the environment names."""
-    identity = link.identity
+    identity = context.identity
 
     def journal(kind: EventKind, **facts: Any) -> None:
         if recorder is not None:
             numbers: dict[str, Any] = {
                 "attempt": identity.attempt,
-                "incarnation": identity.incarnation,
+                "launch": identity.launch,
             }
             recorder.event(kind, **numbers, **facts)
 
     return Search(
-        run=link.run,
+        run=context.run,
         run_uid=identity.run_uid,
         tiers=Tiers.from_environment(os.environ),
         nodes=identity.nodes,
@@ -221,19 +221,19 @@ def _choose_together(
     search: Search,
     passed: dict[str, str],
     held: contextlib.ExitStack,
-    link: Link,
-    ranks: Ranks,
+    context: RankContext,
+    ranks: ControlGroup,
 ) -> _Choice:
     """Rank 0's choice, known to all and there on every node."""
     choice = ranks.share(lambda: _choose(search, passed, held))
     if search.tiers.local:
-        ranks.gather(lambda: _bring(search, link, choice))
+        ranks.gather(lambda: _bring(search, context, choice))
     return choice
 
 
-def _bring(search: Search, link: Link, choice: _Choice) -> None:
+def _bring(search: Search, context: RankContext, choice: _Choice) -> None:
     """With a disk of its own each node has to have the files; node 0 has them already."""
-    is_other = link.identity.node != 0 and link.identity.local_rank == 0
+    is_other = context.identity.node != 0 and context.identity.local_rank == 0
     if is_other and choice.directory is not None:
         name = CheckpointName.parse(Path(choice.directory).name)
         if name is not None and choice.directory.startswith(search.tiers.local):
@@ -241,7 +241,7 @@ def _bring(search: Search, link: Link, choice: _Choice) -> None:
 
 
 def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
-    """The choice, under a lease; one deleted before the lease stood is chosen anew.
+    """The choice, under a lease; one deleted before the lease stood is chosen again.
 
     `passed` has what was passed over while it was read, and gains one whose train state is
     damaged.
@@ -268,7 +268,7 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
     if read_before:
         raise DamagedCheckpointError(
             f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
-            f"that this process cannot begin anew. Passed over: {'; '.join(choice.skipped)}. "
+            f"that this process cannot begin again. Passed over: {'; '.join(choice.skipped)}. "
             "Restore one from a copy, or fork a checkpoint of another run",
             damaged=choice.skipped,
         )
@@ -287,7 +287,7 @@ def _is_gone(manifest: Path) -> bool:
 
 
 def _journal(
-    link: Link,
+    context: RankContext,
     found: Resumed,
     first: Restored,
     skipped: tuple[str, ...],
@@ -295,11 +295,11 @@ def _journal(
     load_s: float,
     recorder: Recorder,
 ) -> None:
-    identity = link.identity
+    identity = context.identity
     recorder.event(
         EventKind.RESUMED,
         attempt=identity.attempt,
-        incarnation=identity.incarnation,
+        launch=identity.launch,
         checkpoint=found.checkpoint,
         step=found.step,
         skipped=list(skipped),

@@ -31,7 +31,7 @@ def choose(
     Sizes alone are compared, for whoever loads it compares the contents; with `verify` every
     byte is read here. `passing_over` has directories that turned out damaged, and how. The last
     one that there is to fall back to is always read, because a load that fails leaves a state
-    that cannot begin anew. A run without a checkpoint of its own goes on from the one it was
+    that cannot begin again. A run without a checkpoint of its own goes on from the one it was
     forked from, if it was. Raises `DamagedCheckpointError` when that one cannot be believed: to
     begin from nothing would not be what the fork asked for.
     """

@@ -29,14 +29,14 @@ from holdfast.contracts.mirrors import checkpoint_folder, checkpoint_key, tombst
 from holdfast.contracts.paths import CheckpointName
 from holdfast.trainer.mirror.fetch import Remote, fetch, list_remote, read_remote
 from holdfast.trainer.mirror.store import EntryCheck, Store, open_store
-from holdfast.trainer.mirror.upload import Tries, commit, missing_files, read_upload, send_files
+from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_upload, send_files
 
 
 def list_committed(store: Store) -> dict[str, Any]:
     """Every checkpoint in the mirror, oldest first, and whether it is committed there."""
-    tries, found = Tries(), []
-    for name in list_remote(store, tries=tries):
-        content = tries.do(store.read, checkpoint_key(str(name)))
+    retries, found = Retries(), []
+    for name in list_remote(store, retries=retries):
+        content = retries.do(store.read, checkpoint_key(str(name)))
         found.append({"name": str(name), "committed": content is not None})
     return {"checkpoints": found}
 
@@ -46,24 +46,24 @@ def delete(store: Store, names: list[str]) -> dict[str, Any]:
 
     The manifest stays as a tombstone. Harmless when repeated, and for names that are not there.
     """
-    tries, freed = Tries(), 0
+    retries, freed = Retries(), 0
     for name in map(str, map(_parse, names)):
-        content = tries.do(store.read, checkpoint_key(name))
+        content = retries.do(store.read, checkpoint_key(name))
         if content is not None:
-            tries.do(store.put, tombstone_key(name), content)
-            tries.do(store.delete, [checkpoint_key(name)])
-        tries.do(store.abort_uploads, f"{checkpoint_folder(name)}/")
-        sizes = tries.do(store.sizes, checkpoint_folder(name))
-        tries.do(store.delete, sorted(sizes))
+            retries.do(store.put, tombstone_key(name), content)
+            retries.do(store.delete, [checkpoint_key(name)])
+        retries.do(store.abort_uploads, f"{checkpoint_folder(name)}/")
+        sizes = retries.do(store.sizes, checkpoint_folder(name))
+        retries.do(store.delete, sorted(sizes))
         freed += sum(sizes.values())
     return {"deleted": names, "bytes": freed}
 
 
 def verify(store: Store, name: str) -> dict[str, Any]:
     """Read every byte of a checkpoint in the mirror and compare it with its manifest."""
-    tries, damaged = Tries(), []
+    retries, damaged = Retries(), []
     remote = _remote(store, name)
-    sizes = tries.do(store.sizes, checkpoint_folder(name))
+    sizes = retries.do(store.sizes, checkpoint_folder(name))
     for entry in remote.manifest.files:
         key = checkpoint_key(name, entry.path)
         if sizes.get(key) != entry.bytes:
@@ -71,7 +71,7 @@ def verify(store: Store, name: str) -> dict[str, Any]:
             damaged.append(f"{entry.path}: {found}")
             continue
         try:
-            tries.do(_read, store, key, entry)
+            retries.do(_read, store, key, entry)
         except DamagedCheckpointError as error:
             damaged += error.damaged
     files = len(remote.manifest.files)
@@ -80,14 +80,14 @@ def verify(store: Store, name: str) -> dict[str, Any]:
 
 def push(store: Store, directory: Path) -> dict[str, Any]:
     """Copy a committed checkpoint to the mirror; goes on with what an earlier try left."""
-    upload, tries = read_upload(directory, None), Tries()
+    upload, retries = read_upload(directory, None), Retries()
     if upload is None:
         raise NotFoundError(f"{directory}: no committed checkpoint here")
-    sent = send_files(store, upload, tries=tries)
-    missing = missing_files(store, upload, tries=tries)
+    sent = send_files(store, upload, retries=retries)
+    missing = missing_files(store, upload, retries=retries)
     if missing:
         raise MirrorError(f"{directory}: neither here nor in the mirror: {', '.join(missing[:5])}")
-    commit(store, upload, tries=tries)
+    commit(store, upload, retries=retries)
     return {"pushed": upload.name, "bytes": sent}
 
 
@@ -99,7 +99,7 @@ def _read(store: Store, key: str, entry: FileEntry) -> None:
 
 
 def _remote(store: Store, name: str) -> Remote:
-    remote = read_remote(store, _parse(name), None, tries=Tries())
+    remote = read_remote(store, _parse(name), None, retries=Retries())
     if remote is None:
         raise NotFoundError(f"{name} is not committed in this mirror; `list` shows what is")
     return remote
@@ -113,7 +113,7 @@ def _parse(name: str) -> CheckpointName:
 
 
 def _act(given: argparse.Namespace) -> dict[str, Any]:
-    store = Tries().do(open_store, given.location)
+    store = Retries().do(open_store, given.location)
     if given.act == "list":
         return list_committed(store)
     if given.act == "delete":
@@ -123,7 +123,7 @@ def _act(given: argparse.Namespace) -> dict[str, Any]:
     if given.act == "push":
         return push(store, given.directory)
     remote = _remote(store, given.name)
-    read_bytes = fetch(store, remote, given.into, url=given.location, tries=Tries())
+    read_bytes = fetch(store, remote, given.into, url=given.location, retries=Retries())
     return {"fetched": given.name, "into": str(given.into), "bytes": read_bytes}
 
 

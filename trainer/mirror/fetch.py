@@ -22,7 +22,7 @@ from holdfast.contracts.manifest import FileEntry, Manifest
 from holdfast.contracts.mirrors import MirrorRecord, checkpoint_key, write_record
 from holdfast.contracts.paths import FETCHING, MANIFEST, CheckpointName
 from holdfast.trainer.mirror.store import EntryCheck, Store
-from holdfast.trainer.mirror.upload import Tries
+from holdfast.trainer.mirror.upload import Retries
 
 FILES_AT_ONCE: Final = 4
 
@@ -37,23 +37,23 @@ class Remote:
     @property
     def name(self) -> CheckpointName:
         facts = self.manifest
-        return CheckpointName(facts.step, facts.attempt, facts.incarnation)
+        return CheckpointName(facts.step, facts.attempt, facts.launch)
 
 
-def list_remote(store: Store, *, tries: Tries) -> list[CheckpointName]:
+def list_remote(store: Store, *, retries: Retries) -> list[CheckpointName]:
     """Names of checkpoints that have files in the mirror, committed or not, oldest first."""
-    found = tries.do(store.folders, "checkpoints")
+    found = retries.do(store.folders, "checkpoints")
     return sorted(n for n in map(CheckpointName.parse, found) if n is not None)
 
 
 def read_remote(
-    store: Store, name: CheckpointName, run_uid: str | None, *, tries: Tries
+    store: Store, name: CheckpointName, run_uid: str | None, *, retries: Retries
 ) -> Remote | None:
     """What the mirror has under `name`; None when it was never committed there.
 
     Raises `DamagedCheckpointError` when its manifest is not one of that name and run.
     """
-    content = tries.do(store.read, checkpoint_key(str(name)))
+    content = retries.do(store.read, checkpoint_key(str(name)))
     if content is None:
         return None
     try:
@@ -74,17 +74,17 @@ def newest_remote(
     *,
     newer_than: CheckpointName | None,
     without: Collection[str],
-    tries: Tries,
+    retries: Retries,
 ) -> tuple[Remote | None, list[str]]:
     """The newest believable checkpoint of the mirror, and a line for each that was passed over."""
     skipped: list[str] = []
-    for name in reversed(list_remote(store, tries=tries)):
+    for name in reversed(list_remote(store, retries=retries)):
         if newer_than is not None and name <= newer_than:
             break
         if str(name) in without:
             continue
         try:
-            remote = read_remote(store, name, run_uid, tries=tries)
+            remote = read_remote(store, name, run_uid, retries=retries)
         except DamagedCheckpointError as error:
             skipped.append(f"{name} in the mirror: {'; '.join(error.damaged)}")
             continue
@@ -94,7 +94,7 @@ def newest_remote(
     return None, skipped
 
 
-def fetch(store: Store, remote: Remote, directory: Path, *, url: str, tries: Tries) -> int:
+def fetch(store: Store, remote: Remote, directory: Path, *, url: str, retries: Retries) -> int:
     """Bring a checkpoint to `directory`; returns the bytes that were read from the mirror.
 
     Files that are there and whole stay as they are. Raises `MirrorError` or
@@ -108,7 +108,7 @@ def fetch(store: Store, remote: Remote, directory: Path, *, url: str, tries: Tri
         make_directory(parent)
 
     def bring(entry: FileEntry) -> int:
-        return tries.do(_bring, store, remote, entry, directory)
+        return retries.do(_bring, store, remote, entry, directory)
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
         read_bytes = sum(pool.map(bring, remote.manifest.files))

@@ -26,7 +26,7 @@ from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.resume import Choice, choose
 from holdfast.trainer.mirror.fetch import Remote, fetch, newest_remote, read_remote
 from holdfast.trainer.mirror.store import Store, open_store
-from holdfast.trainer.mirror.upload import Tries
+from holdfast.trainer.mirror.upload import Retries
 
 # So many checkpoints of the mirror may turn out damaged before the resume gives up on it.
 CANDIDATES_MAX: Final = 10
@@ -77,14 +77,14 @@ class Search:
 
     def _newest(self, here: Choice) -> Choice:
         url = self.tiers.location(self.run.name, self.run_uid)
-        tries = Tries()
-        store = tries.do(open_store, url)
+        retries = Retries()
+        store = retries.do(open_store, url)
         without = set(excluded_checkpoints(load_events(self.run)))
         without |= {path.stem for path in self.run.tombstones.glob("*.json")}
         newer_than, said = _name_of(here, self.run_uid), list(here.skipped)
         for _ in range(CANDIDATES_MAX):
             remote, skipped = newest_remote(
-                store, self.run_uid, newer_than=newer_than, without=without, tries=tries
+                store, self.run_uid, newer_than=newer_than, without=without, retries=retries
             )
             said += [line for line in skipped if line not in said]
             if remote is None:
@@ -95,18 +95,20 @@ class Search:
                 said.append(f"{remote.name} of the mirror: {self.passed[str(directory)]}")
                 continue
             try:
-                self._bring(store, remote, directory, url, tries)
+                self._bring(store, remote, directory, url, retries)
             except DamagedCheckpointError as error:
                 said.append(f"{remote.name} in the mirror: {'; '.join(error.damaged)}")
                 continue
             return Choice(directory, remote.manifest, tuple(said))
         return dataclasses.replace(here, skipped=tuple(said))
 
-    def _bring(self, store: Store, remote: Remote, directory: Path, url: str, tries: Tries) -> None:
+    def _bring(
+        self, store: Store, remote: Remote, directory: Path, url: str, retries: Retries
+    ) -> None:
         if (directory / MANIFEST).exists() and not self.tiers.local:
             return
         began = time.monotonic()
-        read_bytes = fetch(store, remote, directory, url=url, tries=tries)
+        read_bytes = fetch(store, remote, directory, url=url, retries=retries)
         facts: dict[str, Any] = {"checkpoint": str(remote.name), "step": remote.manifest.step}
         seconds = round(time.monotonic() - began, 6)
         self.journal(
@@ -121,12 +123,12 @@ class Search:
     def bring(self, name: CheckpointName) -> None:
         """Have a checkpoint that node 0 chose on this node too, where each has its own disk."""
         url = self.tiers.location(self.run.name, self.run_uid)
-        tries = Tries()
-        store = tries.do(open_store, url)
-        remote = read_remote(store, name, self.run_uid, tries=tries)
+        retries = Retries()
+        store = retries.do(open_store, url)
+        remote = read_remote(store, name, self.run_uid, retries=retries)
         if remote is None:
             raise MirrorError(f"{url}: {name} is gone from the mirror since node 0 chose it")
-        self._bring(store, remote, self._destination(name), url, tries)
+        self._bring(store, remote, self._destination(name), url, retries)
 
     def _newest_on_node(self) -> Choice:
         """The newest checkpoint that is whole on this node's disk; with one node alone there can
@@ -165,4 +167,4 @@ def _name_of(here: Choice, run_uid: str) -> CheckpointName | None:
     if here.manifest is None or here.manifest.run_uid != run_uid:
         return None
     facts = here.manifest
-    return CheckpointName(facts.step, facts.attempt, facts.incarnation)
+    return CheckpointName(facts.step, facts.attempt, facts.launch)

@@ -66,27 +66,27 @@ def read_upload(
     return Upload(files=place, manifest=manifest, content=content, own=frozenset(ours))
 
 
-def send_files(store: Store, upload: Upload, *, tries: Tries) -> int:
+def send_files(store: Store, upload: Upload, *, retries: Retries) -> int:
     """Send this node's files that the mirror lacks; returns their bytes.
 
     Raises `MirrorError` when the mirror refuses or stays silent, `DamagedCheckpointError` when a
     file here is no longer what was committed, `OSError` when it cannot be read.
     """
-    _refuse_deleted(store, upload, tries)
-    there = tries.do(store.sizes, checkpoint_folder(upload.name))
+    _refuse_deleted(store, upload, retries)
+    there = retries.do(store.sizes, checkpoint_folder(upload.name))
     sent = 0
     for entry in upload.entries:
         key = checkpoint_key(upload.name, entry.path)
         if there.get(key) == entry.bytes:
             continue
-        tries.do(store.put_file, key, upload.files / entry.path, entry)
+        retries.do(store.put_file, key, upload.files / entry.path, entry)
         sent += entry.bytes
     return sent
 
 
-def missing_files(store: Store, upload: Upload, *, tries: Tries) -> list[str]:
+def missing_files(store: Store, upload: Upload, *, retries: Retries) -> list[str]:
     """Files of the checkpoint, anybody's, that the mirror does not have at their full size."""
-    there = tries.do(store.sizes, checkpoint_folder(upload.name))
+    there = retries.do(store.sizes, checkpoint_folder(upload.name))
     return [
         entry.path
         for entry in upload.manifest.files
@@ -94,31 +94,31 @@ def missing_files(store: Store, upload: Upload, *, tries: Tries) -> list[str]:
     ]
 
 
-def commit(store: Store, upload: Upload, *, tries: Tries) -> None:
+def commit(store: Store, upload: Upload, *, retries: Retries) -> None:
     """Create the manifest in the mirror, which is what makes the copy a checkpoint.
 
     Raises `MirrorError` when the mirror has another checkpoint of that name, or had this one and
     deleted it.
     """
-    _refuse_deleted(store, upload, tries)
+    _refuse_deleted(store, upload, retries)
     key = checkpoint_key(upload.name)
-    if tries.do(store.put_new, key, upload.content):
+    if retries.do(store.put_new, key, upload.content):
         return
     # An earlier try may have succeeded although its answer was lost.
-    if tries.do(store.read, key) != upload.content:
+    if retries.do(store.read, key) != upload.content:
         raise MirrorError(
             f"{upload.name}: the mirror has another checkpoint of that name; two runs must not "
             "share a name, an identity and a mirror. Nothing was replaced"
         )
 
 
-def _refuse_deleted(store: Store, upload: Upload, tries: Tries) -> None:
-    if tries.do(store.read, tombstone_key(upload.name)) is not None:
+def _refuse_deleted(store: Store, upload: Upload, retries: Retries) -> None:
+    if retries.do(store.read, tombstone_key(upload.name)) is not None:
         raise MirrorError(f"{upload.name} was deleted from the mirror; it is not sent again")
 
 
-class Tries:
-    """Tries a request again, later and later, as long as the mirror may yet answer."""
+class Retries:
+    """Retries a request again, later and later, as long as the mirror may yet answer."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Tries:
         self._pauses_s = tuple(default_pauses() if pauses_s is None else pauses_s)
 
     def do(self, act: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """The result of `act`. Raises its `MirrorError` when that will not pass or tries end."""
+        """The result of `act`. Raises its `MirrorError` when that will not pass or retries end."""
         for pause_s in self._pauses_s:
             try:
                 return act(*given, **named)
@@ -142,7 +142,7 @@ class Tries:
 
 
 def default_pauses() -> list[float]:
-    """Seconds between the tries of one request: doubling, and never in step with other nodes."""
+    """Seconds between the retries of one request: doubling, and never in step with other nodes."""
     return [
         min(PAUSE_FIRST_S * 2**number, PAUSE_MAX_S) * random.uniform(0.5, 1.0)
         for number in range(TRIES_MAX - 1)

@@ -33,7 +33,7 @@ from holdfast.contracts.mirrors import (
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.trainer.mirror.store import Store, open_store
 from holdfast.trainer.mirror.upload import (
-    Tries,
+    Retries,
     Upload,
     commit,
     missing_files,
@@ -182,14 +182,14 @@ class MirrorWorker:
         store = self._store_of(upload)
         if not task.is_sent:
             with self._alone(task.run):
-                send_files(store, upload, tries=Tries())
+                send_files(store, upload, retries=Retries())
             task.is_sent = True
             self._clear_node(task)
         if self._node != 0:
             return
-        missing = missing_files(store, upload, tries=Tries())
+        missing = missing_files(store, upload, retries=Retries())
         if not missing:
-            commit(store, upload, tries=Tries())
+            commit(store, upload, retries=Retries())
             self._finish(task, upload)
         elif time.monotonic() < task.made + task.peers_wait_s:
             self._look_again(task, PEERS_POLL_S)
@@ -251,7 +251,7 @@ class MirrorWorker:
         """The run's place in the mirror; opened at the first use, when libraries are imported."""
         url = self._location(upload)
         if self._store is None or self._store[0] != url:
-            self._store = (url, Tries().do(open_store, url))
+            self._store = (url, Retries().do(open_store, url))
         return self._store[1]
 
     def _journal(self, task: Task, kind: EventKind, **facts: Any) -> None:

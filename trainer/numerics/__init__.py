@@ -1,1 +1,1 @@
-"""Losses that are not finite, or far above what they were: noticed, settled, gone back from."""
+"""Losses that are not finite, or far above what they were: detected, resolved, rolled back."""

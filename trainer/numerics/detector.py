@@ -19,7 +19,7 @@ from holdfast.contracts.spec import Numerics
 SPIKE_SHARE_MIN: Final = 0.5
 # Of a window, so many of its losses must be there before anything is called a spike.
 WINDOW_SHARE_MIN: Final = 0.25
-# The limit is computed anew after so many losses: sorting the window at each would cost more
+# The limit is computed again after so many losses: sorting the window at each would cost more
 # than all the rest of a boundary.
 LIMIT_LOSSES: Final = 8
 TOLD_LOSSES: Final = 8
@@ -29,7 +29,7 @@ TOLD_LOSSES: Final = 8
 class Anomaly:
     """A bad loss. `window` are the losses before it, oldest first; `limit` is set for a spike.
 
-    The last good loss was that of step `good_step`, or training began anew after it.
+    The last good loss was that of step `good_step`, or training began again after it.
     """
 
     problem: Literal["nan", "spike"]

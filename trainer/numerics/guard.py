@@ -2,8 +2,8 @@
 
 A loss on a GPU is copied beside training and looked at once the copy is there, a step or a few
 later: no step waits for it. A rank that finds one bad asks all others for a meeting by a word on
-its node's board; ordinary steps talk to nobody. Where ranks meet, rank 0 answers from the policy
-and from what disk knows, writes it down, and all ranks do it.
+its node's status table; ordinary steps talk to nobody. Where ranks meet, rank 0 answers from the
+policy and from what disk knows, writes it down, and all ranks do it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.contracts import environment
-from holdfast.contracts.board import RankRecord
 from holdfast.contracts.errors import NumericsError, SpecError
 from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.journal import GROWER, Event, EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName
+from holdfast.contracts.rank_status import RankRecord
 from holdfast.contracts.spec import Numerics
-from holdfast.trainer.boundary import Saver
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
-from holdfast.trainer.link import Link
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for
 from holdfast.trainer.numerics.detector import Anomaly, Detector
+from holdfast.trainer.rank_context import RankContext
+from holdfast.trainer.saver import Saver
 from holdfast.trainer.state.train_state import TrainState
 
 # Copies under way at most; a program further ahead of its GPU waits for the oldest.
@@ -45,14 +45,14 @@ class LossGuard:
 
     def __init__(
         self,
-        link: Link,
-        ranks: Ranks,
+        context: RankContext,
+        ranks: ControlGroup,
         record: RankRecord,
         position: Position,
         saver: Saver,
         state: TrainState,
     ) -> None:
-        self._link, self._ranks, self._record = link, ranks, record
+        self._context, self._ranks, self._record = context, ranks, record
         self._position, self._saver, self._state = position, saver, state
         self._numerics = chosen_numerics()
         self._detector = Detector(self._numerics, after=position.reached)
@@ -66,7 +66,7 @@ class LossGuard:
 
     @property
     def asked(self) -> int:
-        """The step whose bad loss the ranks have not settled yet, or 0."""
+        """The step whose bad loss the ranks have not resolved yet, or 0."""
         return self._found.step if self._found is not None else 0
 
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
@@ -98,10 +98,10 @@ class LossGuard:
             arrival.synchronize()
         self.look()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """All ranks together, once one of them has `asked`: learn what is to come of it, do it.
 
-        Raises `NumericsError` on all ranks when this incarnation must not train on.
+        Raises `NumericsError` on all ranks when this launch must not train on.
         """
         said = self._ranks.gather(lambda: (self._found, self._position.reached, self._is_sane()))
         anomaly, rank = _first([found for found, _, _ in said])
@@ -132,13 +132,13 @@ class LossGuard:
 
     def _answer(self, anomaly: Anomaly, rank: int, *, reached: int, is_finite: bool) -> Answer:
         """Rank 0's: the policy's answer, durable before anybody acts on it."""
-        events = load_events(self._link.run)
+        events = load_events(self._context.run)
         known = replace(self._known(events), reached=reached, is_finite=is_finite)
         given = answer(anomaly, self._numerics, known)
         skip = [[window.first_step, window.steps] for window in given.skip]
-        identity = self._link.identity
-        numbers: dict[str, Any] = {"attempt": identity.attempt, "incarnation": identity.incarnation}
-        with JournalWriter(self._link.attempt.rank_journal) as journal:
+        identity = self._context.identity
+        numbers: dict[str, Any] = {"attempt": identity.attempt, "launch": identity.launch}
+        with JournalWriter(self._context.attempt.rank_journal) as journal:
             facts = {**asdict(anomaly), "loss": _sayable(anomaly.loss)}
             more: dict[str, Any] = {"rank": rank, "action": given.action, "reason": given.reason}
             if given.action == "skip":
@@ -153,13 +153,13 @@ class LossGuard:
                     step=anomaly.step,
                     reason=given.reason,
                 )
-            # Last, for the agent starts anew on its word.
+            # Last, for the agent starts again on its word.
             journal.append(EventKind.NUMERICS, **numbers, **facts, **more)
         print(f"holdfast: {given.reason}", flush=True)
         return given
 
     def _known(self, events: tuple[Event, ...]) -> Known:
-        run, excluded = self._link.run, excluded_checkpoints(events)
+        run, excluded = self._context.run, excluded_checkpoints(events)
         names: dict[bool, list[CheckpointName]] = {True: [], False: []}
         for directory in run.list_checkpoints():
             name = CheckpointName.parse(directory.name)
@@ -213,7 +213,7 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
 
 
 def _first(found: list[Anomaly | None]) -> tuple[Anomaly, int]:
-    """The loss that is settled first, and the rank that had it."""
+    """The loss that is resolved first, and the rank that had it."""
     there = [(one, rank) for rank, one in enumerate(found) if one is not None]
     return min(there, key=lambda pair: (urgency(pair[0]), pair[1]))
 

@@ -106,7 +106,7 @@ class Cadence:
         next_step = step + max(1, int(wait_s / max(step_s, 1e-9)))
         return save, min(next_step, self._next_look(step))
 
-    def settle(self, step: int, next_step: int, *, saved: bool, now: float) -> None:
+    def update(self, step: int, next_step: int, *, saved: bool, now: float) -> None:
         """Every rank after an agreed step: take over what was decided."""
         self.next_step = next_step
         self._looked_at, self._looked_step = now, step

@@ -106,5 +106,5 @@ class StepMeter:
         return max(0.0, self._seconds[True] - self._steps[True] * quiet_s)
 
     def restart(self) -> None:
-        """Begin to count anew: the pace may have changed."""
+        """Begin to count again: the pace may have changed."""
         self._steps, self._seconds = [0, 0], [0.0, 0.0]

@@ -1,7 +1,7 @@
 """The pace of one session: what its steps and saves cost, and what follows for the intervals.
 
-Ranks that meet exchange a few numbers; each then has the same rhythm of snapshots. The interval of
-checkpoints by `auto` is rank 0's alone to choose, since it says when to save.
+Ranks that meet exchange a few numbers; each then has the same rhythm of snapshots. The
+interval of checkpoints by `auto` is rank 0's alone to choose, since it says when to save.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from holdfast.contracts.failures import Failures, observe_failures
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import EventKind
-from holdfast.trainer.boundary import Saver
-from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.pacing.cadence import Cadence, Interval
 from holdfast.trainer.pacing.economy import Choice, StepMeter, choose_interval
+from holdfast.trainer.rank_context import RankContext
+from holdfast.trainer.saver import Saver
 from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm
 
 
@@ -29,7 +29,7 @@ class Pace:
         rhythm: SnapshotRhythm,
         *,
         step: int,
-        link: Link,
+        context: RankContext,
         saver: Saver,
         recorder: Recorder | None,
         looks_first: bool = False,
@@ -45,23 +45,23 @@ class Pace:
         self.rhythm = rhythm
         self.meter = StepMeter(now)
         self._is_auto = interval.is_auto
-        self._link, self._saver, self._recorder = link, saver, recorder
+        self._context, self._saver, self._recorder = context, saver, recorder
         self._saves = 0
         self._slowed_s = 0.0
         self._told: Choice | None = None
         self._failures = Failures(0, 0.0)
         if recorder is not None and interval.is_auto:
-            current = (link.identity.attempt, link.identity.incarnation)
-            self._failures = observe_failures(load_events(link.run), current)
+            current = (context.identity.attempt, context.identity.launch)
+            self._failures = observe_failures(load_events(context.run), current)
 
     def figures(self) -> tuple[int, int]:
         """For the meeting: microseconds of a copy on this rank, and of a step where rank 0 is."""
         step_us = int(self.meter.step_s * 1e6) if self._recorder is not None else 0
         return int(self._saver.copy_s * 1e6), step_us
 
-    def settle(self, copy_us: int, step_us: int, *, saved: bool) -> None:
+    def update(self, copy_us: int, step_us: int, *, saved: bool) -> None:
         """After the meeting, with the largest figures of all ranks; the same on every rank."""
-        if self.rhythm.settle(copy_us, step_us):
+        if self.rhythm.update(copy_us, step_us):
             self._tell_rhythm(copy_us, step_us)
         self._saves += saved
         if self._saves and self.meter.slowed_s:
@@ -77,7 +77,7 @@ class Pace:
             return
         choice = choose_interval(
             self._failures,
-            self._link.identity.nodes,
+            self._context.identity.nodes,
             cost_s=copy_us / 1e6 + self._slowed_s,
             flush_s=self._saver.flush_s,
         )
@@ -97,6 +97,6 @@ class Pace:
 
     def _note(self, text: str, **figures: Any) -> None:
         if self._recorder is not None:
-            who = self._link.identity
-            facts: dict[str, Any] = {"attempt": who.attempt, "incarnation": who.incarnation}
+            who = self._context.identity
+            facts: dict[str, Any] = {"attempt": who.attempt, "launch": who.launch}
             self._recorder.event(EventKind.NOTE, **facts, **figures, text=text)

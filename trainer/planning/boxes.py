@@ -1,8 +1,8 @@
 """Boxes that many ranks hold, told apart: copies of one box brought together, those that are
 the only one of their kind found without sorting.
 
-A box is known by its tensor and by the number of its first element in it. Ranks mostly come in
-the order of their parts, so that the places of one tensor rise from block to block, which one
+A box is known by its tensor and by the number of its first element in it. Ranks mostly come
+in the order of their parts, so that the places of one tensor rise from block to block, which one
 comparison of neighbours shows for all blocks and tensors at once; only what is left is sorted.
 """
 
@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.trainer.planning.columns import Int32s, Int64s, Item, Sheet, end_to_end
+from holdfast.trainer.planning.columns import Int32s, Int64s, Item, ShardTable, end_to_end
 
 Bools = npt.NDArray[np.bool_]
 
@@ -62,32 +62,34 @@ def group(key: Int32s, place: Int64s, items: Sequence[Item]) -> Groups:
         order, code = order[again], code[again]
         repeated = np.flatnonzero(_is_repeated(code))
         # Copies of one box stay in the order of their blocks, whatever the sort did to them.
-        settled = np.lexsort((order[repeated], code[repeated]))
-        order[repeated] = order[repeated[settled]]
+        decided = np.lexsort((order[repeated], code[repeated]))
+        order[repeated] = order[repeated[decided]]
     is_first = np.ones(len(code), dtype=bool)
     np.not_equal(code[1:], code[:-1], out=is_first[1:])
     start = np.flatnonzero(is_first)
     return Groups(order, start, np.diff(start, append=len(code)))
 
 
-def find_distinct(sheets: Sequence[Sheet], keys: Sequence[Int32s], items: Sequence[Item]) -> Bools:
+def find_distinct(
+    shard_tables: Sequence[ShardTable], keys: Sequence[Int32s], items: Sequence[Item]
+) -> Bools:
     """By item: True where its boxes are seen to have a place each, False where some may share one.
 
-    `keys` says for each sheet which item each of its columns is of.
+    `keys` says for each shard table which item each of its columns is of.
     """
     distinct = np.ones(len(items), dtype=bool)
-    if not sheets:
+    if not shard_tables:
         return distinct
-    for sheet, key in zip(sheets, keys, strict=True):
-        rises = np.logical_and.reduce(sheet.place[1:] > sheet.place[:-1], axis=0)
+    for shard_table, key in zip(shard_tables, keys, strict=True):
+        rises = np.logical_and.reduce(shard_table.place[1:] > shard_table.place[:-1], axis=0)
         distinct[key[~rises]] = False
     key = np.concatenate(keys)
     base = first_numbers(items)[key]
-    low = base + np.concatenate([sheet.place[0] for sheet in sheets])
-    high = base + np.concatenate([sheet.place[-1] for sheet in sheets])
+    low = base + np.concatenate([shard_table.place[0] for shard_table in shard_tables])
+    high = base + np.concatenate([shard_table.place[-1] for shard_table in shard_tables])
     order = np.argsort(low)
     earlier, later = order[:-1], order[1:]
-    # The sheets' stretches of one item's places must lie apart.
+    # The shard tables' stretches of one item's places must lie apart.
     meet = (key[earlier] == key[later]) & (high[earlier] >= low[later])
     distinct[key[earlier[meet]]] = False
     return distinct
@@ -95,45 +97,46 @@ def find_distinct(sheets: Sequence[Sheet], keys: Sequence[Int32s], items: Sequen
 
 @dataclass(frozen=True)
 class Loose:
-    """The rows that are not settled by where they stand, of all sheets, in their order.
+    """The rows that are not decided by where they stand, of all shard tables, in their order.
 
-    `at` has for each sheet where its rows are, counted line by line; the columns are of all.
+    `at` has for each shard table where its rows are, counted line by line; the columns are of all.
     """
 
     at: tuple[Int64s, ...]
     block: Int32s
     key: Int32s
     place: Int64s
-    mass: npt.NDArray[np.uint64]
+    coverage_hash: npt.NDArray[np.uint64]
     weight: Int64s
 
 
 def pick_loose(
-    sheets: Sequence[Sheet],
+    shard_tables: Sequence[ShardTable],
     keys: Sequence[Int32s],
     weights: Sequence[Int64s],
     is_loose: Sequence[Bools],
 ) -> Loose:
-    """The rows of which `is_loose`, shape (blocks, rows) for each sheet, is true.
+    """The rows of which `is_loose`, shape (blocks, rows) for each shard table, is true.
 
-    `keys` and `weights` are by column; blocks are numbered through all sheets.
+    `keys` and `weights` are by column; blocks are numbered through all shard tables.
     """
     at = tuple(np.flatnonzero(loose) for loose in is_loose)
     blocks, columns, first = [], [], 0
-    for sheet, rows in zip(sheets, at, strict=True):
-        line, column = np.divmod(rows, max(sheet.place.shape[1], 1))
+    for shard_table, rows in zip(shard_tables, at, strict=True):
+        line, column = np.divmod(rows, max(shard_table.place.shape[1], 1))
         blocks.append((first + line).astype(np.int32))
         columns.append(column)
-        first += len(sheet.digests)
+        first += len(shard_table.digests)
     return Loose(
         at=at,
         block=end_to_end(blocks, np.int32),
         key=end_to_end([key[c] for key, c in zip(keys, columns, strict=True)], np.int32),
         place=end_to_end(
-            [s.place.ravel()[rows] for s, rows in zip(sheets, at, strict=True)], np.int64
+            [s.place.ravel()[rows] for s, rows in zip(shard_tables, at, strict=True)], np.int64
         ),
-        mass=end_to_end(
-            [s.mass.ravel()[rows] for s, rows in zip(sheets, at, strict=True)], np.uint64
+        coverage_hash=end_to_end(
+            [s.coverage_hash.ravel()[rows] for s, rows in zip(shard_tables, at, strict=True)],
+            np.uint64,
         ),
         weight=end_to_end([w[c] for w, c in zip(weights, columns, strict=True)], np.int64),
     )

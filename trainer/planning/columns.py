@@ -91,13 +91,13 @@ class Pattern:
 class Block:
     """The rows of one rank that go by a pattern, which is known by its digest.
 
-    `place` is the number of each box's first element in its tensor, `mass` the box's weight (see
-    `masses`).
+    `place` is the number of each box's first element in its tensor, `coverage_hash` the box's
+    weight (see `coverage_hashes`).
     """
 
     pattern: bytes
     place: Int64s
-    mass: UInt64s
+    coverage_hash: UInt64s
 
     def digest(self) -> bytes:
         """The same on ranks whose rows are the same."""
@@ -164,7 +164,7 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
     block = Block(
         pattern=pattern.digest(),
         place=np.ascontiguousarray(place),
-        mass=masses([row.offsets for row in boxes], [row.sizes for row in boxes]),
+        coverage_hash=coverage_hashes([row.offsets for row in boxes], [row.sizes for row in boxes]),
     )
     return Described(block, pattern, content)
 
@@ -177,7 +177,7 @@ def linear_place(offsets: Sequence[int], shape: Sequence[int]) -> int:
     return place
 
 
-def masses(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> UInt64s:
+def coverage_hashes(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> UInt64s:
     """A weight for each box, such that boxes tile a tensor exactly when their weights add up to it.
 
     Each dimension's coordinates get pseudo-random widths; a box weighs the product of its sides,
@@ -198,9 +198,9 @@ def masses(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> 
     return weights
 
 
-def whole_masses(shapes: Sequence[Sequence[int]]) -> UInt64s:
+def whole_coverage_hashes(shapes: Sequence[Sequence[int]]) -> UInt64s:
     """What the boxes of a tensor of each shape must weigh together."""
-    return masses([(0,) * len(shape) for shape in shapes], shapes)
+    return coverage_hashes([(0,) * len(shape) for shape in shapes], shapes)
 
 
 @dataclass(frozen=True)
@@ -210,17 +210,18 @@ class Rows:
     digests: tuple[bytes, ...]
     patterns: tuple[bytes, ...]
     place: Int64s
-    mass: UInt64s
+    coverage_hash: UInt64s
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """Blocks of one pattern: `place` and `mass` have a line for each, shape (blocks, rows)."""
+class ShardTable:
+    """Blocks of one pattern: `place` and `coverage_hash` have a line for each, shape (blocks,
+    rows)."""
 
     pattern: Pattern
     digests: tuple[bytes, ...]
     place: Int64s
-    mass: UInt64s
+    coverage_hash: UInt64s
 
 
 def pack(blocks: Mapping[bytes, Block]) -> Rows:
@@ -230,26 +231,26 @@ def pack(blocks: Mapping[bytes, Block]) -> Rows:
         digests=tuple(blocks),
         patterns=tuple(block.pattern for block in every),
         place=end_to_end([block.place for block in every], np.int64),
-        mass=end_to_end([block.mass for block in every], np.uint64),
+        coverage_hash=end_to_end([block.coverage_hash for block in every], np.uint64),
     )
 
 
-def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[Sheet]:
+def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[ShardTable]:
     """All blocks of all parts by their patterns, in the order in which these first come."""
     lines: dict[bytes, list[tuple[bytes, Int64s, UInt64s]]] = {}
     for part in parts:
         begin = 0
         for digest, name in zip(part.digests, part.patterns, strict=True):
             end = begin + len(patterns[name].item)
-            line = (digest, part.place[begin:end], part.mass[begin:end])
+            line = (digest, part.place[begin:end], part.coverage_hash[begin:end])
             lines.setdefault(name, []).append(line)
             begin = end
     return [
-        Sheet(
+        ShardTable(
             pattern=patterns[name],
             digests=tuple(digest for digest, _, _ in every),
             place=np.stack([place for _, place, _ in every]),
-            mass=np.stack([mass for _, _, mass in every]),
+            coverage_hash=np.stack([coverage_hash for _, _, coverage_hash in every]),
         )
         for name, every in lines.items()
     ]

@@ -1,4 +1,4 @@
-"""A planner of the user's own: planned anew at every save, through stock DCP's protocol.
+"""A planner of the user's own: planned again at every save, through stock DCP's protocol.
 
 The planner says what is written, by whom and under which names; where the bytes lie stays ours.
 Each save costs the planner's collectives, and nothing of it is cached.
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.collective import Tree
+from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import (
@@ -52,8 +52,8 @@ def plan_custom(
     state: Mapping[str, Any],
     *,
     identity: Identity,
-    tree: Tree,
-    stage_tree: Tree,
+    tree: HierarchicalGroup,
+    stage_tree: HierarchicalGroup,
 ) -> CustomPlan:
     """Plan one save with `planner`; all ranks call it together.
 
@@ -98,7 +98,10 @@ def plan_custom(
 
 
 def _through_root(
-    plan: SavePlan, plan_all: Callable[[list[SavePlan]], list[SavePlan]], tree: Tree, rank: int
+    plan: SavePlan,
+    plan_all: Callable[[list[SavePlan]], list[SavePlan]],
+    tree: HierarchicalGroup,
+    rank: int,
 ) -> tuple[SavePlan, str | None]:
     """This rank's part of what the root makes of all ranks' plans."""
     everyones = tree.gather_all(plan)

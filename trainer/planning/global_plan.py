@@ -29,10 +29,10 @@ from holdfast.trainer.planning.columns import (
     Int32s,
     Int64s,
     Item,
-    Sheet,
+    ShardTable,
     UInt64s,
     decode_table,
-    whole_masses,
+    whole_coverage_hashes,
 )
 from holdfast.trainer.planning.writers import Holders, choose_writers
 
@@ -45,15 +45,15 @@ Kept = tuple[Int32s, ...]
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """Who writes which row; a row is a column of a line of a sheet.
+    """Who writes which row; a row is a column of a line of a shard table.
 
-    `keys` says for each sheet which of the `items` each column is of, `writers`, shape (blocks,
-    rows) for each sheet, which rank writes a row, `NOBODY` for none. `held` says where each rank's
-    blocks are: (sheet, line), and `kept` what it writes of them, by kind.
+    `keys` says for each shard table which of the `items` each column is of, `writers`, shape
+    (blocks, rows) for each shard table, which rank writes a row, `NOBODY` for none. `held` says
+    where each rank's blocks are: (shard_table, line), and `kept` what it writes of them, by kind.
     """
 
     items: tuple[Item, ...]
-    sheets: tuple[Sheet, ...]
+    shard_tables: tuple[ShardTable, ...]
     keys: tuple[Int32s, ...]
     writers: tuple[Int32s, ...]
     held: tuple[tuple[tuple[int, int], ...], ...]
@@ -62,32 +62,41 @@ class GlobalPlan:
 
 
 def plan_all(
-    sheets: Sequence[Sheet], tables: Mapping[bytes, bytes], holdings: Sequence[Sequence[bytes]]
+    shard_tables: Sequence[ShardTable],
+    tables: Mapping[bytes, bytes],
+    holdings: Sequence[Sequence[bytes]],
 ) -> GlobalPlan:
     """Plan for all ranks; `holdings` has the digests of each rank's blocks, by rank.
 
     Raises `SaveError` when ranks differ about a key, or their parts do not tile a tensor.
     """
-    items, keys = _number_keys(sheets, tables)
-    weights = [align(sheet.pattern.form_bytes)[sheet.pattern.form] for sheet in sheets]
-    holders = Holders.of([digest for sheet in sheets for digest in sheet.digests], holdings)
-    distinct = find_distinct(sheets, keys, items)
-    is_loose = _find_loose(sheets, keys, distinct, holders)
-    loose = pick_loose(sheets, keys, weights, is_loose)
+    items, keys = _number_keys(shard_tables, tables)
+    weights = [
+        align(shard_table.pattern.form_bytes)[shard_table.pattern.form]
+        for shard_table in shard_tables
+    ]
+    holders = Holders.of(
+        [digest for shard_table in shard_tables for digest in shard_table.digests], holdings
+    )
+    distinct = find_distinct(shard_tables, keys, items)
+    is_loose = _find_loose(shard_tables, keys, distinct, holders)
+    loose = pick_loose(shard_tables, keys, weights, is_loose)
     groups = group(loose.key, loose.place, items)
-    _check_tiling(sheets, keys, items, distinct, loose, groups)
+    _check_tiling(shard_tables, keys, items, distinct, loose, groups)
     loads = np.zeros(len(holdings), dtype=np.int64)
-    writers = _holders_write(sheets, weights, distinct, keys, holders, loads)
+    writers = _holders_write(shard_tables, weights, distinct, keys, holders, loads)
     by_first = np.zeros(len(items), dtype=bool)
-    for sheet, key in zip(sheets, keys, strict=True):
-        by_first[key] |= sheet.pattern.kind == FIRST
+    for shard_table, key in zip(shard_tables, keys, strict=True):
+        by_first[key] |= shard_table.pattern.kind == FIRST
     chosen, begin = choose_writers(loose, groups, holders, loads, by_first), 0
     for writer, rows in zip(writers, loose.at, strict=True):
         writer.ravel()[rows] = chosen[begin : begin + len(rows)]
         begin += len(rows)
-    held = _locate(sheets, holdings)
-    kept, file_bytes = _keep(sheets, weights, writers, held)
-    return GlobalPlan(items, tuple(sheets), tuple(keys), tuple(writers), held, kept, file_bytes)
+    held = _locate(shard_tables, holdings)
+    kept, file_bytes = _keep(shard_tables, weights, writers, held)
+    return GlobalPlan(
+        items, tuple(shard_tables), tuple(keys), tuple(writers), held, kept, file_bytes
+    )
 
 
 def align(lengths: Int64s) -> Int64s:
@@ -102,13 +111,13 @@ def offsets_of(lengths: Int64s) -> Int64s:
 
 
 def _number_keys(
-    sheets: Sequence[Sheet], tables: Mapping[bytes, bytes]
+    shard_tables: Sequence[ShardTable], tables: Mapping[bytes, bytes]
 ) -> tuple[tuple[Item, ...], list[Int32s]]:
-    """One list of items for all tables, and for each sheet its columns' places in it."""
+    """One list of items for all tables, and for each shard table its columns' places in it."""
     items: dict[str, Item] = {}
     number: dict[str, int] = {}
     numbers: dict[bytes, Int32s] = {}
-    for digest in dict.fromkeys(sheet.pattern.table for sheet in sheets):
+    for digest in dict.fromkeys(shard_table.pattern.table for shard_table in shard_tables):
         found = []
         for item in decode_table(tables[digest]):
             known = items.setdefault(item.key, item)
@@ -119,17 +128,19 @@ def _number_keys(
                 )
             found.append(number.setdefault(item.key, len(number)))
         numbers[digest] = np.array(found, dtype=np.int32)
-    keys = [numbers[sheet.pattern.table][sheet.pattern.item] for sheet in sheets]
+    keys = [
+        numbers[shard_table.pattern.table][shard_table.pattern.item] for shard_table in shard_tables
+    ]
     return tuple(items.values()), keys
 
 
 def _find_loose(
-    sheets: Sequence[Sheet], keys: Sequence[Int32s], distinct: Bools, holders: Holders
+    shard_tables: Sequence[ShardTable], keys: Sequence[Int32s], distinct: Bools, holders: Holders
 ) -> list[Bools]:
-    """For each sheet the rows that may be held twice: by two blocks, or two ranks with one."""
+    """For each shard table the rows that may be held twice: by two blocks or by two ranks."""
     found, first = [], 0
-    for sheet, key in zip(sheets, keys, strict=True):
-        end = first + len(sheet.digests)
+    for shard_table, key in zip(shard_tables, keys, strict=True):
+        end = first + len(shard_table.digests)
         has_many = holders.count[first:end] > 1
         found.append(has_many[:, None] | ~distinct[key][None, :])
         first = end
@@ -137,7 +148,7 @@ def _find_loose(
 
 
 def _check_tiling(
-    sheets: Sequence[Sheet],
+    shard_tables: Sequence[ShardTable],
     keys: Sequence[Int32s],
     items: Sequence[Item],
     distinct: Bools,
@@ -146,16 +157,16 @@ def _check_tiling(
 ) -> None:
     """Raise `SaveError` unless the boxes of every tensor cover it exactly once."""
     total: UInt64s = np.zeros(len(items), dtype=np.uint64)
-    for sheet, key in zip(sheets, keys, strict=True):
-        settled = np.flatnonzero(distinct[key])
-        total[key[settled]] += np.add.reduce(sheet.mass, axis=0)[settled]
+    for shard_table, key in zip(shard_tables, keys, strict=True):
+        decided = np.flatnonzero(distinct[key])
+        total[key[decided]] += np.add.reduce(shard_table.coverage_hash, axis=0)[decided]
     first = groups.first
     sorted_out = first[~distinct[loose.key[first]]]
-    np.add.at(total, loose.key[sorted_out], loose.mass[sorted_out])
-    wrong = total != whole_masses([item.shape for item in items])
+    np.add.at(total, loose.key[sorted_out], loose.coverage_hash[sorted_out])
+    wrong = total != whole_coverage_hashes([item.shape for item in items])
     repeated = np.flatnonzero(groups.count > 1)
     copies, box = groups.rows_of(repeated)
-    unequal = loose.mass[copies] != loose.mass[first[repeated]][box]
+    unequal = loose.coverage_hash[copies] != loose.coverage_hash[first[repeated]][box]
     wrong[loose.key[copies[unequal]]] = True
     if not wrong.any():
         return
@@ -169,7 +180,7 @@ def _check_tiling(
 
 
 def _holders_write(
-    sheets: Sequence[Sheet],
+    shard_tables: Sequence[ShardTable],
     weights: Sequence[Int64s],
     distinct: Bools,
     keys: Sequence[Int32s],
@@ -178,10 +189,12 @@ def _holders_write(
 ) -> list[Int32s]:
     """Every row given to its first holder; to `loads` are added those that have no other."""
     writers, first = [], 0
-    for sheet, weight, key in zip(sheets, weights, keys, strict=True):
-        end = first + len(sheet.digests)
+    for shard_table, weight, key in zip(shard_tables, weights, keys, strict=True):
+        end = first + len(shard_table.digests)
         holder = holders.first[first:end]
-        writers.append(np.repeat(holder, sheet.place.shape[1]).reshape(sheet.place.shape))
+        writers.append(
+            np.repeat(holder, shard_table.place.shape[1]).reshape(shard_table.place.shape)
+        )
         alone = holder[holders.count[first:end] == 1]
         np.add.at(loads, alone, weight[distinct[key]].sum())
         first = end
@@ -189,22 +202,22 @@ def _holders_write(
 
 
 def _locate(
-    sheets: Sequence[Sheet], holdings: Sequence[Sequence[bytes]]
+    shard_tables: Sequence[ShardTable], holdings: Sequence[Sequence[bytes]]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The (sheet, line) of each rank's blocks, in the order of kinds."""
+    """The (shard_table, line) of each rank's blocks, in the order of kinds."""
     where = {
         digest: (number, line)
-        for number, sheet in enumerate(sheets)
-        for line, digest in enumerate(sheet.digests)
+        for number, shard_table in enumerate(shard_tables)
+        for line, digest in enumerate(shard_table.digests)
     }
     return tuple(
-        tuple(sorted((where[d] for d in held), key=lambda at: sheets[at[0]].pattern.kind))
+        tuple(sorted((where[d] for d in held), key=lambda at: shard_tables[at[0]].pattern.kind))
         for held in holdings
     )
 
 
 def _keep(
-    sheets: Sequence[Sheet],
+    shard_tables: Sequence[ShardTable],
     weights: Sequence[Int64s],
     writers: Sequence[Int32s],
     held: Sequence[Sequence[tuple[int, int]]],
@@ -215,10 +228,10 @@ def _keep(
     nothing = np.zeros(0, dtype=np.int32)
     for rank, blocks in enumerate(held):
         its = [nothing] * len(KINDS)
-        for sheet, line in blocks:
-            rows = np.flatnonzero(writers[sheet][line] == rank).astype(np.int32)
-            its[sheets[sheet].pattern.kind] = rows
-            file_bytes[rank] += weights[sheet][rows].sum()
+        for shard_table, line in blocks:
+            rows = np.flatnonzero(writers[shard_table][line] == rank).astype(np.int32)
+            its[shard_tables[shard_table].pattern.kind] = rows
+            file_bytes[rank] += weights[shard_table][rows].sum()
         kept.append(tuple(its))
     return tuple(kept), file_bytes
 

@@ -1,4 +1,4 @@
-"""What the names in a `.metadata` stand for: DCP's own records, made anew, and torch's words.
+"""What the names in a `.metadata` stand for: DCP's own records, made again, and torch's words.
 
 No name gives the class itself, so that nothing in the pickle can set an attribute of it.
 """

@@ -238,9 +238,13 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
     place.add(memo.get("offset"))
     place.integer(int(plan.file_bytes.max(initial=0)))
     place.add(memo.get("length"))
-    place.integer(max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.sheets), default=0))
+    place.integer(
+        max((int(s.pattern.form_bytes.max(initial=0)) for s in plan.shard_tables), default=0)
+    )
     place.add(SETITEMS, BUILD, SETITEM)
-    form_sizes = stack_sizes([sheet.pattern.form_sizes for sheet in plan.sheets])[:, :dims]
+    form_sizes = stack_sizes([shard_table.pattern.form_sizes for shard_table in plan.shard_tables])[
+        :, :dims
+    ]
     return _Records(shapes, form_sizes, chunk, place, kind == NUMBER)
 
 

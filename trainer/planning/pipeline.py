@@ -8,7 +8,7 @@ from typing import Final
 from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts.errors import PreflightError
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.identity import Identity
 
 PIPELINE: Final = "pp"
@@ -28,7 +28,7 @@ class Place:
     data_parts: int
 
 
-def find_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh | None) -> Place:
+def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None) -> Place:
     """The place of this rank; every rank calls it, with the same mesh or with none.
 
     Raises `PreflightError` when the mesh is not over all ranks, or has no names.
@@ -52,7 +52,9 @@ def find_place(identity: Identity, ranks: Ranks, mesh: DeviceMesh | None) -> Pla
     return _join_stage(identity, ranks, coordinate[names.index(PIPELINE)], part, parts)
 
 
-def _join_stage(identity: Identity, ranks: Ranks, stage: int, part: int, parts: int) -> Place:
+def _join_stage(
+    identity: Identity, ranks: ControlGroup, stage: int, part: int, parts: int
+) -> Place:
     """The place within a stage, whose ranks get a group of their own."""
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]

@@ -24,7 +24,7 @@ class Window:
     """Some rows that follow each other by key and place, as columns.
 
     `nth` counts the boxes of one item; `offset` and `length` are bytes in the writer's file,
-    `form` numbers the forms of all sheets.
+    `form` numbers the forms of all shard tables.
     """
 
     key: Int32s
@@ -78,15 +78,17 @@ def count_rows(plan: GlobalPlan) -> Int64s:
 
 def find_places(plan: GlobalPlan) -> Places:
     """Sort the rows that are written, and add up their offsets."""
-    lines = [len(sheet.digests) for sheet in plan.sheets]
-    forms = np.cumsum([0, *(len(sheet.pattern.form_bytes) for sheet in plan.sheets)])
+    lines = [len(shard_table.digests) for shard_table in plan.shard_tables]
+    forms = np.cumsum(
+        [0, *(len(shard_table.pattern.form_bytes) for shard_table in plan.shard_tables)]
+    )
     form = [
-        np.tile(sheet.pattern.form + np.int32(base), count)
-        for sheet, count, base in zip(plan.sheets, lines, forms.tolist(), strict=False)
+        np.tile(shard_table.pattern.form + np.int32(base), count)
+        for shard_table, count, base in zip(plan.shard_tables, lines, forms.tolist(), strict=False)
     ]
     key = [np.tile(of_sheet, count) for of_sheet, count in zip(plan.keys, lines, strict=True)]
     keys = end_to_end(key, np.int32)
-    place = end_to_end([sheet.place.ravel() for sheet in plan.sheets], np.int64)
+    place = end_to_end([shard_table.place.ravel() for shard_table in plan.shard_tables], np.int64)
     writer = end_to_end([writer.ravel() for writer in plan.writers], np.int32)
     written = np.flatnonzero(writer >= 0)
     counts = count_rows(plan)
@@ -98,7 +100,9 @@ def find_places(plan: GlobalPlan) -> Places:
         form=end_to_end(form, np.int32),
         writer=writer,
         offset=end_to_end([offset.ravel() for offset in _offsets(plan)], np.int64),
-        form_bytes=end_to_end([sheet.pattern.form_bytes for sheet in plan.sheets], np.int64),
+        form_bytes=end_to_end(
+            [shard_table.pattern.form_bytes for shard_table in plan.shard_tables], np.int64
+        ),
     )
 
 
@@ -114,13 +118,18 @@ def stack_sizes(parts: list[Int64s]) -> Int64s:
 
 
 def _offsets(plan: GlobalPlan) -> list[Int64s]:
-    """For each row that is written where it begins in its writer's file, by sheet."""
-    offsets = [np.zeros(sheet.place.shape, dtype=np.int64) for sheet in plan.sheets]
-    lengths = [sheet.pattern.form_bytes[sheet.pattern.form] for sheet in plan.sheets]
+    """For each row that is written where it begins in its writer's file, by shard table."""
+    offsets = [
+        np.zeros(shard_table.place.shape, dtype=np.int64) for shard_table in plan.shard_tables
+    ]
+    lengths = [
+        shard_table.pattern.form_bytes[shard_table.pattern.form]
+        for shard_table in plan.shard_tables
+    ]
     for blocks, kept in zip(plan.held, plan.kept, strict=True):
         base = 0
         for number, line in blocks:
-            rows = kept[plan.sheets[number].pattern.kind]
+            rows = kept[plan.shard_tables[number].pattern.kind]
             its_lengths = align(lengths[number][rows])
             ends = base + np.cumsum(its_lengths)
             offsets[number][line, rows] = ends - its_lengths

@@ -181,7 +181,7 @@ class _Reader:
         if local != box[1]:
             raise SaveError(
                 f"{key}: this rank's part has shape {local}, its placements {value.placements} say "
-                f"{box[1]}; make the DTensor anew with `distribute_tensor`"
+                f"{box[1]}; make the DTensor again with `distribute_tensor`"
             )
         return box
 

@@ -17,7 +17,7 @@ import psutil
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.memory_limit import group_room
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.collective import Tree
+from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity, distcp_name
 from holdfast.trainer.planning.columns import KINDS, Block, Pattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
@@ -66,8 +66,8 @@ def plan_together(
     state: Mapping[str, Any],
     *,
     identity: Identity,
-    tree: Tree,
-    stage_tree: Tree,
+    tree: HierarchicalGroup,
+    stage_tree: HierarchicalGroup,
     prepare: Callable[[], None],
 ) -> Layout:
     """This rank's layout; every rank of `tree` calls it with its own part of the state.
@@ -94,7 +94,7 @@ def plan_together(
     return layout if identity.rank else add_train_state(layout)
 
 
-def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
+def all_or_none(tree: HierarchicalGroup, rank: int, act: Callable[[], T]) -> T:
     """Do `act` on every rank and return its own result; `SaveError` on all when one failed."""
     result: list[T] = []
     problem = problem_of(lambda: result.append(act()), rank)
@@ -102,7 +102,7 @@ def all_or_none(tree: Tree, rank: int, act: Callable[[], T]) -> T:
     return result[0]
 
 
-def check_memory(tree: Tree, node: int, image_bytes: int, held_bytes: int) -> None:
+def check_memory(tree: HierarchicalGroup, node: int, image_bytes: int, held_bytes: int) -> None:
     """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory.
 
     Free is what the machine and the job's control group leave, and the `held_bytes` of the slots
@@ -140,7 +140,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 # --- the conversation -------------------------------------------------------------------------
 
 
-def _ask(own: RankRows, tree: Tree, rank: int) -> tuple[Reply | None, str | None]:
+def _ask(own: RankRows, tree: HierarchicalGroup, rank: int) -> tuple[Reply | None, str | None]:
     """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
     mates = tree.gather_node((own.blocks, own.patterns, own.tables))
     if not tree.is_first:

@@ -1,6 +1,6 @@
 """How often a step is kept in memory: as often as the copy costs little beside the step.
 
-By `auto` the ranks settle it where they meet anyway, all from the same numbers: the dearest copy
+With `auto` the ranks choose it where they meet anyway, all from the same numbers: the dearest copy
 of any rank and rank 0's step time. Between two meetings every n-th step is kept, and nobody asks.
 """
 
@@ -42,7 +42,7 @@ class SnapshotRhythm:
         """True when the state after `step` is to be kept."""
         return self.every > 0 and step % self.every == 0
 
-    def settle(self, copy_us: int, step_us: int) -> bool:
+    def update(self, copy_us: int, step_us: int) -> bool:
         """Every rank after a meeting, with the same numbers; True when the rhythm is another."""
         before = self.every
         if self.is_auto:

@@ -1,9 +1,9 @@
 """Copying a rank's state into memory that outlives it: the flusher's slots.
 
-`FlusherLink` is the conversation, `Stage` the two slots mapped and cut into views, one for each
-tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a thread
-while training begins, so that the first save costs what any other does and no start waits. Another
-writes what only a commit needs, `.metadata`, and the first save waits for it.
+`FlusherConnection` is the conversation, `Stage` the two slots mapped and cut into views, one for
+each tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a
+thread while training begins, so that the first save costs what any other does and no start waits.
+Another writes what only a commit needs, `.metadata`, and the first save waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdfast.contracts.slots import (
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
 from holdfast.trainer.staging.copying import Copier
-from holdfast.trainer.staging.late import LateWriter
+from holdfast.trainer.staging.metadata_writer import BackgroundMetadataWriter
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0
@@ -48,7 +48,7 @@ _UNWRITTEN: Final = object()
 _HOST_REGISTER_PORTABLE: Final = 1
 
 
-class FlusherLink:
+class FlusherConnection:
     """This rank's line to the node's flusher; it calls again when the flusher was restarted."""
 
     def __init__(self, place: str, identity: Identity) -> None:
@@ -68,12 +68,12 @@ class FlusherLink:
                 self._connection = wire.connect(self._place, ANSWER_TIMEOUT_S)
                 break
             except OSError as error:
-                # It may be starting, or starting anew.
+                # It may be starting, or starting again.
                 if time.monotonic() > give_up:
                     raise SaveError(
                         f"no flusher is found by {self._place} after {timeout_s:.0f} s "
-                        f"({error.strerror}); its keeper should have started one: see the node's "
-                        "log for what it said"
+                        f"({error.strerror}); its supervisor should have started one: "
+                        "see the node's log"
                     ) from error
                 time.sleep(RETRY_S)
         who = self._identity
@@ -82,7 +82,7 @@ class FlusherLink:
             rank=who.rank,
             local_rank=who.local_rank,
             local_ranks=who.local_ranks,
-            incarnation=who.incarnation,
+            launch=who.launch,
         )
 
     def request_slots(self, data_bytes: int, used_bytes: int) -> list[int]:
@@ -150,7 +150,7 @@ class FlusherLink:
             self.close()
             raise SaveError(
                 f"the flusher {self._place} gave no answer to `{kind}`: {problem}; nothing is "
-                "saved until its keeper has started it anew"
+                "saved until its flusher supervisor has started it again"
             )
         return heard[1]
 
@@ -238,19 +238,23 @@ class StagedSlot:
 class Stage:
     """A rank's slots, and which of them are in flight."""
 
-    def __init__(self, link: FlusherLink, layout: Layout, *, gpu: torch.device | None) -> None:
+    def __init__(
+        self, connection: FlusherConnection, layout: Layout, *, gpu: torch.device | None
+    ) -> None:
         """`gpu` is one that this rank's state is on; the slots' memory is then page-locked."""
-        handles = link.request_slots(layout.image_bytes, layout.used_bytes)
+        handles = connection.request_slots(layout.image_bytes, layout.used_bytes)
         self.slots = [StagedSlot(handle, layout) for handle in handles]
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=self._make_ready, args=(layout.used_bytes, gpu), name="holdfast-map", daemon=True
         )
         self._thread.start()
-        self._late: LateWriter | None = None
+        self._metadata_writer: BackgroundMetadataWriter | None = None
         if layout.late is not None:
             at, content = layout.late
-            self._late = LateWriter([staged.slot for staged in self.slots], at, content)
+            self._metadata_writer = BackgroundMetadataWriter(
+                [staged.slot for staged in self.slots], at, content
+            )
 
     def free(self) -> StagedSlot | None:
         """The slot to fill next, or None while all are being written."""
@@ -260,20 +264,20 @@ class Stage:
     @property
     def is_late_done(self) -> bool:
         """True once the slots have what is written beside training, or there is a problem."""
-        return self._late is None or self._late.is_done
+        return self._metadata_writer is None or self._metadata_writer.is_done
 
     @property
     def problem(self) -> str | None:
         """Why the slots cannot be used, as far as is known."""
-        return None if self._late is None else self._late.problem
+        return None if self._metadata_writer is None else self._metadata_writer.problem
 
-    def wait_for_late(self) -> str | None:
+    def wait_for_metadata(self) -> str | None:
         """Wait until the slots have what is written beside training; why they never will."""
-        return None if self._late is None else self._late.wait()
+        return None if self._metadata_writer is None else self._metadata_writer.wait()
 
     def require_late(self) -> None:
         """Wait likewise; raises `SaveError` when it never comes."""
-        problem = self.wait_for_late()
+        problem = self.wait_for_metadata()
         if problem is not None:
             raise SaveError(problem)
 
@@ -285,8 +289,8 @@ class Stage:
     def close(self) -> None:
         """Let all slots go from this process."""
         self._is_closed.set()
-        if self._late is not None:
-            self._late.close()
+        if self._metadata_writer is not None:
+            self._metadata_writer.close()
         self._thread.join()
         for staged in self.slots:
             staged.close()

@@ -225,7 +225,7 @@ class Objects:
             raise CheckpointError(
                 f"{name}: this {saved['class']} was saved by each of {saved['ranks']} ranks and "
                 f"cannot go on at {self._world_size}: it holds one rank's share. {_ELASTIC}. Run "
-                f"at {saved['ranks']} ranks, or begin it anew once with exclude=[{name!r}]"
+                f"at {saved['ranks']} ranks, or begin it again once with exclude=[{name!r}]"
             )
 
     # --- rows of bytes --------------------------------------------------------------------

@@ -347,7 +347,7 @@ class OptimizerState:
             found[key] = blank(entry, parameter, group, form, part.was)
 
     def _option_keys(self, number: int, owners: list[str], options: list[str]) -> list[str]:
-        """A key for each parameter and option of a group, made anew only when these changed."""
+        """A key for each parameter and option of a group, made again only when these changed."""
         kept = self._keys.get(number)
         if kept is None or kept[0] != owners or kept[1] != options:
             keys = [f"{GROUPS}.{name}.{option}" for name in owners for option in options]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import CheckpointError
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.loading.compare_keys import Selection
 from holdfast.trainer.state import fsdp1, rng
 from holdfast.trainer.state.fit import FIT, Fit
@@ -155,7 +155,7 @@ class TrainState:
         """True while parameters that are trained have no optimizer state, and may get some."""
         return any(map(awaits_state, self._optimizers))
 
-    def note_forms(self, ranks: Ranks) -> None:
+    def note_forms(self, ranks: ControlGroup) -> None:
         """Have the forms of all ranks' optimizers for the documents to come; all ranks call it.
 
         To be called when saves are planned: forms change only with what is planned.

@@ -21,7 +21,7 @@ const order = (name: string): string =>
 export function stitch(series: Series[]): Curve[] {
   const launches = series
     .filter((one) => one.points.length > 0)
-    .toSorted((a, b) => a.attempt - b.attempt || a.incarnation - b.incarnation);
+    .toSorted((a, b) => a.attempt - b.attempt || a.launch - b.launch);
   const kept = launches.flatMap((one, index) => {
     // Whatever any later launch trained again is not part of the curve.
     const until = Math.min(

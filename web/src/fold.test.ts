@@ -3,7 +3,7 @@ import type { Graph, GraphEdge, GraphNode } from "./api/types";
 import { fold, isFold, SHOWN_MAX, type Shown } from "./fold";
 
 const id = (step: number, attempt = 1) =>
-  `gpt:step-${String(step).padStart(8, "0")}.a000${attempt}.i01`;
+  `gpt:step-${String(step).padStart(8, "0")}.a000${attempt}.l01`;
 
 /** One attempt with `count` checkpoints, each the parent of the next. */
 function line(count: number): Graph {
@@ -76,7 +76,7 @@ describe("fold", () => {
   it("draws a restart in place forwards, and keeps the checkpoint it resumed from in sight", () => {
     const graph = line(40);
     // The second launch resumed from step 20, which the first one had left for steps up to 40.
-    const again = (step: number) => id(step).replace(/i\d+$/, "i02");
+    const again = (step: number) => id(step).replace(/l\d+$/, "l02");
     for (const step of [21, 22, 23]) {
       graph.nodes.push({ id: again(step), kind: "checkpoint", run: "gpt", state: "committed", step,
         pinned: false, rolled_back: false });

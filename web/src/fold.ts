@@ -2,7 +2,7 @@
 // picture of a few dozen. A fold hides only what is alike and eventless: every pin, fork, export,
 // resume, rollback and end stays in sight. Pure.
 import type { Graph, GraphEdge, GraphNode } from "./api/types";
-import { stageOfNode } from "./stages";
+import { stageOfNode } from "./durability";
 
 export interface Fold extends GraphNode {
   kind: "fold";
@@ -17,7 +17,7 @@ export const isFold = (node: Shown): node is Fold => node.kind === "fold";
 /** An opened fold shows at most about this many nodes, the rest in folds of their own. */
 export const SHOWN_MAX = 24;
 const FOLD_MIN = 4;
-const ID = /^(.*):step-\d+\.a(\d+)\.i(\d+)$/;
+const ID = /^(.*):step-\d+\.a(\d+)\.l(\d+)$/;
 const ATTEMPT = /^(.*):attempt-(\d+)$/;
 
 /** (run, attempt, launch) in the id of a checkpoint or, without a launch, of an attempt. */

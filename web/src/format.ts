@@ -82,9 +82,9 @@ export function money(value: number | null | undefined, currency: string | null 
   return `${value.toFixed(2)} ${currency ?? "USD"}`;
 }
 
-/** `step-00001000.a0001.i01` in words. */
+/** `step-00001000.a0001.l01` in words. */
 export function checkpointWords(id: string): string {
-  const found = /step-0*(\d+)\.a0*(\d+)\.i0*(\d+)$/.exec(id);
+  const found = /step-0*(\d+)\.a0*(\d+)\.l0*(\d+)$/.exec(id);
   if (!found) return id;
   return `step ${count(Number(found[1]))} · attempt ${found[2]}.${found[3]}`;
 }
@@ -106,6 +106,6 @@ export const isoOf = (seconds: number): string => new Date(seconds * 1000).toISO
 
 /** The attempt that wrote a checkpoint, from its id or its directory's name. */
 export function attemptOf(id: string): number | null {
-  const found = /\.a(\d+)\.i\d+$/.exec(id);
+  const found = /\.a(\d+)\.l\d+$/.exec(id);
   return found ? Number(found[1]) : null;
 }

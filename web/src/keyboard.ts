@@ -23,7 +23,7 @@ const isOwn = (target: EventTarget | null): boolean =>
 
 /** The keys that hold on every page. */
 export function useKeys(go: Go, help: () => void) {
-  // Between the two keys of a chord the page may be drawn anew: what was pressed is kept.
+  // Between the two keys of a chord the page may be drawn again: what was pressed is kept.
   const now = useRef({ go, help, armed: 0 });
   now.current = { ...now.current, go, help };
   useEffect(() => {

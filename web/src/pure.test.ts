@@ -5,7 +5,7 @@ import { KINDS, factOf, factsOf } from "./events";
 import { bytes, checkpointWords, count, percent, relative, runOf, span, when } from "./format";
 import { committedStep, stepOf, timeLeft } from "./progress";
 import { attempt } from "./samples";
-import { reachedStages, stageOf } from "./stages";
+import { reachedStages, stageOf } from "./durability";
 import { segmentsOf, ticks } from "./timeline";
 
 describe("format", () => {
@@ -24,8 +24,8 @@ describe("format", () => {
     expect(relative(0, 7_400_000)).toBe("2 h ago");
     expect(relative(90_000, 0)).toBe("in 1 min");
     expect(when("no time")).toBeNull();
-    expect(runOf("gpt:step-00000100.a0001.i01")).toBe("gpt");
-    expect(checkpointWords("gpt:step-00000100.a0002.i03")).toBe("step 100 · attempt 2.3");
+    expect(runOf("gpt:step-00000100.a0001.l01")).toBe("gpt");
+    expect(checkpointWords("gpt:step-00000100.a0002.l03")).toBe("step 100 · attempt 2.3");
   });
 });
 
@@ -35,7 +35,7 @@ const point = (step: number, loss: number): Point => ({
 });
 
 const series = (attempt: number, ...steps: number[]): Series => ({
-  attempt, incarnation: 1, points: steps.map((step) => point(step, attempt)),
+  attempt, launch: 1, points: steps.map((step) => point(step, attempt)),
 });
 
 describe("stitch", () => {

@@ -32,7 +32,7 @@ describe("a request of an operator", () => {
 });
 
 describe("a launch that failed inside an attempt", () => {
-  const one = attempt({ incarnations: [
+  const one = attempt({ launches: [
     launch({ first_step: 1, last_step: 186, ending: "crashed" }),
     launch({ number: 2, first_step: 151 }),
   ] });
@@ -46,7 +46,7 @@ describe("a launch that failed inside an attempt", () => {
 
   it("is told once: among the attempts, and not as a notice too", () => {
     const notice = (kind: string) => ({ kind, attempt: 1, at: 0, text: kind, dumps: [] });
-    const noticed = [notice("straggler"), notice("incarnation_started")];
+    const noticed = [notice("straggler"), notice("launch_started")];
     expect(noticesOf({ noticed }).map((one) => one.kind)).toEqual(["straggler"]);
   });
 });

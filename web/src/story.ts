@@ -42,9 +42,9 @@ export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefin
 }
 
 /** Launches that failed and were followed by another one in the same attempt, in words. */
-export function restartsOf({ incarnations }: Attempt): string[] {
-  return incarnations.slice(1).flatMap((next, index) => {
-    const before = incarnations[index];
+export function restartsOf({ launches }: Attempt): string[] {
+  return launches.slice(1).flatMap((next, index) => {
+    const before = launches[index];
     if (!before?.ending || before.ending === "completed") return [];
     const at = before.last_step === null ? "" : ` at step ${count(before.last_step)}`;
     const from = next.first_step === null ? "" : ` from step ${count(next.first_step - 1)}`;
@@ -70,7 +70,7 @@ const restartMark = (launch: Launch): Mark[] =>
 export function marksOf({ attempts, requests }: Asked): Mark[] {
   return attempts.flatMap((attempt, index): Mark[] => {
     const before = attempts[index - 1];
-    const restarts = attempt.incarnations.slice(1).flatMap(restartMark);
+    const restarts = attempt.launches.slice(1).flatMap(restartMark);
     if (!before) return restarts;
     const ended = before.cause === "operator" ? endOf(before, requests)
       : before.cause ? plain(before.cause) : "relaunch";
@@ -83,7 +83,7 @@ export function marksOf({ attempts, requests }: Asked): Mark[] {
 
 /** What was noticed, without the restarts in place, which the table of attempts tells in full. */
 export const noticesOf = ({ noticed }: Pick<Run, "noticed">): Noticed[] =>
-  (noticed ?? []).filter((one) => one.kind !== "incarnation_started");
+  (noticed ?? []).filter((one) => one.kind !== "launch_started");
 
 /** Whether a notice is about the attempt that runs now. */
 export function isCurrent({ attempt }: Pick<Noticed, "attempt">, run: Asked): boolean {

@@ -1,7 +1,7 @@
 """How long a run's ranks are silent when all is well: measured per phase, kept for later attempts.
 
 A silence is the time between two signs of life of a rank: a step's duration while it trains, else
-what passes until its next beat or phase. Pure: who watches the board feeds it.
+what passes until its next beat or phase. Pure: who watches the status table feeds it.
 """
 
 from __future__ import annotations

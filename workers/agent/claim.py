@@ -9,7 +9,7 @@ from typing import Final
 from holdfast.contracts.attempt import Claim, create_document, read_claim, read_document
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.foreign import set_aside_foreign
+from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
 from holdfast.workers.processes import name_process
 
 CLAIM_WAIT_S: Final = 300.0
@@ -29,7 +29,7 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
         claimed_at=time.time(),
     )
     number = context.attempt.number
-    set_aside_foreign(context.attempt, journal)
+    quarantine_stale_outcome(context.attempt, journal)
     if context.attempt.outcome.exists() or not create_document(context.attempt.claim, document):
         holder = read_claim(context.attempt)
         who = f"job {holder.job_id} on {holder.host}" if holder else "a job that has ended"

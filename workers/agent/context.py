@@ -15,7 +15,7 @@ from holdfast.contracts.attempt import Request, read_document
 from holdfast.contracts.errors import AgreementError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 
-INCARNATIONS_MAX: Final = 1000
+LAUNCHES_MAX: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +64,11 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
 
 
 def take_number(attempt: AttemptPaths) -> int:
-    """The next free incarnation number, taken by exclusive creation of its folder."""
-    for number in range(1, INCARNATIONS_MAX + 1):
-        folder = attempt.incarnation(number)
+    """The next free launch number, taken by exclusive creation of its folder."""
+    for number in range(1, LAUNCHES_MAX + 1):
+        folder = attempt.launch(number)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return number
-    raise AgreementError(f"{INCARNATIONS_MAX} incarnations in one attempt: something is wrong")
+    raise AgreementError(f"{LAUNCHES_MAX} launches in one attempt: something is wrong")

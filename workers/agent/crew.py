@@ -40,7 +40,7 @@ class Crew:
 
     def post(self, act: Callable[[], object]) -> None:
         """Tell a node something whose answer nobody waits for. A lost node is found elsewhere."""
-        self._pool.submit(act).add_done_callback(_complain)
+        self._pool.submit(act).add_done_callback(_log_failure)
 
     def agree(
         self, ports: Sequence[NodeT], ask: Callable[[NodeT], T], *, wait_s: float = AGREE_WAIT_S
@@ -77,7 +77,7 @@ def any_silent(nodes: Collection[Any]) -> bool:
     return any(getattr(node, "waiting_s", 0.0) > AGREE_WAIT_S for node in nodes)
 
 
-def _complain(future: Future[object]) -> None:
+def _log_failure(future: Future[object]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, ConnectionError):
         traceback.print_exception(error, file=sys.stderr)

@@ -1,6 +1,6 @@
 """A meeting out of turn: agreed like a stop, after which training goes on.
 
-Ranks save together there. One whose loss is bad asks for it too, and they then settle what is to
+Ranks save together there. One whose loss is bad asks for it too, and they then agree on what is to
 come of that.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, ask_in_turn, settle
-from holdfast.contracts.board import NOWHERE, Proposal
+from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, agree_on_step, ask_in_turn
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.rank_status import NOWHERE, Proposal
 from holdfast.workers.agent.runtime import Node, NodeReport
 
 
@@ -28,7 +28,7 @@ class EarlySave:
         self._is_wanted = True
 
     def forget(self) -> None:
-        """A new incarnation begins: nothing is agreed, and its state is what was committed."""
+        """A new launch begins: nothing is agreed, and its state is what was committed."""
         self._is_wanted, self._answered, self._step = False, 0, None
 
     def is_under_way(self, reports: Collection[NodeReport]) -> bool:
@@ -49,7 +49,7 @@ class EarlySave:
             return serial
         self._is_wanted = False
         try:
-            self._step, _ = settle(
+            self._step, _ = agree_on_step(
                 nodes, first_serial=serial, word=Proposal.SAVE, ask_all=self._ask_all
             )
         except AgreementError as error:

@@ -1,23 +1,23 @@
-"""How an incarnation ended, as node 0 saw it."""
+"""How a launch ended, as node 0 saw it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 
-from holdfast.contracts.attempt import IncarnationRecord
-from holdfast.contracts.board import NOWHERE
-from holdfast.workers.agent.runtime import NodeReport, Wreck
+from holdfast.contracts.attempt import LaunchRecord
+from holdfast.contracts.rank_status import NOWHERE
+from holdfast.workers.agent.runtime import CrashReport, NodeReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How one incarnation ended: completed, stopped, crashed, hung or killed."""
+    """How one launch ended: completed, stopped, crashed, hung or killed."""
 
     ending: str
     exit_code: int | None
     reports: tuple[NodeReport, ...]
-    wreck: Wreck
+    crash_report: CrashReport
     hang: tuple[str, ...] = ()
 
     @property
@@ -27,17 +27,17 @@ class Ended:
 
     @property
     def resumed(self) -> int:
-        """The step after which this incarnation began, or `NOWHERE`."""
+        """The step after which this launch began, or `NOWHERE`."""
         return max((r.resumed for r in self.reports), default=NOWHERE)
 
     @property
     def gained(self) -> bool:
-        """True when a step was finished that this incarnation did not begin with."""
+        """True when a step was finished that this launch did not begin with."""
         return self.completed > self.resumed
 
-    def record(self, number: int, started_at: float) -> IncarnationRecord:
+    def record(self, number: int, started_at: float) -> LaunchRecord:
         """What an attempt's outcome keeps of it: it has ended now."""
-        return IncarnationRecord(
+        return LaunchRecord(
             number=number,
             started_at=started_at,
             ended_at=time.time(),

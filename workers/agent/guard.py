@@ -5,7 +5,7 @@ input. The pipe's end, asked for or because the agent was killed, means: kill ev
 The signals by which clusters announce an end are ignored here and so by all that is started
 below, ranks and their data loaders included; the agent alone answers them.
 
-Standard library only: this is started once per incarnation and should cost little.
+Standard library only: this is started once per launch and should cost little.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _state(number: int) -> bytes:
         return b""
 
 
-def descendants(root: int, spared: frozenset[int] = frozenset()) -> list[int]:
-    """Numbers of all live processes below `root`, those `spared` and all below them left out."""
+def descendants(root: int, exempt: frozenset[int] = frozenset()) -> list[int]:
+    """Numbers of all live processes below `root`, those `exempt` and all below them left out."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -67,20 +67,20 @@ def descendants(root: int, spared: frozenset[int] = frozenset()) -> list[int]:
     found: list[int] = []
     pending = [root]
     while pending:
-        below = [number for number in children.get(pending.pop(), []) if number not in spared]
+        below = [number for number in children.get(pending.pop(), []) if number not in exempt]
         found += below
         pending += below
     return found
 
 
-def kill_all_below(root: int, spared: frozenset[int] = frozenset()) -> bool:
+def kill_all_below(root: int, exempt: frozenset[int] = frozenset()) -> bool:
     """KILL every process below `root`, again until none is left; False when some stay.
 
     The dead are left to their parents to reap.
     """
     give_up = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < give_up:
-        below = descendants(root, spared)
+        below = descendants(root, exempt)
         if not below:
             return True
         for number in below:

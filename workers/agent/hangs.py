@@ -1,4 +1,4 @@
-"""Node 0's watch over silent ranks: suspicion, proof, and whether the incarnation is ended.
+"""Node 0's watch over silent ranks: suspicion, proof, and whether the launch is ended.
 
 A suspicion has every node take stacks, and is journaled with them. It ends when a rank shows a
 sign of life; or, when the ranks have been silent for long enough and nothing of them has changed
@@ -20,7 +20,7 @@ from holdfast.contracts.attempt import Request
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent import silence
-from holdfast.workers.agent.silence import Patience, RankLook, Sample
+from holdfast.workers.agent.silence import RankStatus, Sample, SilenceLimits
 from holdfast.workers.agent.stack_text import find_blame
 from holdfast.workers.agent.stacks import StackSample
 from holdfast.workers.agent.stragglers import Stragglers
@@ -63,7 +63,7 @@ class WatchedReport(Protocol):
     """What the watch reads of a node's report."""
 
     @property
-    def ranks(self) -> tuple[RankLook, ...]: ...
+    def ranks(self) -> tuple[RankStatus, ...]: ...
 
     @property
     def sample(self) -> StackSample | None: ...
@@ -76,7 +76,7 @@ class _Suspicion:
     dump: int
     asked: int = 0
     asked_at: float = 0.0
-    asked_looks: list[RankLook] = field(default_factory=list)
+    asked_statuses: list[RankStatus] = field(default_factory=list)
     taken: int = 0
     last: Sample | None = None
     still_since: float = 0.0
@@ -91,11 +91,11 @@ class HangWatch:
     def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
         self.evidence: tuple[str, ...] = ()
         self._is_on = request.supervision.hangs
-        self._patience = Patience(request.supervision.silence_s)
+        self._silence_limits = SilenceLimits(request.supervision.silence_s)
         self._world_size = request.world_size
         self._ranks_per_node = request.gpus_per_node
         self._attempt, self._journal = attempt, journal
-        self._incarnation = 0
+        self._launch = 0
         self._open: _Suspicion | None = None
         self._groundless: list[int] = []
         self._quiet_until = 0.0
@@ -104,9 +104,9 @@ class HangWatch:
         self._straggler_at = 0.0
         self._looked_at = self._awake_since = time.monotonic()
 
-    def begin(self, incarnation: int) -> None:
-        """A new incarnation: nothing is suspected of it."""
-        self._incarnation, self._open, self.evidence = incarnation, None, ()
+    def begin(self, launch: int) -> None:
+        """A new launch: nothing is suspected of it."""
+        self._launch, self._open, self.evidence = launch, None, ()
         self._stragglers = Stragglers()
         self._looked_at = self._awake_since = time.monotonic()
         self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
@@ -121,31 +121,35 @@ class HangWatch:
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now
         self._looked_at = now
-        looks = [look for node in nodes for look in reports[node.name].ranks]
-        if not self._is_on or len(looks) < self._world_size:
+        statuses = [look for node in nodes for look in reports[node.name].ranks]
+        if not self._is_on or len(statuses) < self._world_size:
             return False
-        self._name_stragglers(looks, now)
-        silent = silence.suspects(looks, self._patience)
+        self._name_stragglers(statuses, now)
+        silent = silence.suspects(statuses, self._silence_limits)
         if self._open is None:
             if silent and now >= self._quiet_until:
                 self._open = _Suspicion(dump=self._next_dump())
-                self._ask(self._open, nodes, looks, now)
+                self._ask(self._open, nodes, statuses, now)
             return False
         if self._open.asked > self._open.taken:
-            return self._await_sample(self._open, nodes, reports, looks, now)
+            return self._await_sample(self._open, nodes, reports, statuses, now)
         if not silent:
             self._close(now)
         elif now >= self._open.next_at:
-            self._ask(self._open, nodes, looks, now)
+            self._ask(self._open, nodes, statuses, now)
         return False
 
     # --- samples ----------------------------------------------------------------------------
 
     def _ask(
-        self, open_: _Suspicion, nodes: Sequence[WatchedNode], looks: list[RankLook], now: float
+        self,
+        open_: _Suspicion,
+        nodes: Sequence[WatchedNode],
+        statuses: list[RankStatus],
+        now: float,
     ) -> None:
         """Have every node take the next sample; they do so at the same time."""
-        open_.asked, open_.asked_at, open_.asked_looks = open_.asked + 1, now, looks
+        open_.asked, open_.asked_at, open_.asked_statuses = open_.asked + 1, now, statuses
         for node in nodes:
             node.take_stacks(open_.dump, open_.asked)
 
@@ -154,7 +158,7 @@ class HangWatch:
         open_: _Suspicion,
         nodes: Sequence[WatchedNode],
         reports: Mapping[str, WatchedReport],
-        looks: list[RankLook],
+        statuses: list[RankStatus],
         now: float,
     ) -> bool:
         """Take up a sample that is complete, or that some node did not give in time."""
@@ -164,11 +168,11 @@ class HangWatch:
         if len(there) < len(nodes) and now < open_.asked_at + SAMPLE_S_MAX:
             return False
         stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
-        sample = Sample(at=open_.asked_at, looks=open_.asked_looks, stacks=stacks)
-        return self._take_up(open_, sample, looks, now)
+        sample = Sample(at=open_.asked_at, statuses=open_.asked_statuses, stacks=stacks)
+        return self._take_up(open_, sample, statuses, now)
 
     def _take_up(
-        self, open_: _Suspicion, sample: Sample, looks: list[RankLook], now: float
+        self, open_: _Suspicion, sample: Sample, statuses: list[RankStatus], now: float
     ) -> bool:
         """Judge a sample beside the one before; True when the ranks hang."""
         before, open_.last, open_.taken = open_.last, sample, open_.asked
@@ -178,55 +182,58 @@ class HangWatch:
             open_.still_samples += 1
         # Ranks that end have no stacks any more, and their silence is no news.
         if not open_.is_told and any(stack.top for stack in sample.stacks.values()):
-            self._tell(EventKind.HANG_SUSPECTED, open_, looks)
+            self._tell(EventKind.HANG_SUSPECTED, open_, statuses)
             open_.is_told = True
-        open_.next_at = now + self._gap_s(looks, sample_number=open_.taken)
+        open_.next_at = now + self._gap_s(statuses, sample_number=open_.taken)
         if before is None or open_.still_samples < STILL_SAMPLES_MIN:
             return False
         still_s = sample.at - max(open_.still_since, self._awake_since)
         busy = silence.busy_ranks(before, sample)
-        if still_s <= 0 or silence.left_to_wait_s(looks, self._patience, still_s, busy) > 0:
+        if (
+            still_s <= 0
+            or silence.left_to_wait_s(statuses, self._silence_limits, still_s, busy) > 0
+        ):
             return False
-        self._confirm(open_, looks)
+        self._confirm(open_, statuses)
         return True
 
-    def _gap_s(self, looks: Sequence[RankLook], sample_number: int) -> float:
+    def _gap_s(self, statuses: Sequence[RankStatus], sample_number: int) -> float:
         """Seconds until the next sample."""
-        longest_s = max((look.silent_s for look in looks), default=0.0)
+        longest_s = max((look.silent_s for look in statuses), default=0.0)
         gap_s = min(GAP_S_MAX, max(GAP_S_MIN, GAP_SHARE * longest_s))
         return gap_s * (1 + sample_number * GAP_VARIES % 1) / 2
 
     # --- words ------------------------------------------------------------------------------
 
-    def _confirm(self, open_: _Suspicion, looks: Sequence[RankLook]) -> None:
-        dead = silence.dead_peers(looks)
-        longest_s = max(look.silent_s for look in looks)
+    def _confirm(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> None:
+        dead = silence.dead_peers(statuses)
+        longest_s = max(look.silent_s for look in statuses)
         reason = f"every rank silent, the longest for {longest_s:.0f} s, and no sample shows life"
         if dead:
             reason = f"rank {dead[0].rank} is dead and the others wait for it"
-        finding = self._tell(EventKind.HANG_CONFIRMED, open_, looks, reason=reason)
-        dumps = ", ".join(self._dumps(open_, looks))
+        finding = self._tell(EventKind.HANG_CONFIRMED, open_, statuses, reason=reason)
+        dumps = ", ".join(self._dumps(open_, statuses))
         self.evidence = (reason, finding, f"stacks: {dumps}")
         self._open = None
 
     def _tell(
-        self, kind: EventKind, open_: _Suspicion, looks: Sequence[RankLook], **more: Any
+        self, kind: EventKind, open_: _Suspicion, statuses: Sequence[RankStatus], **more: Any
     ) -> str:
         """Journal what is known; returns which ranks wait and which are missing."""
-        silent = silence.suspects(looks, self._patience)
-        worst = sorted(silent or looks, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
+        silent = silence.suspects(statuses, self._silence_limits)
+        worst = sorted(silent or statuses, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
         stacks = list(open_.last.stacks.values()) if open_.last else []
-        finding = find_blame(stacks, {k.rank: k.step for k in looks})
+        finding = find_blame(stacks, {k.rank: k.step for k in statuses})
         self._journal.append(
             kind,
             attempt=self._attempt.number,
-            incarnation=self._incarnation,
+            launch=self._launch,
             silent=[
                 {"rank": k.rank, "step": k.step, "phase": k.phase, "silent_s": k.silent_s}
                 for k in worst
             ],
             finding=finding,
-            dumps=self._dumps(open_, looks),
+            dumps=self._dumps(open_, statuses),
             **more,
         )
         return finding
@@ -245,24 +252,24 @@ class HangWatch:
                 shutil.rmtree(folder, ignore_errors=True)
         del self._groundless[:-GROUNDLESS_KEPT]
 
-    def _name_stragglers(self, looks: Sequence[RankLook], now: float) -> None:
+    def _name_stragglers(self, statuses: Sequence[RankStatus], now: float) -> None:
         if now < self._straggler_at:
             return
         self._straggler_at = now + STRAGGLER_WINDOW_S
-        for slow in self._stragglers.look(looks):
+        for slow in self._stragglers.look(statuses):
             self._journal.append(
                 EventKind.STRAGGLER,
                 attempt=self._attempt.number,
-                incarnation=self._incarnation,
+                launch=self._launch,
                 rank=slow.rank,
                 own_s=round(slow.own_s, 6),
                 peers_s=round(slow.peers_s, 6),
                 step_s=round(slow.step_s, 6),
             )
 
-    def _dumps(self, open_: _Suspicion, looks: Sequence[RankLook]) -> list[str]:
+    def _dumps(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> list[str]:
         """The dump's folders as people find them, from the run's folder."""
-        nodes = sorted({look.rank // self._ranks_per_node for look in looks})
+        nodes = sorted({look.rank // self._ranks_per_node for look in statuses})
         run = self._attempt.directory.parent.parent
         return [str(self._attempt.dump(n, open_.dump).relative_to(run)) for n in nodes]
 

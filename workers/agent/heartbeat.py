@@ -10,8 +10,8 @@ from typing import Final
 
 import psutil
 
-from holdfast.contracts.board import Board
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.rank_status import RankStatusTable
 from holdfast.workers.agent.calibration import PhaseTimes, scaled
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.gpus import watch_gpus
@@ -27,10 +27,12 @@ CLOCK_JUMP_S: Final = 5.0
 class Heartbeat:
     """Tells what the watch over the ranks has seen; never touches a rank."""
 
-    def __init__(self, context: AgentContext, board: Board, watch: RankWatch) -> None:
-        self.incarnation = 0
+    def __init__(
+        self, context: AgentContext, status_table: RankStatusTable, watch: RankWatch
+    ) -> None:
+        self.launch = 0
         self._context = context
-        self._board, self._watch = board, watch
+        self._status_table, self._watch = status_table, watch
         self._gpus = watch_gpus()
         self._boot_id = boot_id()
         self._clock = _clock_offset_s()
@@ -62,7 +64,7 @@ class Heartbeat:
             host=self._context.host,
             time=time.time(),
             attempt=self._context.request.attempt,
-            incarnation=self.incarnation,
+            launch=self.launch,
             agent_pid=os.getpid(),
             monotonic_s=round(time.monotonic(), 3),
             boot_id=self._boot_id,
@@ -80,8 +82,8 @@ class Heartbeat:
 
     def _ranks(self) -> tuple[RankBeat, ...]:
         seen = zip(
-            self._board.records(),
-            self._watch.looks(),
+            self._status_table.records(),
+            self._watch.statuses(),
             self._watch.counters(),
             self._watch.step_times(),
             strict=True,

@@ -11,14 +11,14 @@ from typing import Final
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.signals import SignalBox
-from holdfast.workers.agent.stops import StopWatch, StopWish
+from holdfast.workers.agent.stops import StopRequest, StopWatch
 
 LISTEN_S: Final = 0.2
 STOP_WAIT_S: Final = 5.0
 
 
 class StopListener:
-    """Signals, the stop file and the time limit become one wish, journaled when it is heard.
+    """Signals, the stop file and the time limit become one stop request, journaled at once.
 
     Runs from construction until `close`. Safe to ask from several threads.
     """
@@ -29,8 +29,8 @@ class StopListener:
         self._journal = JournalWriter(context.attempt.node_journal(context.node))
         self._lock = threading.Lock()
         self._told: deque[str] = deque()
-        self._wish: StopWish | None = None
-        self._wished = threading.Event()
+        self._stop_request: StopRequest | None = None
+        self._was_requested = threading.Event()
         self._late_deadline: float | None = None
         self._failure: Exception | None = None
         self._is_closed = threading.Event()
@@ -38,14 +38,14 @@ class StopListener:
         self._thread.start()
 
     @property
-    def wish(self) -> StopWish | None:
+    def stop_request(self) -> StopRequest | None:
         """Why to stop and by when, with the earliest deadline heard so far.
 
         Raises what the thread failed of: an agent that hears nothing must not go on.
         """
         if self._failure is not None:
             raise self._failure
-        return self._wish
+        return self._stop_request
 
     @property
     def late_deadline(self) -> float:
@@ -53,9 +53,9 @@ class StopListener:
         return math.inf if self._late_deadline is None else self._late_deadline
 
     def wait(self, timeout_s: float) -> None:
-        """Wait `timeout_s`; the first wish ends it."""
-        if self._wish is None:
-            self._wished.wait(timeout_s)
+        """Wait `timeout_s`; the first stop request ends it."""
+        if self._stop_request is None:
+            self._was_requested.wait(timeout_s)
         else:
             time.sleep(timeout_s)
 
@@ -68,26 +68,26 @@ class StopListener:
         with self._lock:
             self._late_deadline = math.inf
 
-    def take_up(self, wish: StopWish) -> None:
+    def take_up(self, stop_request: StopRequest) -> None:
         """A reason to stop, from whomever."""
         with self._lock:
             if self._late_deadline is not None:
-                self._late_deadline = min(self._late_deadline, wish.deadline or math.inf)
+                self._late_deadline = min(self._late_deadline, stop_request.deadline or math.inf)
                 return
-            if self._wish is not None:
-                self._wish = self._wish.hurried_by(wish)
+            if self._stop_request is not None:
+                self._stop_request = self._stop_request.hurried_by(stop_request)
                 return
-            self._wish = wish
+            self._stop_request = stop_request
             self._journal.append(
                 EventKind.SIGNAL,
                 attempt=self._context.attempt.number,
-                source=wish.source,
-                name=wish.name,
-                cause=wish.cause.value,
-                deadline=wish.deadline,
-                detail=wish.detail,
+                source=stop_request.source,
+                name=stop_request.name,
+                cause=stop_request.cause.value,
+                deadline=stop_request.deadline,
+                detail=stop_request.detail,
             )
-        self._wished.set()
+        self._was_requested.set()
 
     def close(self) -> None:
         """End the thread."""
@@ -104,24 +104,24 @@ class StopListener:
                     names.append(self._told.popleft())
                 self._look(names)
         except Exception as error:
-            # The edge of the thread: raised again where the lead asks for the wish.
+            # The edge of the thread: raised again where the lead asks for the stop request.
             self._failure = error
-            self._wished.set()
+            self._was_requested.set()
 
     def _look(self, names: list[str]) -> None:
         now = time.time()
         for name in names:
-            if self._wish is not None and self._late_deadline is None:
+            if self._stop_request is not None and self._late_deadline is None:
                 # Signals repeat, and the second of a pair says nothing new.
                 continue
-            wish, judgement = self._stops.from_signal(name, now)
-            if wish is not None:
-                self.take_up(wish)
+            stop_request, judgement = self._stops.from_signal(name, now)
+            if stop_request is not None:
+                self.take_up(stop_request)
                 continue
             words = f"{name}: a warning of the time limit ({judgement.detail})"
             with self._lock:
                 number = self._context.attempt.number
                 self._journal.append(EventKind.NOTE, attempt=number, text=words)
-        for wish in (self._stops.from_file(now), self._stops.from_limit(now)):
-            if wish is not None:
-                self.take_up(wish)
+        for stop_request in (self._stops.from_file(now), self._stops.from_limit(now)):
+            if stop_request is not None:
+                self.take_up(stop_request)

@@ -13,7 +13,7 @@ from holdfast.contracts.journal import JournalWriter
 from holdfast.workers.agent.claim import claim
 from holdfast.workers.agent.context import AgentContext, load_context
 from holdfast.workers.agent.lead import Lead
-from holdfast.workers.agent.nodes import follow
+from holdfast.workers.agent.nodes import run_member_agent
 from holdfast.workers.agent.outcome import build_outcome, failed_outcome, leave_outcome
 from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
@@ -29,7 +29,7 @@ def run_agent(request_path: str) -> str:
     _raise_descriptor_limit()
     context = load_context(Path(request_path))
     if not context.is_lead:
-        return follow(context, signals)
+        return run_member_agent(context, signals)
     with JournalWriter(context.attempt.node_journal(0)) as journal:
         if not claim(context, journal):
             return f"attempt {context.attempt.number} belongs to another job"

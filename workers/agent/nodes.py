@@ -10,20 +10,20 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Submission, read_claim
-from holdfast.contracts.board import Proposal
 from holdfast.contracts.channel import (
     CALL_TIMEOUT_S,
     ChannelMember,
     DismissedError,
     Peer,
-    answer_for_board,
+    answer_from_status_table,
 )
 from holdfast.contracts.errors import AgreementError, SchedulerError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.runtime import NodeReport, NodeRuntime, Wreck
+from holdfast.workers.agent.runtime import CrashReport, NodeReport, NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.torchrun import KILL_WAIT_S
 from holdfast.workers.executors import executor_for
@@ -51,11 +51,11 @@ class RemoteNode:
         """How long the question that is open now has been waiting for its answer."""
         return self._peer.waiting_s
 
-    def start(self, incarnation: int, address: str, port: int) -> None:
-        self._peer.call("start", incarnation=incarnation, address=address, port=port)
+    def start(self, launch: int, address: str, port: int) -> None:
+        self._peer.call("start", launch=launch, address=address, port=port)
 
-    def prepare(self, incarnation: int, address: str, port: int) -> None:
-        call = partial(self._peer.call, "prepare", incarnation=incarnation)
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        call = partial(self._peer.call, "prepare", launch=launch)
         self._post(partial(call, address=address, port=port))
 
     def report(self) -> NodeReport:
@@ -80,8 +80,8 @@ class RemoteNode:
         )
         return bool(answer["done"])
 
-    def wreck(self) -> Wreck:
-        return Wreck.from_json(self._peer.call("wreck"))
+    def crash_report(self) -> CrashReport:
+        return CrashReport.from_json(self._peer.call("crash_report"))
 
     def acknowledge(self) -> None:
         self._peer.call("acknowledge")
@@ -100,7 +100,7 @@ class RemoteNode:
         self._peer.answer(serial, state)
 
 
-def follow(context: AgentContext, signals: SignalBox) -> str:
+def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     """The agent of a node other than 0: join, obey, leave. Returns how it ended, in words."""
     if not wait_for_claim(context):
         holder = read_claim(context.attempt)
@@ -123,7 +123,7 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
     runtime = NodeRuntime(context)
     silence_s = context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
     try:
-        obey(runtime, member, signals, silence_s)
+        run_member(runtime, member, signals, silence_s)
     except DismissedError as error:
         # Node 0 is there and ends the job itself, or goes on without this node.
         runtime.note(str(error))
@@ -139,7 +139,9 @@ def follow(context: AgentContext, signals: SignalBox) -> str:
     return f"node {context.node} was let go"
 
 
-def obey(runtime: NodeRuntime, member: ChannelMember, signals: SignalBox, silence_s: float) -> None:
+def run_member(
+    runtime: NodeRuntime, member: ChannelMember, signals: SignalBox, silence_s: float
+) -> None:
     """Answer node 0's questions until it says `finish`.
 
     Raises `ConnectionError` when node 0 is gone, or silent for `silence_s` seconds in which this
@@ -164,7 +166,7 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
     kind = question["kind"]
     if kind in {"start", "prepare"}:
         act = runtime.start if kind == "start" else runtime.prepare
-        act(question["incarnation"], question["address"], question["port"])
+        act(question["launch"], question["address"], question["port"])
         return {}
     if kind == "report":
         return {**runtime.report().to_json(), "host_address": member.host_address}
@@ -177,12 +179,12 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
     if kind == "drain":
         done = runtime.drain(question["drain_s"], question["lost"], mirror=question["mirror"])
         return {"done": done}
-    if kind == "wreck":
-        return runtime.wreck().to_json()
+    if kind == "crash_report":
+        return runtime.crash_report().to_json()
     if kind == "acknowledge":
         runtime.acknowledge()
         return {}
-    return answer_for_board(runtime.board, question) or {}
+    return answer_from_status_table(runtime.status_table, question) or {}
 
 
 def _leave_without_lead(

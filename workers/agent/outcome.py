@@ -6,17 +6,17 @@ import time
 from dataclasses import replace
 
 from holdfast.contracts.attempt import (
-    IncarnationRecord,
+    LaunchRecord,
     Outcome,
     create_document,
 )
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.foreign import set_aside_foreign
 from holdfast.workers.agent.lead import Lead
 from holdfast.workers.agent.promises import judge_completion
-from holdfast.workers.agent.stops import StopWish
+from holdfast.workers.agent.stale_outcome import quarantine_stale_outcome
+from holdfast.workers.agent.stops import StopRequest
 from holdfast.workers.causes import STATE_OF_CAUSE, Ending, RankFailure
 from holdfast.workers.checkpoints import newest_committed
 
@@ -26,11 +26,11 @@ def build_outcome(lead: Lead) -> Outcome:
     context, last = lead.context, lead.last
     ending, first = judge_ending(lead)
     resumes = _resumes(context)
-    incarnations = tuple(_with_resume(r, resumes.get(r.number)) for r in lead.incarnations)
+    launches = tuple(_with_resume(r, resumes.get(r.number)) for r in lead.launches)
     committed = newest_committed(context.run, context.attempt.number)
-    steps = [i.last_step for i in incarnations if i.last_step is not None]
-    digests = [i.command_digest for i in incarnations if i.command_digest]
-    wish = lead.wish
+    steps = [i.last_step for i in launches if i.last_step is not None]
+    digests = [i.command_digest for i in launches if i.command_digest]
+    stop_request = lead.stop_request
     return Outcome(
         attempt=context.attempt.number,
         state=ending.state,
@@ -40,49 +40,51 @@ def build_outcome(lead: Lead) -> Outcome:
         hosts=tuple(dict.fromkeys([*(node.name for node in lead.nodes), *lead.lost])),
         world_size=context.request.world_size,
         command_digest=digests[-1] if digests else None,
-        resumed_from=incarnations[0].resumed_from if incarnations else None,
-        first_step=incarnations[0].first_step if incarnations else None,
+        resumed_from=launches[0].resumed_from if launches else None,
+        first_step=launches[0].first_step if launches else None,
         last_step=max(steps, default=None),
         committed_step=committed.step if committed else None,
         started_at=context.started_at,
-        stop_requested_at=wish.requested_at if wish else None,
+        stop_requested_at=stop_request.requested_at if stop_request else None,
         stop_committed_at=_committed_at(lead, committed.committed_at if committed else None),
         ended_at=time.time(),
         traceback=first.text or None if first else None,
         failed_rank=first.rank if first else None,
         failed_host=first.host or None if first else None,
-        incarnations=incarnations if last else (),
+        launches=launches if last else (),
     )
 
 
 def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     """State, cause and evidence of the attempt, and the rank that failed first, if one did."""
-    last, wish = lead.last, lead.wish
-    if wish is not None and last is not None and last.ending in {"crashed", "hung"}:
+    last, stop_request = lead.last, lead.stop_request
+    if stop_request is not None and last is not None and last.ending in {"crashed", "hung"}:
         lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
-        return _stopped(wish, lost or "asked for while training was being started again"), None
-    if wish is not None and last is None:
-        return _stopped(wish, "asked for before training had begun"), None
+        return _stopped(
+            stop_request, lost or "asked for while training was being started again"
+        ), None
+    if stop_request is not None and last is None:
+        return _stopped(stop_request, "asked for before training had begun"), None
     assert last is not None
     if last.ending == "completed":
         events = _events(lead.context)
-        number = lead.incarnations[-1].number
-        return judge_completion(events, incarnation=number, step=last.completed), None
-    if wish is None and last.ending == "stopped":
+        number = lead.launches[-1].number
+        return judge_completion(events, launch=number, step=last.completed), None
+    if stop_request is None and last.ending == "stopped":
         words = "the ranks stopped early, and nothing had asked this agent for it"
         return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
-    if last.ending in {"crashed", "hung"} or wish is None:
+    if last.ending in {"crashed", "hung"} or stop_request is None:
         ending, first = lead.bad_ending(last)
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
         return replace(ending, evidence=evidence), first
     if last.ending == "killed":
         words = "training had not ended at the deadline and was killed"
         hang = f"training hung: {'; '.join(last.hang)}" if last.hang else ""
-        return _stopped(wish, hang or words), None
-    _, first = last.wreck.classify()
+        return _stopped(stop_request, hang or words), None
+    _, first = last.crash_report.classify()
     if first is not None and last.exit_code:
-        return _stopped(wish, f"rank {first.rank} failed while stopping"), first
-    return _stopped(wish), None
+        return _stopped(stop_request, f"rank {first.rank} failed while stopping"), first
+    return _stopped(stop_request), None
 
 
 def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
@@ -106,14 +108,18 @@ def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
 
 def leave_outcome(context: AgentContext, outcome: Outcome, journal: JournalWriter) -> None:
     """Write `outcome.json`, once; another attempt's that lies there is set aside first."""
-    set_aside_foreign(context.attempt, journal)
+    quarantine_stale_outcome(context.attempt, journal)
     create_document(context.attempt.outcome, outcome)
 
 
-def _stopped(wish: StopWish, words: str = "") -> Ending:
-    what = f"{wish.source}: {wish.name}" + (f" ({wish.detail})" if wish.detail else "")
+def _stopped(stop_request: StopRequest, words: str = "") -> Ending:
+    what = f"{stop_request.source}: {stop_request.name}" + (
+        f" ({stop_request.detail})" if stop_request.detail else ""
+    )
     evidence = (what, words) if words else (what,)
-    return Ending(state=STATE_OF_CAUSE[wish.cause], cause=wish.cause, evidence=evidence)
+    return Ending(
+        state=STATE_OF_CAUSE[stop_request.cause], cause=stop_request.cause, evidence=evidence
+    )
 
 
 def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
@@ -121,19 +127,19 @@ def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
 
     A step that was durable before anybody asked counts as durable when it was asked for.
     """
-    wish, last = lead.wish, lead.last
+    stop_request, last = lead.stop_request, lead.last
     newest = newest_committed(lead.context.run, lead.context.attempt.number)
-    if wish is None or last is None or newest is None or committed_at is None:
+    if stop_request is None or last is None or newest is None or committed_at is None:
         return None
-    return max(committed_at, wish.requested_at) if newest.step >= last.completed else None
+    return max(committed_at, stop_request.requested_at) if newest.step >= last.completed else None
 
 
 def _resumes(context: AgentContext) -> dict[int, Event]:
-    """Each incarnation's `resumed` line, from whichever journal of the attempt has it."""
+    """Each launch's `resumed` line, from whichever journal of the attempt has it."""
     found: dict[int, Event] = {}
     for event in _events(context):
         if event.kind is EventKind.RESUMED:
-            found[int(event.data.get("incarnation", 0))] = event
+            found[int(event.data.get("launch", 0))] = event
     return found
 
 
@@ -143,7 +149,7 @@ def _events(context: AgentContext) -> list[Event]:
     return [event for path in paths for event in read_journal(path)[0]]
 
 
-def _with_resume(record: IncarnationRecord, event: Event | None) -> IncarnationRecord:
+def _with_resume(record: LaunchRecord, event: Event | None) -> LaunchRecord:
     if event is None:
         return record
     data, step = event.data, event.data.get("step")

@@ -13,14 +13,14 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.causes import Ending
 
 
-def judge_completion(events: Iterable[Event], *, incarnation: int, step: int) -> Ending:
-    """How an incarnation ended whose ranks all left with exit status 0, and nobody asked for it.
+def judge_completion(events: Iterable[Event], *, launch: int, step: int) -> Ending:
+    """How a launch ended whose ranks all left with exit status 0, and nobody asked for it.
 
     `events` are the attempt's, `step` is the last one that a rank completed. An early end that
     the program declared by closing its session is complete. One that it did not declare is a
     failure, from which `relaunch` goes on.
     """
-    mine = [event for event in events if event.data.get("incarnation") == incarnation]
+    mine = [event for event in events if event.data.get("launch") == launch]
     promises = [e.data["text"] for e in mine if e.data.get("promised")]
     left = next((e.data for e in reversed(mine) if e.data.get("has_left")), None)
     if not any(event.kind is EventKind.RESUMED for event in mine):

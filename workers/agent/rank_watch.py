@@ -1,7 +1,7 @@
-"""The ranks of this node, watched: a thread that reads the board and the kernel, never a rank.
+"""A thread that watches the ranks of this node through the status table and the kernel.
 
-Ten times a second it looks for signs of life, measures silences and step times, and notes whether
-each rank's main thread waits for others. What it finds judges hangs and stragglers.
+Ten times a second it looks for signs of life, measures silences and step times, and notes
+whether each rank's main thread waits for others. What it finds judges hangs and stragglers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 
 import psutil
 
-from holdfast.contracts.board import NOWHERE, Board, Phase, RankRecord
+from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord, RankStatusTable
 from holdfast.workers.agent.calibration import Calibration, PhaseTimes, percentile
 from holdfast.workers.agent.guard import is_running, is_unreaped
 from holdfast.workers.agent.kernel_view import waits_for_others
-from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.silence import RankStatus
 
 TICK_S: Final = 0.1
 STOP_WAIT_S: Final = 5.0
@@ -74,35 +74,37 @@ class _Rank:
 
 
 class RankWatch:
-    """Watches one node's board; safe to ask from several threads."""
+    """Watches one node's status table; safe to ask from several threads."""
 
-    def __init__(self, board: Board, first_rank: int, prior: Mapping[str, PhaseTimes]) -> None:
+    def __init__(
+        self, status_table: RankStatusTable, first_rank: int, prior: Mapping[str, PhaseTimes]
+    ) -> None:
         """`first_rank` is the rank of local rank 0; `prior` what earlier attempts measured."""
-        self.calibration = Calibration(prior, board.ranks)
-        self._board, self._first_rank = board, first_rank
+        self.calibration = Calibration(prior, status_table.ranks)
+        self._status_table, self._first_rank = status_table, first_rank
         self._lock = threading.Lock()
-        self._ranks = [_Rank() for _ in range(board.ranks)]
+        self._ranks = [_Rank() for _ in range(status_table.ranks)]
         self._began_at = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
-        """A new incarnation: nothing of the last one's ranks counts any more."""
+        """A new launch: nothing of the last one's ranks counts any more."""
         with self._lock:
             self._ranks = [_Rank() for _ in self._ranks]
             self._began_at = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching; the board may be closed then."""
+        """Stop watching; the status table may be closed then."""
         self._over.set()
         self._thread.join(STOP_WAIT_S)
 
-    def looks(self) -> list[RankLook]:
+    def statuses(self) -> list[RankStatus]:
         """Every rank of this node as it is now, by local rank."""
         now = time.monotonic()
         with self._lock:
-            pairs = zip(self._board.records(), self._ranks, strict=True)
+            pairs = zip(self._status_table.records(), self._ranks, strict=True)
             return [self._look(i, record, seen, now) for i, (record, seen) in enumerate(pairs)]
 
     def counters(self) -> list[Counters]:
@@ -123,7 +125,7 @@ class RankWatch:
     def _run(self) -> None:
         while not self._over.wait(TICK_S):
             with self._lock:
-                for record, seen in zip(self._board.records(), self._ranks, strict=True):
+                for record, seen in zip(self._status_table.records(), self._ranks, strict=True):
                     self._tick(record, seen)
 
     def _tick(self, record: RankRecord, seen: _Rank) -> None:
@@ -157,10 +159,10 @@ class RankWatch:
         elif seen.phase is not Phase.TRAIN:
             self.calibration.add(seen.phase.name.lower(), [beat_at - seen.beat_at])
 
-    def _look(self, local: int, record: RankRecord, seen: _Rank, now: float) -> RankLook:
+    def _look(self, local: int, record: RankRecord, seen: _Rank, now: float) -> RankStatus:
         pid, phase = record.pid, record.phase.name.lower()
         step_s = seen.step_times()[0]
-        return RankLook(
+        return RankStatus(
             rank=self._first_rank + local,
             pid=pid,
             step=record.completed,

@@ -10,23 +10,23 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from holdfast.contracts.agreement import BoardPort, NodePort
-from holdfast.contracts.board import NOWHERE, Board
+from holdfast.contracts.agreement import NodePort, StatusPort
 from holdfast.contracts.errors import SecretError
 from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.rank_status import NOWHERE, RankStatusTable
 from holdfast.contracts.secrets import plain_part
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.flusher_keeper import FlusherKeeper
+from holdfast.workers.agent.flusher_supervisor import FlusherSupervisor
 from holdfast.workers.agent.guard import adopt_orphans, is_running, kill_all_below
 from holdfast.workers.agent.heartbeat import Heartbeat, earlier_times
 from holdfast.workers.agent.memory import oom_kills
 from holdfast.workers.agent.notices.notice import Notice
 from holdfast.workers.agent.notices.watch import NoticeWatch
 from holdfast.workers.agent.rank_watch import RankWatch
-from holdfast.workers.agent.silence import RankLook
-from holdfast.workers.agent.spare import Spare, has_room
+from holdfast.workers.agent.silence import RankStatus
 from holdfast.workers.agent.stacks import StackSample, StackTaker, Target
 from holdfast.workers.agent.torchrun import Handles, Torchrun
+from holdfast.workers.agent.warm_standby import WarmStandby, has_memory_for
 from holdfast.workers.causes import Ending, RankFailure, classify_crash
 
 
@@ -34,9 +34,9 @@ from holdfast.workers.causes import Ending, RankFailure, classify_crash
 class NodeReport:
     """A node at one moment. Steps are `NOWHERE` before any rank has said one.
 
-    `registered` ranks have spoken to the board, `alive` of them still run; each is in step
+    `registered` ranks have spoken to the status table, `alive` of them still run; each is in step
     `entered` or a later one. A rank asks all others to meet about the loss of step `asked`.
-    `spare` is the incarnation for which a spare waits, 0 without one.
+    `standby` is the launch for which a warm standby waits, 0 without one.
     """
 
     exit_code: int | None
@@ -49,9 +49,9 @@ class NodeReport:
     asked: int = 0
     signals: tuple[str, ...] = ()
     notices: tuple[Notice, ...] = ()
-    ranks: tuple[RankLook, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
     sample: StackSample | None = None
-    spare: int = 0
+    standby: int = 0
     problem: str = ""
     host_address: str = ""
 
@@ -71,7 +71,7 @@ class NodeReport:
                 "phases": tuple(data["phases"]),
                 "signals": tuple(data["signals"]),
                 "notices": tuple(Notice(**notice) for notice in data["notices"]),
-                "ranks": tuple(RankLook.from_json(rank) for rank in data["ranks"]),
+                "ranks": tuple(RankStatus.from_json(rank) for rank in data["ranks"]),
                 "sample": StackSample.from_json(sample) if sample else None,
             }
         )
@@ -87,7 +87,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wreck:
+class CrashReport:
     """What is known of a crash: of a node's, or of all nodes' together.
 
     `launch_log` is the end of torchrun's log where it named no rank.
@@ -107,19 +107,28 @@ class Wreck:
         )
 
     @classmethod
-    def of_all(cls, wrecks: Sequence[Wreck]) -> Wreck:
-        """Several nodes' wrecks as one, the lead's log first."""
+    def of_all(cls, crash_reports: Sequence[CrashReport]) -> CrashReport:
+        """Several nodes' crash reports as one, the lead's log first."""
         return cls(
-            failures=[failure for wreck in wrecks for failure in wreck.failures],
-            oom_kills=sum(wreck.oom_kills for wreck in wrecks),
-            launch_log=next((wreck.launch_log for wreck in wrecks if wreck.launch_log), ""),
+            failures=[
+                failure for crash_report in crash_reports for failure in crash_report.failures
+            ],
+            oom_kills=sum(crash_report.oom_kills for crash_report in crash_reports),
+            launch_log=next(
+                (
+                    crash_report.launch_log
+                    for crash_report in crash_reports
+                    if crash_report.launch_log
+                ),
+                "",
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Wreck:
+    def from_json(cls, data: dict[str, Any]) -> CrashReport:
         failures = [RankFailure(**failure) for failure in data["failures"]]
         return cls(**{**data, "failures": failures})
 
@@ -130,12 +139,12 @@ class Node(NodePort, Protocol):
 
     name: str
 
-    def start(self, incarnation: int, address: str, port: int) -> None:
-        """Start torchrun for a new incarnation."""
+    def start(self, launch: int, address: str, port: int) -> None:
+        """Start torchrun for a new launch."""
         ...
 
-    def prepare(self, incarnation: int, address: str, port: int) -> None:
-        """Start a spare for an incarnation to come, where there is memory for it."""
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        """Start a warm standby for a launch to come, where there is memory for it."""
         ...
 
     def report(self) -> NodeReport:
@@ -162,7 +171,7 @@ class Node(NodePort, Protocol):
         """
         ...
 
-    def wreck(self) -> Wreck:
+    def crash_report(self) -> CrashReport:
         """What is known of a crash; asked after `kill`."""
         ...
 
@@ -171,19 +180,21 @@ class Node(NodePort, Protocol):
         ...
 
 
-class NodeRuntime(BoardPort):
-    """This node: board, flusher, heartbeat and, during an incarnation, torchrun."""
+class NodeRuntime(StatusPort):
+    """This node: status table, flusher, heartbeat and, during a launch, torchrun."""
 
     def __init__(self, context: AgentContext) -> None:
         adopt_orphans()
         self.context = context
         self.name = context.host
-        self.board, self._board_handle = Board.create(context.request.gpus_per_node)
-        super().__init__(self.board)
-        self.keeper = FlusherKeeper(context)
+        self.status_table, self._status_handle = RankStatusTable.create(
+            context.request.gpus_per_node
+        )
+        super().__init__(self.status_table)
+        self.flusher_supervisor = FlusherSupervisor(context)
         first_rank = context.node * context.request.gpus_per_node
-        self._watch = RankWatch(self.board, first_rank, earlier_times(context))
-        self._heartbeat = Heartbeat(context, self.board, self._watch)
+        self._watch = RankWatch(self.status_table, first_rank, earlier_times(context))
+        self._heartbeat = Heartbeat(context, self.status_table, self._watch)
         self._stacks = StackTaker()
         supervision = context.request.supervision
         self._notices = NoticeWatch(
@@ -194,8 +205,8 @@ class NodeRuntime(BoardPort):
         )
         self._torchrun: Torchrun | None = None
         self._refusal: RankFailure | None = None
-        self._spare: Spare | None = None
-        self._released: Spare | None = None
+        self._standby: WarmStandby | None = None
+        self._released: WarmStandby | None = None
         self._oom_kills_before = 0
         self._salvaged_journaled = self._failed_journaled = 0
         self._is_stopping = False
@@ -208,26 +219,26 @@ class NodeRuntime(BoardPort):
     @property
     def step_s(self) -> float:
         """Seconds of the last step of the slowest rank here."""
-        return max((record.step_time_s for record in self.board.records()), default=0.0)
+        return max((record.step_time_s for record in self.status_table.records()), default=0.0)
 
-    def start(self, incarnation: int, address: str, port: int) -> None:
-        self.keeper.forget(incarnation - 1)
-        self.keeper.tend()
-        self.board.reset()
+    def start(self, launch: int, address: str, port: int) -> None:
+        self.flusher_supervisor.forget(launch - 1)
+        self.flusher_supervisor.tend()
+        self.status_table.reset()
         self._watch.begin()
         self._is_stopping = False
-        self._heartbeat.incarnation = incarnation
+        self._heartbeat.launch = launch
         self._oom_kills_before = oom_kills()
         self._refusal = None
-        self._torchrun = self._release_spare(incarnation, port)
+        self._torchrun = self._release_standby(launch, port)
         if self._torchrun is None:
-            self._launch(incarnation, address, port)
+            self._launch(launch, address, port)
 
-    def _launch(self, incarnation: int, address: str, port: int) -> None:
+    def _launch(self, launch: int, address: str, port: int) -> None:
         """Start torchrun; a secret without a value is reported as the ranks' failure would be."""
         try:
             self._torchrun = Torchrun(
-                self.context, incarnation, address=address, port=port, handles=self._handles()
+                self.context, launch, address=address, port=port, handles=self._handles()
             )
         except SecretError as error:
             context = self.context
@@ -239,48 +250,48 @@ class NodeRuntime(BoardPort):
                 host=context.host,
             )
 
-    def prepare(self, incarnation: int, address: str, port: int) -> None:
-        self._discard_spare()
-        if has_room(self.context.request.gpus_per_node):
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        self._discard_standby()
+        if has_memory_for(self.context.request.gpus_per_node):
             try:
-                self._spare = Spare(self.context, incarnation, address, port, self._handles())
+                self._standby = WarmStandby(self.context, launch, address, port, self._handles())
             except SecretError as error:
-                self.note(f"no spare: {error}")
+                self.note(f"no warm standby: {error}")
         else:
-            self.note("no spare: the node has too little memory for one")
+            self.note("no warm standby: the node has too little memory for one")
 
     def _handles(self) -> Handles:
-        return Handles(self._board_handle, self.keeper.place)
+        return Handles(self._status_handle, self.flusher_supervisor.place)
 
-    def _release_spare(self, incarnation: int, port: int) -> Torchrun | None:
-        """The torchrun of a spare for this incarnation and port; any other is ended."""
-        spare = self._spare
-        wanted = (incarnation, port)
-        if spare is None or not spare.is_alive or (spare.incarnation, spare.port) != wanted:
-            self._discard_spare()
+    def _release_standby(self, launch: int, port: int) -> Torchrun | None:
+        """The torchrun of a warm standby for this launch and port; any other is ended."""
+        standby = self._standby
+        wanted = (launch, port)
+        if standby is None or not standby.is_alive or (standby.launch, standby.port) != wanted:
+            self._discard_standby()
             return None
-        self._spare, self._released = None, spare
-        return spare.release()
+        self._standby, self._released = None, standby
+        return standby.release()
 
-    def _discard_spare(self) -> None:
-        if self._spare is not None:
-            self._spare.discard()
-        self._spare = None
+    def _discard_standby(self) -> None:
+        if self._standby is not None:
+            self._standby.discard()
+        self._standby = None
 
-    def _tend_spare(self) -> int:
-        """The incarnation for which a spare waits, 0 when there is none or it has died."""
-        if self._spare is None:
+    def _check_standby(self) -> int:
+        """The launch for which a warm standby waits, 0 when there is none or it has died."""
+        if self._standby is None:
             return 0
-        if self._spare.is_alive:
-            return self._spare.incarnation
-        self._discard_spare()
+        if self._standby.is_alive:
+            return self._standby.launch
+        self._discard_standby()
         # It dies first for want of memory, and that says nothing of the ranks.
         self._oom_kills_before = oom_kills()
         return 0
 
     def report(self) -> NodeReport:
-        self.keeper.tend()
-        records = self.board.records()
+        self.flusher_supervisor.tend()
+        records = self.status_table.records()
         seen = [r for r in records if r.pid]
         heard, self._heard = tuple(self._heard), []
         return NodeReport(
@@ -290,14 +301,14 @@ class NodeRuntime(BoardPort):
             alive=sum(1 for r in seen if is_running(r.pid)),
             completed=max((r.completed for r in seen), default=NOWHERE),
             resumed=max((r.resumed_step for r in seen), default=NOWHERE),
-            entered=self.board.oldest_entered,
-            asked=self.board.asked,
+            entered=self.status_table.oldest_entered,
+            asked=self.status_table.asked,
             signals=heard,
             notices=tuple(self._notices.take()),
-            ranks=tuple(self._watch.looks()),
+            ranks=tuple(self._watch.statuses()),
             sample=self._stacks.sample,
-            spare=self._tend_spare(),
-            problem=self.keeper.problem,
+            standby=self._check_standby(),
+            problem=self.flusher_supervisor.problem,
         )
 
     def _poll(self) -> int | None:
@@ -312,10 +323,10 @@ class NodeRuntime(BoardPort):
 
     def announce(self, deadline: float | None) -> None:
         self._is_stopping = True
-        self.board.announce_stop(deadline)
+        self.status_table.announce_stop(deadline)
 
     def take_stacks(self, dump: int, number: int) -> None:
-        records = zip(self._watch.looks(), self.board.records(), strict=True)
+        records = zip(self._watch.statuses(), self.status_table.records(), strict=True)
         silent = self._torchrun.rank_pids() if self._torchrun else {}
         targets = [
             Target(rank=look.rank, pid=pid, offer=record.stacks_offer)
@@ -327,19 +338,19 @@ class NodeRuntime(BoardPort):
 
     def kill(self) -> None:
         # What failed before was the ranks' to journal.
-        self._failed_journaled = len(self.keeper.told.failed)
+        self._failed_journaled = len(self.flusher_supervisor.told.failed)
         if self._torchrun is not None:
             self._torchrun.kill()
             # Where the guard itself was killed, what it guarded is this process's to end.
-            spared = {self.keeper.pid, self._spare.pid if self._spare else None}
-            kill_all_below(os.getpid(), frozenset(pid for pid in spared if pid))
+            exempt = {self.flusher_supervisor.pid, self._standby.pid if self._standby else None}
+            kill_all_below(os.getpid(), frozenset(pid for pid in exempt if pid))
         if self._released is not None:
             self._released.close()
             self._released = None
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        told = self.keeper.told
-        is_done = self.keeper.drain(timeout_s, lost, mirror=mirror)
+        told = self.flusher_supervisor.told
+        is_done = self.flusher_supervisor.drain(timeout_s, lost, mirror=mirror)
         # The ranks are dead by now, so nobody else says what the lost node took with it, nor
         # what was in memory alone and is committed now.
         if lost:
@@ -373,26 +384,26 @@ class NodeRuntime(BoardPort):
                 facts = {key: value for key, value in message.items() if key in known}
                 journal.append(kind, attempt=attempt.number, **facts, **more)
 
-    def wreck(self) -> Wreck:
+    def crash_report(self) -> CrashReport:
         kills = oom_kills() - self._oom_kills_before
         if self._refusal is not None:
-            return Wreck(failures=[self._refusal], oom_kills=kills)
+            return CrashReport(failures=[self._refusal], oom_kills=kills)
         if self._torchrun is None:
-            return Wreck(oom_kills=kills)
+            return CrashReport(oom_kills=kills)
         failures = self._torchrun.failures()
         log = "" if failures else self._torchrun.log_tail()
-        return Wreck(failures=failures, oom_kills=kills, launch_log=log)
+        return CrashReport(failures=failures, oom_kills=kills, launch_log=log)
 
     def close(self) -> None:
         """End all that this agent started; the flusher finishes what is sealed first."""
         self._notices.close()
-        self._discard_spare()
+        self._discard_standby()
         self.kill()
-        self.keeper.close()
+        self.flusher_supervisor.close()
         self._heartbeat.close()
         self._watch.close()
         self._stacks.close()
         kill_all_below(os.getpid())
         with contextlib.suppress(BufferError):
-            self.board.close()
-        os.close(self._board_handle)
+            self.status_table.close()
+        os.close(self._status_handle)

@@ -65,7 +65,7 @@ _LEFT: Final = frozenset({"stop", "done"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankLook:
+class RankStatus:
     """A rank at one moment, as its node's agent saw it. `pid` is 0 before it spoke.
 
     `silent_s` counts from its last word, `own_s` is what a step takes it without waiting for
@@ -90,13 +90,13 @@ class RankLook:
         return {**asdict(self), "times": self.times.model_dump() if self.times else None}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RankLook:
+    def from_json(cls, data: Mapping[str, Any]) -> RankStatus:
         times = data["times"]
         return cls(**{**data, "times": PhaseTimes(**times) if times else None})
 
 
 @dataclass(frozen=True)
-class Patience:
+class SilenceLimits:
     """The two limits of each phase, with what a spec's `supervision.silence_s` says instead."""
 
     overrides: Mapping[Any, float]
@@ -124,20 +124,20 @@ def _is_calibrated(phase: str, times: PhaseTimes | None) -> bool:
     return times is not None and (phase != "train" or times.count >= STEPS_ENOUGH)
 
 
-def watched(looks: Sequence[RankLook]) -> list[RankLook]:
+def watched(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """The ranks whose silence means something: none while no rank has ever spoken.
 
     A program without a session never does, and is nobody's to judge.
     """
-    return list(looks) if any(look.pid for look in looks) else []
+    return list(statuses) if any(look.pid for look in statuses) else []
 
 
-def suspects(looks: Sequence[RankLook], patience: Patience) -> list[RankLook]:
+def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
     """The ranks that are silent for longer than they were before."""
     return [
         look
-        for look in watched(looks)
-        if look.silent_s >= patience.suspect_s(look.phase, look.times)
+        for look in watched(statuses)
+        if look.silent_s >= limits.suspect_s(look.phase, look.times)
     ]
 
 
@@ -146,7 +146,7 @@ class Sample:
     """All ranks at one moment, with their stacks by rank. `at` is monotonic seconds."""
 
     at: float
-    looks: Sequence[RankLook]
+    statuses: Sequence[RankStatus]
     stacks: Mapping[int, RankStack]
 
     def digest(self, rank: int) -> str:
@@ -156,8 +156,8 @@ class Sample:
 
 
 def left_to_wait_s(
-    looks: Sequence[RankLook],
-    patience: Patience,
+    statuses: Sequence[RankStatus],
+    limits: SilenceLimits,
     still_s: float,
     busy: frozenset[int] = frozenset(),
 ) -> float:
@@ -166,36 +166,36 @@ def left_to_wait_s(
     For `still_s` no sample has shown a sign of life of any rank; `busy` ones computed since the
     last. A rank known to be dead ends the wait for it.
     """
-    seen = watched(looks)
+    seen = watched(statuses)
     if dead_peers(seen):
         return max(0.0, DEAD_PEER_S - still_s)
     left = [0.0]
     for look in seen:
-        limit_s = patience.end_s(look.phase, look.times)
+        limit_s = limits.end_s(look.phase, look.times)
         limit_s *= BUSY_FACTOR if look.rank in busy else 1.0
         left += [limit_s - look.silent_s, STILL_SHARE * limit_s - still_s]
     return max(left)
 
 
-def dead_peers(looks: Sequence[RankLook]) -> list[RankLook]:
+def dead_peers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Ranks that died `DEAD_PEER_S` ago or longer, and their torchrun has not noticed.
 
     One that is gone, and was noticed, ended without an error: its peers may be busy for long.
     """
     return [
         look
-        for look in looks
+        for look in statuses
         if look.is_unreaped and look.phase not in _LEFT and look.silent_s >= DEAD_PEER_S
     ]
 
 
 def busy_ranks(before: Sample, after: Sample) -> frozenset[int]:
     """Ranks that computed between two samples, in a phase where that is a sign of life."""
-    former = {look.rank: look for look in before.looks}
+    former = {look.rank: look for look in before.statuses}
     enough_s = BUSY_CPU_SHARE * (after.at - before.at)
     return frozenset(
         look.rank
-        for look in after.looks
+        for look in after.statuses
         if look.phase in _ALONE
         and look.rank in former
         and look.cpu_s - former[look.rank].cpu_s >= enough_s
@@ -204,16 +204,16 @@ def busy_ranks(before: Sample, after: Sample) -> frozenset[int]:
 
 def signs_of_life(before: Sample, after: Sample) -> list[int]:
     """Ranks that showed one in `after` or since `before`."""
-    former = {look.rank: look for look in before.looks}
+    former = {look.rank: look for look in before.statuses}
     return [
         look.rank
-        for look in watched(after.looks)
+        for look in watched(after.statuses)
         if _moved(former.get(look.rank), look, before, after)
         or (look.silent_s < FAINT_SIGNS_S and _stirs(look, before, after))
     ]
 
 
-def _moved(was: RankLook | None, look: RankLook, before: Sample, after: Sample) -> bool:
+def _moved(was: RankStatus | None, look: RankStatus, before: Sample, after: Sample) -> bool:
     """True when something of the rank changed that changes with its work."""
     return (
         was is None
@@ -223,7 +223,7 @@ def _moved(was: RankLook | None, look: RankLook, before: Sample, after: Sample) 
     )
 
 
-def _stirs(look: RankLook, before: Sample, after: Sample) -> bool:
+def _stirs(look: RankStatus, before: Sample, after: Sample) -> bool:
     """True when the rank may be at work for all that is known: a faint sign."""
     stack = after.stacks.get(look.rank)
     if stack is None or not stack.digest:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from holdfast.contracts.attempt import StopRequest, read_document
+from holdfast.contracts.attempt import StopFile, read_document
 from holdfast.contracts.errors import HoldfastError, SchedulerError
 from holdfast.contracts.flush_forecast import stop_lead_s
 from holdfast.contracts.states import Cause
@@ -27,7 +27,7 @@ END_VARIABLE: Final = "SLURM_JOB_END_TIME"
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopWish:
+class StopRequest:
     """Something asked the attempt to stop. `deadline` is Unix seconds, None for no hurry."""
 
     source: str
@@ -37,8 +37,8 @@ class StopWish:
     deadline: float | None
     detail: str = ""
 
-    def hurried_by(self, other: StopWish) -> StopWish:
-        """This wish with the earlier of two deadlines; who asked first stays the reason."""
+    def hurried_by(self, other: StopRequest) -> StopRequest:
+        """This stop request with the earlier of two deadlines; who asked first stays the reason."""
         known = [d for d in (self.deadline, other.deadline) if d is not None]
         return replace(self, deadline=min(known, default=None))
 
@@ -56,8 +56,8 @@ class StopWatch:
         self._file_seen = False
         self.end_at = self._find_end(context.started_at)
 
-    def from_signal(self, name: str, heard_at: float) -> tuple[StopWish | None, Judgement]:
-        """The wish behind a signal; None for a warning of the limit, which is kept anyhow."""
+    def from_signal(self, name: str, heard_at: float) -> tuple[StopRequest | None, Judgement]:
+        """The stop request of a signal; None for a warning of the limit, which is kept anyhow."""
         request = self._context.request
         judgement = judge(
             name,
@@ -71,7 +71,7 @@ class StopWatch:
         if judgement.cause is None:
             self.end_at = judgement.deadline
             return None, judgement
-        wish = StopWish(
+        stop_request = StopRequest(
             source="signal",
             name=name,
             cause=judgement.cause,
@@ -79,23 +79,23 @@ class StopWatch:
             deadline=judgement.deadline,
             detail=judgement.detail,
         )
-        return wish, judgement
+        return stop_request, judgement
 
-    def from_file(self, now: float) -> StopWish | None:
+    def from_file(self, now: float) -> StopRequest | None:
         """An operator's `stop.json`, once."""
         if self._file_seen or now - self._file_at < FILE_POLL_S:
             return None
         self._file_at = now
         try:
-            asked = read_document(StopRequest, self._context.attempt.stop)
+            asked = read_document(StopFile, self._context.attempt.stop)
         except HoldfastError as error:
             # Somebody wanted a stop, whatever the rest of the file was.
-            asked = StopRequest(action="stop", by="?", requested_at=now, detail=str(error))
+            asked = StopFile(action="stop", by="?", requested_at=now, detail=str(error))
         if asked is None:
             return None
         self._file_seen = True
         deadline = asked.requested_at + asked.deadline_s if asked.deadline_s else None
-        return StopWish(
+        return StopRequest(
             source="stop_file",
             name=asked.action,
             cause=Cause.OPERATOR,
@@ -105,9 +105,9 @@ class StopWatch:
         )
 
     @staticmethod
-    def from_notice(notice: Notice, host: str, now: float) -> StopWish:
-        """The wish behind a cloud's notice that `host` will be taken away."""
-        return StopWish(
+    def from_notice(notice: Notice, host: str, now: float) -> StopRequest:
+        """The stop request behind a cloud's notice that `host` will be taken away."""
+        return StopRequest(
             source="notice",
             name=f"{notice.cloud} on {host}",
             cause=Cause.PREEMPTION,
@@ -116,7 +116,7 @@ class StopWatch:
             detail=notice.detail,
         )
 
-    def from_limit(self, now: float) -> StopWish | None:
+    def from_limit(self, now: float) -> StopRequest | None:
         """The attempt's own stop before its time is up, early enough for the last flush."""
         if self.end_at is None or now - self._limit_at < LIMIT_POLL_S:
             return None
@@ -128,7 +128,7 @@ class StopWatch:
         self.end_at = self._find_end(self._context.started_at, known=self.end_at)
         if self.end_at is None or now < self.end_at - lead_s:
             return None
-        return StopWish(
+        return StopRequest(
             source="time_limit",
             name="time limit",
             cause=Cause.TIME_LIMIT,

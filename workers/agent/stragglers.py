@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.workers.agent.silence import RankLook
+from holdfast.workers.agent.silence import RankStatus
 
 SLOW_FACTOR: Final = 1.5
 # Of a step's time: less than this is noise, whatever the factor.
@@ -32,9 +32,9 @@ class Slow:
     step_s: float
 
 
-def find_slow(looks: Sequence[RankLook]) -> list[Slow]:
+def find_slow(statuses: Sequence[RankStatus]) -> list[Slow]:
     """The ranks whose own time is `SLOW_FACTOR` times their peers' median, and matters."""
-    timed = [look for look in looks if look.phase == "train" and look.step_s > 0]
+    timed = [look for look in statuses if look.phase == "train" and look.step_s > 0]
     if len(timed) < RANKS_MIN:
         return []
     order = sorted(range(len(timed)), key=lambda number: timed[number].own_s)
@@ -61,15 +61,15 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 class Stragglers:
-    """Names a rank once it was slow `TIMES_MIN` looks in a row, and once in an incarnation."""
+    """Names a rank once it was slow `TIMES_MIN` looks in a row, and once in a launch."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[int, int] = {}
         self._named: set[int] = set()
 
-    def look(self, looks: Sequence[RankLook]) -> list[Slow]:
-        """The ranks to name now; called once for each window of `looks`."""
-        slow = {one.rank: one for one in find_slow(looks)}
+    def look(self, statuses: Sequence[RankStatus]) -> list[Slow]:
+        """The ranks to name now; called once for each window of `statuses`."""
+        slow = {one.rank: one for one in find_slow(statuses)}
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
         due = [one for rank, one in slow.items() if self._in_a_row[rank] >= TIMES_MIN]
         named = [one for one in due if one.rank not in self._named]

@@ -56,14 +56,14 @@ class Torchrun:
     def __init__(
         self,
         context: AgentContext,
-        incarnation: int,
+        launch: int,
         *,
         address: str,
         port: int,
         handles: Handles,
-        gate: str = "",
+        standby_pipe: str = "",
     ) -> None:
-        """With a `gate` the ranks load their libraries and wait there for a byte each.
+        """With a `standby_pipe` the ranks load their libraries and wait there for a byte each.
 
         Raises `SecretError`, before anything is started, when a reference has no value here.
         """
@@ -71,8 +71,8 @@ class Torchrun:
         references = references_in(context.request.environment)
         self._secrets = longest_first(given[name] for name in references)
         self._context = context
-        self._incarnation = incarnation
-        self._logs = log_directory(context, incarnation)
+        self._launch = launch
+        self._logs = log_directory(context, launch)
         self._linked: set[int] = set()
         self._failed_at: float | None = None
         self._is_silent_death = False
@@ -80,18 +80,18 @@ class Torchrun:
         command = build_command(
             context.request,
             node=context.node,
-            incarnation=incarnation,
+            launch=launch,
             address=address,
             port=port,
             logs=self._logs,
-            is_ahead=bool(gate),
+            is_ahead=bool(standby_pipe),
         )
         inherited = {**os.environ, **given}
         recorder = recorder_environment(self._logs, inherited) if CONTROL.exists() else {}
         inherited = {**recorder, **os.environ}
-        variables = build_environment(context, incarnation, handles, inherited, given)
-        if gate:
-            variables[environment.GATE] = gate
+        variables = build_environment(context, launch, handles, inherited, given)
+        if standby_pipe:
+            variables[environment.STANDBY_PIPE] = standby_pipe
         with open(self._logs / "torchrun.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "holdfast.workers.agent.guard", *command],
@@ -242,7 +242,7 @@ class Torchrun:
                 continue
             for stream in ("stdout", "stderr"):
                 name = self._context.attempt.rank_log(
-                    self._context.node, self._incarnation, first + local, stream
+                    self._context.node, self._launch, first + local, stream
                 )
                 name.unlink(missing_ok=True)
                 name.symlink_to(os.path.relpath(folder / f"{stream}.log", name.parent))
@@ -250,23 +250,23 @@ class Torchrun:
 
 
 class Handles:
-    """Where the ranks find the node's board and flusher."""
+    """Where the ranks find the node's status table and flusher."""
 
-    def __init__(self, board: int, flusher: str) -> None:
-        self.board = f"/proc/{os.getpid()}/fd/{board}"
+    def __init__(self, status_table: int, flusher: str) -> None:
+        self.status_table = f"/proc/{os.getpid()}/fd/{status_table}"
         self.flusher = flusher
 
 
-def log_directory(context: AgentContext, incarnation: int) -> Path:
-    """The folder of one incarnation's logs on this node."""
-    return context.attempt.rank_log(context.node, incarnation, 0).parent
+def log_directory(context: AgentContext, launch: int) -> Path:
+    """The folder of one launch's logs on this node."""
+    return context.attempt.rank_log(context.node, launch, 0).parent
 
 
 def build_command(
     request: Request,
     *,
     node: int,
-    incarnation: int,
+    launch: int,
     address: str,
     port: int,
     logs: Path,
@@ -274,8 +274,8 @@ def build_command(
 ) -> list[str]:
     """torchrun's command line for one node: pure.
 
-    Rendezvous is static: node 0's agent picked the port anew, so that nothing of an earlier
-    incarnation can answer there. Ranks that are started ahead wait before they are the program.
+    Rendezvous is static: node 0's agent picked the port again, so that nothing of an earlier
+    launch can answer there. Ranks that are started ahead wait before they are the program.
     """
     module = ["-m", STANDBY] if is_ahead else []
     program = [*module, *request.command]
@@ -287,7 +287,7 @@ def build_command(
         f"--nproc-per-node={request.gpus_per_node}",
         f"--node-rank={node}",
         "--rdzv-backend=static",
-        f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{incarnation}",
+        f"--rdzv-id={request.run_uid[:8]}.{request.attempt}.{launch}",
         f"--master-addr={address}",
         f"--master-port={port}",
         "--max-restarts=0",
@@ -301,7 +301,7 @@ def build_command(
 
 def build_environment(
     context: AgentContext,
-    incarnation: int,
+    launch: int,
     handles: Handles,
     inherited: Mapping[str, str],
     given: Mapping[str, str],
@@ -311,10 +311,10 @@ def build_environment(
     own = {
         environment.RUN_DIRECTORY: str(context.run.directory),
         environment.ATTEMPT: str(request.attempt),
-        environment.INCARNATION: str(incarnation),
+        environment.LAUNCH: str(launch),
         environment.NODE: str(context.node),
         environment.NODES: str(context.nodes),
-        environment.BOARD: handles.board,
+        environment.RANK_STATUS: handles.status_table,
         environment.FLUSHER: handles.flusher,
         environment.CONFIG: json.dumps(request.config),
         environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),

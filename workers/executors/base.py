@@ -13,7 +13,7 @@ from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 
 # What the executor of this machine says in place of a scheduler's word: the processes are gone
-# while the machine stayed up, or the machine was started anew.
+# while the machine stayed up, or the machine was started again.
 GONE: Final = "gone"
 REBOOTED: Final = "rebooted"
 

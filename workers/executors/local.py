@@ -119,7 +119,7 @@ class LocalExecutor(Executor):
         gone = [f"process {name.pid} of the local job is gone" for name in names]
         has_rebooted = any(name.boot_id != boot_id() for name in names)
         if has_rebooted:
-            gone.append("this machine was started anew since")
+            gone.append("this machine was started again since")
         raw = REBOOTED if has_rebooted else GONE
         return JobStatus(state=AttemptState.LOST, raw=raw, evidence=tuple(gone))
 

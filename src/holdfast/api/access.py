@@ -15,8 +15,8 @@ from holdfast.api.sessions import COOKIE, CSRF_HEADER, same
 from holdfast.api.tokens import Role, Token
 
 LOG_IN = (
-    "open the URL that `holdfast serve` printed, or send a token as `Authorization: Bearer hf_…`; "
-    "`holdfast token add` makes one"
+    "open the URL that `holdfast serve` printed, or send a token as `Authorization: Bearer "
+    "hold_…`; `holdfast token add` creates one"
 )
 
 
@@ -67,14 +67,14 @@ def try_token(services: Services, text: str, address: str) -> Token:
     token = services.tokens.check(text)
     if token is not None:
         return token
-    wait_s = services.tries.wait_s(address)
+    wait_s = services.login_throttle.wait_s(address)
     if wait_s:
         raise Refusal(
             429,
             f"too many wrong tokens from {address}; wait {wait_s:.0f} s, or send a valid token",
             {"Retry-After": str(int(wait_s) + 1)},
         )
-    services.tries.failed(address)
+    services.login_throttle.failed(address)
     raise Refusal(401, f"not a token of this server; {LOG_IN}", {"WWW-Authenticate": "Bearer"})
 
 

@@ -18,7 +18,7 @@ from holdfast.api.services import Services
 
 PREFIX: Final = "/api/v1"
 COMPRESSED_BYTES_MIN: Final = 1000
-# Beyond it there is little to gain, and lists are compressed anew for each who asks.
+# Beyond it there is little to gain, and lists are compressed again for each who asks.
 LEVEL: Final = 5
 
 
@@ -45,7 +45,9 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(page.router)
     # The stream of news is passed on as it is: what is compressed waits for more.
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)
-    app.add_middleware(Guard, exposure=services.exposure, answered=services.measures.answered)
+    app.add_middleware(
+        Guard, access_policy=services.access_policy, answered=services.measures.answered
+    )
     return app
 
 

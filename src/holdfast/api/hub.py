@@ -3,7 +3,7 @@
 News of a tenth of a second go out together, as one text that all readers of them share: what the
 server does for a page does not grow with how much there is to tell. A reader that comes back
 names the last message it saw and gets what it missed while that is remembered; else it is told to
-ask anew.
+ask again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.api.problems import Refusal
 
 GATHER_S: Final = 0.1
 REMEMBERED_MAX: Final = 5000
-# Twenty seconds of news: a reader that is further behind is told to ask anew.
+# Twenty seconds of news: a reader that is further behind is told to ask again.
 WAITING_MAX: Final = 200
 READERS_MAX: Final = 1000
 RESET: Final = "reset"
@@ -155,7 +155,7 @@ class Hub:
         seen = int(text) if text.isdigit() and len(text) < 19 else -1
         oldest = recent[0].number if recent else number + 1
         if boot != self._boot or seen > number or seen + 1 < oldest:
-            return [Message(number, RESET, '{"reason": "too much was missed; ask anew"}')]
+            return [Message(number, RESET, '{"reason": "too much was missed; ask again"}')]
         return [m for m in recent if m.number > seen] or [Message(number, "hello", "{}")]
 
     def _deliver(self) -> None:

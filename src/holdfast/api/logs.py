@@ -33,7 +33,7 @@ def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
 
 
 def list_logs(attempt: AttemptPaths) -> list[LogFile]:
-    """Every rank's files, in order of rank, incarnation and stream."""
+    """Every rank's files, in order of rank, launch and stream."""
     found = []
     for path in attempt.logs.glob("node-*/i*/rank-*.log"):
         match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
@@ -43,7 +43,7 @@ def list_logs(attempt: AttemptPaths) -> list[LogFile]:
                 LogFile(
                     attempt=attempt.number,
                     node=f"node-{match[1]}",
-                    incarnation=int(match[2]),
+                    launch=int(match[2]),
                     rank=int(match[3]),
                     stream=match[4],
                     bytes=size,
@@ -51,7 +51,7 @@ def list_logs(attempt: AttemptPaths) -> list[LogFile]:
             )
             if len(found) == FILES_MAX:
                 break
-    return sorted(found, key=lambda one: (one.rank, one.incarnation, one.stream))
+    return sorted(found, key=lambda one: (one.rank, one.launch, one.stream))
 
 
 def read_log(
@@ -60,18 +60,18 @@ def read_log(
     rank: int,
     *,
     stream: Stream,
-    incarnation: int | None,
+    launch: int | None,
     offset: int | None,
     limit: int,
     secrets: Sequence[str] = (),
 ) -> LogPart:
     """`limit` bytes of a rank's output from `offset` on, or the last ones without an offset.
 
-    Of the newest incarnation unless one is given. A stretch ends with a whole line where it can,
+    Of the newest launch unless one is given. A stretch ends with a whole line where it can,
     and always with a whole character. Secrets are masked, by as many bytes. Raises
     `NotFoundError` when the rank wrote nothing there.
     """
-    wanted = f"node-*/i{incarnation:02d}" if incarnation is not None else "node-*/i*"
+    wanted = f"node-*/l{launch:02d}" if launch is not None else "node-*/i*"
     found = [
         path
         for path in attempt.logs.glob(f"{wanted}/rank-{rank:05d}.{stream}.log")
@@ -81,7 +81,7 @@ def read_log(
     if not found:
         raise NotFoundError(
             f"rank {rank} of attempt {attempt.number} of run {paths.name} has no {stream}"
-            + (f" in incarnation {incarnation}" if incarnation is not None else "")
+            + (f" in launch {launch}" if launch is not None else "")
         )
     path = max(found, key=lambda one: one.parent.name)
     with open(_open(path, attempt), "rb") as file:
@@ -98,7 +98,7 @@ def read_log(
         attempt=attempt.number,
         rank=rank,
         stream=stream,
-        incarnation=int(path.parent.name[1:]),
+        launch=int(path.parent.name[1:]),
         offset=start,
         next_offset=start + len(content),
         bytes=size,

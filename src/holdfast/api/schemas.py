@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.api.tokens import Role
-from holdfast.lineage import reports, stages, views
+from holdfast.lineage import durability, reports, views
 from holdfast.workers import exports
 
 TOKEN_CHARACTERS_MAX: Final = 200
@@ -145,7 +145,7 @@ class RunDetail(views.RunView):
     gpus_max: int | None
 
 
-class CheckpointRow(views.CheckpointView, stages.Proof):
+class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):
     """A line of `holdfast checkpoints RUN`, and whether the checkpoint was read back and copied."""
 
 
@@ -190,7 +190,7 @@ class AttemptNode(BaseModel):
     host: str
     time: str
     age_s: float
-    incarnation: int
+    launch: int
     memory_percent: float | None
     gpus: list[dict[str, Any]]
     ranks: list[RankRow]
@@ -206,11 +206,11 @@ class Heartbeats(BaseModel):
 
 
 class LogFile(BaseModel):
-    """The output of one rank in one incarnation."""
+    """The output of one rank in one launch."""
 
     attempt: int
     node: str
-    incarnation: int
+    launch: int
     rank: int
     stream: str
     bytes: int
@@ -223,7 +223,7 @@ class LogPart(BaseModel):
     attempt: int
     rank: int
     stream: str
-    incarnation: int
+    launch: int
     offset: int
     next_offset: int
     bytes: int

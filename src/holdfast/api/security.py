@@ -48,7 +48,7 @@ HEADERS: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exposure:
+class AccessPolicy:
     """Who can reach the server: `hosts` are the names it goes by, in lower case.
 
     With `any_address` it goes by IP addresses too: no name server can point one elsewhere.
@@ -72,10 +72,10 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, exposure: Exposure, answered: Callable[[str, int, float], None]
+        self, app: ASGIApp, access_policy: AccessPolicy, answered: Callable[[str, int, float], None]
     ) -> None:
         self._app = app
-        self._exposure = exposure
+        self._access_policy = access_policy
         self._answered = answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +97,7 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        refusal = problem_with(scope["method"], Headers(scope=scope), self._exposure)
+        refusal = problem_with(scope["method"], Headers(scope=scope), self._access_policy)
         if refusal is not None:
             status, words = refusal
             await refused(status, words)(scope, receive, send_guarded)
@@ -128,10 +128,12 @@ class _Bounded:
         return message
 
 
-def problem_with(method: str, headers: Headers, exposure: Exposure) -> tuple[int, str] | None:
+def problem_with(
+    method: str, headers: Headers, access_policy: AccessPolicy
+) -> tuple[int, str] | None:
     """Why a request is refused, as status and words; None when it may go on."""
     host = headers.get("host", "")
-    if len(headers.getlist("host")) != 1 or not exposure.is_ours(host):
+    if len(headers.getlist("host")) != 1 or not access_policy.is_ours(host):
         return 421, (
             f"this server does not go by the name {host[:100]!r}; start it with `holdfast serve "
             "--name NAME` if it should"

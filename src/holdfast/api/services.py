@@ -12,8 +12,8 @@ from fastapi import Request
 from holdfast.api.hub import Hub
 from holdfast.api.jobs import Jobs
 from holdfast.api.measures import Measures
-from holdfast.api.security import Exposure
-from holdfast.api.sessions import Sessions, Tries
+from holdfast.api.security import AccessPolicy
+from holdfast.api.sessions import LoginThrottle, Sessions
 from holdfast.api.store import Store
 from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
@@ -34,14 +34,14 @@ class Services:
     store: Store
     watch: Watch
     hub: Hub
-    exposure: Exposure
+    access_policy: AccessPolicy
     tokens: TokenStore
     roots: tuple[Path, ...]
     start: Start
     fork: Fork
     check: Check
     sessions: Sessions = field(init=False)
-    tries: Tries = field(default_factory=Tries)
+    login_throttle: LoginThrottle = field(default_factory=LoginThrottle)
     jobs: Jobs = field(default_factory=Jobs)
     measures: Measures = field(default_factory=Measures)
 

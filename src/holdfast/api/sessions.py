@@ -30,7 +30,7 @@ class _Session:
 
 
 class Sessions:
-    """Sessions of pages, in memory: a server that starts anew asks everybody to log in again.
+    """Sessions of pages, in memory: a server that starts again asks everybody to log in again.
 
     What a cookie holds is random; only its digest is kept. A session ends with its token.
     """
@@ -65,7 +65,7 @@ class Sessions:
             self._there.pop(_key(text), None)
 
 
-class Tries:
+class LoginThrottle:
     """How often each address has failed to log in of late."""
 
     def __init__(self, most: int = TRIES_MAX, window_s: float = TRIES_WINDOW_S) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from holdfast.api.schemas import CheckpointRow, Page
+from holdfast.contracts.alerts import KINDS
 from holdfast.contracts.attempt import RunRecord, read_document
 from holdfast.contracts.errors import NotFoundError
 from holdfast.contracts.journal import Event, EventKind
@@ -18,15 +19,14 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.redaction import secrets_of
 from holdfast.contracts.secrets import longest_first, referred_secrets
 from holdfast.contracts.states import RunState
-from holdfast.contracts.watch_words import KINDS
 from holdfast.lineage import (
     comparison,
+    durability,
     nodes,
     pages,
     queries,
     reports,
     series,
-    stages,
     totals,
     views,
 )
@@ -49,13 +49,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def in_one_look(
+def in_one_read(
     method: Callable[Concatenate[Store, P], T],
 ) -> Callable[Concatenate[Store, P], T]:
     """The method reads one state of the index, in one transaction."""
 
     def look(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.index.open().looking():
+        with self.index.open().consistent_read():
             return method(self, *args, **kwargs)
 
     functools.update_wrapper(look, method)
@@ -130,12 +130,12 @@ class Store:
         found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
-    @in_one_look
+    @in_one_read
     def show_run(self, run: str) -> views.RunView:
         """All about one run, until now."""
         return queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
-    @in_one_look
+    @in_one_read
     def list_checkpoints(
         self,
         run: str,
@@ -155,9 +155,9 @@ class Store:
             after=after,
             limit=limit,
         )
-        return Page(items=self._with_proofs(uid, found.items), next=found.next)
+        return Page(items=self._with_durability(uid, found.items), next=found.next)
 
-    @in_one_look
+    @in_one_read
     def show_checkpoint(self, identity: str) -> CheckpointRow:
         """One checkpoint. Raises `NotFoundError`."""
         run, name = self.find_checkpoint(identity)
@@ -167,7 +167,7 @@ class Store:
         found = pages.list_checkpoints(self.index.open(), run.uid, where, limit=PAGE_MAX)
         for row in found.items:
             if row["id"].endswith(f":{name}"):
-                return self._with_proofs(run.uid, [row])[0]
+                return self._with_durability(run.uid, [row])[0]
         raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
 
     def has_mirror(self, identity: str) -> bool:
@@ -176,25 +176,25 @@ class Store:
         checkpoint = queries.read_spec(self.index.open(), run.uid).get("checkpoint")
         return isinstance(checkpoint, dict) and bool(checkpoint.get("mirror"))
 
-    @in_one_look
+    @in_one_read
     def list_files(self, identity: str) -> list[reports.FileView]:
         """The first files of a checkpoint, as its manifest lists them."""
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
-    @in_one_look
+    @in_one_read
     def ancestry(self, identity: str) -> list[reports.Ancestor]:
         """A checkpoint and its ancestors, young to old."""
         run, name = self.find_checkpoint(identity)
         return queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
-    @in_one_look
+    @in_one_read
     def compare(self, one: str, other: str) -> reports.Comparison:
         """Two checkpoints side by side."""
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
         return comparison.compare(self.index.open(), *ids)
 
-    @in_one_look
+    @in_one_read
     def list_events(
         self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
     ) -> Page[views.EventView]:
@@ -210,14 +210,14 @@ class Store:
         return _page(found)
 
     def told(self, run: str) -> list[Event]:
-        """The newest lines that `contracts.watch_words` puts into words, oldest first."""
+        """The newest lines that `contracts.alerts` puts into words, oldest first."""
         return self._newest(run, KINDS)
 
     def steering(self, run: str) -> list[Event]:
         """The newest requests of operators and beginnings of supervision, oldest first."""
         return self._newest(run, STEERING)
 
-    @in_one_look
+    @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
         """What each attempt of a run did when, until now."""
         return queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
@@ -228,7 +228,7 @@ class Store:
         return [
             Event(
                 writer=Path(row["journal"]).stem,
-                incarnation=row["incarnation"],
+                launch=row["launch"],
                 sequence=row["sequence"],
                 time=datetime.fromisoformat(row["time"]).timestamp(),
                 kind=EventKind(row["kind"]),
@@ -237,28 +237,30 @@ class Store:
             for row in reversed(page.items)
         ]
 
-    @in_one_look
+    @in_one_read
     def lineage(self, run: str) -> views.Graph:
         """What a run came from and what came of it."""
         index, uid = self.index.open(), self.find_run(run).uid
-        return stages.tell_stages(index, uid, queries.lineage_graph(index, uid))
+        return durability.add_durability(index, uid, queries.lineage_graph(index, uid))
 
-    def _with_proofs(self, uid: str, rows: Sequence[views.CheckpointView]) -> list[CheckpointRow]:
+    def _with_durability(
+        self, uid: str, rows: Sequence[views.CheckpointView]
+    ) -> list[CheckpointRow]:
         names = [row["id"].rpartition(":")[2] for row in rows]
-        proofs = stages.read_proofs(self.index.open(), uid, names)
+        known = durability.read_durability(self.index.open(), uid, names)
         return [
-            CheckpointRow(**row, **proofs.get(name, stages.NO_PROOF))
+            CheckpointRow(**row, **known.get(name, durability.NOT_DURABLE))
             for name, row in zip(names, rows, strict=True)
         ]
 
-    @in_one_look
+    @in_one_read
     def openlineage(self, run: str) -> list[dict[str, Any]]:
         """A run as OpenLineage events."""
         return export_run(self.index.open(), self.find_run(run).uid)
 
-    @in_one_look
+    @in_one_read
     def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
-        """What a run logged, by incarnation."""
+        """What a run logged, by launch."""
         uid = self.find_run(run).uid
         return series.metric_series(self.index.open(), uid, names=names, points=points)
 

@@ -1,6 +1,6 @@
 """Tokens: who may reach a server.
 
-A token is `hf_<id>_<secret>`. The file keeps a salted SHA-256 of the secret, never the secret,
+A token is `hold_<id>_<secret>`. The file keeps a salted SHA-256 of the secret, never the secret,
 and is replaced as a whole, so that a server sees a token that was added or revoked at its next
 request. The secret has 256 random bits, which no digest needs to be slow for: a slow one would
 only let strangers occupy the server with wrong tokens.
@@ -29,7 +29,7 @@ from holdfast.contracts.paths import holdfast_home
 
 FILE: Final = "tokens.json"
 SECRET_BYTES: Final = 32
-_TOKEN = re.compile(r"hf_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
+_TOKEN = re.compile(r"hold_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 
 
@@ -163,7 +163,7 @@ def _make(name: str, role: Role) -> tuple[Token, str]:
         digest=_digest(secret, salt).hex(),
         created_at=time.time(),
     )
-    return token, f"hf_{token.id}_{secret}"
+    return token, f"hold_{token.id}_{secret}"
 
 
 def _digest(secret: str, salt: bytes) -> bytes:

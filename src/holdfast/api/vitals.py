@@ -35,7 +35,7 @@ def _node(beat: NodeBeat, now: float) -> AttemptNode:
         host=beat.host,
         time=iso_time(beat.time),
         age_s=now - beat.time,
-        incarnation=beat.incarnation,
+        launch=beat.launch,
         memory_percent=beat.memory_percent,
         gpus=[gpu.model_dump(mode="json") for gpu in beat.gpus],
         ranks=[

@@ -212,7 +212,7 @@ class Watch:
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
         secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
-            said = event.model_dump(mode="json", include={"incarnation", "sequence", "data"})
+            said = event.model_dump(mode="json", include={"launch", "sequence", "data"})
             said |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
             said["data"] = redact(said["data"], secrets)
             said["time"] = views.iso_time(event.time)

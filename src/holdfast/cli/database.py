@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli.index import choose_root, open_index
 from holdfast.cli.output import AsJson, answer, print_facts, say, warn
-from holdfast.contracts.collector import settle_memory
+from holdfast.contracts.collector import return_free_memory
 from holdfast.contracts.errors import NotFoundError
 
 
@@ -69,7 +69,7 @@ def reindex(
     if not home.is_dir():
         raise NotFoundError(f"{home}: no such directory; give the root that holds the runs")
     with open_index() as database:
-        settle_memory()
+        return_free_memory()
         report = build_again(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}
     answer(facts, as_json, print_facts)

@@ -124,8 +124,8 @@ def _drill_live(
     run: str, root: str | None, wanted: list[str], count: int, seed: int, within_s: float
 ) -> DrillResult:
     """A drill on a run that trains, told on standard error as it goes."""
-    from holdfast.flows.drills.conduct import drill_live
     from holdfast.flows.drills.kinds import select_kinds
+    from holdfast.flows.drills.runner import drill_live
 
     chosen = select_kinds(wanted, is_live=True, missing=())
     return drill_live(locate_run(run, root), chosen, count, seed, tell=warn, within_s=within_s)
@@ -139,7 +139,7 @@ def _drill_throw_away(
     from holdfast.flows.drills.campaign import Plan, drill_throw_away
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.results import DrillResult
-    from holdfast.flows.drills.stand import find_missing
+    from holdfast.flows.drills.testbed import find_missing
 
     # Ended by a signal, it still has processes to end and a file system to give back.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))

@@ -11,13 +11,13 @@ import typer
 
 from holdfast.cli.index import choose_root, user_name
 from holdfast.cli.output import AsJson, answer, print_table, say, time_text, warn
-from holdfast.contracts.collector import settle_memory
+from holdfast.contracts.collector import return_free_memory
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 
 if TYPE_CHECKING:
-    from holdfast.api.security import Exposure
+    from holdfast.api.security import AccessPolicy
     from holdfast.api.services import Services
     from holdfast.api.tokens import Token
 
@@ -72,10 +72,10 @@ def serve(
     from holdfast.api.app import create_app
     from holdfast.api.connections import limited_protocol, raise_open_files
 
-    exposure = _exposure(host, name or ())
+    access_policy = _access_policy(host, name or ())
     listening = _listen(host, port)
     roots = tuple(one.expanduser().absolute() for one in root or [choose_root(None)])
-    services = _services(roots, exposure)
+    services = _services(roots, access_policy)
     is_secure = certificate is not None
     config = uvicorn.Config(
         create_app(services),
@@ -100,7 +100,7 @@ def serve(
     if is_private(host, name or ()):
         address += f"?token={_own_token(services)}"
     warn(f"holdfast: serving {address}")
-    settle_memory()
+    return_free_memory()
     uvicorn.Server(config).run(sockets=[listening])
 
 
@@ -163,7 +163,7 @@ def begin_fork(
     )
 
 
-def _services(roots: tuple[Path, ...], exposure: Exposure) -> Services:
+def _services(roots: tuple[Path, ...], access_policy: AccessPolicy) -> Services:
     from holdfast.api.hub import Hub
     from holdfast.api.services import Services
     from holdfast.api.store import Store
@@ -178,7 +178,7 @@ def _services(roots: tuple[Path, ...], exposure: Exposure) -> Services:
         store=store,
         watch=Watch(store, hub, roots),
         hub=hub,
-        exposure=exposure,
+        access_policy=access_policy,
         tokens=TokenStore(),
         roots=roots,
         start=start_run,
@@ -201,9 +201,9 @@ def _own_token(services: Services) -> str:
     return services.tokens.issue(user_name(), Role.OPERATOR)[1]
 
 
-def _exposure(host: str, names: Sequence[str]) -> Exposure:
+def _access_policy(host: str, names: Sequence[str]) -> AccessPolicy:
     """Who can reach the server. Raises `SpecError` where tokens are needed and there are none."""
-    from holdfast.api.security import Exposure, is_loopback
+    from holdfast.api.security import AccessPolicy, is_loopback
     from holdfast.api.tokens import TokenStore
 
     if not is_private(host, names) and not TokenStore().tokens():
@@ -212,7 +212,7 @@ def _exposure(host: str, names: Sequence[str]) -> Exposure:
             "`holdfast token add NAME --role operator`, or serve on 127.0.0.1"
         )
     own = () if is_loopback(host) else (host, socket.gethostname(), socket.getfqdn())
-    return Exposure(
+    return AccessPolicy(
         hosts=frozenset(one.lower() for one in (*own, *names)),
         any_address=not is_loopback(host),
     )

@@ -33,6 +33,7 @@ from holdfast.cli.output import (
     warn,
 )
 from holdfast.cli.supervise import alone
+from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
 from holdfast.contracts.history import load_events
@@ -41,7 +42,6 @@ from holdfast.contracts.paths import RunPaths, has_spec, list_runs
 from holdfast.contracts.redaction import redact
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.contracts.watch_words import FAILED_SAVES_MAX, failed_saves, noticed
 
 DIGEST_CHARACTERS = 12
 # What stands in the place of a state where a run's folder cannot be read.

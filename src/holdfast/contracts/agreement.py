@@ -1,7 +1,7 @@
 """The stop agreement: every rank leaves after the same step, or all train on.
 
-A coordinator (node 0's settler) proposes a step S to every node; a node refuses when one of
-its ranks is past S already. All accept: GO, and each rank leaves after S. One refuses: ABORT,
+A coordinator (node 0's stop coordinator) proposes a step S to every node; a node refuses when one
+of its ranks is past S already. All accept: GO, and each rank leaves after S. One refuses: ABORT,
 all train on, and a later S is proposed. Nobody waits at S while another rank is inside S+1's
 collectives, because such a rank makes its node refuse and the refusal frees the others.
 
@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from holdfast.contracts.board import AT_START, NOWHERE, Board, Proposal, RankRecord
 from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.rank_status import AT_START, NOWHERE, Proposal, RankRecord, RankStatusTable
 
 ROUNDS_MAX: Final = 24
 MARGINS: Final = (0, 1, 1, 2, 2, 4)
@@ -48,21 +48,21 @@ class NodePort(Protocol):
         ...
 
 
-class BoardPort:
+class StatusPort:
     """The coordinator's own node."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, status_table: RankStatusTable) -> None:
+        self._status_table = status_table
 
     def newest_entered(self) -> int:
-        return self._board.newest_entered
+        return self._status_table.newest_entered
 
     def propose(self, serial: int, step: int) -> bool:
-        self._board.propose(serial, step)
-        return self._board.accepts(serial, step)
+        self._status_table.propose(serial, step)
+        return self._status_table.accepts(serial, step)
 
     def answer(self, serial: int, state: Proposal) -> None:
-        self._board.answer(serial, state)
+        self._status_table.answer(serial, state)
 
 
 class AskAll(Protocol):
@@ -89,7 +89,7 @@ def ask_in_turn(ports: Sequence[NodePort], ask: Callable[[NodePort], T]) -> list
     return answers
 
 
-def settle(
+def agree_on_step(
     ports: Sequence[NodePort],
     *,
     first_serial: int = 1,
@@ -109,7 +109,7 @@ def settle(
         serial = first_serial + round_number
         before, newest = newest, max(ask_all(ports, lambda port: port.newest_entered()))
         step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
-        # Every node is asked even after a refusal, so that all boards bear the same serial.
+        # Every node is asked even after a refusal, so that all status tables bear the same serial.
         try:
             accepted = ask_all(ports, partial(_propose, serial=serial, step=step))
         except (ConnectionError, AgreementError):
@@ -146,25 +146,25 @@ def _answer(port: NodePort, serial: int, verdict: Proposal) -> None:
     port.answer(serial, verdict)
 
 
-def consider(board: Board, record: RankRecord, completed: int) -> Proposal:
+def consider(status_table: RankStatusTable, record: RankRecord, completed: int) -> Proposal:
     """What a rank does at the boundary after `completed`: `GO`, leave; `SAVE`, save with all
     others and train on; `NONE`, train on.
 
-    Called when `RankRecord.cross` found a proposal. Raises `AgreementError` when the settler
-    left the rank waiting for `ANSWER_TIMEOUT_S` seconds.
+    Called when `RankRecord.cross` found a proposal. Raises `AgreementError` when the stop
+    coordinator left the rank waiting for `ANSWER_TIMEOUT_S` seconds.
     """
     give_up: float | None = None
     while True:
-        state, serial, step = board.proposal
+        state, serial, step = status_table.proposal
         target = record.resumed_step if step == AT_START else step
         if state in {Proposal.NONE, Proposal.ABORT} or completed != target:
             # Published again, then read again: a new proposal may have come meanwhile.
             record.go_on(completed)
-            if board.proposal == (state, serial, step):
+            if status_table.proposal == (state, serial, step):
                 return Proposal.NONE
             continue
         if state is Proposal.SAVE:
-            # From here on this rank counts as past the step, as the settler waits to see.
+            # From here on this rank counts as past the step, as the stop coordinator waits to see.
             record.go_on(completed)
             return Proposal.SAVE
         record.wait_at(completed, serial)

@@ -189,7 +189,7 @@ class Claim(Document):
     is_closed: bool = False
 
 
-class StopRequest(Document):
+class StopFile(Document):
     """`stop.json`: end the attempt after one last checkpoint."""
 
     action: Name = Field(description="pause, stop, cancel, relaunch or drain")
@@ -201,7 +201,7 @@ class StopRequest(Document):
     detail: Text = ""
 
 
-class IncarnationRecord(Document):
+class LaunchRecord(Document):
     """One launch of torchrun inside an attempt."""
 
     number: Number
@@ -239,7 +239,7 @@ class Outcome(Document):
     traceback: Text | None = Field(default=None, description="of the first failing rank")
     failed_rank: Number | None = None
     failed_host: Name | None = Field(default=None, description="where that rank ran")
-    incarnations: tuple[IncarnationRecord, ...] = ()
+    launches: tuple[LaunchRecord, ...] = ()
 
 
 D = TypeVar("D", bound=Document)

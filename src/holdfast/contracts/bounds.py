@@ -38,7 +38,7 @@ ByteCount = Annotated[int, Field(ge=0, le=BYTES_MAX)]
 # -1 stands for no step yet.
 Step = Annotated[int, Field(ge=-1, le=STEP_MAX)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS_MAX)]
-# Of attempts, incarnations, nodes and processes; exit codes are negative for signals.
+# Of attempts, launches, nodes and processes; exit codes are negative for signals.
 Number = Annotated[int, Field(ge=-NUMBER_MAX, le=NUMBER_MAX)]
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)]
 FilePath = Annotated[str, Field(max_length=PATH_CHARACTERS_MAX)]
@@ -49,7 +49,8 @@ _LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
 
 
 def has_long_number(content: bytes) -> bool:
-    """True when JSON may hold an integer of more than 64 bits; looking costs next to nothing."""
+    """True when JSON may hold an integer of more than 64 bits; looking costs next to
+    nothing."""
     return _LONG_NUMBER.search(content) is not None
 
 

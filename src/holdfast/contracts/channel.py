@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from holdfast.contracts.board import NOWHERE, Board, Proposal
 from holdfast.contracts.durable import to_json, write_bytes
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.lines import MESSAGE_BYTES_MAX, Line
+from holdfast.contracts.rank_status import NOWHERE, Proposal, RankStatusTable
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.timeouts import Timeout
 
@@ -289,24 +289,26 @@ class ChannelMember:
         self._line.close()
 
 
-def answer_for_board(board: Board, question: dict[str, Any]) -> dict[str, Any] | None:
+def answer_from_status_table(
+    status_table: RankStatusTable, question: dict[str, Any]
+) -> dict[str, Any] | None:
     """A member's answer to the questions of the stop agreement; None for any other question."""
     kind = question["kind"]
     if kind == "newest":
         return {
-            "step": board.newest_entered,
-            "oldest": board.oldest_entered,
-            "signal": board.signals,
-            "asked": board.asked,
+            "step": status_table.newest_entered,
+            "oldest": status_table.oldest_entered,
+            "signal": status_table.signals,
+            "asked": status_table.asked,
         }
     if kind == "propose":
-        board.propose(question["serial"], question["step"])
-        return {"accepted": board.accepts(question["serial"], question["step"])}
+        status_table.propose(question["serial"], question["step"])
+        return {"accepted": status_table.accepts(question["serial"], question["step"])}
     if kind == "answer":
-        board.answer(question["serial"], Proposal(question["state"]))
+        status_table.answer(question["serial"], Proposal(question["state"]))
         return {}
     if kind == "announce":
-        board.announce_stop(question.get("deadline"))
+        status_table.announce_stop(question.get("deadline"))
         return {"step": NOWHERE}
     return None
 

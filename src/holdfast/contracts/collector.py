@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator
 
 
-def settle_memory() -> None:
+def return_free_memory() -> None:
     """Have the collector pass over what is there now, which stays until the process ends.
 
     For a program that has imported what it needs and begins its work. A full pass looks at every

@@ -11,10 +11,10 @@ from holdfast.contracts.errors import SpecError
 
 RUN_DIRECTORY: Final = "HOLDFAST_RUN_DIR"
 ATTEMPT: Final = "HOLDFAST_ATTEMPT"
-INCARNATION: Final = "HOLDFAST_INCARNATION"
+LAUNCH: Final = "HOLDFAST_LAUNCH"
 NODE: Final = "HOLDFAST_NODE"
 NODES: Final = "HOLDFAST_NODES"
-BOARD: Final = "HOLDFAST_BOARD"
+RANK_STATUS: Final = "HOLDFAST_RANK_STATUS"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
 # The next come from the spec, so that the program's argv need not change to use them.
@@ -32,7 +32,7 @@ NUMERICS: Final = "HOLDFAST_NUMERICS"
 FLUSH_TIMEOUT: Final = "HOLDFAST_FLUSH_TIMEOUT_S"
 FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
 # Where a rank that was started ahead waits for the word to begin.
-GATE: Final = "HOLDFAST_GATE"
+STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
 
 
 def flush_timeout_s(env: Mapping[str, str] = os.environ) -> float:

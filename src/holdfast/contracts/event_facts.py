@@ -15,7 +15,7 @@ from holdfast.contracts.states import AttemptState
 
 _WHOLE: Final = frozenset(
     {
-        *("attempt", "incarnation", "step", "first_step", "last_step", "committed_step"),
+        *("attempt", "launch", "step", "first_step", "last_step", "committed_step"),
         *("newest_step", "world_size", "gpus", "after_attempt", "node", "rank", "count", "pid"),
         *("rounds", "exit_code", "bytes"),
     }

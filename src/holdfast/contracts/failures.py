@@ -14,32 +14,32 @@ ANNOUNCED = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
 
 @dataclass(frozen=True)
 class Failures:
-    """`count` unannounced failures in `trained_s` seconds of incarnations that are over."""
+    """`count` unannounced failures in `trained_s` seconds of launches that are over."""
 
     count: int
     trained_s: float
 
 
 def observe_failures(events: Iterable[Event], current: tuple[int, int]) -> Failures:
-    """Fold the run's journals; `current` is the (attempt, incarnation) that runs now.
+    """Fold the run's journals; `current` is the (attempt, launch) that runs now.
 
-    An incarnation failed when its agent says that it crashed. Where no agent was left to say so,
+    A launch failed when its agent says that it crashed. Where no agent was left to say so,
     the attempt's cause decides, and without one whether the program itself said that it left.
     """
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     crashed: dict[tuple[int, int], bool] = {}
     announced: dict[int, bool] = {}
     for event in events:
-        attempt, incarnation = event.data.get("attempt"), event.data.get("incarnation")
+        attempt, launch = event.data.get("attempt"), event.data.get("launch")
         if event.kind is EventKind.ATTEMPT_ENDED and attempt is not None:
             cause = event.data.get("cause")
             announced[attempt] = cause is None or cause in ANNOUNCED
-        if attempt is None or incarnation is None or (attempt, incarnation) == current:
+        if attempt is None or launch is None or (attempt, launch) == current:
             continue
-        key = (attempt, incarnation)
+        key = (attempt, launch)
         first, last = spans.get(key, (event.time, event.time))
         spans[key] = min(first, event.time), max(last, event.time)
-        if event.kind is EventKind.INCARNATION_ENDED:
+        if event.kind is EventKind.LAUNCH_ENDED:
             crashed[key] = event.data.get("ending") == "crashed"
         elif event.data.get("has_left"):
             crashed.setdefault(key, False)

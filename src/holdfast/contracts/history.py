@@ -62,7 +62,7 @@ class AttemptView:
         return self.request.world_size if self.request else 0
 
     @property
-    def was_asked_for(self) -> bool:
+    def was_submitted(self) -> bool:
         """False when the flow ended before it could ask for the job: nothing was tried."""
         is_trace = self.request is None and self.job_id is None
         return not (is_trace and self.state is AttemptState.LOST)
@@ -99,7 +99,7 @@ class RunHistory:
     @property
     def last_asked(self) -> AttemptView | None:
         """The newest attempt but for those whose flow ended before it could ask for the job."""
-        asked = [attempt for attempt in self.attempts if attempt.was_asked_for]
+        asked = [attempt for attempt in self.attempts if attempt.was_submitted]
         return asked[-1] if asked else None
 
     @property
@@ -180,28 +180,28 @@ def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 
 def goes_on_after_numerics(
-    events: Iterable[Event], attempt: int, incarnation: int | None = None
+    events: Iterable[Event], attempt: int, launch: int | None = None
 ) -> bool:
-    """True when the ranks' last word on a bad loss, in an attempt or in one incarnation of it, was
+    """True when the ranks' last word on a bad loss, in an attempt or in one launch of it, was
     to train on from an earlier checkpoint."""
-    return _last_on_numerics(events, attempt, incarnation).get("action") == "rollback"
+    return _last_on_numerics(events, attempt, launch).get("action") == "rollback"
 
 
-def stopped_for_numerics(events: Iterable[Event], attempt: int, incarnation: int) -> str:
-    """Why, when the ranks' last word in an incarnation was to stop for a bad loss; else empty."""
-    said = _last_on_numerics(events, attempt, incarnation)
+def stopped_for_numerics(events: Iterable[Event], attempt: int, launch: int) -> str:
+    """Why, when the ranks' last word in a launch was to stop for a bad loss; else empty."""
+    said = _last_on_numerics(events, attempt, launch)
     return str(said.get("reason")) if said.get("action") == "stop" else ""
 
 
 def _last_on_numerics(
-    events: Iterable[Event], attempt: int, incarnation: int | None
+    events: Iterable[Event], attempt: int, launch: int | None
 ) -> Mapping[str, Any]:
     said = [
         event.data
         for event in events
         if event.kind is EventKind.NUMERICS
         and event.data.get("attempt") == attempt
-        and incarnation in {None, event.data.get("incarnation")}
+        and launch in {None, event.data.get("launch")}
     ]
     return said[-1] if said else {}
 
@@ -221,7 +221,7 @@ def load_events(paths: RunPaths) -> tuple[Event, ...]:
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.incarnation, e.sequence)))
+    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.launch, e.sequence)))
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:

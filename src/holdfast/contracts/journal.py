@@ -1,6 +1,6 @@
 """The journal: append-only JSON lines beside the run, one file per writer.
 
-Each line is numbered (incarnation, sequence): the incarnation counts the writer's openings of
+Each line is numbered (launch, sequence): the launch counts the writer's openings of
 its file, the sequence its lines since then. A line torn by a crash is the last one and is
 passed over; the next writer starts on a line of its own. SQL is fed from these lines, so
 whatever must survive the database is a line first.
@@ -63,8 +63,8 @@ class EventKind(StrEnum):
     ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip, step, reason
     NUMERICS = "numerics"  # problem, step, loss, rank, window, median, limit, action, reason, skip
     CLAIMED = "claimed"  # job_id, host, pid
-    INCARNATION_STARTED = "incarnation_started"  # incarnation, world_size
-    INCARNATION_ENDED = "incarnation_ended"  # incarnation, ending, last_step, trained_until
+    LAUNCH_STARTED = "launch_started"  # launch, world_size
+    LAUNCH_ENDED = "launch_ended"  # launch, ending, last_step, trained_until
     SIGNAL = "signal"  # source, name, detail: something asked the attempt to stop
     NOTICE = "notice"  # cloud, notice, host, deadline, detail: a cloud's interruption notice
     STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
@@ -80,9 +80,9 @@ class EventKind(StrEnum):
     VERIFIED = "verified"  # checkpoint, ok, by, bytes, damaged: every byte was read
     NODE_LOST = "node_lost"  # node, host
     GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
-    HANG_SUSPECTED = "hang_suspected"  # incarnation, silent, finding, dumps
-    HANG_CONFIRMED = "hang_confirmed"  # incarnation, reason, silent, finding, dumps
-    STRAGGLER = "straggler"  # incarnation, rank, own_s, peers_s, step_s
+    HANG_SUSPECTED = "hang_suspected"  # launch, silent, finding, dumps
+    HANG_CONFIRMED = "hang_confirmed"  # launch, reason, silent, finding, dumps
+    STRAGGLER = "straggler"  # launch, rank, own_s, peers_s, step_s
     NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or came again
     AUDIT = "audit"  # action, by, role, address, token, outcome, and the action's own facts
     NOTE = "note"  # text
@@ -94,7 +94,7 @@ class Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     writer: Name
-    incarnation: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+    launch: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     time: float
     # A newer program's kinds are kept, and mean nothing here.
@@ -120,7 +120,7 @@ class JournalWriter:
         self.writer = path.stem
         self._handle, self._is_own = _open_for_appending(path)
         self._size_seen = -1
-        self._incarnation = 0
+        self._launch = 0
         self._sequence = 0
 
     def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
@@ -139,7 +139,7 @@ class JournalWriter:
             prefix = self._catch_up()
             event = Event(
                 writer=self.writer,
-                incarnation=self._incarnation,
+                launch=self._launch,
                 sequence=self._sequence,
                 time=time.time(),
                 kind=kind,
@@ -180,7 +180,7 @@ class JournalWriter:
         if size == self._size_seen:
             return ""
         last = self._last_event(size)
-        self._incarnation = last.incarnation + 1 if last else 1
+        self._launch = last.launch + 1 if last else 1
         self._sequence = 0
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
         if torn:

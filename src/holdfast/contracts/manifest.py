@@ -148,7 +148,7 @@ class Manifest(BaseModel):
     name: Name = Field(description="the checkpoint's directory name")
     step: Annotated[int, Field(ge=0, le=STEP_MAX)]
     attempt: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
-    incarnation: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
+    launch: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
     world_size: Annotated[int, Field(ge=1, le=RANKS_MAX)]
     parent: Name | None = Field(
         default=None, description="id of the checkpoint that this state grew from, `run:directory`"
@@ -251,7 +251,7 @@ def read_manifest(directory: Path) -> Manifest | None:
             f"{path}: not a manifest of format {FORMAT}: {where}: {first['msg']}",
             damaged=[f"{MANIFEST}: {where}: {first['msg']}"],
         ) from error
-    name = CheckpointName(manifest.step, manifest.attempt, manifest.incarnation)
+    name = CheckpointName(manifest.step, manifest.attempt, manifest.launch)
     if not directory.name == manifest.name == str(name):
         raise DamagedCheckpointError(
             f"{path}: the manifest of {manifest.name} (step {manifest.step}) lies in "

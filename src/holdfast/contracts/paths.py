@@ -25,7 +25,7 @@ FETCHING = "fetching.json"
 # No number has more digits than every column and clock can hold.
 _CHECKPOINT = re.compile(
     r"step-([0-9]{8}|[1-9][0-9]{8,14})\.a([0-9]{4}|[1-9][0-9]{4,8})"
-    r"\.i([0-9]{2}|[1-9][0-9]{2,8})"
+    r"\.l([0-9]{2}|[1-9][0-9]{2,8})"
 )
 _ATTEMPT = re.compile(r"[0-9]{4}|[1-9][0-9]{4,8}")
 _REMOVING = re.compile(rf".*{re.escape(REMOVING)}")
@@ -49,10 +49,10 @@ class CheckpointName:
 
     step: int
     attempt: int
-    incarnation: int
+    launch: int
 
     def __str__(self) -> str:
-        return f"step-{self.step:08d}.a{self.attempt:04d}.i{self.incarnation:02d}"
+        return f"step-{self.step:08d}.a{self.attempt:04d}.l{self.launch:02d}"
 
     @classmethod
     def parse(cls, name: str) -> CheckpointName | None:
@@ -153,9 +153,9 @@ class AttemptPaths:
     def node_logs(self, node: int) -> Path:
         return self.logs / f"node-{node:04d}"
 
-    def rank_log(self, node: int, incarnation: int, rank: int, stream: str = "stdout") -> Path:
+    def rank_log(self, node: int, launch: int, rank: int, stream: str = "stdout") -> Path:
         """The output of one rank; `stream` is `stdout` or `stderr`."""
-        return self.node_logs(node) / f"i{incarnation:02d}" / f"rank-{rank:05d}.{stream}.log"
+        return self.node_logs(node) / f"l{launch:02d}" / f"rank-{rank:05d}.{stream}.log"
 
     def flusher_log(self, node: int) -> Path:
         """What a node's flusher says, where no agent gathers it."""
@@ -176,13 +176,13 @@ class AttemptPaths:
         """What became of the copies that a node's flusher sent to the mirror."""
         return self.journal / f"mirror-{node:04d}.jsonl"
 
-    def incarnation(self, number: int) -> Path:
-        """A folder whose exclusive creation takes an incarnation number."""
-        return self.directory / "incarnations" / f"{number:02d}"
+    def launch(self, number: int) -> Path:
+        """A folder whose exclusive creation takes a launch number."""
+        return self.directory / "launches" / f"{number:02d}"
 
-    def flusher_address(self, incarnation: int, node: int) -> Path:
+    def flusher_address(self, launch: int, node: int) -> Path:
         """The file by which a flusher without an agent is found; the next launch looks for it."""
-        return self.incarnation(incarnation) / f"flusher-{node:04d}.address"
+        return self.launch(launch) / f"flusher-{node:04d}.address"
 
 
 @dataclass(frozen=True)
@@ -239,9 +239,9 @@ class RunPaths:
     def metrics(self) -> Path:
         return self.directory / "metrics"
 
-    def metrics_of(self, attempt: int, incarnation: int) -> Path:
-        """What the program logged in one incarnation, as JSON lines."""
-        return self.metrics / f"a{attempt:04d}.i{incarnation:02d}.jsonl"
+    def metrics_of(self, attempt: int, launch: int) -> Path:
+        """What the program logged in one launch, as JSON lines."""
+        return self.metrics / f"a{attempt:04d}.l{launch:02d}.jsonl"
 
     @property
     def stop_file(self) -> Path:
@@ -295,7 +295,7 @@ class RunPaths:
         """The names of all checkpoint directories, committed or not, oldest step first."""
         found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
         known = (name for name in found if name is not None)
-        return sorted(known, key=lambda name: (name.step, name.attempt, name.incarnation))
+        return sorted(known, key=lambda name: (name.step, name.attempt, name.launch))
 
     def list_checkpoints(self) -> list[Path]:
         """All checkpoint directories, committed or not, oldest step first."""

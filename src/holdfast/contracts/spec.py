@@ -305,7 +305,7 @@ class Supervision(SpecPart):
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         default=3, description="restarts of torchrun inside one attempt"
     )
-    spare_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
+    standby_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
         default=3.0,
         description="seconds of training after which a second torchrun loads and then waits",
     )

@@ -17,8 +17,8 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
 KINDS: Final = (
-    EventKind.INCARNATION_STARTED.value,
-    EventKind.INCARNATION_ENDED.value,
+    EventKind.LAUNCH_STARTED.value,
+    EventKind.LAUNCH_ENDED.value,
     EventKind.RESUMED.value,
     EventKind.STAGED.value,
     EventKind.STOP_AGREED.value,
@@ -43,22 +43,23 @@ def launches_of(
 ) -> dict[int, tuple[Launch, ...]]:
     """By attempt, its launches in order; `marks` in order of time. Nonsense is passed over.
 
-    `records` are (attempt, incarnation, facts) of the launches that an outcome or an index knows;
+    `records` are (attempt, launch, facts) of the launches that an outcome or an index knows;
     they stand for what no line said.
     """
     found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
     held: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for mark in marks:
         own = found[mark.attempt]
-        number = _whole(mark.data.get("incarnation"))
+        number = _whole(mark.data.get("launch"))
         if number is None:
-            # The agents' agreement names no incarnation: it is about the newest.
+            # The agents' agreement names no launch: it is about the newest.
             number = max(own, default=None)
         if number is None:
             continue
         launch = own.get(number, Launch())
         if _is_hold(mark):
-            # Gathered aside: a long run has tens of thousands, and a launch is made anew by a line.
+            # Gathered aside: a long run has tens of thousands, and a launch is made again by a
+            # line.
             held[mark.attempt, number].extend(_hold(mark))
             own[number] = launch
         else:
@@ -88,7 +89,7 @@ def spans_of(history: RunHistory) -> list[Span]:
     records = (
         (view.number, record.number, record.model_dump())
         for view in history.attempts
-        for record in (view.outcome.incarnations if view.outcome else ())
+        for record in (view.outcome.launches if view.outcome else ())
     )
     launches = launches_of(marks, records)
     return [
@@ -117,7 +118,7 @@ def safe_step_of(history: RunHistory) -> int:
 def _tell(launch: Launch, mark: Mark) -> Launch:
     """The launch with what one line says of it; the first word on each fact stands."""
     data, time = mark.data, mark.time
-    if mark.kind == EventKind.INCARNATION_STARTED:
+    if mark.kind == EventKind.LAUNCH_STARTED:
         return replace(launch, started_at=_known(launch.started_at, time))
     if mark.kind == EventKind.RESUMED:
         load_s = _seconds(data.get("load_s"))

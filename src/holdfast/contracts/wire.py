@@ -3,30 +3,33 @@
 Two conversations use it, both with the flusher:
 
 rank → flusher, on the abstract socket whose name is in the file that `HOLDFAST_FLUSHER` names
-    hello  {rank, local_rank, local_ranks, incarnation}            → welcome {}
+    hello  {rank, local_rank, local_ranks, launch}            → welcome {}
     slots  {bytes, used_bytes}    → slots {numbers} with `SLOTS_PER_RANK` descriptors; the first
                         `used_bytes` of each are allocated after the answer
     sealed {step}                                                  (no answer: see the slot)
     skipped {step}                     no slot was free: the step cannot become complete here
 
-keeper (the agent, or the Session that started the flusher) ↔ flusher, on an inherited socket
-    keep   {rank, slot, incarnation} with a descriptor             flusher → keeper
-    kept   {rank, slot, incarnation} with a descriptor             keeper → a flusher started anew
-    drain  {number, timeout_s, lost: [nodes], mirror}
+flusher supervisor (the agent, or the Session that started the flusher) ↔ flusher, on an inherited
+socket
+    keep   {rank, slot, launch} with a descriptor             flusher → flusher supervisor
+    kept   {rank, slot, launch} with a descriptor             flusher supervisor → a flusher started
+    again drain  {number, timeout_s, lost: [nodes], mirror}
            → drained {number, is_done, committed: [steps], failed: [{step, error}],
                       unmirrored: [checkpoints]}, the newest of each that a message has room for;
            with `mirror`, what was committed is waited for in the mirror too
     committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
-                                                                   flusher → keeper, as they occur;
+                                                                   flusher → flusher supervisor, as
+                                                                   they occur;
                         `is_salvaged`: a snapshot, committed because its ranks are gone
     full {step, bytes, error}  → room {step, freed_bytes, detail}      the step does not fit: one
-                        that knows the keep rules frees what they allow; every keeper answers
+                        that knows the keep rules frees what they allow; every flusher supervisor
+                        answers
     A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
-    its memory although a keeper still holds it; such a one need not be given back.
-    The keeper closing its end tells the flusher to finish what is sealed and leave.
+    its memory although a flusher supervisor still holds it; such a one need not be given back.
+    The flusher supervisor closing its end tells the flusher to finish what is sealed and leave.
 
 Anybody on the machine can listen under an abstract name and connect to one. So a flusher chooses
-a random name, anew at each start, and writes it to a file of the run's user. Both ends ask the
+a random name, again at each start, and writes it to a file of the run's user. Both ends ask the
 kernel for the other's user, and hang up on any other user than their own.
 """
 
@@ -103,7 +106,7 @@ def connect(place: str | Path, timeout_s: float) -> socket.socket:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, for a keeper and the flusher it starts."""
+    """Two connected ends, for a flusher supervisor and the flusher it starts."""
     return socket.socketpair(socket.AF_UNIX, SOCKET_KIND)
 
 

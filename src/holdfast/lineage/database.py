@@ -34,7 +34,7 @@ from holdfast.contracts.errors import DamagedIndexError, LineageError
 from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import holdfast_home
 from holdfast.lineage import models
-from holdfast.lineage.heal import says_damage, set_aside, was_database
+from holdfast.lineage.heal import quarantine, says_damage, was_database
 
 URL_VARIABLE: Final = "HOLDFAST_DATABASE_URL"
 BUSY_TIMEOUT_S: Final = 60
@@ -90,7 +90,7 @@ class Database:
                 yield connection
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
+    def consistent_read(self) -> Iterator[None]:
         """All that this thread reads meanwhile is of one state of the database, and comes by one
         transaction: a server is asked as often as there are questions, and not thrice for each.
 
@@ -164,7 +164,7 @@ def replace_damaged(url: URL) -> None:
 
     Raises `LineageError` when it cannot be moved.
     """
-    aside = set_aside(Path(url.database or ""))
+    aside = quarantine(Path(url.database or ""))
     if aside is not None:
         warnings.warn(
             f"{url.database}: damaged. It was set aside as {aside}, and a new index is made: its "

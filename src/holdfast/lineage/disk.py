@@ -25,7 +25,7 @@ from holdfast.lineage.models import INTEGER_MAX
 
 Row = dict[str, Any]
 
-_METRICS: Final = re.compile(r"a([0-9]{4,9})\.i([0-9]{2,9})")
+_METRICS: Final = re.compile(r"a([0-9]{4,9})\.l([0-9]{2,9})")
 
 # Ten million lines.
 METRICS_BYTES_MAX: Final = 1 << 30
@@ -125,7 +125,7 @@ def version_of(fingerprint: str) -> int:
     return int(version) if colon and version.isdigit() else 0
 
 
-def is_same_look(stored: str, seen: str) -> bool:
+def is_same_state(stored: str, seen: str) -> bool:
     """True when both tell of the same folder, and the stored one's program knew as much."""
     return (
         version_of(stored) >= version_of(seen)
@@ -142,7 +142,7 @@ def read_checkpoints(
     not read again.
     """
     found = [_found(one, known) for one in records]
-    return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.incarnation))
+    return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.launch))
 
 
 def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
@@ -167,7 +167,7 @@ def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
 
 
 def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
-    """The files of logged metrics by (attempt, incarnation)."""
+    """The files of logged metrics by (attempt, launch)."""
     found = {}
     for path in paths.metrics.glob("*.jsonl"):
         match = _METRICS.fullmatch(path.stem)

@@ -46,7 +46,7 @@ def was_database(path: Path) -> bool:
     return header.startswith(MAGIC) or not any(header)
 
 
-def set_aside(path: Path) -> Path | None:
+def quarantine(path: Path) -> Path | None:
     """Move a damaged SQLite file to `<name>.damaged`, over an older one; None when it is sound.
 
     Safe to call from several processes: one of them moves it, the others find it gone. It takes

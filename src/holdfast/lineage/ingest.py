@@ -35,7 +35,7 @@ from holdfast.lineage.disk import (
     FoundCheckpoint,
     JournalLines,
     Row,
-    is_same_look,
+    is_same_state,
     read_checkpoints,
     read_lines,
     survey,
@@ -49,8 +49,8 @@ from holdfast.lineage.tables import (
     EDGES,
     EVENTS,
     FILES,
-    INCARNATIONS,
     JOURNALS,
+    LAUNCHES,
     NODES,
     RUNS,
     lock_run,
@@ -64,7 +64,7 @@ LOOKS_MAX: Final = 3
 def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> None:
     """Make the rows of the run at `paths` what its folder says; costs little if nothing changed.
 
-    With `fresh` everything is read again and written anew, whatever the rows held. Raises
+    With `fresh` everything is read again and written again, whatever the rows held. Raises
     `NotFoundError` when there is no run there, `UnreadableRunError` when its files cannot be
     believed, `LineageError` when the database cannot be used.
     """
@@ -99,14 +99,14 @@ def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bo
         with database.writing() as connection:
             lock_run(connection, record.uid)
             if _fingerprint(connection, record.uid) == look.fingerprint_before:
-                _write_look(connection, paths, record.uid, look, fresh=fresh)
+                _write_state(connection, paths, record.uid, look, fresh=fresh)
                 return
     with database.writing() as connection:
         # Others write this run all the time; with the lock held nobody comes in between.
         lock_run(connection, record.uid)
         stored = _before(connection, record.uid, fresh=fresh)
         look = _read_folder(paths, *stored, fresh=fresh)
-        _write_look(connection, paths, record.uid, look, fresh=fresh)
+        _write_state(connection, paths, record.uid, look, fresh=fresh)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _fingerprint(connection: Connection, uid: str) -> str | None:
     return connection.scalar(select(RUNS.c.fingerprint).where(RUNS.c.uid == uid))
 
 
-def _write_look(
+def _write_state(
     connection: Connection, paths: RunPaths, uid: str, look: _Look, *, fresh: bool
 ) -> None:
     if fresh:
@@ -178,7 +178,7 @@ def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
     if stored is None or not stored.fingerprint:
         return False
     known = {str(kind) for kind in EventKind}
-    return not known.intersection(stored.unknown_kinds) and is_same_look(
+    return not known.intersection(stored.unknown_kinds) and is_same_state(
         stored.fingerprint, survey(paths).fingerprint
     )
 
@@ -197,7 +197,7 @@ def _write_run(connection: Connection, uid: str, look: _Look) -> None:
     rows = look.rows
     upsert(connection, RUNS, [clean(rows.run)])
     _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, known))
-    _sync(connection, INCARNATIONS, rows.incarnations, _stored(connection, INCARNATIONS, known))
+    _sync(connection, LAUNCHES, rows.launches, _stored(connection, LAUNCHES, known))
     _sync(connection, NODES, rows.nodes, _stored(connection, NODES, known))
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
     _write_files(connection, uid, look.found, bool(checkpoints))
@@ -261,7 +261,7 @@ def _write_lines(
                 {
                     "run_uid": uid,
                     "journal": part.journal,
-                    "incarnation": event.incarnation,
+                    "launch": event.launch,
                     "sequence": event.sequence,
                     "attempt": attempt_of(event, part.attempt),
                     "time": event.time,

@@ -44,20 +44,19 @@ def write_metrics(connection: Connection, paths: RunPaths, uid: str) -> None:
         series = _load(connection, uid, key, row) if row and goes_on else MetricSeries()
         stride = series.stride
         series.read(path)
-        _save(connection, uid, key, series, anew=not goes_on or series.stride != stride)
+        _save(connection, uid, key, series, again=not goes_on or series.stride != stride)
 
 
 def _known(connection: Connection, uid: str) -> dict[tuple[int, int], Row]:
     query = select(METRIC_FILES).where(METRIC_FILES.c.run_uid == uid)
     return {
-        (row["attempt"], row["incarnation"]): dict(row)
-        for row in connection.execute(query).mappings()
+        (row["attempt"], row["launch"]): dict(row) for row in connection.execute(query).mappings()
     }
 
 
 def _is_file(table: Any, uid: str, key: tuple[int, int]) -> Any:
     columns = table.c
-    return and_(columns.run_uid == uid, columns.attempt == key[0], columns.incarnation == key[1])
+    return and_(columns.run_uid == uid, columns.attempt == key[0], columns.launch == key[1])
 
 
 def _load(connection: Connection, uid: str, key: tuple[int, int], row: Row) -> MetricSeries:
@@ -74,9 +73,9 @@ def _load(connection: Connection, uid: str, key: tuple[int, int], row: Row) -> M
 
 
 def _save(
-    connection: Connection, uid: str, key: tuple[int, int], series: MetricSeries, *, anew: bool
+    connection: Connection, uid: str, key: tuple[int, int], series: MetricSeries, *, again: bool
 ) -> None:
-    identity = {"run_uid": uid, "attempt": key[0], "incarnation": key[1]}
+    identity = {"run_uid": uid, "attempt": key[0], "launch": key[1]}
     upsert(
         connection,
         METRIC_FILES,
@@ -89,9 +88,9 @@ def _save(
             }
         ],
     )
-    if anew:
+    if again:
         connection.execute(delete(METRICS).where(_is_file(METRICS, uid, key)))
-    written = sorted(series.buckets if anew else series.touched)
+    written = sorted(series.buckets if again else series.touched)
     rows = (
         {
             **identity,

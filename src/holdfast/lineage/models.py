@@ -201,10 +201,10 @@ class AttemptNode(Base):
     ended_at: Mapped[float | None]
 
 
-class Incarnation(Base):
+class Launch(Base):
     """One launch of torchrun inside an attempt."""
 
-    __tablename__ = "incarnations"
+    __tablename__ = "launches"
     __table_args__ = (
         ForeignKeyConstraint(
             ["run_uid", "attempt"], ["attempts.run_uid", "attempts.number"], ondelete="CASCADE"
@@ -250,8 +250,8 @@ class Checkpoint(Base):
         CheckConstraint("step >= 0", name="step"),
         CheckConstraint("bytes >= 0", name="bytes"),
         CheckConstraint(PARENT_IS_EARLIER, name="parent"),
-        Index(None, "run_uid", "step", "attempt", "incarnation", unique=True),
-        Index(None, "run_uid", "state", "step", "attempt", "incarnation"),
+        Index(None, "run_uid", "step", "attempt", "launch", unique=True),
+        Index(None, "run_uid", "state", "step", "attempt", "launch"),
         Index(None, "parent_uid", "parent_name"),
     )
 
@@ -261,7 +261,7 @@ class Checkpoint(Base):
     name: Mapped[str] = mapped_column(primary_key=True)
     step: Mapped[int]
     attempt: Mapped[int]
-    incarnation: Mapped[int]
+    launch: Mapped[int]
     state: Mapped[str]
     detail: Mapped[str | None]
     path: Mapped[str]
@@ -360,13 +360,13 @@ class Event(Base):
         ForeignKeyConstraint(
             ["run_uid", "journal"], ["journals.run_uid", "journals.journal"], ondelete="CASCADE"
         ),
-        Index(None, "run_uid", "time", "journal", "incarnation", "sequence"),
+        Index(None, "run_uid", "time", "journal", "launch", "sequence"),
         Index(None, "run_uid", "kind", "time"),
     )
 
     run_uid: Mapped[str] = mapped_column(primary_key=True)
     journal: Mapped[str] = mapped_column(primary_key=True)
-    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     attempt: Mapped[int | None]
     time: Mapped[float]
@@ -386,7 +386,7 @@ class MetricFile(Base):
         ForeignKey("runs.uid", ondelete="CASCADE"), primary_key=True
     )
     attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     offset: Mapped[int]
     stride: Mapped[int]
     spark: Mapped[list[float]]
@@ -402,15 +402,15 @@ class Metric(Base):
     __tablename__ = "metrics"
     __table_args__ = (
         ForeignKeyConstraint(
-            ["run_uid", "attempt", "incarnation"],
-            ["metric_files.run_uid", "metric_files.attempt", "metric_files.incarnation"],
+            ["run_uid", "attempt", "launch"],
+            ["metric_files.run_uid", "metric_files.attempt", "metric_files.launch"],
             ondelete="CASCADE",
         ),
     )
 
     run_uid: Mapped[str] = mapped_column(primary_key=True)
     attempt: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    incarnation: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     bucket: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     step: Mapped[int]
     time: Mapped[float]
@@ -426,6 +426,6 @@ class Compatibility(Base):
 
 
 TABLES: Final = (
-    *(Run, Attempt, Incarnation, AttemptNode, Checkpoint, CheckpointFile, CheckpointEdge),
+    *(Run, Attempt, Launch, AttemptNode, Checkpoint, CheckpointFile, CheckpointEdge),
     *(Journal, Event, MetricFile, Metric),
 )

@@ -24,7 +24,7 @@ from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.reasons import NOTHING_KEEPS
 from holdfast.lineage.retained import keep_of, reasons_of
 from holdfast.lineage.series import sparks
-from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS, RUNS
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
 
 RunSort = Literal[
     "live",
@@ -81,8 +81,8 @@ RUN_ORDERS: dict[RunSort, Order] = {
     "deleted": Order("deleted", (RUNS.c.deleted, RUNS.c.uid), descending=True),
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
-_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.incarnation)
-_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.incarnation, EVENTS.c.sequence)
+_STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
+_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
 
 
 class Filter(BaseModel):
@@ -168,7 +168,7 @@ def list_attempts(
         launches = _launches(connection, row, [attempt["number"] for attempt in page.items])
     return page.map(
         lambda one: views.attempt_view(
-            one, [views.incarnation_view(launch) for launch in launches[one["number"]]]
+            one, [views.launch_view(launch) for launch in launches[one["number"]]]
         )
     )
 
@@ -309,9 +309,9 @@ def _newest_attempts(connection: Connection, uids: Sequence[str]) -> dict[str, t
 def _launches(
     connection: Connection, run: Row, numbers: Sequence[int]
 ) -> defaultdict[int, list[Row]]:
-    columns = INCARNATIONS.c
+    columns = LAUNCHES.c
     query = (
-        select(INCARNATIONS)
+        select(LAUNCHES)
         .where(columns.run_uid == run["uid"], columns.attempt.in_(numbers))
         .order_by(columns.attempt, columns.number)
     )

@@ -32,7 +32,7 @@ from holdfast.lineage.find import (
 )
 from holdfast.lineage.models import EdgeKind
 from holdfast.lineage.retained import reasons_of
-from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, INCARNATIONS, RUNS
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 
 EVENTS_MAX: Final = 1000
 # Those of ten thousand saves take a megabyte.
@@ -134,7 +134,7 @@ def show_run(
         )
     )
     shown = [
-        views.attempt_view(a, [views.incarnation_view(i) for i in launches[a["number"]]])
+        views.attempt_view(a, [views.launch_view(i) for i in launches[a["number"]]])
         for a in attempts
     ]
     return views.run_view(row, shown, goodput)
@@ -239,7 +239,7 @@ def list_events(
     """The newest `limit` journal lines of a run, oldest first."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
-        order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.incarnation, EVENTS.c.sequence)
+        order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
         query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
         query = query.order_by(*(column.desc() for column in order)).limit(limit)
         found = rows_of(connection, query)
@@ -249,13 +249,13 @@ def list_events(
 def _in_order(run: Row) -> Select[Any]:
     """A query for a run's checkpoints, oldest first."""
     columns = CHECKPOINTS.c
-    return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.incarnation)
+    return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.launch)
 
 
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
-    """The incarnations of a run by attempt, each attempt's in order."""
+    """The launches of a run by attempt, each attempt's in order."""
     launches: defaultdict[int, list[Row]] = defaultdict(list)
-    query = rows_of_run(INCARNATIONS, run, INCARNATIONS.c.attempt, INCARNATIONS.c.number)
+    query = rows_of_run(LAUNCHES, run, LAUNCHES.c.attempt, LAUNCHES.c.number)
     for row in rows_of(connection, query):
         launches[row["attempt"]].append(row)
     return launches
@@ -296,7 +296,7 @@ def _spans(
         select(columns.attempt, columns.kind, columns.time, columns.data)
         .where(columns.run_uid == run["uid"])
         .where(columns.kind.in_(KINDS), columns.attempt.is_not(None))
-        .order_by(columns.time, columns.journal, columns.incarnation, columns.sequence)
+        .order_by(columns.time, columns.journal, columns.launch, columns.sequence)
     )
     marks = [Mark(*row) for row in connection.execute(query)]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]

@@ -1,4 +1,4 @@
-"""Reindex: all rows of a root built anew from disk alone."""
+"""Reindex: all rows of a root built again from disk alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUNS_AT_ONCE: Final = 2
 
 
 class ReindexReport(BaseModel):
-    """What a reindex did, by folders' names: read anew, not readable and why, gone from disk."""
+    """What a reindex did, by folders' names: read again, not readable and why, gone from disk."""
 
     root: str
     runs: list[str] = []
@@ -38,7 +38,7 @@ class ReindexReport(BaseModel):
 def reindex(
     database: Database, root: Path, progress: Callable[[str], None] | None = None
 ) -> ReindexReport:
-    """Build the rows of every run under `root` anew, and drop those of runs that are gone.
+    """Build the rows of every run under `root` again, and drop those of runs that are gone.
 
     A run that cannot be read is reported and its rows stay as they are; the others go on.
     `progress` is told each folder's name when it is done. Raises `NotFoundError` when there is
@@ -70,7 +70,7 @@ def reindex(
 
 
 def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
-    """Read each run anew; gives in turn why it could not be read, empty when it was."""
+    """Read each run again; gives in turn why it could not be read, empty when it was."""
     if not database.is_postgresql:
         # SQLite lets one in at a time.
         yield from (_ingest(database, paths) for paths in found)
@@ -84,7 +84,7 @@ def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
 
 
 def _ingest(database: Database, paths: RunPaths) -> str:
-    """Read one run anew; returns why it could not be read, empty when it was."""
+    """Read one run again; returns why it could not be read, empty when it was."""
     try:
         ingest_run(database, paths, fresh=True)
     except LineageError:

@@ -65,10 +65,10 @@ class Point(TypedDict):
 
 
 class Series(TypedDict):
-    """What one incarnation logged, oldest first."""
+    """What one launch logged, oldest first."""
 
     attempt: int
-    incarnation: int
+    launch: int
     points: list[Point]
 
 

@@ -34,7 +34,7 @@ def keep_of(run: Row) -> Keep:
 def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
     """What may be resumed from, oldest first; the newest alone unless the whole is asked for."""
     columns = CHECKPOINTS.c
-    order = (columns.step, columns.attempt, columns.incarnation)
+    order = (columns.step, columns.attempt, columns.launch)
     query = select(*(columns[name] for name in _LOOKED_AT)).where(
         columns.run_uid == run["uid"],
         columns.state == CheckpointState.COMMITTED.value,

@@ -33,7 +33,7 @@ STORAGE: Final = {
     "damaged": CheckpointState.DAMAGED,
     "deleted": CheckpointState.DELETED,
 }
-_NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.i\d{2,}")
+_NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +43,13 @@ class RunRows:
     run: Row
     attempts: list[Row]
     nodes: list[Row]
-    incarnations: list[Row]
+    launches: list[Row]
     checkpoints: list[Row]
     edges: list[Row]
 
 
 @dataclass(frozen=True)
-class Told:
+class AttemptEvent:
     """A journal line and the attempt that it is about, if it is about one."""
 
     attempt: int | None
@@ -59,34 +59,38 @@ class Told:
 def build_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    told: Sequence[Told],
+    told: Sequence[AttemptEvent],
     fingerprint: str,
 ) -> RunRows:
     """Every row of the run, but for the events themselves; `told` are these `in_order`."""
     origins = Origins(history.record, {str(one.name): one.name for one in found})
     checkpoints = _checkpoint_rows(history, found, told, origins)
-    incarnations = _incarnation_rows(history, told, origins)
+    launches = _launch_rows(history, told, origins)
     attempts = [
-        _attempt_row(history, view, checkpoints, incarnations, origins) for view in history.attempts
+        _attempt_row(history, view, checkpoints, launches, origins) for view in history.attempts
     ]
     return RunRows(
         run=_run_row(history, attempts, checkpoints, fingerprint),
         attempts=attempts,
         nodes=node_rows(history),
-        incarnations=incarnations,
+        launches=launches,
         checkpoints=checkpoints,
-        edges=_edge_rows(history, attempts, incarnations, origins),
+        edges=_edge_rows(history, attempts, launches, origins),
     )
 
 
-def in_order(lines: Sequence[JournalLines]) -> list[Told]:
+def in_order(lines: Sequence[JournalLines]) -> list[AttemptEvent]:
     """The lines of all journals by time, writer and number, as `contracts.history` orders them."""
-    told = [Told(attempt_of(event, part.attempt), event) for part in lines for event in part.events]
+    told = [
+        AttemptEvent(attempt_of(event, part.attempt), event)
+        for part in lines
+        for event in part.events
+    ]
     told.sort(
         key=lambda one: (
             one.event.time,
             one.event.writer,
-            one.event.incarnation,
+            one.event.launch,
             one.event.sequence,
         )
     )
@@ -133,7 +137,7 @@ class Origins:
         """(uid, name) of the parent that a manifest names, if it can be an ancestor of `child`.
 
         Training never goes back from parent to child, and within a run equal steps are by a later
-        attempt or incarnation: whatever else a manifest says would make circles.
+        attempt or launch: whatever else a manifest says would make circles.
         """
         uid, _, name = self.find(self.name(identity))
         parent = self._own.get(name or "") or CheckpointName.parse(name or "")
@@ -251,11 +255,11 @@ def _attempt_row(
     history: RunHistory,
     view: AttemptView,
     checkpoints: Sequence[Row],
-    incarnations: Sequence[Row],
+    launches: Sequence[Row],
     origins: Origins,
 ) -> Row:
     request, outcome = view.request, view.outcome
-    launches = [i for i in incarnations if i["attempt"] == view.number]
+    launches = [i for i in launches if i["attempt"] == view.number]
     resumed = next((i for i in launches if i["resumed_step"] is not None), None)
     committed = [c["step"] for c in checkpoints if c["attempt"] == view.number and c["checksum"]]
     told = outcome.committed_step if outcome else None
@@ -292,7 +296,7 @@ def _attempt_row(
     }
 
 
-def _incarnation_rows(history: RunHistory, told: Iterable[Told], origins: Origins) -> list[Row]:
+def _launch_rows(history: RunHistory, told: Iterable[AttemptEvent], origins: Origins) -> list[Row]:
     rows: dict[tuple[int, int], Row] = {}
 
     def row(attempt: int, number: int) -> Row:
@@ -306,11 +310,11 @@ def _incarnation_rows(history: RunHistory, told: Iterable[Told], origins: Origin
 
     known = {view.number for view in history.attempts}
     for one in told:
-        number = whole(one.event.data.get("incarnation"))
+        number = whole(one.event.data.get("launch"))
         if one.attempt in known and number is not None:
-            _tell_incarnation(row, one.attempt or 0, number, one.event, origins)
+            _tell_launch(row, one.attempt or 0, number, one.event, origins)
     for view in history.attempts:
-        for record in view.outcome.incarnations if view.outcome else ():
+        for record in view.outcome.launches if view.outcome else ():
             facts = record.model_dump(mode="json", exclude={"number"})
             facts["resumed_from"] = origins.name(record.resumed_from)
             target = row(view.number, record.number)
@@ -318,12 +322,12 @@ def _incarnation_rows(history: RunHistory, told: Iterable[Told], origins: Origin
     return [rows[key] for key in sorted(rows)]
 
 
-def _tell_incarnation(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
-    """Put into an incarnation's row what one line says of it; the first node's word stands."""
+def _tell_launch(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
+    """Put into a launch's row what one line says of it; the first node's word stands."""
     data = event.data
-    if event.kind is EventKind.INCARNATION_STARTED:
+    if event.kind is EventKind.LAUNCH_STARTED:
         facts: Row = {"started_at": event.time, "world_size": whole(data.get("world_size"))}
-    elif event.kind is EventKind.INCARNATION_ENDED:
+    elif event.kind is EventKind.LAUNCH_ENDED:
         facts = {
             "ended_at": event.time,
             "ending": str(data.get("ending") or "") or None,
@@ -349,7 +353,7 @@ def _tell_incarnation(row: Any, attempt: int, number: int, event: Event, origins
 def _checkpoint_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    told: Sequence[Told],
+    told: Sequence[AttemptEvent],
     origins: Origins,
 ) -> list[Row]:
     events = [one.event for one in told]
@@ -365,7 +369,7 @@ def _checkpoint_rows(
         for event in events
         if event.kind is EventKind.CHECKPOINT_DELETED
     }
-    complaints = _complaints(events)
+    secondary_errors = _secondary_errors(events)
     folder = f"{history.paths.checkpoints}/"
     rows = []
     for one in [*found, *_only_journaled(found, deletions)]:
@@ -373,7 +377,7 @@ def _checkpoint_rows(
         deletion = deletions.get(name)
         detail = one.facts["detail"]
         if detail is None and not one.is_deleted and name not in excluded:
-            detail = complaints.get(name)
+            detail = secondary_errors.get(name)
         state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
         parent = origins.parent(one.name, one.facts["parent"])
         pin = pins.get(name)
@@ -385,7 +389,7 @@ def _checkpoint_rows(
                 "name": name,
                 "step": one.name.step,
                 "attempt": one.name.attempt,
-                "incarnation": one.name.incarnation,
+                "launch": one.name.launch,
                 "state": str(CheckpointState.DELETED if one.is_deleted else state),
                 "detail": detail,
                 "path": folder + name,
@@ -404,7 +408,7 @@ def _checkpoint_rows(
                 "stamp": one.stamp,
             }
         )
-    return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["incarnation"]))
+    return sorted(rows, key=lambda r: (r["step"], r["attempt"], r["launch"]))
 
 
 def _only_journaled(
@@ -419,7 +423,7 @@ def _only_journaled(
             yield FoundCheckpoint(name=name, facts=facts, stamp="", is_deleted=True)
 
 
-def _complaints(events: Iterable[Event]) -> dict[str, str]:
+def _secondary_errors(events: Iterable[Event]) -> dict[str, str]:
     """What resumes said of checkpoints that they passed over, unless a later one took it."""
     said: dict[str, str] = {}
     for event in events:
@@ -436,16 +440,13 @@ def _complaints(events: Iterable[Event]) -> dict[str, str]:
 def _edge_rows(
     history: RunHistory,
     attempts: Sequence[Row],
-    incarnations: Sequence[Row],
+    launches: Sequence[Row],
     origins: Origins,
 ) -> list[Row]:
     record, run = history.record, history.paths.name
     own: list[tuple[EdgeKind, str, str | None]] = [
         *((EdgeKind.RESUMED_FROM, attempt_node(a["number"]), a["resumed_from"]) for a in attempts),
-        *(
-            (EdgeKind.RESUMED_FROM, attempt_node(i["attempt"]), i["resumed_from"])
-            for i in incarnations
-        ),
+        *((EdgeKind.RESUMED_FROM, attempt_node(i["attempt"]), i["resumed_from"]) for i in launches),
         (EdgeKind.FORKED_FROM, "", record.forked_from),
     ]
     edges = []

@@ -24,7 +24,7 @@ def metric_series(
     root: Path | None = None,
     points: int = POINTS_DEFAULT,
 ) -> list[reports.Series]:
-    """What each incarnation of a run logged, in their order, at about `points` points in all.
+    """What each launch of a run logged, in their order, at about `points` points in all.
 
     `names` are the metrics wanted, all when there are none. A point is a stretch of steps with its
     last value and extremes, so spikes stay. Raises `NotFoundError` for an unknown run.
@@ -35,17 +35,17 @@ def metric_series(
         query = (
             select(METRICS)
             .where(columns.run_uid == row["uid"])
-            .order_by(columns.attempt, columns.incarnation, columns.bucket)
+            .order_by(columns.attempt, columns.launch, columns.bucket)
         )
         found = rows_of(connection, query)
     by_launch: dict[tuple[int, int], list[Row]] = {}
     for one in found:
-        by_launch.setdefault((one["attempt"], one["incarnation"]), []).append(one)
+        by_launch.setdefault((one["attempt"], one["launch"]), []).append(one)
     every = max(1, -(-len(found) // max(1, points)))
     return [
         reports.Series(
             attempt=key[0],
-            incarnation=key[1],
+            launch=key[1],
             points=_points(buckets, every, names),
         )
         for key, buckets in by_launch.items()
@@ -86,11 +86,11 @@ def _join(
 
 
 def sparks(connection: Connection, uids: Sequence[str]) -> dict[str, list[float]]:
-    """By run's uid the loss of its newest incarnation in a few values, oldest first."""
+    """By run's uid the loss of its newest launch in a few values, oldest first."""
     columns = METRIC_FILES.c
     query = (
         select(columns.run_uid, columns.spark)
         .where(columns.run_uid.in_(uids))
-        .order_by(columns.run_uid, columns.attempt, columns.incarnation)
+        .order_by(columns.run_uid, columns.attempt, columns.launch)
     )
     return {row.run_uid: row.spark for row in connection.execute(query)}

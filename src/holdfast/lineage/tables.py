@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 RUNS: Final[Any] = models.Run.__table__
 ATTEMPTS: Final[Any] = models.Attempt.__table__
-INCARNATIONS: Final[Any] = models.Incarnation.__table__
+LAUNCHES: Final[Any] = models.Launch.__table__
 CHECKPOINTS: Final[Any] = models.Checkpoint.__table__
 EDGES: Final[Any] = models.CheckpointEdge.__table__
 JOURNALS: Final[Any] = models.Journal.__table__

@@ -91,7 +91,7 @@ class AttemptView(TypedDict):
     last_step: int | None
     committed_step: int | None
     steps: int | None
-    incarnations: list[IncarnationView]
+    launches: list[LaunchView]
     submitted_at: str | None
     started_at: str | None
     stop_requested_at: str | None
@@ -107,7 +107,7 @@ class AttemptView(TypedDict):
     environment_digest: str | None
 
 
-class IncarnationView(TypedDict):
+class LaunchView(TypedDict):
     """One launch of torchrun inside an attempt."""
 
     number: int
@@ -158,7 +158,7 @@ class CheckpointView(TypedDict):
     detail: str | None
     parent: str | None
     attempt: int
-    incarnation: int
+    launch: int
     world_size: int | None
     bytes: int | None
     files: int | None
@@ -214,7 +214,7 @@ class EventView(TypedDict):
 
     run: str
     journal: str
-    incarnation: int
+    launch: int
     sequence: int
     attempt: int | None
     time: str
@@ -333,7 +333,7 @@ def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> 
     )
 
 
-def attempt_view(row: Row, incarnations: list[IncarnationView]) -> AttemptView:
+def attempt_view(row: Row, launches: list[LaunchView]) -> AttemptView:
     """One attempt with its launches."""
     first, last = row["first_step"], row["last_step"]
     asked, committed = row["stop_requested_at"], row["stop_committed_at"]
@@ -354,7 +354,7 @@ def attempt_view(row: Row, incarnations: list[IncarnationView]) -> AttemptView:
         last_step=last,
         committed_step=row["committed_step"],
         steps=None if first is None or last is None else max(0, last - first + 1),
-        incarnations=incarnations,
+        launches=launches,
         submitted_at=iso(row["submitted_at"]),
         started_at=iso(row["started_at"]),
         stop_requested_at=iso(asked),
@@ -371,9 +371,9 @@ def attempt_view(row: Row, incarnations: list[IncarnationView]) -> AttemptView:
     )
 
 
-def incarnation_view(row: Row) -> IncarnationView:
+def launch_view(row: Row) -> LaunchView:
     """One launch of torchrun."""
-    return IncarnationView(
+    return LaunchView(
         number=row["number"],
         world_size=row["world_size"],
         command_digest=row["command_digest"],
@@ -400,7 +400,7 @@ def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
         detail=row["detail"],
         parent=row["parent"],
         attempt=row["attempt"],
-        incarnation=row["incarnation"],
+        launch=row["launch"],
         world_size=row["world_size"],
         bytes=row["bytes"],
         files=row["files"],
@@ -428,7 +428,7 @@ def event_view(run: str, row: Row) -> EventView:
     return EventView(
         run=run,
         journal=row["journal"],
-        incarnation=row["incarnation"],
+        launch=row["launch"],
         sequence=row["sequence"],
         attempt=row["attempt"],
         time=iso_time(row["time"]),

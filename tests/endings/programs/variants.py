@@ -68,7 +68,7 @@ def store_busy() -> None:
 
 
 @way
-def store_has_no_room() -> None:
+def store_has_no_space() -> None:
     ask_store(507)
 
 
@@ -117,7 +117,7 @@ def error_in_thread() -> None:
     sys.exit(1)
 
 
-def peer_complains_first() -> None:
+def peer_fails_first() -> None:
     """The second rank's own error makes the first one's connection end, which is louder."""
     name = f"\0ending-{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['MASTER_PORT']}"
     with socket.socket(socket.AF_UNIX) as link:
@@ -135,8 +135,8 @@ def peer_complains_first() -> None:
 
 def main() -> None:
     name = sys.argv[1]
-    if name == peer_complains_first.__name__:
-        peer_complains_first()
+    if name == peer_fails_first.__name__:
+        peer_fails_first()
     elif os.environ["RANK"] == "1":
         WAYS[name]()
     else:

@@ -95,7 +95,7 @@ class Gatherer {
   private flush() {
     this.timer = undefined;
     const late = Date.now() - this.flushedAt > LATE_MS;
-    // What is under way may have missed the news, and to begin it anew each time would starve it.
+    // What is under way may have missed the news, and to begin it again each time would starve it.
     if (this.client.isFetching() > 0 && !late) {
       this.timer = window.setTimeout(() => this.flush(), GATHER_MS);
       return;

@@ -69,7 +69,7 @@ export interface AttemptNode {
   host: string;
   time: string;
   age_s: number;
-  incarnation: number;
+  launch: number;
   memory_percent: number | null;
   gpus: Record<string, unknown>[];
   ranks: RankRow[];
@@ -93,7 +93,7 @@ export interface AttemptView {
   last_step: number | null;
   committed_step: number | null;
   steps: number | null;
-  incarnations: IncarnationView[];
+  launches: LaunchView[];
   submitted_at: string | null;
   started_at: string | null;
   stop_requested_at: string | null;
@@ -121,7 +121,7 @@ export interface CheckpointDetail {
   detail: string | null;
   parent: string | null;
   attempt: number;
-  incarnation: number;
+  launch: number;
   world_size: number | null;
   bytes: number | null;
   files: number | null;
@@ -165,7 +165,7 @@ export interface CheckpointRow {
   detail: string | null;
   parent: string | null;
   attempt: number;
-  incarnation: number;
+  launch: number;
   world_size: number | null;
   bytes: number | null;
   files: number | null;
@@ -218,7 +218,7 @@ export interface Empty {
 export interface EventView {
   run: string;
   journal: string;
-  incarnation: number;
+  launch: number;
   sequence: number;
   attempt: number | null;
   time: string;
@@ -310,7 +310,7 @@ export interface Heartbeats {
 }
 
 /** One launch of torchrun inside an attempt. */
-export interface IncarnationView {
+export interface LaunchView {
   number: number;
   world_size: number | null;
   command_digest: string | null;
@@ -338,11 +338,11 @@ export interface JobRow {
   ended_at: number | null;
 }
 
-/** The output of one rank in one incarnation. */
+/** The output of one rank in one launch. */
 export interface LogFile {
   attempt: number;
   node: string;
-  incarnation: number;
+  launch: number;
   rank: number;
   stream: string;
   bytes: number;
@@ -359,7 +359,7 @@ export interface LogPart {
   attempt: number;
   rank: number;
   stream: string;
-  incarnation: number;
+  launch: number;
   offset: number;
   next_offset: number;
   bytes: number;
@@ -568,10 +568,10 @@ export interface Segment {
   ended_at: string;
 }
 
-/** What one incarnation logged, oldest first. */
+/** What one launch logged, oldest first. */
 export interface Series {
   attempt: number;
-  incarnation: number;
+  launch: number;
   points: Point[];
 }
 

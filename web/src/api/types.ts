@@ -19,7 +19,7 @@ export type Goodput = Omit<api.GoodputTotals, "runs" | "ettr" | "money"> & {
 export type RunRow = Omit<api.RunLine, "goodput"> & { goodput: Goodput | null };
 export type Run = Omit<api.RunDetail, "goodput"> & { goodput: Goodput };
 export type Attempt = api.AttemptView;
-export type Launch = api.IncarnationView;
+export type Launch = api.LaunchView;
 
 interface Measured {
   metrics: Record<string, number>;

@@ -9,8 +9,8 @@ import { Verify } from "../parts/Verify";
 import { bytes, checkpointWords, count, figure, runOf, span } from "../format";
 import { ActionButton, type Action } from "../parts/Confirm";
 import { Copy, Empty, Facts, Loaded, Time, useTitle } from "../parts/basics";
-import { StageLine, StageState } from "../parts/Stages";
-import { stageOfCheckpoint } from "../stages";
+import { StageLine, StageState } from "../parts/Durability";
+import { stageOfCheckpoint } from "../durability";
 import { plain } from "../states";
 
 const FILES_SHOWN = 200;
@@ -132,7 +132,7 @@ function Body({ one, mayAct }: { one: CheckpointDetail; mayAct: boolean }) {
           ["Retention", <span className="whole">{one.reason}</span>],
           ["Pinned", one.pinned ? <Pin one={one} /> : null],
           ["Trigger", one.saved_for ? plain(one.saved_for) : null],
-          ["Attempt", `${one.attempt}, launch ${one.incarnation}`],
+          ["Attempt", `${one.attempt}, launch ${one.launch}`],
           ["GPUs", count(one.world_size)],
           ["Size", bytes(one.bytes)],
           ["Files", count(one.files)],

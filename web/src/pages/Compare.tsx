@@ -62,7 +62,7 @@ function Choose({ a, b }: { a?: string; b?: string }) {
           <input
             required
             size={36}
-            placeholder="run:step-00001000.a0001.i01"
+            placeholder="run:step-00001000.a0001.l01"
             value={value}
             onChange={(event) => set(event.target.value)}
           />

@@ -28,7 +28,7 @@ interface Props<T> {
   columns: ColumnDef<T, unknown>[];
   keyOf: (row: T) => string;
   open?: (row: T) => void;
-  /** Where the server sorts: it is asked anew. Otherwise the rows that are loaded are sorted. */
+  /** Where the server sorts: it is asked again. Otherwise the rows that are loaded are sorted. */
   onSort?: (column: string | null, descending: boolean) => void;
   /** False while rows are missing that only the server could sort. */
   isWhole?: boolean;

@@ -1,7 +1,7 @@
 """Asking a metadata service: plain HTTP by the standard library, bounded in time and bytes.
 
 Proxies are never used, redirections never followed. A timer hangs up on a service that drips: the
-socket's own time-out begins anew with every byte.
+socket's own time-out begins again with every byte.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Path, Request, Response
 
 from holdfast.api.access import AS_READER, Operator
 from holdfast.api.audit import audited
+from holdfast.api.fast_json import long_answer
 from holdfast.api.jobs import Job
-from holdfast.api.long_answers import long_answer
 from holdfast.api.problems import LOG, Refusal
 from holdfast.api.schemas import (
     AskExport,

@@ -40,7 +40,7 @@ async def stream_events(
 ) -> StreamingResponse:
     """News as they come: `run` (its rows changed), `journal` (a line), `beat` (how far it is).
 
-    `reset` says that something was missed: ask anew. Each has JSON with the run's name and uid.
+    `reset` says that something was missed: ask again. Each has JSON with the run's name and uid.
     `ping` comes after five seconds without news: a stream that is silent for longer is dead.
     """
     services = services_of(request)

@@ -53,7 +53,7 @@ def show_page(path: str = "") -> Response:
         headers = {"Cache-Control": FOREVER} if path.startswith("assets/") else {}
         return FileResponse(file, headers=headers)
     if path.startswith("assets/"):
-        raise Refusal(404, f"/{path[:200]}: no such file; the page was built anew, load it again")
+        raise Refusal(404, f"/{path[:200]}: no such file; the page was built again, load it again")
     index = STATIC / "index.html"
     if not index.is_file():
         return HTMLResponse(UNBUILT)

@@ -25,11 +25,11 @@ from holdfast.api.services import services_of
 from holdfast.api.steering import read_supervision, requests_in
 from holdfast.api.vitals import live_step, read_nodes
 from holdfast.api.watch import Pace, Watch
+from holdfast.contracts.alerts import failed_saves, noticed
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
-from holdfast.contracts.watch_words import failed_saves, noticed
 from holdfast.lineage import reports, views
 from holdfast.lineage.cursors import PAGE_DEFAULT, PAGE_MAX
 from holdfast.lineage.models import CheckpointState
@@ -162,7 +162,7 @@ def show_metrics(
     name: Annotated[list[Kind] | None, Query(description="these alone", max_length=50)] = None,
     points: Annotated[int, Query(ge=1, le=10_000, description="about so many in all")] = 1000,
 ) -> list[reports.Series]:
-    """What the run logged, by incarnation: each point a stretch of steps with its extremes."""
+    """What the run logged, by launch: each point a stretch of steps with its extremes."""
     return services_of(request).store.metrics(run, tuple(name or ()), points)
 
 
@@ -204,7 +204,7 @@ def show_log(
     rank: Annotated[int, Path(ge=0, le=10_000_000)],
     attempt: Number = None,
     stream: Stream = "stdout",
-    incarnation: Annotated[int | None, Query(ge=0, le=1_000_000, description="the newest")] = None,
+    launch: Annotated[int | None, Query(ge=0, le=1_000_000, description="the newest")] = None,
     offset: Annotated[int | None, Query(ge=0, le=2**62, description="bytes; none: the end")] = None,
     limit: Annotated[int, Query(ge=1, le=STRETCH_BYTES_MAX, description="bytes")] = 64 * 1024,
 ) -> LogPart:
@@ -216,7 +216,7 @@ def show_log(
         choose_attempt(paths, attempt),
         rank,
         stream=stream,
-        incarnation=incarnation,
+        launch=launch,
         offset=offset,
         limit=limit,
         secrets=store.secrets(run),

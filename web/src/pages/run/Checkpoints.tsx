@@ -6,9 +6,9 @@ import { useCheckpoints } from "../../api/queries";
 import type { Checkpoint } from "../../api/types";
 import { bytes, count, span, when } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
-import { StageState } from "../../parts/Stages";
+import { StageState } from "../../parts/Durability";
 import { Table } from "../../parts/Table";
-import { stageOfCheckpoint } from "../../stages";
+import { stageOfCheckpoint } from "../../durability";
 import { plain } from "../../states";
 
 const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
@@ -36,8 +36,8 @@ const COLUMNS: ColumnDef<Checkpoint, unknown>[] = [
   { id: "saved_for", header: "Trigger", accessorKey: "saved_for", meta: { wide: true },
     cell: ({ row: { original: one } }) => plain(one.saved_for ?? "") },
   { id: "attempt", header: "Attempt", meta: { number: true, wide: true },
-    accessorFn: (one) => one.attempt * 1000 + one.incarnation,
-    cell: ({ row: { original: one } }) => `${one.attempt}.${one.incarnation}` },
+    accessorFn: (one) => one.attempt * 1000 + one.launch,
+    cell: ({ row: { original: one } }) => `${one.attempt}.${one.launch}` },
   { id: "world", header: "GPUs", accessorKey: "world_size", meta: { number: true, wide: true } },
   { id: "bytes", header: "Size", accessorKey: "bytes", meta: { number: true, wide: true },
     cell: ({ row: { original: one } }) => bytes(one.bytes) },

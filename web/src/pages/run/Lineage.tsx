@@ -12,8 +12,8 @@ import { fold, isFold, type Folded, type Shown } from "../../fold";
 import { bytes, count } from "../../format";
 import { layOut, NODE_HEIGHT, type Layout, type Point } from "../../layout";
 import { Empty, Facts, Loaded, Problem, Shape, Time } from "../../parts/basics";
-import { StageIcon, StageLegend, StageLine } from "../../parts/Stages";
-import { stageOfNode } from "../../stages";
+import { StageIcon, StageLegend, StageLine } from "../../parts/Durability";
+import { stageOfNode } from "../../durability";
 import { plain } from "../../states";
 
 type GraphNodeType = Node<{ shown: Shown; selected: boolean; isDown: boolean }, "shown">;
@@ -180,7 +180,7 @@ function Details({ id }: { id: string }) {
             <Facts
               facts={[
                 ["Why", one.reason],
-                ["Attempt", `${one.attempt}.${one.incarnation}`],
+                ["Attempt", `${one.attempt}.${one.launch}`],
                 ["GPUs", count(one.world_size)],
                 ["Size", bytes(one.bytes)],
                 ["Deleted", one.deleted_at ? <Time at={one.deleted_at} /> : null],

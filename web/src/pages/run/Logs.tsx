@@ -11,9 +11,9 @@ const KEPT_CHARACTERS = 1_000_000;
 const TAIL_BYTES = 128 * 1024;
 const AT_END_PX = 40;
 
-const keyOf = (one: LogFile) => `${one.rank}.${one.incarnation}.${one.stream}`;
+const keyOf = (one: LogFile) => `${one.rank}.${one.launch}.${one.stream}`;
 const wordsOf = (one: LogFile) =>
-  `rank ${one.rank} · launch ${one.incarnation} · ${one.stream} · ${bytes(one.bytes)}`;
+  `rank ${one.rank} · launch ${one.launch} · ${one.stream} · ${bytes(one.bytes)}`;
 
 /** The tail of one file, and what is added to it for as long as it is looked at. */
 function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
@@ -25,12 +25,12 @@ function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
     let current = true;
     let timer: number | undefined;
     let offset: number | undefined;
-    const { attempt, rank, incarnation, stream } = file;
+    const { attempt, rank, launch, stream } = file;
     setText("");
     const ask = async () => {
       try {
         const limit = offset === undefined ? TAIL_BYTES : undefined;
-        const part = await askLog(run, rank, { attempt, incarnation, stream, offset, limit });
+        const part = await askLog(run, rank, { attempt, launch, stream, offset, limit });
         if (!current) return;
         offset = part.next_offset;
         if (part.text) setText((old) => (old + part.text).slice(-KEPT_CHARACTERS));
@@ -93,8 +93,8 @@ interface FilesProps {
 function Files({ run, files, chosen, leading }: FilesProps) {
   const navigate = useNavigate({ from: "/runs/$run/logs" });
   // The newest launch's first rank says most; people choose the others.
-  const newest = Math.max(...files.map((one) => one.incarnation));
-  const usual = files.find((one) => one.incarnation === newest && one.bytes > 0) ?? files[0];
+  const newest = Math.max(...files.map((one) => one.launch));
+  const usual = files.find((one) => one.launch === newest && one.bytes > 0) ?? files[0];
   const file = files.find((one) => keyOf(one) === chosen) ?? usual;
   if (!file) {
     return (

@@ -11,7 +11,7 @@ from holdfast.contracts.slots import Slot
 from holdfast.trainer.planning.layout import LateContent
 
 
-class LateWriter:
+class BackgroundMetadataWriter:
     """Writes one content at one offset of every slot, the slot of the first save first."""
 
     def __init__(self, slots: Sequence[Slot], at: int, content: LateContent) -> None:

@@ -1,7 +1,7 @@
-"""The keeper of a node's flusher where there is no agent: a thread of the local rank 0.
+"""The flusher supervisor of a node's flusher where there is no agent: a thread of the local rank 0.
 
 It holds the descriptors of the staging slots, so that a flusher that was killed can be started
-anew and finish what was sealed. Its hanging up, even by a crash, tells the flusher to finish and
+again and finish what was sealed. Its hanging up, even by a crash, tells the flusher to finish and
 leave.
 """
 
@@ -30,7 +30,7 @@ FORMER_TIMEOUT_S: Final = 120.0
 POLL_S: Final = 0.02
 
 
-class FlusherKeeper:
+class FlusherSupervisor:
     """Starts a flusher, restarts it `RESTARTS_MAX` times if it dies, and sends it home."""
 
     def __init__(self, place: Path, *, node: int, nodes: int, log: Path, run: Path) -> None:
@@ -50,7 +50,7 @@ class FlusherKeeper:
         self._address = os.open(place, flags, 0o600)
         self._process, self._socket = self._start()
         self._wait_until_it_answers()
-        self._thread = threading.Thread(target=self._keep, name="holdfast-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="holdfast-flusher", daemon=True)
         self._thread.start()
 
     def close(self, *, wait: bool) -> None:
@@ -81,7 +81,7 @@ class FlusherKeeper:
             # Output goes to a file: the flusher outlives the ranks, and whoever reads torchrun's
             # output would wait for it. A session of its own keeps torchrun's signals away.
             process = subprocess.Popen(
-                [*command, "--keeper-fd", str(theirs.fileno())],
+                [*command, "--supervisor-fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -121,8 +121,8 @@ class FlusherKeeper:
             self._process.wait()
 
     def _give_back(self) -> None:
-        for (rank, slot, incarnation), descriptor in self._kept.items():
-            facts = {"rank": rank, "slot": slot, "incarnation": incarnation}
+        for (rank, slot, launch), descriptor in self._kept.items():
+            facts = {"rank": rank, "slot": slot, "launch": launch}
             wire.send(self._socket, "kept", descriptors=(descriptor,), **facts)
 
     def _hold_until_hang_up(self) -> None:
@@ -134,7 +134,7 @@ class FlusherKeeper:
                 for descriptor in descriptors:
                     os.close(descriptor)
                 continue
-            key = (message["rank"], message["slot"], message["incarnation"])
+            key = (message["rank"], message["slot"], message["launch"])
             former = self._kept.pop(key, None)
             if former is not None:
                 os.close(former)
@@ -142,7 +142,7 @@ class FlusherKeeper:
 
     def _answer_full(self, step: int) -> None:
         """Without an agent there are no keep rules, so nothing is deleted."""
-        words = "there is no agent here that frees room by keep rules: delete what you can spare"
+        words = "there is no agent here that frees space by keep rules: delete what you do not need"
         with contextlib.suppress(OSError):
             wire.send(self._socket, "room", step=step, freed_bytes=0, detail=words)
 

@@ -1,7 +1,7 @@
 // How safe a checkpoint is, at a glance: icons for lists and graphs, a line of stages for one.
 import { when } from "../format";
 import { lookOf } from "../states";
-import { STAGE_WORDS, reachedStages, type Stage } from "../stages";
+import { STAGE_WORDS, reachedStages, type Stage } from "../durability";
 import type { CheckpointDetail } from "../api/types";
 import { Shape, Time } from "./basics";
 

@@ -197,7 +197,7 @@ def tell_live(root: Path, now: float) -> None:
     told.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")
     told.train(3, 8, NEWEST - 4, now - (NEWEST - 8_500) * STEP_S)
     told.step = NEWEST
-    for name in ("step-00000500.a0001.i01", "step-00001000.a0001.i01"):
+    for name in ("step-00000500.a0001.l01", "step-00001000.a0001.l01"):
         with clock(now - 3 * HOUR):
             told.run.delete(name, "keep.last 4: it is older")
     told.stage(NEWEST - 3, 3, now - 4)
@@ -210,7 +210,7 @@ def tell_live(root: Path, now: float) -> None:
 
 
 def first() -> dict[str, str]:
-    return {"checkpoint": "step-00005000.a0001.i01"}
+    return {"checkpoint": "step-00005000.a0001.l01"}
 
 
 def decide(told: Telling, after: int, at: float, gpus: int | None, reason: str) -> None:
@@ -244,7 +244,7 @@ def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
         host="gpu-03",
         time=now,
         attempt=number,
-        incarnation=1,
+        launch=1,
         agent_pid=4000,
         world_size=8,
         ranks=ranks,
@@ -258,7 +258,7 @@ def write_logs(told: Telling, number: int) -> None:
     """What two of the ranks wrote."""
     attempt = told.run.paths.attempt(number)
     for rank in (0, 1):
-        log = attempt.logs / "node-0000" / "i01" / f"rank-{rank:05d}.stdout.log"
+        log = attempt.logs / "node-0000" / "l01" / f"rank-{rank:05d}.stdout.log"
         make_directory(log.parent)
         steps = range(max(1, told.step - 400), told.step, 20)
         lines = [f"step {s} loss {measured(s, 8)['loss']:.4f} 8.3 it/s" for s in steps]
@@ -267,7 +267,7 @@ def write_logs(told: Telling, number: int) -> None:
 
 def tell_fork(root: Path, now: float) -> None:
     """Began from the pinned checkpoint of the live run, and trains on two GPUs."""
-    parent = f"{LIVE}:step-00005000.a0001.i01"
+    parent = f"{LIVE}:step-00005000.a0001.l01"
     began = now - 50 * MINUTE
     fork = Telling(root, "gpt-90m-8k", "b", began, forked_from=parent, forked_uid="a" * 32)
     fork.step = 5_000

@@ -1,4 +1,4 @@
-"""The settler where there is no agent: a thread of each node's local rank 0.
+"""The stop coordinator where there is no agent: a thread of each node's local rank 0.
 
 Node 0's looks for signals that any rank caught, for the run's stop file and for ranks whose loss
 is bad, and brings all ranks to one step by the agreement; the others answer it over the channel.
@@ -13,17 +13,17 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from holdfast.contracts.agreement import ROUNDS_MAX, BoardPort, NodePort, settle
-from holdfast.contracts.board import NOWHERE, Proposal
+from holdfast.contracts.agreement import ROUNDS_MAX, NodePort, StatusPort, agree_on_step
 from holdfast.contracts.channel import (
     ChannelHost,
     ChannelMember,
     DismissedError,
-    answer_for_board,
+    answer_from_status_table,
 )
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind
-from holdfast.trainer.link import Link
+from holdfast.contracts.rank_status import NOWHERE, Proposal
+from holdfast.trainer.rank_context import RankContext
 
 POLL_S: Final = 0.05
 LOOK_S: Final = 0.5
@@ -34,23 +34,23 @@ RETRY_S: Final = 1.0
 JOIN_S: Final = 5.0
 
 
-class Settler:
+class StopCoordinator:
     """Runs from construction until `close`, or until the ranks have agreed to stop."""
 
-    def __init__(self, link: Link, note: Callable[..., None]) -> None:
+    def __init__(self, context: RankContext, note: Callable[..., None]) -> None:
         """`note(kind, **data)` takes journal events; it is called on node 0 only."""
-        self._link = link
+        self._context = context
         self._note = note
         self._is_closing = threading.Event()
         self._host: ChannelHost | None = None
         self._serial = 1
         self._asked, self._answered = 0, 0
         self._meets_after: int | None = None
-        nodes = link.identity.nodes
-        if link.identity.node == 0 and nodes > 1:
-            self._host = ChannelHost(link.attempt.channel, nodes)
-        work = self._lead if link.identity.node == 0 else self._follow
-        self._thread = threading.Thread(target=work, name="holdfast-settler", daemon=True)
+        nodes = context.identity.nodes
+        if context.identity.node == 0 and nodes > 1:
+            self._host = ChannelHost(context.attempt.channel, nodes)
+        work = self._lead if context.identity.node == 0 else self._serve_as_member
+        self._thread = threading.Thread(target=work, name="holdfast-stop", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class Settler:
     def _lead(self) -> None:
         looked_at, source = 0.0, ""
         while not self._is_closing.wait(POLL_S):
-            source = source or self._signal_name(self._link.board.signals)
-            self._asked = max(self._asked, self._link.board.asked)
+            source = source or self._signal_name(self._context.status_table.signals)
+            self._asked = max(self._asked, self._context.status_table.asked)
             if not source and time.monotonic() - looked_at > LOOK_S:
                 looked_at = time.monotonic()
                 source = self._look_further()
@@ -77,7 +77,7 @@ class Settler:
                 self._meet()
 
     def _look_further(self) -> str:
-        if self._link.run.stop_file.exists():
+        if self._context.run.stop_file.exists():
             return "stop file"
         peers = list(self._host.peers.values()) if self._host else []
         caught = 0
@@ -100,7 +100,7 @@ class Settler:
 
     def _oldest(self) -> int:
         """The oldest step that a rank is in, `NOWHERE` where a node does not say."""
-        oldest = self._link.board.oldest_entered
+        oldest = self._context.status_table.oldest_entered
         for peer in self._host.peers.values() if self._host else ():
             try:
                 oldest = min(oldest, int(peer.call("newest", timeout_s=LOOK_TIMEOUT_S)["oldest"]))
@@ -113,19 +113,19 @@ class Settler:
         asked, first = self._asked, self._serial
         self._serial += ROUNDS_MAX
         try:
-            step, _ = settle(self._ports(), first_serial=first, word=Proposal.SAVE)
+            step, _ = agree_on_step(self._ports(), first_serial=first, word=Proposal.SAVE)
         except (AgreementError, ConnectionError):
             return
         self._answered, self._meets_after = asked, step
 
     def _stop(self, source: str) -> None:
         self._note(EventKind.SIGNAL, source=source, name=source, detail="seen without an agent")
-        self._link.board.announce_stop(None)
+        self._context.status_table.announce_stop(None)
         began = time.monotonic()
         for number in range(TRIES_MAX):
             first = self._serial + number * ROUNDS_MAX
             try:
-                step, rounds = settle(self._ports(is_stop=True), first_serial=first)
+                step, rounds = agree_on_step(self._ports(is_stop=True), first_serial=first)
             except (AgreementError, ConnectionError) as error:
                 self._note(EventKind.STOP_FAILED, reason=str(error), newest_step=self._newest())
                 if self._is_closing.wait(RETRY_S):
@@ -136,7 +136,7 @@ class Settler:
             return
 
     def _ports(self, *, is_stop: bool = False) -> list[NodePort]:
-        ports: list[NodePort] = [BoardPort(self._link.board)]
+        ports: list[NodePort] = [StatusPort(self._context.status_table)]
         if self._host is not None:
             self._host.wait_for_peers()
             for peer in self._host.peers.values():
@@ -146,13 +146,13 @@ class Settler:
         return ports
 
     def _newest(self) -> int:
-        return max(record.completed for record in self._link.board.records())
+        return max(record.completed for record in self._context.status_table.records())
 
-    def _follow(self) -> None:
-        hello: dict[str, Any] = {"node": self._link.identity.node}
+    def _serve_as_member(self) -> None:
+        hello: dict[str, Any] = {"node": self._context.identity.node}
         while not self._is_closing.is_set():
             try:
-                member = ChannelMember(self._link.attempt.channel, hello)
+                member = ChannelMember(self._context.attempt.channel, hello)
             except AgreementError:
                 # Node 0 never listened: it is gone, or the run ended before this node looked.
                 return
@@ -169,7 +169,9 @@ class Settler:
         while not self._is_closing.is_set():
             question = member.receive(POLL_S)
             if question is not None:
-                member.reply(**(answer_for_board(self._link.board, question) or {}))
+                member.reply(
+                    **(answer_from_status_table(self._context.status_table, question) or {})
+                )
 
     @staticmethod
     def _signal_name(number: int) -> str:

@@ -1,13 +1,13 @@
-"""The board: a node's shared memory, where ranks say where they are and read when to stop.
+"""The status table: a node's shared memory, where ranks say where they are and read when to stop.
 
 One page for the node and one record per local rank, all 64-bit words. A rank writes its own
-record only; the node's settler (the agent, or a thread of the local rank 0 where there is no
-agent) writes the head. A boundary costs a rank a few stores and one load, and no system call.
+record only; the node's stop coordinator (the agent, or a thread of the local rank 0 where there is
+no agent) writes the head. A boundary costs a rank a few stores and one load, and no system call.
 
-Ordering. A rank stores `entering` and then loads the proposal; the settler stores a proposal,
-waits `SETTLE_S`, and then loads `entering`. A store that preceded the rank's load in program
-order is visible long before `SETTLE_S` has passed, so either the rank saw the proposal or the
-settler sees that the rank has gone past it.
+Ordering. A rank stores `entering` and then loads the proposal; the stop coordinator stores a
+proposal, waits `STORE_VISIBLE_S`, and then loads `entering`. A store that preceded the rank's load
+in program order is visible long before `STORE_VISIBLE_S` has passed, so either the rank saw the
+proposal or the stop coordinator sees that the rank has gone past it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAGIC: Final = 0x48464253_00000001
 HEAD_BYTES: Final = 4096
 RECORD_BYTES: Final = 512
 RANKS_MAX: Final = 1024
-SETTLE_S: Final = 0.002
+STORE_VISIBLE_S: Final = 0.002
 REFUSAL_WAIT_S: Final = 0.05
 # A rank's record keeps the durations of this many steps, a power of two.
 RECENT_STEPS: Final = 16
@@ -92,36 +92,37 @@ _SERIAL_BITS: Final = 24
 _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 
 
-class Board:
-    """A view of the board's memory; every process of a node that opens it sees the same words."""
+class RankStatusTable:
+    """A view of the status table's memory; every process of a node that opens it sees the same
+    words."""
 
     def __init__(self, handle: int) -> None:
         self._map = mmap.mmap(handle, 0)
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if self._words[_Head.MAGIC] != MAGIC:
-            raise ValueError("not a Holdfast board, or one of another version")
+            raise ValueError("not a Holdfast rank status table, or one of another version")
 
     @classmethod
-    def create(cls, ranks: int) -> tuple[Board, int]:
-        """A new board for `ranks` local ranks, and the file descriptor that keeps it alive.
+    def create(cls, ranks: int) -> tuple[RankStatusTable, int]:
+        """A new status table for `ranks` local ranks, and the file descriptor that keeps it alive.
 
         Other processes of the same user open it as `/proc/<pid>/fd/<descriptor>`.
         """
         if not 1 <= ranks <= RANKS_MAX:
             raise ValueError(f"{ranks} ranks on one node: expected 1 to {RANKS_MAX}")
-        handle = os.memfd_create("holdfast-board", os.MFD_CLOEXEC)
+        handle = os.memfd_create("holdfast-rank-status", os.MFD_CLOEXEC)
         os.ftruncate(handle, HEAD_BYTES + ranks * RECORD_BYTES)
         with mmap.mmap(handle, 0) as memory, memoryview(memory) as view, view.cast("q") as words:
             words[_Head.MAGIC] = MAGIC
             words[_Head.RANKS] = ranks
-        board = cls(handle)
-        board.reset()
-        return board, handle
+        status_table = cls(handle)
+        status_table.reset()
+        return status_table, handle
 
     @classmethod
-    def open(cls, path: str) -> Board:
-        """The board at `path`; raises `OSError` when its keeper is gone."""
+    def open(cls, path: str) -> RankStatusTable:
+        """The status table at `path`; raises `OSError` when its flusher supervisor is gone."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(handle)
@@ -129,7 +130,7 @@ class Board:
             os.close(handle)
 
     def reset(self) -> None:
-        """Make the board ready for a new incarnation: no proposal, no rank seen."""
+        """Make the status table ready for a new launch: no proposal, no rank seen."""
         self._words[_Head.STATE] = Proposal.NONE
         self._words[_Head.STOPPING] = 0
         self._floats[_Head.DEADLINE] = 0.0
@@ -154,14 +155,15 @@ class Board:
     def record(self, local_rank: int) -> RankRecord:
         """The record of one local rank, for its own process to write."""
         if not 0 <= local_rank < self.ranks:
-            raise ValueError(f"local rank {local_rank}: this board has 0 to {self.ranks - 1}")
+            raise ValueError(f"local rank {local_rank}: this table has 0 to {self.ranks - 1}")
         return RankRecord(self, self._words, self._floats, self._at(local_rank))
 
     def records(self) -> list[RankRecord]:
         """All records, in order of local rank."""
         return [self.record(local) for local in range(self.ranks)]
 
-    # --- the head: written by the settler -------------------------------------------------
+    # --- the head: written by the stop coordinator
+    # -------------------------------------------------
 
     @property
     def proposal(self) -> tuple[Proposal, int, int]:
@@ -199,9 +201,10 @@ class Board:
     def accepts(self, serial: int, step: int) -> bool:
         """True when no rank has gone past `step` unseen; called after `propose`.
 
-        Waits `SETTLE_S`, and up to `REFUSAL_WAIT_S` more for a rank that stands at the boundary.
+        Waits `STORE_VISIBLE_S`, and up to `REFUSAL_WAIT_S` more for a rank that stands at the
+        boundary.
         """
-        time.sleep(SETTLE_S)
+        time.sleep(STORE_VISIBLE_S)
         give_up = time.monotonic() + REFUSAL_WAIT_S
         while True:
             ahead = [r for r in self.records() if r.is_past(serial, step)]
@@ -236,14 +239,18 @@ class Board:
 
 
 class RankRecord:
-    """One rank's words. Its own process writes them, the settler reads them."""
+    """One rank's words. Its own process writes them, the stop coordinator reads them."""
 
-    __slots__ = ("_at", "_board", "_floats", "_words")
+    __slots__ = ("_at", "_floats", "_status_table", "_words")
 
     def __init__(
-        self, board: Board, words: memoryview[int], floats: memoryview[float], at: int
+        self,
+        status_table: RankStatusTable,
+        words: memoryview[int],
+        floats: memoryview[float],
+        at: int,
     ) -> None:
-        self._board, self._words, self._floats, self._at = board, words, floats, at
+        self._status_table, self._words, self._floats, self._at = status_table, words, floats, at
 
     def register(self, rank: int, resumed_step: int) -> None:
         """Say who this is and which step it starts after."""
@@ -253,7 +260,7 @@ class RankRecord:
         self._words[self._at + _Record.COMPLETED] = resumed_step
         self._floats[self._at + _Record.BEAT] = time.monotonic()
 
-    def cross(self, completed: int, phase: Phase = Phase.TRAIN) -> bool:
+    def finish_step(self, completed: int, phase: Phase = Phase.TRAIN) -> bool:
         """Publish the boundary after step `completed`; True when a proposal must be considered.
 
         This is all that an ordinary step pays.

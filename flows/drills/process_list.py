@@ -10,7 +10,7 @@ from typing import Final
 
 import psutil
 
-from holdfast.contracts.environment import ATTEMPT, INCARNATION, RUN_DIRECTORY
+from holdfast.contracts.environment import ATTEMPT, LAUNCH, RUN_DIRECTORY
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.wire import name_prefix
 from holdfast.flows.drills.steps import Place
@@ -24,7 +24,7 @@ _OURS: Final = ("holdfast.", "submitit.")
 
 @dataclass(frozen=True)
 class Marked:
-    """A live process that bears the run's mark; `place` for one that an incarnation started."""
+    """A live process that bears the run's mark; `place` for one that a launch started."""
 
     process: psutil.Process
     words: str
@@ -48,7 +48,7 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
             word.startswith(_OURS) for word in argv
         )
         if is_rank or is_ours:
-            numbers = variables.get(ATTEMPT), variables.get(INCARNATION)
+            numbers = variables.get(ATTEMPT), variables.get(LAUNCH)
             place = Place(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
             program, *arguments = argv or ["?"]
             words = " ".join([Path(program).name, *arguments]).replace(folder, paths.name)
@@ -59,7 +59,7 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
 def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | None) -> list[str]:
     """Marked processes that are still there after `ORPHAN_S` and belong to nobody.
 
-    Those belong: `owners` and what is below them, unless it is of an older incarnation than
+    Those belong: `owners` and what is below them, unless it is of an older launch than
     `current`; of a newer one is what was started ahead.
     """
     roots = list(owners)

@@ -1,7 +1,7 @@
-"""How a rank finds its run, its board and its flusher: given by an agent, or made here.
+"""How a rank finds its run, its status table and its flusher: given by an agent, or made here.
 
 Under an agent the environment names them. Under plain torchrun, or with none at all, the run's
-folder is chosen, an incarnation is taken, and the local rank 0 of each node makes a board and
+folder is chosen, a launch is taken, and the local rank 0 of each node makes a status table and
 starts a flusher.
 """
 
@@ -18,36 +18,38 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.contracts import environment as names
 from holdfast.contracts.attempt import RunRecord, read_document
-from holdfast.contracts.board import NOWHERE, Board, Phase
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError, PreflightError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
-from holdfast.trainer.collective import Ranks
+from holdfast.contracts.rank_status import NOWHERE, Phase, RankStatusTable
+from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.flusher_supervisor import FlusherSupervisor, wait_for_former
 from holdfast.trainer.identity import Identity
-from holdfast.trainer.keeper import FlusherKeeper, wait_for_former
 from holdfast.trainer.planning.pipeline import find_place
 from holdfast.trainer.program import program_digest, program_stem
 from holdfast.trainer.stacks import offer_stacks
 
-INCARNATIONS_MAX: Final = 100_000
+LAUNCHES_MAX: Final = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a rank needs of its node. `keeper` is set where this process started the flusher.
+class RankContext:
+    """What a rank needs of its node.
+
+    `flusher_supervisor` is set where this process started the flusher.
 
     `flusher` is the path of the file by which it is found: see `contracts.wire`.
-    `board_handle` keeps the board alive in the process that made it. Of each batch's `data_parts`
-    this rank has number `data_part`.
+    `status_handle` keeps the status table alive in the process that made it. Of each batch's
+    `data_parts` this rank has number `data_part`.
     """
 
     run: RunPaths
     identity: Identity
-    board: Board
+    status_table: RankStatusTable
     flusher: str
     has_agent: bool
-    keeper: FlusherKeeper | None = None
-    board_handle: int | None = None
+    flusher_supervisor: FlusherSupervisor | None = None
+    status_handle: int | None = None
     data_part: int = 0
     data_parts: int = 1
 
@@ -57,48 +59,50 @@ class Link:
 
     def close(self, *, wait: bool) -> None:
         """Let everything go; with `wait`, wait for a flusher that this process started."""
-        if self.keeper is not None:
-            self.keeper.close(wait=wait)
-        self.board.close()
-        if self.board_handle is not None:
-            os.close(self.board_handle)
+        if self.flusher_supervisor is not None:
+            self.flusher_supervisor.close(wait=wait)
+        self.status_table.close()
+        if self.status_handle is not None:
+            os.close(self.status_handle)
 
 
-def meet_ranks() -> Ranks:
+def open_control_group() -> ControlGroup:
     """All ranks, once they have come. Every rank must call it."""
-    if os.environ.get(names.BOARD):
+    if os.environ.get(names.RANK_STATUS):
         _say_rendezvous(os.environ)
-    return Ranks()
+    return ControlGroup()
 
 
 def _say_rendezvous(env: Mapping[str, str]) -> None:
     """Tell the agent that this rank now waits for all others; its stacks can be had from here."""
     try:
-        board = Board.open(env[names.BOARD])
+        status_table = RankStatusTable.open(env[names.RANK_STATUS])
     except OSError:
-        # `open_link` says what is wrong, once all ranks can be told.
+        # `open_rank_context` says what is wrong, once all ranks can be told.
         return
-    record = board.record(int(env.get("LOCAL_RANK", "0")))
+    record = status_table.record(int(env.get("LOCAL_RANK", "0")))
     record.register(int(env.get("RANK", "0")), NOWHERE)
     record.beat(Phase.RENDEZVOUS)
     offer_stacks(record)
-    board.close()
+    status_table.close()
 
 
-def open_link(directory: str | Path | None, ranks: Ranks, mesh: DeviceMesh | None = None) -> Link:
-    """This rank's link; every rank must call it. Raises `PreflightError` when it cannot be."""
-    link = _open(directory, ranks)
-    ranks.meet_on(link.board, link.identity.local_rank)
-    place = find_place(link.identity, ranks, mesh)
+def open_rank_context(
+    directory: str | Path | None, ranks: ControlGroup, mesh: DeviceMesh | None = None
+) -> RankContext:
+    """This rank's context; every rank must call it. Raises `PreflightError` when it cannot be."""
+    context = _open(directory, ranks)
+    ranks.meet_on(context.status_table, context.identity.local_rank)
+    place = find_place(context.identity, ranks, mesh)
     return replace(
-        link,
+        context,
         identity=place.identity,
         data_part=place.data_part,
         data_parts=place.data_parts,
     )
 
 
-def _open(directory: str | Path | None, ranks: Ranks) -> Link:
+def _open(directory: str | Path | None, ranks: ControlGroup) -> RankContext:
     env = os.environ
     wanted = int(env.get("WORLD_SIZE", "1"))
     if wanted > 1 and ranks.group is None:
@@ -106,9 +110,9 @@ def _open(directory: str | Path | None, ranks: Ranks) -> Link:
             f"WORLD_SIZE is {wanted} but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before Session(...)"
         )
-    if env.get(names.BOARD):
-        return _agents_link(env, ranks)
-    return _own_link(directory, env, ranks)
+    if env.get(names.RANK_STATUS):
+        return _context_of_agent(env, ranks)
+    return _context_of_own(directory, env, ranks)
 
 
 def choose_directory(given: str | Path | None, env: Mapping[str, str], stem: str) -> Path:
@@ -119,12 +123,12 @@ def choose_directory(given: str | Path | None, env: Mapping[str, str], stem: str
     return (Path(root).expanduser() if root else Path("runs")).absolute() / stem
 
 
-def _agents_link(env: Mapping[str, str], ranks: Ranks) -> Link:
-    expected = (names.RUN_DIRECTORY, names.ATTEMPT, names.INCARNATION, names.FLUSHER)
+def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContext:
+    expected = (names.RUN_DIRECTORY, names.ATTEMPT, names.LAUNCH, names.FLUSHER)
     missing = [name for name in expected if not env.get(name)]
     if missing:
         raise PreflightError(
-            f"{names.BOARD} is set but {', '.join(missing)} not; the agent sets all of them. "
+            f"{names.RANK_STATUS} is set but {', '.join(missing)} not; the agent sets all of them. "
             "Unset it to run without an agent"
         )
     run = RunPaths(Path(env[names.RUN_DIRECTORY]))
@@ -133,76 +137,91 @@ def _agents_link(env: Mapping[str, str], ranks: Ranks) -> Link:
         env,
         ranks,
         attempt=int(env[names.ATTEMPT]),
-        incarnation=int(env[names.INCARNATION]),
+        launch=int(env[names.LAUNCH]),
         node=int(env.get(names.NODE, "0")),
         nodes=int(env.get(names.NODES, "1")),
     )
     try:
-        board = Board.open(env[names.BOARD])
+        status_table = RankStatusTable.open(env[names.RANK_STATUS])
     except OSError as error:
         raise PreflightError(
-            f"{names.BOARD}={env[names.BOARD]} cannot be opened ({error.strerror}); the agent "
-            "that made it is gone. Start the attempt anew"
+            f"{names.RANK_STATUS}={env[names.RANK_STATUS]} cannot be opened ({error.strerror}); "
+            "the agent that created it is gone. Start the attempt again"
         ) from error
-    return Link(run=run, identity=identity, board=board, flusher=env[names.FLUSHER], has_agent=True)
+    return RankContext(
+        run=run,
+        identity=identity,
+        status_table=status_table,
+        flusher=env[names.FLUSHER],
+        has_agent=True,
+    )
 
 
-def _own_link(directory: str | Path | None, env: Mapping[str, str], ranks: Ranks) -> Link:
+def _context_of_own(
+    directory: str | Path | None, env: Mapping[str, str], ranks: ControlGroup
+) -> RankContext:
     def begin() -> tuple[str, int]:
         run = RunPaths(choose_directory(directory, env, program_stem()))
-        incarnation = _take_incarnation(run.attempt(0))
+        launch = _take_launch(run.attempt(0))
         # A stop file from before this launch was meant for another one.
         run.stop_file.unlink(missing_ok=True)
-        return str(run.directory), incarnation
+        return str(run.directory), launch
 
-    where, incarnation = ranks.share(begin)
+    where, launch = ranks.share(begin)
     run = RunPaths(Path(where))
     identity = _identity(
         run,
         env,
         ranks,
         attempt=0,
-        incarnation=incarnation,
+        launch=launch,
         node=int(env.get("GROUP_RANK", "0")),
         nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
     )
-    made: list[tuple[Board, int, FlusherKeeper]] = []
+    made: list[tuple[RankStatusTable, int, FlusherSupervisor]] = []
 
     def make() -> tuple[int, str, str] | None:
         if identity.local_rank != 0:
             return None
         attempt = run.attempt(0)
-        flusher = attempt.flusher_address(incarnation, identity.node)
-        if incarnation > 1:
-            former = attempt.flusher_address(incarnation - 1, identity.node)
+        flusher = attempt.flusher_address(launch, identity.node)
+        if launch > 1:
+            former = attempt.flusher_address(launch - 1, identity.node)
             wait_for_former(former, run.directory)
         log = attempt.flusher_log(identity.node)
-        keeper = FlusherKeeper(
+        flusher_supervisor = FlusherSupervisor(
             flusher, node=identity.node, nodes=identity.nodes, log=log, run=run.directory
         )
-        board, handle = Board.create(identity.local_ranks)
-        made.append((board, handle, keeper))
+        status_table, handle = RankStatusTable.create(identity.local_ranks)
+        made.append((status_table, handle, flusher_supervisor))
         return identity.node, f"/proc/{os.getpid()}/fd/{handle}", str(flusher)
 
     places = {place[0]: place[1:] for place in ranks.gather(make) if place is not None}
     path, flusher = places[identity.node]
     if made:
-        board, handle, keeper = made[0]
-        return _made(run, identity, flusher, board=board, board_handle=handle, keeper=keeper)
-    return _made(run, identity, flusher, board=Board.open(path))
+        status_table, handle, flusher_supervisor = made[0]
+        return _made(
+            run,
+            identity,
+            flusher,
+            status_table=status_table,
+            status_handle=handle,
+            flusher_supervisor=flusher_supervisor,
+        )
+    return _made(run, identity, flusher, status_table=RankStatusTable.open(path))
 
 
-def _made(run: RunPaths, identity: Identity, flusher: str, **own: Any) -> Link:
-    return Link(run=run, identity=identity, flusher=flusher, has_agent=False, **own)
+def _made(run: RunPaths, identity: Identity, flusher: str, **own: Any) -> RankContext:
+    return RankContext(run=run, identity=identity, flusher=flusher, has_agent=False, **own)
 
 
 def _identity(
     run: RunPaths,
     env: Mapping[str, str],
-    ranks: Ranks,
+    ranks: ControlGroup,
     *,
     attempt: int,
-    incarnation: int,
+    launch: int,
     node: int,
     nodes: int,
 ) -> Identity:
@@ -212,7 +231,7 @@ def _identity(
         run_uid=record.uid if record else sha256(str(run.directory).encode()).hexdigest()[:32],
         run=run.name,
         attempt=attempt,
-        incarnation=incarnation,
+        launch=launch,
         rank=ranks.rank,
         local_rank=int(env.get("LOCAL_RANK", ranks.rank)),
         local_ranks=int(env.get("LOCAL_WORLD_SIZE", ranks.world_size)),
@@ -223,15 +242,15 @@ def _identity(
     )
 
 
-def _take_incarnation(attempt: AttemptPaths) -> int:
-    """The next incarnation number, taken by creating its folder."""
-    parent = attempt.incarnation(1).parent
+def _take_launch(attempt: AttemptPaths) -> int:
+    """The next launch number, taken by creating its folder."""
+    parent = attempt.launch(1).parent
     make_directory(parent)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()]
-    for number in range(max(taken, default=0) + 1, INCARNATIONS_MAX):
+    for number in range(max(taken, default=0) + 1, LAUNCHES_MAX):
         try:
-            attempt.incarnation(number).mkdir()
+            attempt.launch(number).mkdir()
         except FileExistsError:
             continue
         return number
-    raise HoldfastError(f"{parent}: no incarnation number below {INCARNATIONS_MAX} is free")
+    raise HoldfastError(f"{parent}: no launch number below {LAUNCHES_MAX} is free")

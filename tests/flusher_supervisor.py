@@ -1,4 +1,5 @@
-"""A keeper of a real flusher, and ranks without torch, for tests of what outlives the ranks."""
+"""A flusher supervisor of a real flusher, and ranks without torch, for tests of what outlives the
+ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = WAIT_S
         time.sleep(0.002)
 
 
-class Keeper:
-    """Starts a flusher, holds the slots' descriptors, and can start it anew with them."""
+class SlotHolder:
+    """Starts a flusher, holds the slots' descriptors, and can start it again with them."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Keeper:
     ) -> None:
         """`environment` is added to this process's own for the flusher.
 
-        `name` is a word for people; a rank finds the flusher by this keeper's `name`.
+        `name` is a word for people; a rank finds the flusher by this flusher supervisor's `name`.
         """
         self._address = os.memfd_create(name, os.MFD_CLOEXEC)
         self.name = f"/proc/{os.getpid()}/fd/{self._address}"
@@ -53,13 +54,16 @@ class Keeper:
         self._environment = {**os.environ, **(environment or {})}
         self.kept: dict[tuple[int, int, int], int] = {}
         self.heard: list[dict[str, Any]] = []
-        self.free_room: Callable[[], tuple[int, str]] = lambda: (0, "this keeper frees nothing")
+        self.free_space: Callable[[], tuple[int, str]] = lambda: (
+            0,
+            "this flusher supervisor frees nothing",
+        )
         self.start()
 
     def start(self) -> None:
         """Start a flusher and give it back what an earlier one had."""
         self._socket, theirs = wire.pair()
-        options = ["--address-fd", str(self._address), "--keeper-fd", str(theirs.fileno())]
+        options = ["--address-fd", str(self._address), "--supervisor-fd", str(theirs.fileno())]
         options += ["--node", str(self._node), "--nodes", str(self._nodes)]
         options += ["--budget", str(self._budget)] if self._budget is not None else []
         options += ["--run", str(self._run)] if self._run is not None else []
@@ -70,8 +74,8 @@ class Keeper:
             start_new_session=True,
         )
         theirs.close()
-        for (incarnation, rank, slot), handle in self.kept.items():
-            self.send("kept", (handle,), incarnation=incarnation, rank=rank, slot=slot)
+        for (launch, rank, slot), handle in self.kept.items():
+            self.send("kept", (handle,), launch=launch, rank=rank, slot=slot)
         self._thread = threading.Thread(target=self._listen, args=(self._socket,), daemon=True)
         self._thread.start()
 
@@ -136,16 +140,16 @@ class Keeper:
                 return
             message, handles = found
             for handle in handles:
-                self.kept[message["incarnation"], message["rank"], message["slot"]] = handle
+                self.kept[message["launch"], message["rank"], message["slot"]] = handle
             self.heard.append(message)
             if message["kind"] == "full":
-                freed_bytes, detail = self.free_room()
+                freed_bytes, detail = self.free_space()
                 step = message["step"]
                 wire.send(connection, "room", step=step, freed_bytes=freed_bytes, detail=detail)
 
 
 class HasName(Protocol):
-    """All that a rank wants of a keeper: the file by which its flusher is found."""
+    """All that a rank wants of a flusher supervisor: the file by which its flusher is found."""
 
     name: str
 
@@ -155,7 +159,7 @@ class FakeRank:
 
     def __init__(
         self,
-        keeper: HasName,
+        flusher_supervisor: HasName,
         run: Path,
         *,
         rank: int = 0,
@@ -163,21 +167,21 @@ class FakeRank:
         local_ranks: int | None = None,
         node: int = 0,
         nodes: int = 1,
-        incarnation: int = 1,
+        launch: int = 1,
         data_bytes: int = 1 << 20,
         node_folder: str = "",
     ) -> None:
-        self.run, self.rank, self.world_size, self.incarnation = run, rank, world_size, incarnation
+        self.run, self.rank, self.world_size, self.launch = run, rank, world_size, launch
         self.node, self.nodes, self.node_folder = node, nodes, node_folder
         self.local_ranks = local_ranks or world_size // nodes
-        wait_until(lambda: self._dial(keeper.name), "the flusher to listen")
+        wait_until(lambda: self._dial(flusher_supervisor.name), "the flusher to listen")
         wire.send(
             self.connection,
             "hello",
             rank=rank,
             local_rank=rank % self.local_ranks,
             local_ranks=self.local_ranks,
-            incarnation=incarnation,
+            launch=launch,
         )
         assert wire.receive(self.connection) is not None
         wire.send(self.connection, "slots", bytes=data_bytes)
@@ -189,7 +193,7 @@ class FakeRank:
 
     def describe(self, *keys: str) -> None:
         """Say what this rank writes, as one does that has planned."""
-        folder = RunPaths(self.run).attempt(1).incarnation(self.incarnation)
+        folder = RunPaths(self.run).attempt(1).launch(self.launch)
         wire.send(
             self.connection,
             "writes",
@@ -220,7 +224,7 @@ class FakeRank:
 
     def table(self, step: int, size: int) -> dict[str, Any]:
         """What a rank says of a sealed step."""
-        name = str(CheckpointName(step, 1, self.incarnation))
+        name = str(CheckpointName(step, 1, self.launch))
         table = {
             "run_directory": str(self.run),
             "node_folder": self.node_folder,
@@ -243,7 +247,7 @@ class FakeRank:
                 "name": name,
                 "step": step,
                 "attempt": 1,
-                "incarnation": self.incarnation,
+                "launch": self.launch,
                 "world_size": self.world_size,
             }
         return table

@@ -11,14 +11,14 @@ from holdfast.trainer.flusher.plan import SlotKey
 
 
 @dataclass
-class RankLink:
+class RankConnection:
     """A connected rank, as its hello said; `process` is a descriptor that tells its death."""
 
     connection: socket.socket
     process: int | None
     rank: int = -1
     local_rank: int = -1
-    incarnation: int = 0
+    launch: int = 0
     slots: tuple[SlotKey, ...] = ()
 
 

@@ -8,7 +8,7 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import AttemptPaths
 
 
-def set_aside_foreign(attempt: AttemptPaths, journal: JournalWriter) -> None:
+def quarantine_stale_outcome(attempt: AttemptPaths, journal: JournalWriter) -> None:
     """Rename an outcome of another attempt, and say so: it must not stand for this one's."""
     try:
         found = read_document(Outcome, attempt.outcome)

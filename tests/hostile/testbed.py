@@ -57,7 +57,7 @@ class HangError(BaseException):
     """A command took longer than it may; nothing catches it by mistake."""
 
 
-class Stand:
+class Testbed:
     """The shared root, the victim's things beside it, and a listener that nobody should ask."""
 
     def __init__(self, place: Path, url: str) -> None:
@@ -94,7 +94,7 @@ class Stand:
 
 
 @contextlib.contextmanager
-def standing() -> Iterator[Stand]:
+def standing() -> Iterator[Testbed]:
     """A stand in a folder of its own that the attacker may enter, taken away at the end."""
     asked: list[str] = []
 
@@ -114,7 +114,7 @@ def standing() -> Iterator[Stand]:
     place = Path(tempfile.mkdtemp(prefix="holdfast-hostile-"))
     place.chmod(0o711)
     try:
-        yield Stand(place, f"http://127.0.0.1:{server.server_address[1]}")
+        yield Testbed(place, f"http://127.0.0.1:{server.server_address[1]}")
         assert asked == []
     finally:
         server.shutdown()
@@ -160,11 +160,11 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(said)
 
 
-def _become_attacker(stand: Stand) -> None:
+def _become_attacker(testbed: Testbed) -> None:
     os.setgroups([])
     os.setgid(ATTACKER)
     os.setuid(ATTACKER)
-    make_hostile(stand.root, stand.victim)
+    make_hostile(testbed.root, testbed.victim)
 
 
 def contents(place: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ from holdfast.flows import detached
 from holdfast.flows.drills.cloud import CLOUD, CloudService
 from holdfast.flows.drills.prefect_server import PrefectServer
 from holdfast.flows.drills.steps import Records, Reference, reference_of
-from holdfast.flows.drills.subject import Subject
+from holdfast.flows.drills.target_run import TargetRun
 from holdfast.workers.executors import executor_for
 from holdfast.workers.runs import create_run
 
@@ -52,7 +52,7 @@ END_S: Final = 180.0
 
 
 @dataclass
-class Stand:
+class Testbed:
     """One throw-away place of several. `reference` has the uninterrupted run's steps, `on_nan` is
     what the newest run does about a loss that is no number: each run has another policy."""
 
@@ -113,7 +113,7 @@ class Stand:
             raise ServiceError(f"the uninterrupted run failed with status {status}:\n{words}")
         return reference_of(folder / "records")
 
-    def begin_run(self) -> Subject:
+    def begin_run(self) -> TargetRun:
         """A new run with its flow; the one before must have ended."""
         number = len(self._runs) + 1
         self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
@@ -150,7 +150,7 @@ class Stand:
         paths = create_run(spec, self.root, created_by="drill")
         self._runs.append(paths)
         self.start_flow(paths)
-        return Subject(paths, Records(records))
+        return TargetRun(paths, Records(records))
 
     def move_run(self, paths: RunPaths, place: Path) -> None:
         """Move an ended run into the new folder `place`, with its flow's log and its records."""
@@ -166,7 +166,7 @@ class Stand:
 
     @property
     def prefect(self) -> PrefectServer:
-        """A Prefect server of the stand's own; whoever needs it starts it."""
+        """A Prefect server of the testbed's own; whoever needs it starts it."""
         if self._prefect is None:
             self._prefect = PrefectServer(self.folder / "prefect")
         return self._prefect
@@ -213,7 +213,7 @@ class Stand:
         self.end_attempts()
 
     def end_attempts(self) -> None:
-        """Take back every job of the stand's runs; those that have ended stay as they are."""
+        """Take back every job of the testbed's runs; those that have ended stay as they are."""
         for paths in self._runs:
             for attempt in paths.list_attempts():
                 request = read_document(Request, attempt.request)
@@ -240,17 +240,17 @@ class Stand:
 
 
 @contextlib.contextmanager
-def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Iterator[Stand]:
+def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Iterator[Testbed]:
     """A stand in `folder`, ended with the block; its files are left to whoever made the folder."""
     root = folder / "runs"
     root.mkdir()
     with small_disk(root) if with_small_disk else contextlib.nullcontext():
-        stand = Stand(folder=folder, root=root, number=number)
-        stand.home.mkdir()
+        testbed = Testbed(folder=folder, root=root, number=number)
+        testbed.home.mkdir()
         try:
-            yield stand
+            yield testbed
         finally:
-            stand.end()
+            testbed.end()
 
 
 @contextlib.contextmanager

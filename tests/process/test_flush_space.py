@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.flusher_keeper import FakeRank, Keeper, wait_for, wait_until
+from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
 from tests.storage import small_storage
 
 from holdfast.contracts.manifest import find_damage, read_manifest
 from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
-from holdfast.trainer.flusher.room import MARGIN_BYTES_MAX, Need, Room, find_shortage
-from holdfast.trainer.keeper import FlusherKeeper
+from holdfast.trainer.flusher.space_guard import MARGIN_BYTES_MAX, Need, SpaceGuard, find_shortage
+from holdfast.trainer.flusher_supervisor import FlusherSupervisor
 
 GB = 10**9
 KB = 1000
@@ -54,24 +54,24 @@ def test_what_fits(
         assert f"{free} are free" in str(found)
 
 
-def test_a_keeper_that_is_gone_is_not_waited_for() -> None:
+def test_a_supervisor_that_is_gone_is_not_waited_for() -> None:
     asked: list[str] = []
 
     def ask(need: Need, problem: str) -> bool:
         asked.append(problem)
-        room.hang_up()
+        space_guard.hang_up()
         return True
 
-    room = Room(None, ask)
+    space_guard = SpaceGuard(None, ask)
     began = time.monotonic()
-    assert room.ask(Need(7, 1, 1), OSError(errno.ENOSPC, "no room"))[0] == 0
+    assert space_guard.ask(Need(7, 1, 1), OSError(errno.ENOSPC, "no room"))[0] == 0
     assert asked == [f"[Errno {errno.ENOSPC}] no room"]
     assert time.monotonic() - began < 60
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    made = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
+def flusher_supervisor() -> Iterator[SlotHolder]:
+    made = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     yield made
     made.close()
 
@@ -81,37 +81,39 @@ def checkpoint(run: Path, step: int) -> Path:
 
 
 class Named:
-    """All that a rank wants of a keeper: the file by which its flusher is found."""
+    """All that a rank wants of a flusher supervisor: the file by which its flusher is found."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def remove(directory: Path) -> tuple[int, str]:
-    """Free room as a keeper does: (bytes freed, in words)."""
+    """Free room as a flusher supervisor does: (bytes freed, in words)."""
     shutil.rmtree(directory)
     return 1, "freed"
 
 
-def test_room_is_asked_for_before_a_byte_is_written(keeper: Keeper, tmp_path: Path) -> None:
+def test_room_is_asked_for_before_a_byte_is_written(
+    flusher_supervisor: SlotHolder, tmp_path: Path
+) -> None:
     with small_storage(tmp_path, "1m") as run:
-        rank = FakeRank(keeper, run)
+        rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(1, b"a" * 600 * KB), SlotState.DONE)
         # Nothing is freed: the step fails with figures and advice, and leaves nothing behind.
         slot = rank.stage(2, b"b" * 600 * KB, slot=1)
         wait_for(slot, SlotState.FAILED)
         assert "No space left on device: step 2 needs 600000 bytes here" in slot.error
-        assert "this keeper frees nothing" in slot.error
+        assert "this flusher supervisor frees nothing" in slot.error
         assert not checkpoint(run, 2).exists()
-        # The keeper frees the older one: the next step is written at the second try.
-        keeper.free_room = lambda: remove(checkpoint(run, 1))
+        # The flusher supervisor frees the older one: the next step is written at the second try.
+        flusher_supervisor.free_space = lambda: remove(checkpoint(run, 1))
         wait_for(rank.stage(3, b"c" * 600 * KB), SlotState.DONE)
         manifest = read_manifest(checkpoint(run, 3))
         assert manifest is not None
         assert find_damage(checkpoint(run, 3), manifest) == []
-        assert [m["step"] for m in keeper.of_kind("full")] == [2, 3]
+        assert [m["step"] for m in flusher_supervisor.of_kind("full")] == [2, 3]
         # What was freed is not enough.
-        keeper.free_room = lambda: (1, "one byte was freed")
+        flusher_supervisor.free_space = lambda: (1, "one byte was freed")
         slot = rank.stage(4, b"d" * 600 * KB, slot=1)
         wait_for(slot, SlotState.FAILED)
         assert slot.error.endswith("are free; one byte was freed")
@@ -119,49 +121,53 @@ def test_room_is_asked_for_before_a_byte_is_written(keeper: Keeper, tmp_path: Pa
         rank.close()
 
 
-def test_room_that_runs_out_while_writing_is_freed_likewise(keeper: Keeper, tmp_path: Path) -> None:
+def test_room_that_runs_out_while_writing_is_freed_likewise(
+    flusher_supervisor: SlotHolder, tmp_path: Path
+) -> None:
     """Free bytes are there, but no free inode: storage says so only when the file is created."""
     with small_storage(tmp_path, "4m", "nr_inodes=24") as run:
-        rank = FakeRank(keeper, run)
+        rank = FakeRank(flusher_supervisor, run)
         wait_for(rank.stage(1, b"a" * KB), SlotState.DONE)
         taken = run / "taken"
         taken.mkdir()
         while os.statvfs(run).f_favail:
             (taken / str(os.statvfs(run).f_favail)).touch()
-        keeper.free_room = lambda: remove(taken)
+        flusher_supervisor.free_space = lambda: remove(taken)
         wait_for(rank.stage(2, b"b" * KB, slot=1), SlotState.DONE)
-        assert [m["step"] for m in keeper.of_kind("full")] == [2]
+        assert [m["step"] for m in flusher_supervisor.of_kind("full")] == [2]
         assert read_manifest(checkpoint(run, 2)) is not None
         rank.close()
 
 
 def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    keeper = Keeper(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}", budget=25 * KB)
+    flusher_supervisor = SlotHolder(
+        f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}", budget=25 * KB
+    )
     try:
-        rank = FakeRank(keeper, run)
+        rank = FakeRank(flusher_supervisor, run)
         for step in (1, 2):
             wait_for(rank.stage(step, bytes(10 * KB)), SlotState.DONE)
         slot = rank.stage(3, bytes(10 * KB), slot=1)
         wait_for(slot, SlotState.FAILED)
         assert "Disk quota exceeded: step 3 needs 10000 bytes" in slot.error
         assert "of checkpoint.budget's 25000 are taken" in slot.error
-        keeper.free_room = lambda: remove(checkpoint(run, 1))
+        flusher_supervisor.free_space = lambda: remove(checkpoint(run, 1))
         wait_for(rank.stage(4, bytes(10 * KB)), SlotState.DONE)
         rank.close()
     finally:
-        keeper.close()
+        flusher_supervisor.close()
 
 
-def test_a_keeper_without_an_agent_answers_that_it_frees_nothing(tmp_path: Path) -> None:
+def test_a_supervisor_without_an_agent_answers_that_it_frees_nothing(tmp_path: Path) -> None:
     place = tmp_path / "flusher.address"
     with small_storage(tmp_path, "300k") as run:
-        own = FlusherKeeper(place, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)
+        own = FlusherSupervisor(place, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)
         try:
             rank = FakeRank(Named(str(place)), run)
             slot = rank.stage(1, b"a" * 600 * KB)
             wait_until(lambda: slot.state is SlotState.FAILED, "the failure")
-            assert "there is no agent here that frees room by keep rules" in slot.error
+            assert "there is no agent here that frees space by keep rules" in slot.error
             rank.close()
         finally:
             own.close(wait=True)

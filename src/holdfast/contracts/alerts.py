@@ -17,8 +17,8 @@ KINDS: Final = (
     EventKind.STRAGGLER,
     EventKind.NODE_SILENT,
     EventKind.NUMERICS,
-    EventKind.INCARNATION_STARTED,
-    EventKind.INCARNATION_ENDED,
+    EventKind.LAUNCH_STARTED,
+    EventKind.LAUNCH_ENDED,
 )
 
 
@@ -67,16 +67,16 @@ def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
 def _restart_words(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
     """The words for a restart in place; `crashed` has the last launch that failed, by attempt."""
     facts = event.data
-    if event.kind is EventKind.INCARNATION_ENDED and facts.get("ending") == "crashed":
+    if event.kind is EventKind.LAUNCH_ENDED and facts.get("ending") == "crashed":
         crashed[facts.get("attempt")] = facts
     before = None
-    if event.kind is EventKind.INCARNATION_STARTED:
+    if event.kind is EventKind.LAUNCH_STARTED:
         before = crashed.pop(facts.get("attempt"), None)
     if before is None:
         return ""
     step = before.get("last_step")
     at = "" if step is None else f" at step {step}"
-    return f"launch {before.get('incarnation')} crashed{at} and was restarted in place"
+    return f"launch {before.get('launch')} crashed{at} and was restarted in place"
 
 
 def _words(event: Event) -> str:

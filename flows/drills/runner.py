@@ -16,15 +16,15 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import RunState
-from holdfast.flows.drills import census, invariants
+from holdfast.flows.drills import invariants, process_list
 from holdfast.flows.drills.comparison import Comparison
+from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.faults import FAULTS
 from holdfast.flows.drills.invariants import Broken
 from holdfast.flows.drills.kinds import Kind, Loss, Recovery, draw_faults
 from holdfast.flows.drills.results import DrillResult, FaultResult
-from holdfast.flows.drills.scene import Scene
-from holdfast.flows.drills.stand import INTERVAL_STEPS, SNAPSHOT_STEPS, Stand
-from holdfast.flows.drills.subject import Mark, Subject
+from holdfast.flows.drills.target_run import Mark, TargetRun
+from holdfast.flows.drills.testbed import INTERVAL_STEPS, SNAPSHOT_STEPS, Testbed
 from holdfast.lineage.database import database_url
 from holdfast.workers import operator
 
@@ -46,28 +46,28 @@ Tell = Callable[[str], None]
 class Rehearsal:
     """Faults against one run. `result` takes what comes of them."""
 
-    def __init__(self, scene: Scene, result: DrillResult, url: str, tell: Tell) -> None:
-        self.scene, self.result, self.tell = scene, result, tell
-        self._subject = scene.subject
+    def __init__(self, context: FaultContext, result: DrillResult, url: str, tell: Tell) -> None:
+        self.context, self.result, self.tell = context, result, tell
+        self._target = context.target
         self._url = url
         self._seen = set(result.broken)
         self._whole: set[str] = set()
         self._compared = 0
-        self._comparison = Comparison(scene.stand.reference if scene.stand else {})
+        self._comparison = Comparison(context.testbed.reference if context.testbed else {})
 
     def rehearse(self, kind: Kind) -> FaultResult:
         """One fault, its recovery, and the invariants; what is wrong goes to the result."""
         began = time.monotonic()
-        subject, scene = self._subject, self.scene
+        target, context = self._target, self.context
         broken: list[Broken] = []
         detail, fault_at, mark, after = kind.words, time.time(), None, None
         try:
-            mark = subject.wait_for("training", self._settled)
-            time.sleep(scene.chance.uniform(0.0, MOMENT_S_MAX))
-            subject.look()
-            scene.recovery, scene.is_poisoned = None, False
-            scene.acted_at = fault_at = time.time()
-            detail = FAULTS[kind.name](scene)
+            mark = target.wait_for("training", self._steady)
+            time.sleep(context.chance.uniform(0.0, MOMENT_S_MAX))
+            target.look()
+            context.recovery, context.is_poisoned = None, False
+            context.acted_at = fault_at = time.time()
+            detail = FAULTS[kind.name](context)
             after = self._wait_for_recovery(kind, mark, fault_at)
             broken += self._judge_recovery(kind, mark, after, fault_at)
         except (HoldfastError, OSError, psutil.Error) as error:
@@ -78,43 +78,43 @@ class Rehearsal:
         self.result.broken += new
         return self._note(kind, detail, mark, after, new, time.monotonic() - began)
 
-    def _settled(self) -> Mark | None:
-        return self._subject.settled(commits=self.scene.stand is not None)
+    def _steady(self) -> Mark | None:
+        return self._target.steady(commits=self.context.testbed is not None)
 
     def _wait_for_recovery(self, kind: Kind, mark: Mark, fault_at: float) -> Mark:
-        """The run trains again: in the same incarnation, or in a newer one."""
-        subject = self._subject
-        if (self.scene.recovery or kind.recovery) is not Recovery.UNDISTURBED:
-            return subject.wait_for(
-                "training again", lambda: subject.settled(after=mark.place, commits=False)
+        """The run trains again: in the same launch, or in a newer one."""
+        target = self._target
+        if (self.context.recovery or kind.recovery) is not Recovery.UNDISTURBED:
+            return target.wait_for(
+                "training again", lambda: target.steady(after=mark.place, commits=False)
             )
-        subject.look()
-        reached = max(subject.newest_step_of(mark.place), mark.step) + STEPS_AFTER
+        target.look()
+        reached = max(target.newest_step_of(mark.place), mark.step) + STEPS_AFTER
 
         def goes_on() -> Mark | None:
-            newest = subject.newest
+            newest = target.newest
             is_further = newest is not None and (newest.place > mark.place or newest.step > reached)
-            has_saved = self.scene.stand is None or subject.events_of(
+            has_saved = self.context.testbed is None or target.events_of(
                 EventKind.COMMITTED, max(fault_at, time.time() - 3600.0)
             )
             return newest if is_further and has_saved else None
 
-        return subject.wait_for("more steps, and a checkpoint of them", goes_on)
+        return target.wait_for("more steps, and a checkpoint of them", goes_on)
 
     def _judge_recovery(
         self, kind: Kind, mark: Mark, after: Mark, fault_at: float
     ) -> Iterator[Broken]:
         """Whether the run came back as the kind says, for the cause it says, at its price."""
-        recovery = self.scene.recovery or kind.recovery
+        recovery = self.context.recovery or kind.recovery
         came = _recovery_between(mark, after)
         if came is not recovery:
             words = f"{kind.name}: expected {recovery}, came {came} ({mark.place} → {after.place})"
-            ends = self._subject.events_of(EventKind.INCARNATION_ENDED, fault_at)
+            ends = self._target.events_of(EventKind.LAUNCH_ENDED, fault_at)
             said = f"; {str(ends[-1].data)[:EVIDENCE_CHARACTERS_MAX]}" if ends else ""
             yield Broken(invariants.RECOVERS, words + said)
         causes = {
             str(e.data.get("cause"))
-            for e in self._subject.events_of(EventKind.ATTEMPT_ENDED, fault_at)
+            for e in self._target.events_of(EventKind.ATTEMPT_ENDED, fault_at)
         }
         wrong = causes - {cause.value for cause in kind.causes}
         if kind.causes and came is Recovery.NEW_ATTEMPT and wrong:
@@ -122,7 +122,7 @@ class Rehearsal:
             words = f"{kind.name}: ended by {', '.join(wrong)}, expected {expected}"
             yield Broken(invariants.ENDINGS_EXPLAINED, words)
         lost = self._steps_lost(mark, after)
-        if self.scene.stand is not None and lost is not None and lost > LOSS_STEPS[kind.loss]:
+        if self.context.testbed is not None and lost is not None and lost > LOSS_STEPS[kind.loss]:
             words = f"{kind.name}: {lost} steps lost, expected {LOSS_STEPS[kind.loss]} or fewer"
             yield Broken(invariants.RECOVERS, words)
 
@@ -130,8 +130,8 @@ class Rehearsal:
         """Steps that were done before the fault and had to be done again."""
         if after.place == mark.place:
             return None
-        done = self._subject.newest_step_of(mark.place)
-        return max(0, done - self._subject.resumed_step(after.place))
+        done = self._target.newest_step_of(mark.place)
+        return max(0, done - self._target.resumed_step(after.place))
 
     def _note(
         self,
@@ -143,24 +143,24 @@ class Rehearsal:
         took_s: float,
     ) -> FaultResult:
         lost = first = None
-        came, acted_at = Recovery.UNDISTURBED, self.scene.acted_at
+        came, acted_at = Recovery.UNDISTURBED, self.context.acted_at
         if mark is not None and after is not None and after.place != mark.place:
             came = _recovery_between(mark, after)
             lost = self._steps_lost(mark, after)
-            began = self._subject.first_of(after.place)
+            began = self._target.first_of(after.place)
             first = round(began.time - acted_at, 3) if began else None
-        lines = [e for k in kind.told_by for e in self._subject.events_of(k, acted_at)]
+        lines = [e for k in kind.reported_by for e in self._target.events_of(k, acted_at)]
         words = "; ".join([detail, *(f"BROKEN {b.invariant}: {b.detail}" for b in broken)])
         one = FaultResult(
             kind=kind.name,
             ok=not broken,
             detail=words,
-            run=self._subject.paths.name,
+            run=self._target.paths.name,
             step=mark.step if mark else -1,
             recovery=came,
             steps_lost=lost,
             noticed_s=_earliest_s(map(_noticed_at, lines), acted_at),
-            told_s=_earliest_s((line.time for line in lines), acted_at),
+            reported_s=_earliest_s((line.time for line in lines), acted_at),
             first_step_s=first,
             took_s=round(took_s, 3),
         )
@@ -172,13 +172,13 @@ class Rehearsal:
     # --- invariants -----------------------------------------------------------------------
 
     def check(self) -> list[Broken]:
-        """Every invariant, now that the run has settled again."""
-        subject = self._subject
-        subject.look()
+        """Every invariant, now that the run trains steadily again."""
+        target = self._target
+        target.look()
         # What these steps were trained on is journaled by now: the next look reads it.
-        known = len(subject.steps)
-        subject.look()
-        paths, events, history = subject.paths, subject.events, load_history(subject.paths)
+        known = len(target.steps)
+        target.look()
+        paths, events, history = target.paths, target.events, load_history(target.paths)
         broken = [
             *self._check_checkpoints(),
             *invariants.check_resumes(paths, events),
@@ -197,44 +197,44 @@ class Rehearsal:
     def _check_checkpoints(self) -> list[Broken]:
         """Looked at again when something is missing: the line that says why may be new, and a
         checkpoint that is deleted meanwhile is gone before its line was read."""
-        subject, broken = self._subject, list[Broken]()
+        target, broken = self._target, list[Broken]()
         for _ in range(CHECKPOINT_TRIES_MAX):
-            broken = invariants.check_checkpoints(subject.paths, subject.events, whole=self._whole)
+            broken = invariants.check_checkpoints(target.paths, target.events, whole=self._whole)
             if not broken:
                 break
-            subject.look()
+            target.look()
         return broken
 
     def _check_steps(self, known: int) -> list[Broken]:
         """Of the first `known` steps those that were not compared before."""
-        subject = self._subject
-        if self.scene.stand is None:
+        target = self._target
+        if self.context.testbed is None:
             return []
-        new, self._compared = subject.steps[self._compared : known], known
-        if self.scene.is_poisoned:
+        new, self._compared = target.steps[self._compared : known], known
+        if self.context.is_poisoned:
             new = [one for one in new if not math.isnan(one.loss)]
-        wrong = self._comparison.look(new, subject.events)
+        wrong = self._comparison.look(new, target.events)
         return [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
 
     def _check_orphans(self) -> list[Broken]:
-        subject = self._subject
-        owners = [p for p in (subject.controller(), subject.flow()) if p is not None]
+        target = self._target
+        owners = [p for p in (target.controller(), target.flow()) if p is not None]
         with contextlib.suppress(HoldfastError):
-            owners.append(subject.agent())
-        place = subject.newest.place if subject.newest else None
-        found = census.orphans(subject.paths, owners, place)
+            owners.append(target.agent())
+        place = target.newest.place if target.newest else None
+        found = process_list.orphans(target.paths, owners, place)
         return [Broken(invariants.NO_ORPHANS, f"process {words}") for words in found]
 
     # --- the end --------------------------------------------------------------------------
 
-    def finish(self, stand: Stand) -> bool:
+    def finish(self, testbed: Testbed) -> bool:
         """Stop the run as an operator does: nothing of it may be left. True when its end broke
         nothing."""
-        paths = self._subject.paths
+        paths = self._target.paths
         broken: list[Broken] = []
         try:
             operator.request(paths, "stop", by="drill", writer="drill")
-            stand.wait_for_flow()
+            testbed.wait_for_flow()
             state = load_history(paths).state
             if state is not RunState.CANCELLED:
                 broken.append(Broken(invariants.RECOVERS, f"{paths.name} is {state} at its end"))
@@ -242,17 +242,17 @@ class Rehearsal:
             broken.append(Broken(invariants.RECOVERS, f"{paths.name}: {error}"))
         broken += self.check()
         try:
-            wrong = self._comparison.finish(self._subject.events, stand.train_reference)
+            wrong = self._comparison.finish(self._target.events, testbed.train_reference)
             broken += [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
         except ServiceError as error:
             broken.append(Broken(invariants.STEPS_ARE_RIGHT, str(error)))
         broken += [
             Broken(invariants.NO_ORPHANS, f"socket {name} is left")
-            for name in census.sockets_left(paths.directory)
+            for name in process_list.sockets_left(paths.directory)
         ]
         new = [one for one in broken if one not in self._seen]
         self.result.broken += new
-        self.result.steps += len({s.step for s in self._subject.steps})
+        self.result.steps += len({s.step for s in self._target.steps})
         self.result.uncompared += self._comparison.uncompared
         return not new
 
@@ -271,13 +271,13 @@ def drill_live(
     if load_history(paths).state is not RunState.RUNNING:
         raise ServiceError(f"run {paths.name} does not train now; drill one that does")
     result = DrillResult(seed=seed)
-    scene = Scene(Subject(paths), chance_of(seed, 0))
-    rehearsal = Rehearsal(scene, result, database_url(), tell)
+    context = FaultContext(TargetRun(paths), chance_of(seed, 0))
+    rehearsal = Rehearsal(context, result, database_url(), tell)
     for number, kind in enumerate(draw_faults(kinds, count, seed)):
         wrong = sum(1 for one in result.faults if not one.ok)
         if wrong > FAILURES_MAX or time.monotonic() >= began + within_s:
             break
-        scene.chance = chance_of(seed, number)
+        context.chance = chance_of(seed, number)
         rehearsal.rehearse(kind)
     result.wall_s = time.monotonic() - began
     return result

@@ -121,7 +121,7 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextlib.contextmanager
-def looking(
+def page_of(
     browser: Browser,
     site: Site,
     *,
@@ -142,10 +142,12 @@ def looking(
     if logged_in:
         context.request.get(f"/?token={site.token}")
     page = context.new_page()
-    complaints: list[str] = []
-    page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    console_errors: list[str] = []
+    page.on(
+        "console", lambda said: console_errors.append(said.text) if said.type == "error" else None
+    )
+    page.on("pageerror", lambda error: console_errors.append(str(error)))
     try:
-        yield page, complaints
+        yield page, console_errors
     finally:
         context.close()

@@ -11,19 +11,19 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from holdfast.contracts.board import NOWHERE, Phase, RankRecord
 from holdfast.contracts.environment import flush_timeout_s
 from holdfast.contracts.errors import DamagedCheckpointError, SaveError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import checkpoint_id
+from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.collective import Ranks
+from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.engine import CheckpointEngine, SaveResult
-from holdfast.trainer.link import Link
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import problem_of, raise_problems
+from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.train_state import State
 
@@ -38,7 +38,7 @@ CRASH: Final = "crash"
 Captured = tuple[State, dict[str, Any]]
 
 
-class Fitness(IntEnum):
+class PlanStatus(IntEnum):
     """How a rank's plan fits its state; of all ranks' answers the largest counts.
 
     AWAITED: it fits, and `.metadata` is still being made beside training.
@@ -60,24 +60,24 @@ class Saver:
 
     def __init__(
         self,
-        link: Link,
-        ranks: Ranks,
+        context: RankContext,
+        ranks: ControlGroup,
         record: RankRecord,
         recorder: Recorder | None,
         *,
         capture: Callable[[], Captured],
-        note_forms: Callable[[Ranks], None],
+        note_forms: Callable[[ControlGroup], None],
         planner: SavePlanner | None = None,
     ) -> None:
-        self._link, self._record, self._recorder = link, record, recorder
+        self._context, self._record, self._recorder = context, record, recorder
         self._ranks, self._capture, self._note_forms = ranks, capture, note_forms
         self.is_planned = self.has_saved = False
         self._has_planner = planner is not None
         self._flush_timeout_s = flush_timeout_s()
         self.engine = CheckpointEngine(
-            flusher=link.flusher,
-            run=link.run,
-            identity=link.identity,
+            flusher=context.flusher,
+            run=context.run,
+            identity=context.identity,
             group=ranks.group,
             stage_group=ranks.stage_group,
             planner=planner,
@@ -91,7 +91,7 @@ class Saver:
         self._capture_s = 0.0
         self._copy_s: float | None = None
         self.flush_s: float | None = None
-        self._has_complained = False
+        self._has_warned = False
 
     def has_staged(self, step: int) -> bool:
         """True when `step` is the last one staged, or the one restored: it needs no save."""
@@ -120,7 +120,7 @@ class Saver:
     def began_at(self, step: int, checkpoint: str | None, manifest: Manifest | None) -> None:
         """The state as restored: `step` needs no save, `checkpoint` is the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
-        is_ours = manifest is not None and manifest.run_uid == self._link.identity.run_uid
+        is_ours = manifest is not None and manifest.run_uid == self._context.identity.run_uid
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
                 f"step {step} was in memory alone when the ranks died, and was committed then "
@@ -156,27 +156,27 @@ class Saver:
 
         All ranks call it with the worst of their looks. Raises `SaveError`.
         """
-        if found == Fitness.CHANGED and not self.has_saved:
+        if found == PlanStatus.CHANGED and not self.has_saved:
             self.prepare()
 
-    def look(self) -> Fitness:
+    def look(self) -> PlanStatus:
         """Capture the state for what this boundary brings, and see whether the plan fits it."""
         self._captured = None
         self._captured = self._take_captured()
         if self.engine.changes(self._captured[0]) is not None:
-            return Fitness.CHANGED
-        return Fitness.AWAITED if self.engine.awaits_metadata else Fitness.FITS
+            return PlanStatus.CHANGED
+        return PlanStatus.AWAITED if self.engine.awaits_metadata else PlanStatus.FITS
 
     def make_fit(self, found: int) -> None:
-        """Before a save: plan anew if need be. All ranks call it with the worst of their looks.
+        """Before a save: plan again if need be. All ranks call it with the worst of their looks.
 
         Raises `SaveError` on all ranks when there can be no plan.
         """
-        if found == Fitness.AWAITED:
+        if found == PlanStatus.AWAITED:
             self._record.beat(Phase.SAVE)
             problem = self.engine.wait_for_metadata()
-            found = self._ranks.largest([Fitness.CHANGED if problem else Fitness.FITS])[0]
-        if found == Fitness.CHANGED:
+            found = self._ranks.largest([PlanStatus.CHANGED if problem else PlanStatus.FITS])[0]
+        if found == PlanStatus.CHANGED:
             self.prepare()
 
     def forget(self) -> None:
@@ -229,10 +229,10 @@ class Saver:
         try:
             is_kept = self.engine.snapshot(state, document, step=step, **facts)
         except SaveError as error:
-            # A changed state is planned anew at the next meeting; until then there are none.
-            if not self._has_complained:
+            # A changed state is planned again at the next meeting; until then there are none.
+            if not self._has_warned:
                 self._note(EventKind.NOTE, text=f"no snapshots from step {step} on: {error}")
-            self._has_complained = True
+            self._has_warned = True
             return
         if is_kept:
             self._measure(time.monotonic() - began)
@@ -318,9 +318,9 @@ class Saver:
         Rank 0 looks: its node's flusher writes the manifest.
         """
         name = self._staged_name
-        if name is None or self._link.identity.rank != 0:
+        if name is None or self._context.identity.rank != 0:
             return None
-        path = self._link.run.checkpoint(name)
+        path = self._context.run.checkpoint(name)
         try:
             is_there = read_manifest(path) is not None
         except (OSError, DamagedCheckpointError) as error:
@@ -348,8 +348,8 @@ class Saver:
                 with contextlib.suppress(OSError):
                     print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
-        self._parent = checkpoint_id(self._link.run.name, result.checkpoint)
-        directory = self._link.run.checkpoint(result.checkpoint)
+        self._parent = checkpoint_id(self._context.run.name, result.checkpoint)
+        directory = self._context.run.checkpoint(result.checkpoint)
         self._note(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
 
     def _measured(self, directory: Path) -> dict[str, Any]:
@@ -368,6 +368,6 @@ class Saver:
         self, kind: EventKind, more: Callable[[], dict[str, Any]] | None = None, **data: Any
     ) -> None:
         if self._recorder is not None:
-            identity = self._link.identity
-            facts = {"attempt": identity.attempt, "incarnation": identity.incarnation}
+            identity = self._context.identity
+            facts = {"attempt": identity.attempt, "launch": identity.launch}
             self._recorder.event(kind, more, **facts, **data)

@@ -21,17 +21,17 @@ from holdfast.lineage import views
 from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, rows_of, run_row
 from holdfast.lineage.models import EdgeKind
-from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, INCARNATIONS, RUNS
+from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
 
 # A resume that loaded a checkpoint has compared every byte of it with its manifest.
 RESUME: Final = "resume"
 STAGED: Final = "staged"
-PROOFS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIRRORED)
+DURABILITY_EVENTS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIRRORED)
 # A run has two slots a rank; what was staged before these is committed or gone.
 STAGED_MAX: Final = 8
 
 
-class Proof(TypedDict):
+class DurabilityStatus(TypedDict):
     """What is known of a checkpoint beyond its manifest; `verified_ok` is the last one's verdict.
 
     `verified_by` is who asked for it, or `resume`.
@@ -43,26 +43,28 @@ class Proof(TypedDict):
     mirrored_at: str | None
 
 
-NO_PROOF: Final = Proof(verified_ok=None, verified_at=None, verified_by=None, mirrored_at=None)
+NOT_DURABLE: Final = DurabilityStatus(
+    verified_ok=None, verified_at=None, verified_by=None, mirrored_at=None
+)
 
 
-def read_proofs(
+def read_durability(
     database: Database, run: str, names: Collection[str] | None = None
-) -> dict[str, Proof]:
+) -> dict[str, DurabilityStatus]:
     """What proves a run's checkpoints, by directory's name; of these alone when they are given."""
     with database.reading() as connection:
-        return _read_proofs(connection, run_row(connection, run, None), names)
+        return _read_durability(connection, run_row(connection, run, None), names)
 
 
-def tell_stages(database: Database, run: str, graph: views.Graph) -> views.Graph:
+def add_durability(database: Database, run: str, graph: views.Graph) -> views.Graph:
     """The graph with what proves the run's checkpoints, and with saves that are in memory only."""
     with database.reading() as connection:
         row = run_row(connection, run, None)
-        proofs = _read_proofs(connection, row, None)
+        durability = _read_durability(connection, row, None)
         staged = _staged(connection, row) if RunState(row["state"]).is_live else []
-        others = _proofs_of_others(connection, row, graph["nodes"])
+        others = _durability_of_others(connection, row, graph["nodes"])
     # Names are directories' of this run, ids are of others; no name has a colon.
-    nodes = [_proven(node, proofs | others, row["run"]) for node in graph["nodes"]]
+    nodes = [_with_status(node, durability | others, row["run"]) for node in graph["nodes"]]
     edges = list(graph["edges"])
     newest = _newest(nodes, row["run"])
     for node in staged:
@@ -73,27 +75,29 @@ def tell_stages(database: Database, run: str, graph: views.Graph) -> views.Graph
     return views.Graph(nodes=nodes, edges=edges)
 
 
-def proofs_of(told: Iterable[tuple[str, float, Mapping[str, Any]]], run: str) -> dict[str, Proof]:
+def durability_of(
+    told: Iterable[tuple[str, float, Mapping[str, Any]]], run: str
+) -> dict[str, DurabilityStatus]:
     """Proofs from (kind, Unix seconds, data) of journal lines, oldest first. Pure."""
-    found: dict[str, Proof] = {}
+    found: dict[str, DurabilityStatus] = {}
     for kind, time, data in told:
         folder, _, name = str(data.get("checkpoint") or "").rpartition(":")
         if not name or folder not in {"", run}:
             continue
-        proof = found.setdefault(name, {**NO_PROOF})
+        status = found.setdefault(name, {**NOT_DURABLE})
         if kind == EventKind.MIRRORED:
-            proof["mirrored_at"] = views.iso(time)
+            status["mirrored_at"] = views.iso(time)
             continue
         is_resume = kind == EventKind.RESUMED
-        proof["verified_ok"] = is_resume or data.get("ok") is True
-        proof["verified_at"] = views.iso(time)
-        proof["verified_by"] = RESUME if is_resume else str(data.get("by") or "") or None
+        status["verified_ok"] = is_resume or data.get("ok") is True
+        status["verified_at"] = views.iso(time)
+        status["verified_by"] = RESUME if is_resume else str(data.get("by") or "") or None
     return found
 
 
-def _read_proofs(
+def _read_durability(
     connection: Connection, run: Row, names: Collection[str] | None
-) -> dict[str, Proof]:
+) -> dict[str, DurabilityStatus]:
     columns = EVENTS.c
     of = columns.data["checkpoint"].as_string()
     # No more of a line than is looked at: a resume's is long.
@@ -105,8 +109,11 @@ def _read_proofs(
             columns.data["ok"].as_boolean(),
             columns.data["by"].as_string(),
         )
-        .where(columns.run_uid == run["uid"], columns.kind.in_([str(kind) for kind in PROOFS]))
-        .order_by(columns.time, columns.journal, columns.incarnation, columns.sequence)
+        .where(
+            columns.run_uid == run["uid"],
+            columns.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
+        )
+        .order_by(columns.time, columns.journal, columns.launch, columns.sequence)
     )
     if names is not None:
         query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))
@@ -114,7 +121,7 @@ def _read_proofs(
         (kind, time, {"checkpoint": checkpoint, "ok": ok, "by": by})
         for kind, time, checkpoint, ok, by in connection.execute(query)
     )
-    return proofs_of(told, run["run"])
+    return durability_of(told, run["run"])
 
 
 def _staged(connection: Connection, run: Row) -> list[views.Node]:
@@ -150,13 +157,13 @@ def _staged(connection: Connection, run: Row) -> list[views.Node]:
             rolled_back=False,
         )
         for one in sorted(parsed, key=lambda one: one.step)
-        if (one.attempt, one.incarnation) == launch and str(one) not in gone
+        if (one.attempt, one.launch) == launch and str(one) not in gone
     ]
 
 
 def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
-    """(attempt, incarnation) of the launch that runs now, if one does."""
-    columns = INCARNATIONS.c
+    """(attempt, launch) of the launch that runs now, if one does."""
+    columns = LAUNCHES.c
     query = select(columns.attempt, columns.number).where(columns.run_uid == run["uid"])
     newest = query.order_by(columns.attempt.desc(), columns.number.desc()).limit(1)
     launch = connection.execute(newest).first()
@@ -166,9 +173,9 @@ def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
     return launch.attempt, launch.number
 
 
-def _proofs_of_others(
+def _durability_of_others(
     connection: Connection, run: Row, nodes: Iterable[views.Node]
-) -> dict[str, Proof]:
+) -> dict[str, DurabilityStatus]:
     """By id, what proves the checkpoints in a graph that belong to other runs than `run`."""
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
     runs = set()
@@ -180,20 +187,22 @@ def _proofs_of_others(
             runs.add(node["run"])
     query = select(RUNS).where(RUNS.c.run.in_(sorted(runs)))
     return {
-        names[other["directory"]][name]: proof
+        names[other["directory"]][name]: status
         for other in rows_of(connection, query)
         if other["directory"] in names
-        for name, proof in _read_proofs(connection, other, names[other["directory"]]).items()
+        for name, status in _read_durability(connection, other, names[other["directory"]]).items()
     }
 
 
-def _proven(node: views.Node, proofs: Mapping[str, Proof], run: str) -> views.Node:
-    own = node.get("run") == run and proofs.get(node["id"].rpartition(":")[2])
-    proof = own or proofs.get(node["id"])
-    if node["kind"] != "checkpoint" or not proof:
+def _with_status(
+    node: views.Node, durability: Mapping[str, DurabilityStatus], run: str
+) -> views.Node:
+    own = node.get("run") == run and durability.get(node["id"].rpartition(":")[2])
+    status = own or durability.get(node["id"])
+    if node["kind"] != "checkpoint" or not status:
         return node
-    is_mirrored = proof["mirrored_at"] is not None
-    return {**node, "verified": proof["verified_ok"], "mirrored": is_mirrored}
+    is_mirrored = status["mirrored_at"] is not None
+    return {**node, "verified": status["verified_ok"], "mirrored": is_mirrored}
 
 
 def _newest(nodes: Iterable[views.Node], run: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A second torchrun of a node, its ranks loaded and waiting, for the next incarnation.
+"""A second torchrun of a node, its ranks loaded and waiting, for the next launch.
 
 It holds no GPU. Its memory is the kernel's first choice when memory runs out, so that it never
 costs a rank that trains.
@@ -18,34 +18,34 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
 from holdfast.workers.agent.torchrun import Handles, Torchrun, log_directory
 
-# What torch takes in a process, and torchrun itself; a node with less to spare has no spare.
+# What torch takes in a process, and torchrun itself; a node with less free memory has no standby.
 BYTES_PER_PROCESS: Final = 512 << 20
 OOM_FIRST: Final = 1000
 
 
-class Spare:
-    """torchrun for `incarnation`, started ahead; `release` or `discard` it once."""
+class WarmStandby:
+    """torchrun for `launch`, started ahead; `release` or `discard` it once."""
 
     def __init__(
-        self, context: AgentContext, incarnation: int, address: str, port: int, handles: Handles
+        self, context: AgentContext, launch: int, address: str, port: int, handles: Handles
     ) -> None:
-        self.incarnation, self.port = incarnation, port
+        self.launch, self.port = launch, port
         self._ranks = context.request.gpus_per_node
-        self._logs = log_directory(context, incarnation)
-        self._gate, self._words = os.pipe2(os.O_CLOEXEC)
+        self._logs = log_directory(context, launch)
+        self._standby_pipe, self._words = os.pipe2(os.O_CLOEXEC)
         self._torchrun = Torchrun(
             context,
-            incarnation,
+            launch,
             address=address,
             port=port,
             handles=handles,
-            gate=f"/proc/{os.getpid()}/fd/{self._gate}",
+            standby_pipe=f"/proc/{os.getpid()}/fd/{self._standby_pipe}",
         )
         _weigh(self.pid, OOM_FIRST)
 
     @property
     def pid(self) -> int:
-        """The process number above all that this spare has started."""
+        """The process number above all that this standby has started."""
         return self._torchrun.pid
 
     @property
@@ -61,19 +61,19 @@ class Spare:
         return self._torchrun
 
     def close(self) -> None:
-        """Give the gate back, when its ranks have gone."""
-        os.close(self._gate)
+        """Give the standby pipe back, when its ranks have gone."""
+        os.close(self._standby_pipe)
         os.close(self._words)
 
     def discard(self) -> None:
-        """End a spare that nobody wants, and leave no trace of it."""
+        """End a warm standby that nobody wants, and leave no trace of it."""
         self._torchrun.kill()
         self.close()
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def has_room(ranks: int) -> bool:
-    """True when the node has the memory for a spare of so many ranks."""
+def has_memory_for(ranks: int) -> bool:
+    """True when the node has the memory for a warm standby of so many ranks."""
     return psutil.virtual_memory().available >= (ranks + 1) * BYTES_PER_PROCESS
 
 

@@ -20,15 +20,15 @@ from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.flows.drills.steps import Place, Records, Step, place_of
-from holdfast.workers.agent.flusher_keeper import MODULE
+from holdfast.workers.agent.flusher_supervisor import MODULE
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
 # On a busy machine a start takes minutes.
 WAIT_S: Final = 300.0
 POLL_S: Final = 0.05
-# Steps after which a run that was started anew counts as training.
-STEPS_SETTLED: Final = 3
+# Steps after which a run that was started again counts as training.
+STEPS_STEADY: Final = 3
 T = TypeVar("T")
 
 
@@ -46,7 +46,7 @@ class Mark:
 
 
 @dataclass
-class Subject:
+class TargetRun:
     """One run under drill. `records` is None for a program that leaves none: heartbeats then
     tell the steps, as coarsely as they come. `is_cut` tells that nothing more is to be waited for.
     """
@@ -80,7 +80,7 @@ class Subject:
         for path in self.paths.list_journals():
             found, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
             new += found
-        self.events += sorted(new, key=lambda e: (e.time, e.writer, e.incarnation, e.sequence))
+        self.events += sorted(new, key=lambda e: (e.time, e.writer, e.launch, e.sequence))
 
     def _read_steps(self) -> list[Mark]:
         if self.records is not None:
@@ -90,7 +90,7 @@ class Subject:
         attempts = self.paths.list_attempts()
         marks = []
         for beat in read_heartbeats(attempts[-1]) if attempts else []:
-            place = Place(beat.attempt, beat.incarnation)
+            place = Place(beat.attempt, beat.launch)
             marks += [
                 Mark(place=place, step=rank.step, time=beat.time)
                 for rank in beat.ranks
@@ -102,11 +102,11 @@ class Subject:
 
     @property
     def newest(self) -> Mark | None:
-        """The newest step of the newest incarnation that did one."""
+        """The newest step of the newest launch that did one."""
         return self._newest
 
     def first_of(self, place: Place) -> Mark | None:
-        """The first step of an incarnation."""
+        """The first step of a launch."""
         return self._firsts.get(place)
 
     def newest_step_of(self, place: Place) -> int:
@@ -128,7 +128,7 @@ class Subject:
         return [e for e in self.events if e.kind is kind and e.time >= since]
 
     def resumed_step(self, place: Place) -> int:
-        """The step after which an incarnation began, 0 while nobody has said."""
+        """The step after which a launch began, 0 while nobody has said."""
         told = (
             int(e.data["step"])
             for e in reversed(self.events)
@@ -137,8 +137,8 @@ class Subject:
         return next(told, 0)
 
     def started_place(self) -> Place | None:
-        """The newest incarnation that was started."""
-        started = self.events_of(EventKind.INCARNATION_STARTED)
+        """The newest launch that was started."""
+        started = self.events_of(EventKind.LAUNCH_STARTED)
         return max((place_of(e) for e in started), default=None)
 
     # --- waiting --------------------------------------------------------------------------
@@ -154,17 +154,17 @@ class Subject:
             time.sleep(POLL_S)
         raise ServiceError(f"{self.paths.name}: {what} did not come within {wait_s:.0f} s")
 
-    def settled(self, *, after: Place | None = None, commits: bool = True) -> Mark | None:
-        """The newest step, once the newest incarnation trains and its attempt has committed one.
+    def steady(self, *, after: Place | None = None, commits: bool = True) -> Mark | None:
+        """The newest step, once the newest launch trains and its attempt has committed one.
 
-        With `after`, an incarnation newer than that. A run that commits seldom is not waited for
+        With `after`, a launch newer than that. A run that commits seldom is not waited for
         without `commits`.
         """
         mark = self.newest
         started = self.started_place()
         if mark is None or started != mark.place or (after and mark.place <= after):
             return None
-        if mark.step < self.resumed_step(mark.place) + STEPS_SETTLED:
+        if mark.step < self.resumed_step(mark.place) + STEPS_STEADY:
             return None
         if self.attempt.number != mark.place.attempt or self.attempt.outcome.exists():
             return None

@@ -24,7 +24,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Stand:
+class Testbed:
     """One rank. `ours` is a checkpoint of `state()` that Holdfast committed."""
 
     rank: int

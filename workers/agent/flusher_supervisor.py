@@ -1,7 +1,7 @@
-"""The flusher's keeper: starts it, holds its staging slots, starts it again with them.
+"""The flusher supervisor: starts it, holds its staging slots, starts it again with them.
 
-The slots are memory files. While the keeper holds their descriptors, neither a rank's nor the
-flusher's death loses a step that was sealed.
+The slots are memory files. While the flusher supervisor holds their descriptors, neither a rank's
+nor the flusher's death loses a step that was sealed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.secrets import plain_part, references_in, resolve
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.deletion import free_room
+from holdfast.workers.deletion import free_space
 
 STARTS_MAX: Final = 5
 REPLY_MARGIN_S: Final = 5.0
@@ -45,7 +45,7 @@ class Flushed:
     failed: list[dict[str, Any]] = field(default_factory=list)
 
 
-class FlusherKeeper:
+class FlusherSupervisor:
     """One node's flusher, kept alive; safe for its reader thread and the agent's loop."""
 
     def __init__(self, context: AgentContext) -> None:
@@ -101,10 +101,10 @@ class FlusherKeeper:
             time.sleep(POLL_S)
         return False
 
-    def forget(self, incarnation: int) -> None:
-        """Give back the slots of an incarnation that is over and drained."""
+    def forget(self, launch: int) -> None:
+        """Give back the slots of a launch that is over and drained."""
         with self._lock:
-            for key in [key for key in self._slots if key[2] <= incarnation]:
+            for key in [key for key in self._slots if key[2] <= launch]:
                 os.close(self._slots.pop(key))
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class FlusherKeeper:
         command = [sys.executable, "-m", MODULE, "--address-fd", str(self._address)]
         command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
         command += ["--run", str(self._context.run.directory)]
-        command += ["--keeper-fd", str(theirs.fileno())]
+        command += ["--supervisor-fd", str(theirs.fileno())]
         if request.checkpoint_budget_bytes is not None:
             command += ["--budget", str(request.checkpoint_budget_bytes)]
         with open(logs / "flusher.log", "ab") as log, theirs:
@@ -159,9 +159,9 @@ class FlusherKeeper:
         return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
 
     def _give_back(self, connection: socket.socket) -> None:
-        """Hand every kept slot to a flusher that was started anew."""
+        """Hand every kept slot to a flusher that was started again."""
         with self._lock:
-            for (rank, slot, incarnation), handle in self._slots.items():
+            for (rank, slot, launch), handle in self._slots.items():
                 with contextlib.suppress(OSError):
                     wire.send(
                         connection,
@@ -169,7 +169,7 @@ class FlusherKeeper:
                         descriptors=(handle,),
                         rank=rank,
                         slot=slot,
-                        incarnation=incarnation,
+                        launch=launch,
                     )
 
     def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
@@ -213,13 +213,13 @@ class FlusherKeeper:
             if message["kind"] == "full":
                 # Deleting takes a while, and this thread must go on to take slots.
                 arguments = (connection, int(message["step"]))
-                threading.Thread(target=self._make_room, args=arguments, daemon=True).start()
+                threading.Thread(target=self._free_space, args=arguments, daemon=True).start()
             self._note(message, descriptors)
 
-    def _make_room(self, connection: socket.socket, step: int) -> None:
+    def _free_space(self, connection: socket.socket, step: int) -> None:
         """Free what the keep rules allow, and tell the flusher how much that was."""
         try:
-            freed, words = free_room(self._context.run, writer=f"agent-{self._context.node:04d}")
+            freed, words = free_space(self._context.run, writer=f"agent-{self._context.node:04d}")
         except (OSError, HoldfastError) as error:
             freed, words = 0, f"nothing could be freed: {error}"
         with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ class FlusherKeeper:
     def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]
         if kind == "keep" and descriptors:
-            key = (int(message["rank"]), int(message["slot"]), int(message["incarnation"]))
+            key = (int(message["rank"]), int(message["slot"]), int(message["launch"]))
             with self._lock:
                 if key in self._slots:
                     os.close(self._slots[key])

@@ -1,8 +1,8 @@
-"""Room for a step before it is written: what storage has free, and what the run's budget leaves.
+"""Checks before a step is written: free space of the storage, and what is left of the budget.
 
-When it does not fit, the keeper is asked to free what the keep rules allow, once, and the wait for
-its answer is bounded. The last percent of a disk (at most `MARGIN_BYTES_MAX`) is left to journals,
-logs and manifests: a save that fills it would take the run's own words along.
+When it does not fit, the flusher supervisor is asked to free what the keep rules allow, once, and
+the wait for its answer is bounded. The last percent of a disk (at most `MARGIN_BYTES_MAX`) is left
+to journals, logs and manifests: a save that fills it would take the run's own words along.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.contracts.paths import MANIFEST, RunPaths
 
 MARGIN_BYTES_MAX: Final = 64 * 1024 * 1024
 ANSWER_WAIT_S: Final = 120.0
-NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find_shortage(
         return OSError(
             errno.ENOSPC,
             f"{os.strerror(errno.ENOSPC)}: step {need.step} needs {need.bytes} bytes here and "
-            f"{margin} to spare, {free} are free",
+            f"{margin} in reserve, {free} are free",
         )
     if budget is not None and taken + need.step_bytes > budget:
         return OSError(
@@ -57,13 +57,14 @@ def find_shortage(
     return None
 
 
-class Room:
-    """Checks for room, and asks the keeper for more; one step at a time."""
+class SpaceGuard:
+    """Checks for room, and asks the flusher supervisor for more; one step at a time."""
 
-    def __init__(self, budget: int | None, ask_keeper: Callable[[Need, str], bool]) -> None:
-        """`ask_keeper` sends the question and says whether there is a keeper to answer it."""
+    def __init__(self, budget: int | None, ask_supervisor: Callable[[Need, str], bool]) -> None:
+        """`ask_supervisor` sends the question and says whether there is a flusher supervisor to
+        answer it."""
         self._budget = budget
-        self._ask_keeper = ask_keeper
+        self._ask_supervisor = ask_supervisor
         self._sizes: dict[str, int] = {}
         self._answered = threading.Condition()
         self._asked_step: int | None = None
@@ -79,10 +80,10 @@ class Room:
             raise shortage
 
     def ask(self, need: Need, problem: OSError) -> tuple[int, str]:
-        """(bytes that were freed, the keeper's words); waits `ANSWER_WAIT_S` at most."""
+        """(bytes that were freed, the supervisor's words); waits `ANSWER_WAIT_S` at most."""
         with self._answered:
             self._asked_step, self._answer = need.step, None
-            if not self._ask_keeper(need, str(problem)):
+            if not self._ask_supervisor(need, str(problem)):
                 return 0, "nobody is there to free room"
             self._answered.wait_for(
                 lambda: self._answer is not None or self._asked_step is None, ANSWER_WAIT_S
@@ -93,14 +94,14 @@ class Room:
         return int(answer["freed_bytes"]), str(answer["detail"])
 
     def hear(self, message: dict[str, Any]) -> None:
-        """The keeper's answer; one to an earlier question is passed over."""
+        """The flusher supervisor's answer; one to an earlier question is passed over."""
         with self._answered:
             if message["step"] == self._asked_step:
                 self._answer = message
                 self._answered.notify_all()
 
     def hang_up(self) -> None:
-        """The keeper is gone: wait no longer."""
+        """The flusher supervisor is gone: wait no longer."""
         with self._answered:
             self._asked_step = None
             self._answered.notify_all()
@@ -121,7 +122,7 @@ class Room:
 
 
 def with_advice(problem: OSError, words: str) -> OSError:
-    """The same error with what the keeper said of it."""
+    """The same error with what the flusher supervisor said of it."""
     return OSError(problem.errno, f"{problem.strerror}; {words}")
 
 
