@@ -1,7 +1,7 @@
-"""`holdfast serve`: the index over HTTP for the page and for programs, and the operators' actions.
+"""`holdfast serve`: the REST API, the web UI and the operator actions over HTTP.
 
-`app.create_app` puts it together: `routes` says what is answered, `store` asks the index,
-`watch` keeps the index and the live stream up to date from disk, `security` and `access` say
-who may do what. What an action does stands in `workers`; how a flow is started is handed in by
-the command, for the API does not know Prefect.
+`app.create_app` builds the application. `routes` defines the endpoints and `store` queries the
+index. `watch` updates the index and the event stream from disk. `security` and `access` decide
+who may do what. The actions themselves are in `workers`. The API does not import Prefect: the
+`serve` command passes in the functions that start flows.
 """

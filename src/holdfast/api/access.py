@@ -1,4 +1,4 @@
-"""Who asks: the holder of a token, or a page that logged in with one."""
+"""Authentication: a bearer token, or the browser session of a page that logged in with one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_IN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """Who asks, as the records will show it; `token` is the token's id."""
+    """The authenticated caller of a request, as the audit log records it; `token` is an id."""
 
     name: str
     role: Role
@@ -32,7 +32,10 @@ class Caller:
 
 
 def identify(request: Request) -> Caller | None:
-    """Who asks, or None for a stranger. Raises `Refusal` for a wrong token, or a forged change."""
+    """Return the caller, or None without credentials.
+
+    Raises `Refusal` for a wrong token, and for a write without the session's CSRF token.
+    """
     services = services_of(request)
     address = address_of(request)
     kind, _, text = request.headers.get("authorization", "").partition(" ")
@@ -44,25 +47,32 @@ def identify(request: Request) -> Caller | None:
         return None
     token, csrf = found
     if request.method not in SAFE_METHODS and not same(request.headers.get(CSRF_HEADER, ""), csrf):
-        raise Refusal(403, f"{CSRF_HEADER}: not the session's; GET /api/v1/session tells it")
+        raise Refusal(
+            403,
+            f"{CSRF_HEADER} is missing or wrong; expected the session's CSRF token, which "
+            "GET /api/v1/session returns as `csrf`",
+        )
     return Caller(name=token.name, role=token.role, address=address, token=token.id, csrf=csrf)
 
 
 def address_of(request: Request) -> str:
-    """The client's address; behind a trusted proxy, the one that the proxy names."""
+    """Return the client's address; behind a trusted proxy, the one that the proxy reports."""
     return request.client.host if request.client else "unknown"
 
 
 def cookie_name(request: Request) -> str:
-    """The session's cookie. Browsers send a host's cookies to all of its ports."""
+    """Return the name of the session cookie.
+
+    It contains the port, because browsers send a host's cookies to all of its ports.
+    """
     server = request.scope.get("server")
     return f"{COOKIE}_{server[1]}" if server else COOKIE
 
 
 def try_token(services: Services, text: str, address: str) -> Token:
-    """The token that `text` is. Raises `Refusal` when it is none.
+    """Return the token whose text is `text`. Raises `Refusal` if it is not valid.
 
-    Only failures are limited: a valid token passes however often its address has failed.
+    The login throttle applies to failures only: a valid token is always accepted.
     """
     token = services.tokens.check(text)
     if token is not None:
@@ -71,20 +81,26 @@ def try_token(services: Services, text: str, address: str) -> Token:
     if wait_s:
         raise Refusal(
             429,
-            f"too many wrong tokens from {address}; wait {wait_s:.0f} s, or send a valid token",
+            f"too many failed logins from {address}; wait {wait_s:.0f} s, or send a valid token",
             {"Retry-After": str(int(wait_s) + 1)},
         )
     services.login_throttle.failed(address)
-    raise Refusal(401, f"not a token of this server; {LOG_IN}", {"WWW-Authenticate": "Bearer"})
+    raise Refusal(
+        401, f"this token is not valid on this server; {LOG_IN}", {"WWW-Authenticate": "Bearer"}
+    )
 
 
 def _at_least(role: Role) -> Callable[[Request], Caller]:
     def caller(request: Request) -> Caller:
         found = identify(request)
         if found is None:
-            raise Refusal(401, LOG_IN, {"WWW-Authenticate": "Bearer"})
+            raise Refusal(
+                401, f"authentication is required; {LOG_IN}", {"WWW-Authenticate": "Bearer"}
+            )
         if role is Role.OPERATOR and found.role is not Role.OPERATOR:
-            raise Refusal(403, f"{found.name} may read only; this needs a token of an operator")
+            raise Refusal(
+                403, f"{found.name} has the role reader; this action needs an operator's token"
+            )
         return found
 
     return caller

@@ -1,4 +1,4 @@
-"""The application: routes, guards and errors put together around one server's `Services`."""
+"""The ASGI application: the routes, middleware and error handlers of one server."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from holdfast.api.services import Services
 
 PREFIX: Final = "/api/v1"
 COMPRESSED_BYTES_MIN: Final = 1000
-# Beyond it there is little to gain, and lists are compressed again for each who asks.
+# Higher levels save little, and each response is compressed again.
 LEVEL: Final = 5
 
 
 def create_app(services: Services) -> FastAPI:
-    """The ASGI application; its watch runs from start-up to shut-down."""
+    """Create the ASGI application. Its watch runs from start-up to shut-down."""
     app = FastAPI(
         title="Holdfast",
         version=__version__,
-        description="Runs, attempts, checkpoints and where they came from.",
+        description="Runs, attempts, checkpoints and their lineage.",
         openapi_url=f"{PREFIX}/openapi.json",
-        # Their pages load programs from elsewhere, which the content policy forbids.
+        # These pages load scripts from other hosts, which the content security policy forbids.
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan,
@@ -43,7 +43,7 @@ def create_app(services: Services) -> FastAPI:
     app.include_router(api)
     app.include_router(live.router)
     app.include_router(page.router)
-    # The stream of news is passed on as it is: what is compressed waits for more.
+    # Starlette does not compress the event stream: compression would delay its events.
     app.add_middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES_MIN, compresslevel=LEVEL)
     app.add_middleware(
         Guard, access_policy=services.access_policy, answered=services.measures.answered

@@ -1,4 +1,4 @@
-"""Every action leaves a line in the run's journal: who, from where, what, and how it ended."""
+"""The audit log: a journal line for every action and login, with user, address and outcome."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths, holdfast_home
 
 WRITER: Final = "api"
-WORDS_MAX: Final = 500
+OUTCOME_CHARACTERS_MAX: Final = 500
 
 
 @contextlib.contextmanager
 def audited(paths: RunPaths, action: str, caller: Caller, **facts: Any) -> Iterator[None]:
-    """Record an action on a run, done or refused; a disk that is too full hinders no action."""
+    """Record an action on a run and its outcome. A failed write does not stop the action."""
     outcome = "done"
     try:
         yield
     except HoldfastError as error:
-        outcome = f"refused: {error}"[:WORDS_MAX]
+        outcome = f"refused: {error}"[:OUTCOME_CHARACTERS_MAX]
         raise
     except Exception as error:
-        outcome = f"failed: {error}"[:WORDS_MAX]
+        outcome = f"failed: {error}"[:OUTCOME_CHARACTERS_MAX]
         raise
     finally:
-        said = {"action": action, "outcome": outcome, **_who(caller), **facts}
+        entry = {"action": action, "outcome": outcome, **_caller_facts(caller), **facts}
         try:
             with JournalWriter(paths.journal_of(WRITER)) as journal:
-                journal.append(EventKind.AUDIT, **said)
+                journal.append(EventKind.AUDIT, **entry)
         except OSError as error:
-            LOG.warning("%s: no line of audit (%s): %s", paths.name, error, said)
+            LOG.warning("%s: cannot write the audit line (%s): %s", paths.name, error, entry)
 
 
 def audit_session(action: str, address: str, **facts: Any) -> None:
-    """Record a log-in, a log-out or a failure of one, in the home's own journal."""
+    """Record a login, a failed login or a logout in the journal of the Holdfast home."""
     try:
         with JournalWriter(holdfast_home() / "journal" / f"{WRITER}.jsonl") as journal:
             journal.append(EventKind.AUDIT, action=action, address=address, **facts)
     except OSError as error:
-        LOG.warning("no line of audit (%s): %s from %s", error, action, address)
+        LOG.warning("cannot write the audit line (%s): %s from %s", error, action, address)
 
 
-def _who(caller: Caller) -> dict[str, Any]:
+def _caller_facts(caller: Caller) -> dict[str, Any]:
     return {
         "by": caller.name,
         "role": str(caller.role),

@@ -1,7 +1,7 @@
-"""Limits on connections: how many there are, and how long a request or a reader may take.
+"""Limits on connections: their number, and how long a request or a slow reader may take.
 
-Whoever connects has shown no token yet, so an unfinished request must cost little and end soon.
-uvicorn limits the pause between two requests only.
+A client that connects is not authenticated yet, so an unfinished request must be cheap and must
+end soon. uvicorn itself limits only the idle time between two requests.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any, Final
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# From a connection's beginning, or a request's first byte, to the last byte of its body.
+# From the start of a connection, or a request's first byte, to the last byte of the body.
 REQUEST_S_MAX: Final = 20.0
-# A client that reads none of its answer for so long is disconnected.
+# A client that reads nothing of its response for this long is disconnected.
 STALL_S_MAX: Final = 60.0
 CONNECTIONS_MAX: Final = 4096
 OPEN_FILES_WANTED: Final = 16_384
-# Kept for the database, journals, logs and the page's own files.
+# Reserved for the database, journals, logs and static files.
 OPEN_FILES_KEPT: Final = 256
 _UNFINISHED: Final = frozenset({h11.IDLE, h11.SEND_BODY})
 
 
 def raise_open_files() -> int:
-    """Raise the limit of open files as far as it goes; returns how many connections it allows."""
+    """Raise the limit of open files if possible; return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(OPEN_FILES_WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -38,10 +38,10 @@ def raise_open_files() -> int:
 def limited_protocol(
     connections_max: int, request_s: float = REQUEST_S_MAX, stall_s: float = STALL_S_MAX
 ) -> type[H11Protocol]:
-    """A protocol class for `uvicorn.Config(http=…)` of one server.
+    """Return a protocol class for `uvicorn.Config(http=…)` of one server.
 
-    With `connections_max` connections open, a new one replaces the one that has waited longest
-    without a whole request; when all are being answered, the new one is closed.
+    If `connections_max` connections are open, a new one replaces the one that has waited longest
+    without a complete request. If requests are in progress on all others, the new one is closed.
     """
     waiting: dict[asyncio.Protocol, None] = {}
 
@@ -66,7 +66,7 @@ def limited_protocol(
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            # Between two requests uvicorn's own, shorter limit holds.
+            # Between two requests, uvicorn's own shorter limit applies.
             if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
                 waiting[self] = None
 

@@ -1,9 +1,9 @@
-"""The live stream: one writer, the watch, and many readers, the open pages.
+"""The event stream: one writer (the watch) and many readers (the open pages).
 
-News of a tenth of a second go out together, as one text that all readers of them share: what the
-server does for a page does not grow with how much there is to tell. A reader that comes back
-names the last message it saw and gets what it missed while that is remembered; else it is told to
-ask again.
+Messages are sent in batches every tenth of a second. All readers share the text of a batch, so
+the cost of a reader does not grow with the number of messages. A reader that reconnects names
+the last message it received. It gets the messages since then if they are still in memory, and
+otherwise `reset`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.api.problems import Refusal
 
 GATHER_S: Final = 0.1
 REMEMBERED_MAX: Final = 5000
-# Twenty seconds of news: a reader that is further behind is told to ask again.
+# Twenty seconds of batches. A reader that is further behind gets `reset`.
 WAITING_MAX: Final = 200
 READERS_MAX: Final = 1000
 RESET: Final = "reset"
@@ -30,7 +30,7 @@ RESET: Final = "reset"
 
 @dataclass(frozen=True)
 class Message:
-    """One event of the stream: `data` is JSON, `run` the uid of the run it is about."""
+    """One event of the stream: `data` is JSON, `run` is the uid of the run it belongs to."""
 
     number: int
     event: str
@@ -39,7 +39,7 @@ class Message:
 
 
 class Batch:
-    """Messages that go out together."""
+    """Messages that are sent together."""
 
     def __init__(self, boot: str, messages: Sequence[Message]) -> None:
         self._boot, self._messages = boot, messages
@@ -47,13 +47,14 @@ class Batch:
 
     @property
     def last(self) -> int:
-        """The number of the newest message."""
+        """Return the number of the newest message."""
         return self._messages[-1].number
 
     def text(self, run: str | None, after: int) -> bytes:
-        """The messages newer than number `after` as server-sent events, made once for each `run`.
+        """Return the messages with numbers above `after` as server-sent events.
 
-        With `run`, those that are about it or about none; empty when there are none.
+        With `run`, only the messages that belong to that run or to no run are included; the
+        result may be empty. The text of a whole batch is built once per `run`.
         """
         if after >= self._messages[0].number:
             return self._format(run, after)
@@ -70,7 +71,7 @@ class Batch:
 
 
 class Hub:
-    """Passes messages from any thread to the readers on the server's loop."""
+    """Passes messages from any thread to the readers on the server's event loop."""
 
     def __init__(self) -> None:
         self._boot = secrets.token_hex(4)
@@ -83,22 +84,22 @@ class Hub:
 
     @property
     def readers(self) -> int:
-        """How many read now."""
+        """Return the number of open streams."""
         return len(self._readers)
 
     def open(self) -> None:
-        """Deliver on the loop that runs now."""
+        """Start delivery on the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
-        """End every stream, after what is there to tell; the loop's own thread calls it."""
+        """Deliver the remaining messages and end every stream. Call it in the loop's thread."""
         self._deliver()
         for queue in self._readers:
             self._put(queue, None)
         self._loop = None
 
     def publish(self, event: str, data: Any, run: str | None = None) -> None:
-        """Tell all readers within `GATHER_S`; never waits."""
+        """Send a message to all readers within `GATHER_S` seconds. Does not block."""
         text = json.dumps(data, ensure_ascii=False, default=str)
         with self._lock:
             self._number += 1
@@ -113,15 +114,17 @@ class Hub:
     async def read(
         self, after: str | None, run: str | None, *, idle_s: float
     ) -> AsyncIterator[bytes | None]:
-        """News as server-sent events, of one run when its uid is given; None whenever `idle_s`
-        seconds passed without any, whatever other runs have to tell.
+        """Yield server-sent events, and None after each `idle_s` seconds without one.
 
-        Raises `Refusal` when there are too many readers.
+        With `run`, a uid, only events of that run are yielded. `after` is the id of the last
+        event that the reader received. Raises `Refusal` if too many streams are open.
         """
         if len(self._readers) >= READERS_MAX:
-            raise Refusal(503, f"{READERS_MAX} streams are open already; close some, or poll")
+            raise Refusal(
+                503, f"{READERS_MAX} event streams are open already; close some, or poll instead"
+            )
         queue: asyncio.Queue[Batch | None] = asyncio.Queue(WAITING_MAX)
-        # On the loop's thread nothing is delivered between these two lines.
+        # Delivery runs in this thread too, so no batch can arrive between these two lines.
         missed = self._missed(after)
         self._readers.add(queue)
         last = missed[-1].number
@@ -146,7 +149,7 @@ class Hub:
             self._readers.discard(queue)
 
     def _missed(self, after: str | None) -> list[Message]:
-        """A greeting, which bears the newest number, or what came since `after`."""
+        """Return the messages after id `after`, or `hello` or `reset` with the newest number."""
         with self._lock:
             recent, number = list(self._recent), self._number
         if after is None:
@@ -155,7 +158,8 @@ class Hub:
         seen = int(text) if text.isdigit() and len(text) < 19 else -1
         oldest = recent[0].number if recent else number + 1
         if boot != self._boot or seen > number or seen + 1 < oldest:
-            return [Message(number, RESET, '{"reason": "too much was missed; ask again"}')]
+            reason = '{"reason": "some missed events are no longer available; reload all data"}'
+            return [Message(number, RESET, reason)]
         return [m for m in recent if m.number > seen] or [Message(number, "hello", "{}")]
 
     def _deliver(self) -> None:
@@ -168,11 +172,11 @@ class Hub:
             self._put(queue, batch)
 
     def _put(self, queue: asyncio.Queue[Batch | None], batch: Batch | None) -> None:
-        """Queue a batch; a reader that is far behind loses what waits and is told so."""
+        """Queue a batch. If the queue is full, drop its content and send `reset` instead."""
         if queue.full():
             while not queue.empty():
                 queue.get_nowait()
             if batch is not None:
-                reason = '{"reason": "the reader was too slow"}'
+                reason = '{"reason": "the client read too slowly; reload all data"}'
                 batch = Batch(self._boot, [Message(batch.last, RESET, reason)])
         queue.put_nowait(batch)

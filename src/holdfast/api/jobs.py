@@ -1,4 +1,4 @@
-"""Actions that take longer than a request should: started by one, looked at by others."""
+"""Background jobs: actions that take longer than a request should, such as an export."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AT_ONCE_MAX: Final = 2
 WAITING_MAX: Final = 32
 REMEMBERED_MAX: Final = 256
 
-# Given a function that counts bytes done, does the work and returns its answer.
+# Does the work and returns the job's result. Its argument adds to the bytes done so far.
 Work = Callable[[Callable[[int], None]], dict[str, Any]]
 
 
 @dataclass
 class Job:
-    """One of them; times are Unix seconds, and `done_bytes` of `total_bytes` are through."""
+    """One job; times are Unix seconds, and `done_bytes` of `total_bytes` have been processed."""
 
     kind: str
     about: str
@@ -40,7 +40,7 @@ class Job:
 
 
 class Jobs:
-    """Runs `AT_ONCE_MAX` at a time, in the order they came, and remembers the last ones."""
+    """Runs up to `AT_ONCE_MAX` jobs at a time, in order, and keeps the last `REMEMBERED_MAX`."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(AT_ONCE_MAX, thread_name_prefix="holdfast-job")
@@ -49,14 +49,20 @@ class Jobs:
         self._closing = threading.Event()
 
     def start(self, job: Job, work: Work) -> Job:
-        """Queue `work`; the same work on the same thing, still under way, is joined instead."""
+        """Queue `work` and return its job.
+
+        If an unfinished job has the same `kind` and `about`, that job is returned instead. Raises
+        `Refusal` if `WAITING_MAX` jobs are unfinished.
+        """
         with self._lock:
             waiting = [one for one in self._jobs.values() if one.ended_at is None]
             same = [one for one in waiting if (one.kind, one.about) == (job.kind, job.about)]
             if same:
                 return same[0]
             if len(waiting) >= WAITING_MAX:
-                raise Refusal(503, f"{WAITING_MAX} jobs are under way; try later", _LATER)
+                raise Refusal(
+                    503, f"{WAITING_MAX} jobs are waiting or running; try again later", _LATER
+                )
             self._jobs[job.id] = job
             while len(self._jobs) > REMEMBERED_MAX:
                 done = next((key for key, one in self._jobs.items() if one.ended_at), job.id)
@@ -65,24 +71,25 @@ class Jobs:
         return job
 
     def find(self, identity: str) -> Job:
-        """Raises `NotFoundError` for one that is not, or no longer, remembered."""
+        """Return the job with this id. Raises `NotFoundError` if it is unknown or was dropped."""
         with self._lock:
             job = self._jobs.get(identity)
         if job is None:
             raise NotFoundError(
-                f"{identity!r}: no such job; the last {REMEMBERED_MAX} of this server are known"
+                f"{identity!r}: no such job; the server keeps the last {REMEMBERED_MAX} jobs "
+                "since it started"
             )
         return job
 
     def close(self) -> None:
-        """Begin no more, and end what runs at its next word of how far it is."""
+        """Start no more jobs, and end each running job when it next reports progress."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, job: Job, work: Work) -> None:
         def advance(count: int) -> None:
             if self._closing.is_set():
-                raise Refusal(503, "the server was stopped before this was through")
+                raise Refusal(503, "the server stopped before the job was complete")
             job.done_bytes += count
 
         job.state = "running"
@@ -91,10 +98,10 @@ class Jobs:
             job.state = "done"
         except (HoldfastError, OSError, Refusal) as error:
             job.error, job.state = str(error), "failed"
-        # Whatever else it is, the asker must hear that the work has ended.
+        # After an unexpected error too, the job must not stay in the state `running`.
         except Exception:
-            LOG.exception("job %s of %s", job.kind, job.about)
-            job.error, job.state = "it failed; the server's log has the traceback", "failed"
+            LOG.exception("job %s of %s failed", job.kind, job.about)
+            job.error, job.state = "the job failed; the server's log has the traceback", "failed"
         finally:
             job.ended_at = time.time()
 

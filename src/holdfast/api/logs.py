@@ -1,4 +1,4 @@
-"""The output of ranks, by stretches: never more than asked for, never outside of the run."""
+"""The ranks' log files, read in parts of bounded size and never outside the attempt's folder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.redaction import read_masked
 
-STRETCH_BYTES_MAX: Final = 1024 * 1024
+PART_BYTES_MAX: Final = 1024 * 1024
 FILES_MAX: Final = 20_000
 Stream = Literal["stdout", "stderr"]
 _FILE = re.compile(r"node-(\d{1,9})/i(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
-    """The attempt of that number, or the last one. Raises `NotFoundError`."""
+    """Return attempt `number`, or the last one. Raises `NotFoundError` if there is none."""
     there = paths.list_attempts()
     chosen = [one for one in there if number in {None, one.number}]
     if not chosen:
-        which = (
-            f"no attempt {number}; the last is {there[-1].number}" if there else "no attempt yet"
+        problem = (
+            f"no attempt {number}; the last one is {there[-1].number}"
+            if there
+            else "no attempt yet"
         )
-        raise NotFoundError(f"run {paths.name} has {which}")
+        raise NotFoundError(f"run {paths.name} has {problem}")
     return chosen[-1]
 
 
 def list_logs(attempt: AttemptPaths) -> list[LogFile]:
-    """Every rank's files, in order of rank, launch and stream."""
+    """Return the log files of all ranks, sorted by rank, launch and stream."""
     found = []
     for path in attempt.logs.glob("node-*/i*/rank-*.log"):
         match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
@@ -65,11 +67,11 @@ def read_log(
     limit: int,
     secrets: Sequence[str] = (),
 ) -> LogPart:
-    """`limit` bytes of a rank's output from `offset` on, or the last ones without an offset.
+    """Return up to `limit` bytes of a rank's log from `offset`, or the end of the log.
 
-    Of the newest launch unless one is given. A stretch ends with a whole line where it can,
-    and always with a whole character. Secrets are masked, by as many bytes. Raises
-    `NotFoundError` when the rank wrote nothing there.
+    Without `launch`, the newest launch is read. A part ends with a complete line if possible, and
+    always with a complete character. Secrets are masked by the same number of bytes. Raises
+    `NotFoundError` if there is no such log.
     """
     wanted = f"node-*/l{launch:02d}" if launch is not None else "node-*/i*"
     found = [
@@ -89,7 +91,7 @@ def read_log(
         start = max(0, size - limit) if offset is None else min(offset, size)
         content = read_masked(file, start, limit, secrets)
     if offset is None and start:
-        # The tail begins with a whole line.
+        # Begin with a complete line.
         cut = content.find(b"\n") + 1
         start, content = start + cut, content[cut:]
     content = _whole(content, is_end=start + len(content) >= size)
@@ -108,7 +110,7 @@ def read_log(
 
 
 def _whole(content: bytes, *, is_end: bool) -> bytes:
-    """Without a last line that goes on, or a last character that does."""
+    """Return `content` without an incomplete last line or character."""
     line = content.rfind(b"\n") + 1
     if not is_end and line:
         return content[:line]
@@ -122,12 +124,12 @@ def _whole(content: bytes, *, is_end: bool) -> bytes:
 
 
 def _open(path: Path, attempt: AttemptPaths) -> int:
-    """A log opened for reading; `torchrun`'s names are links, which may not leave the attempt."""
+    """Open a log for reading. torchrun's names are links, which must not leave the attempt."""
     return open_regular(path, below=attempt.directory, follow=True)
 
 
 def _size(path: Path, attempt: AttemptPaths) -> int | None:
-    """Bytes of a log; None for what is none: a link out of the attempt, a pipe, a device."""
+    """Return the size of a log; None for other files: pipes, devices, links out of the attempt."""
     try:
         handle = _open(path, attempt)
     except (OSError, ForeignFileError):

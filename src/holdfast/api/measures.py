@@ -1,4 +1,4 @@
-"""What the server measures of itself, for Prometheus."""
+"""Metrics that the server keeps about itself, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ METHODS: Final = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 
 
 class Measures:
-    """Durations of answers, kept from the server's start."""
+    """A histogram of response times since the server started."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._answers = Histogram(
             "holdfast_http_answer_seconds",
-            "seconds until an answer began, by method and class of status",
+            "seconds until the response started, by method and status class",
             ["method", "status"],
             buckets=BUCKETS_S,
             registry=self.registry,
         )
 
     def answered(self, method: str, status: int, seconds: float) -> None:
-        """One more answer; labels are few whatever strangers send."""
+        """Record one response. Unknown methods share one label, which bounds their number."""
         known = method if method in METHODS else "other"
         self._answers.labels(known, f"{status // 100}xx").observe(seconds)

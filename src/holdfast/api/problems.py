@@ -1,4 +1,4 @@
-"""Errors as the API tells them: a status, a word for programs, a sentence for people."""
+"""Error responses of the API: an HTTP status, a code for programs and a message for people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast.contracts.errors import (
 LOG: Final = logging.getLogger("holdfast.api")
 PROBLEMS_MAX: Final = 50
 
-# The first that fits; the status, and the word for programs.
+# (error class, HTTP status, code). The first class that matches is used.
 _STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
     (NotFoundError, 404, "not_found"),
     (RequestConflictError, 409, "conflict"),
@@ -46,7 +46,7 @@ _STATUS: Final[Sequence[tuple[type[Exception], int, str]]] = (
     (LineageError, 503, "database_away"),
     (HoldfastError, 500, "error"),
 )
-_WORDS: Final = {
+_CODES: Final = {
     400: "invalid",
     401: "log_in",
     403: "forbidden",
@@ -64,7 +64,7 @@ _WORDS: Final = {
 
 
 class Refusal(Exception):
-    """What the API itself refuses, with the status it answers by."""
+    """Raised when the API itself refuses a request; `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -73,18 +73,18 @@ class Refusal(Exception):
 
 
 def problem(status: int, code: str, message: str, **more: Any) -> dict[str, Any]:
-    """The body of every answer that is none: `schemas.Problem`."""
+    """Return the body of an error response; see `schemas.Problem`."""
     return {"status": status, "code": code, "message": message, **more}
 
 
 def refused(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """An answer for what never came to a route."""
-    body = problem(status, _WORDS.get(status, "refused"), message)
+    """Return an error response with the usual code of its status."""
+    body = problem(status, _CODES.get(status, "refused"), message)
     return JSONResponse(body, status_code=status, headers=dict(headers or {}))
 
 
 def register(app: FastAPI) -> None:
-    """Answer every error in one shape."""
+    """Register handlers that give every error response the same form."""
     app.add_exception_handler(Refusal, _refusal)
     app.add_exception_handler(HoldfastError, _on_purpose)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -121,8 +121,8 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _files(_: Request, error: Exception) -> JSONResponse:
-    """Storage that does not answer is no fault of the request, nor of the program."""
+    """Return 503 for an `OSError`: neither the request nor the server is at fault."""
     assert isinstance(error, OSError)
-    LOG.warning("storage: %s", error)
-    words = f"the run's storage cannot be used: {error.strerror or type(error).__name__}"
-    return JSONResponse(problem(503, "storage_away", words), 503, {"Retry-After": "5"})
+    LOG.warning("storage error: %s", error)
+    message = f"the run's storage is not available: {error.strerror or type(error).__name__}"
+    return JSONResponse(problem(503, "storage_away", message), 503, {"Retry-After": "5"})

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: of the runs, made at each scrape from the index, and of the server."""
+"""Prometheus metrics of the runs, read from the index at each scrape, and of the server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.contracts.states import RunState
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 Row = Mapping[str, Any]
 
-# Of each live run: name, words, and how the figure is read from its row.
-_RUN_FIGURES: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] = (
+# The metrics of each live run: (name, help text, function that reads the value from its row).
+_RUN_METRICS: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] = (
     ("run_step", "last step that any rank finished", lambda row: row["step"]),
     ("run_gpus", "GPUs of the newest attempt", lambda row: row["world_size"]),
     ("run_attempts", "attempts so far", lambda row: row["attempts"]),
@@ -39,14 +39,14 @@ _RUN_FIGURES: Final[tuple[tuple[str, str, Callable[[Row], float | None]], ...]] 
 
 
 def render(services: Services) -> bytes:
-    """All figures in Prometheus' text format. Raises `LineageError` when the index is away."""
+    """Return all metrics in Prometheus' text format. Raises `LineageError` if the index fails."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Figures([*_server(services), *_runs(services)]))
+    registry.register(_Collector([*_server(services), *_runs(services)]))
     return generate_latest(registry) + generate_latest(services.measures.registry)
 
 
-class _Figures:
-    """Figures that were computed for this scrape."""
+class _Collector:
+    """The metrics that were computed for one scrape."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -57,10 +57,10 @@ class _Figures:
 
 def _server(services: Services) -> Iterable[Metric]:
     watch = services.watch
-    yield _gauge("ingest_lag_seconds", "since all live runs were in the index", watch.lag_s())
-    yield _gauge("ingest_round_seconds", "duration of the last look at the runs", watch.round_s)
+    yield _gauge("ingest_lag_seconds", "seconds since the index was up to date", watch.lag_s())
+    yield _gauge("ingest_round_seconds", "duration of the last round over the runs", watch.round_s)
     yield _gauge("ingest_problems", "roots and runs that cannot be read", len(watch.problems))
-    yield _gauge("event_streams", "open streams of news", services.hub.readers)
+    yield _gauge("event_streams", "open event streams", services.hub.readers)
 
 
 def _runs(services: Services) -> Iterable[Metric]:
@@ -71,8 +71,8 @@ def _runs(services: Services) -> Iterable[Metric]:
         by_state.add_metric([state], count)
     yield by_state
     live = services.store.live_runs()
-    for name, words, read in _RUN_FIGURES:
-        family = GaugeMetricFamily(f"holdfast_{name}", f"{words}; live runs", labels=["run", "uid"])
+    for name, text, read in _RUN_METRICS:
+        family = GaugeMetricFamily(f"holdfast_{name}", f"{text}; live runs", labels=["run", "uid"])
         for row in live:
             value = read(row)
             if value is not None:
@@ -80,8 +80,8 @@ def _runs(services: Services) -> Iterable[Metric]:
         yield family
 
 
-def _gauge(name: str, words: str, value: float | None) -> Metric:
-    family = GaugeMetricFamily(f"holdfast_{name}", words)
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    family = GaugeMetricFamily(f"holdfast_{name}", text)
     if value is not None:
         family.add_metric([], value)
     return family

@@ -1,6 +1,7 @@
-"""What the API takes and answers, beside `lineage.views`.
+"""The request and response models of the API. More response types are in `lineage.views`.
 
-Times are ISO-8601 in UTC, durations seconds, sizes bytes, unless a name says otherwise.
+Unless a description says otherwise, times are ISO 8601 in UTC, durations are in seconds and
+sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -19,35 +20,39 @@ T = TypeVar("T")
 
 
 class Page(BaseModel, Generic[T]):
-    """Some rows, and the cursor of those after them; null when there are no more."""
+    """One page of a list; `next` is the cursor of the next page, null on the last one."""
 
     items: list[T]
     next: str | None
 
 
 class Problem(BaseModel):
-    """Every answer that is an error: a word for programs and a sentence for people."""
+    """The body of every error response: `code` is for programs, `message` for people."""
 
     status: int
     code: str
     message: str
     problems: list[str] = []
-    by: str | None = Field(default=None, description="409: whose request is under way")
-    action: str | None = Field(default=None, description="409: what was asked for")
-    at: float | None = Field(default=None, description="409: when, in Unix seconds")
+    by: str | None = Field(default=None, description="409: who made the pending request")
+    action: str | None = Field(default=None, description="409: the action that is pending")
+    at: float | None = Field(
+        default=None, description="409: when the pending request was made, in Unix seconds"
+    )
 
 
 class Session(BaseModel):
-    """Who asks, and what a page must know to log in or to change something."""
+    """The caller of this request and the CSRF token of its browser session."""
 
-    name: str | None = Field(description="null for a stranger, who must log in")
+    name: str | None = Field(description="null if the request is not authenticated")
     role: Role | None
-    csrf: str | None = Field(description="to be sent as X-Holdfast-CSRF with each change")
+    csrf: str | None = Field(
+        description="CSRF token: send it in X-Holdfast-CSRF with every write request"
+    )
     version: str
 
 
 class Health(BaseModel):
-    """Whether the server can do its work."""
+    """The health of the server. `ingest_lag_s` and `round_s` are seconds."""
 
     ok: bool
     version: str
@@ -60,7 +65,7 @@ class Health(BaseModel):
 
 
 class Noticed(BaseModel):
-    """What a watch over ranks and nodes noticed; `at` is Unix seconds."""
+    """An alert about ranks, nodes or losses, such as a hang; `at` is Unix seconds."""
 
     kind: str
     attempt: int | None
@@ -79,9 +84,9 @@ class FailedSave(BaseModel):
 
 
 class OperatorRequest(BaseModel):
-    """What an operator asked of a run. `at` is Unix seconds.
+    """An operator's request for a run; `at` is Unix seconds.
 
-    `after_attempt` is the newest attempt at that time, 0 before the first one.
+    `after_attempt` is the newest attempt at that time. It is 0 before the first attempt.
     """
 
     action: str
@@ -92,11 +97,11 @@ class OperatorRequest(BaseModel):
 
 
 class Supervision(BaseModel):
-    """Who supervises a live run.
+    """The supervisor of a live run.
 
-    `is_alive` is false when no process holds the run's lock, and null while one may be starting.
-    `host` and `pid` are those of the newest supervisor; its lock may be invisible from another
-    host, as `is_remote` says.
+    `is_alive` is false if no process holds the run's lock, and null while a supervisor may still
+    be starting. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that
+    host is another one, and its lock may not be visible from this server.
     """
 
     is_alive: bool | None
@@ -106,14 +111,14 @@ class Supervision(BaseModel):
 
 
 class RunLine(views.RunRow):
-    """A line of the list of runs; a live one's newest step, and the seconds that a step takes."""
+    """One row of the list of runs; a live run has its newest step and its seconds per step."""
 
     live_step: int | None
     step_s: float | None
 
 
 class UnreadableRun(BaseModel):
-    """A folder under a root that is a run's, and why it cannot be read."""
+    """A run's folder that cannot be read, and the reason."""
 
     run: str
     path: str
@@ -121,17 +126,21 @@ class UnreadableRun(BaseModel):
 
 
 class RunPage(Page[RunLine]):
-    """Some runs. The first page also lists the folders of runs that cannot be read.
+    """One page of runs. The first page also lists the folders of runs that cannot be read.
 
-    Nothing is known of those but their names, so they are listed only where neither states nor
-    times are asked for. One that was readable before is among the items too, as it was then.
+    Only the names of such runs are known, so they are listed only if the request filters by
+    neither state nor time. A run that could be read earlier is also among the items, with its
+    last known values.
     """
 
     unreadable: list[UnreadableRun] = []
 
 
 class RunDetail(views.RunView):
-    """`holdfast show RUN --json`, and where the live attempt is; `steps_total` where known."""
+    """The output of `holdfast show RUN --json`, with the progress of the live attempt.
+
+    `steps_total` is null if the spec does not name the number of steps.
+    """
 
     on_disk: bool
     failed_saves: list[FailedSave]
@@ -146,11 +155,11 @@ class RunDetail(views.RunView):
 
 
 class CheckpointRow(views.CheckpointView, durability.DurabilityStatus):
-    """A line of `holdfast checkpoints RUN`, and whether the checkpoint was read back and copied."""
+    """One row of `holdfast checkpoints RUN`, with the checkpoint's durability status."""
 
 
 class CheckpointDetail(CheckpointRow):
-    """One checkpoint, what its manifest says, and how to continue from it."""
+    """One checkpoint, its manifest, and the commands that continue from it."""
 
     on_disk: bool
     mirror: str | None
@@ -161,14 +170,14 @@ class CheckpointDetail(CheckpointRow):
 
 
 class NodeDetail(BaseModel):
-    """A machine's newest faults."""
+    """The newest faults of a machine."""
 
     host: str
     faults: list[reports.NodeFault]
 
 
 class RankRow(BaseModel):
-    """One rank as its node's agent last saw it."""
+    """One rank, from the newest heartbeat of its node."""
 
     rank: int
     node: int
@@ -184,7 +193,7 @@ class RankRow(BaseModel):
 
 
 class AttemptNode(BaseModel):
-    """One node of an attempt; `age_s` is seconds since its heartbeat, by this machine's clock."""
+    """One node of an attempt; `age_s` is the age of its heartbeat by the server's clock."""
 
     node: int
     host: str
@@ -197,7 +206,7 @@ class AttemptNode(BaseModel):
 
 
 class Heartbeats(BaseModel):
-    """The nodes and ranks of an attempt, the newest unless one is asked for."""
+    """The nodes and ranks of an attempt, from the nodes' heartbeats."""
 
     run: str
     attempt: int | None
@@ -206,7 +215,7 @@ class Heartbeats(BaseModel):
 
 
 class LogFile(BaseModel):
-    """The output of one rank in one launch."""
+    """A log file: one output stream of one rank in one launch."""
 
     attempt: int
     node: str
@@ -217,7 +226,7 @@ class LogFile(BaseModel):
 
 
 class LogPart(BaseModel):
-    """A stretch of a log. `next_offset` is where the next one begins, also when none came yet."""
+    """A part of a log. The next part begins at `next_offset`, even if it is not written yet."""
 
     run: str
     attempt: int
@@ -228,11 +237,11 @@ class LogPart(BaseModel):
     next_offset: int
     bytes: int
     text: str
-    ended: bool = Field(description="nothing will be added any more")
+    ended: bool = Field(description="true once the attempt has ended and the log is complete")
 
 
 class Verdict(BaseModel):
-    """What becomes of a checkpoint at the next prune, and why."""
+    """A checkpoint that a prune keeps or deletes, and the reason."""
 
     checkpoint: str
     step: int
@@ -241,7 +250,7 @@ class Verdict(BaseModel):
 
 
 class Prune(BaseModel):
-    """`holdfast prune --json`."""
+    """The output of `holdfast prune --json`."""
 
     run: str
     dry_run: bool
@@ -252,7 +261,7 @@ class Prune(BaseModel):
 
 
 class ActionDone(BaseModel):
-    """An operator's request was recorded; `message` says what happens now."""
+    """A recorded operator request; `message` explains what happens next."""
 
     run: str
     action: str
@@ -265,14 +274,14 @@ class ActionDone(BaseModel):
 
 
 class Pinned(BaseModel):
-    """A checkpoint's pin was changed."""
+    """The new pin state of a checkpoint."""
 
     checkpoint: str
     pinned: bool
 
 
 class Forked(BaseModel):
-    """A new run began from a checkpoint."""
+    """A new run that was forked from a checkpoint."""
 
     run: str
     uid: str
@@ -284,7 +293,10 @@ class Forked(BaseModel):
 
 
 class JobRow(BaseModel):
-    """An action that takes a while; `result` is there once `state` is `done`."""
+    """A background job, such as a verification or an export.
+
+    `result` is set once `state` is `done`. `created_at` and `ended_at` are Unix seconds.
+    """
 
     id: str
     kind: str
@@ -300,44 +312,44 @@ class JobRow(BaseModel):
 
 
 class Body(BaseModel):
-    """What a request brings; a key that nobody knows is an error."""
+    """The base of all request bodies. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class LogIn(Body):
-    """A token, for a session of the page."""
+    """The token to log in with."""
 
     token: Annotated[str, Field(max_length=TOKEN_CHARACTERS_MAX)]
 
 
 class Ask(Body):
-    """An operator's word; with `force` also while another one's is under way."""
+    """An operator's request. With `force`, it is sent even while another one is pending."""
 
     force: bool = False
 
 
 class AskRelaunch(Ask):
-    """Go on in a new attempt, at `gpus` if given."""
+    """Continue in a new attempt, with `gpus` GPUs if given."""
 
     gpus: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
 class AskPin(Body):
-    """Why a checkpoint is kept, for the records."""
+    """Pin a checkpoint; `note` is the recorded reason."""
 
     note: Annotated[str, Field(max_length=2000)] = ""
 
 
 class AskFork(Body):
-    """A new run's name, and what of its spec differs (`key` to value, as `--set`)."""
+    """The name of the new run and its spec overrides (key to value, as with `--set`)."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)]
     set: dict[Annotated[str, Field(max_length=100)], int | float | bool | str] = {}
 
 
 class AskExport(Body):
-    """The form to write; `include` takes keys by their beginnings, `dtype` converts floats."""
+    """The export format. `include` selects keys by prefix; `dtype` converts floating-point data."""
 
     to: exports.Form
     include: Annotated[
@@ -348,10 +360,10 @@ class AskExport(Body):
 
 
 class AskPrune(Body):
-    """Delete what nothing keeps; nothing is deleted unless `dry_run` is false."""
+    """Prune a run. Nothing is deleted unless `dry_run` is false."""
 
     dry_run: bool = True
 
 
 class Empty(Body):
-    """No parameters."""
+    """An empty request body."""

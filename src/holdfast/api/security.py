@@ -1,8 +1,8 @@
-"""What holds for every request before any route sees it: hosts, origins, sizes, headers.
+"""The checks of every request before a route sees it, and the headers of every response.
 
-A page of another site may make a browser send requests here, and may, by pointing its own name
-at this address, even read the answers. So the `Host` must be one of ours, and whoever changes
-something must come from our own page or from no page at all.
+A page of another site can make a browser send requests to this server. If it points its own host
+name at this address (DNS rebinding), it can even read the responses. Therefore `Host` must name
+this server, and a write from a browser must come from the server's own page.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ HEADERS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class AccessPolicy:
-    """Who can reach the server: `hosts` are the names it goes by, in lower case.
+    """The host names that requests may use: `hosts`, in lower case, and those of loopback.
 
-    With `any_address` it goes by IP addresses too: no name server can point one elsewhere.
+    With `any_address`, IP addresses are accepted too. DNS rebinding is not possible with these.
     """
 
     hosts: frozenset[str] = frozenset()
     any_address: bool = False
 
     def is_ours(self, host: str) -> bool:
-        """True when `host`, a `Host` header with or without port, names this server."""
+        """Return True if `host`, a `Host` header with or without a port, names this server."""
         name = host_name(host)
         if name in {"localhost", "127.0.0.1", "::1"} or name in self.hosts:
             return True
@@ -66,9 +66,10 @@ class AccessPolicy:
 
 
 class Guard:
-    """ASGI middleware: refuses what no route should see, and puts headers on every answer.
+    """ASGI middleware: rejects invalid requests and adds the security headers to every response.
 
-    `answered` is told of each answer: method, status and seconds until it began.
+    `answered` is called for each response with the method, the status and the seconds until the
+    response started.
     """
 
     def __init__(
@@ -99,22 +100,22 @@ class Guard:
 
         refusal = problem_with(scope["method"], Headers(scope=scope), self._access_policy)
         if refusal is not None:
-            status, words = refusal
-            await refused(status, words)(scope, receive, send_guarded)
+            status, message = refusal
+            await refused(status, message)(scope, receive, send_guarded)
             return
         try:
             await self._app(scope, _Bounded(receive).receive, send_guarded)
-        # Whatever a route did not foresee: the asker is told, the log has the rest.
+        # An unexpected error: the client gets a plain message and the log gets the traceback.
         except Exception:
             LOG.exception("%s %s", scope["method"], scope["path"])
             if has_begun:
                 raise
-            words = "the server failed on this request; its log has the traceback"
-            await refused(500, words)(scope, receive, send_guarded)
+            message = "internal server error; the server's log has the traceback"
+            await refused(500, message)(scope, receive, send_guarded)
 
 
 class _Bounded:
-    """Hands on a body of `BODY_BYTES_MAX` at most; one without a length may not go beyond."""
+    """Limits a body without a Content-Length to `BODY_BYTES_MAX`: beyond that, it disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -131,45 +132,45 @@ class _Bounded:
 def problem_with(
     method: str, headers: Headers, access_policy: AccessPolicy
 ) -> tuple[int, str] | None:
-    """Why a request is refused, as status and words; None when it may go on."""
+    """Return the status and message with which to refuse a request, or None to accept it."""
     host = headers.get("host", "")
     if len(headers.getlist("host")) != 1 or not access_policy.is_ours(host):
         return 421, (
-            f"this server does not go by the name {host[:100]!r}; start it with `holdfast serve "
-            "--name NAME` if it should"
+            f"the Host header {host[:100]!r} does not name this server; to accept this name, "
+            "start it with `holdfast serve --name NAME`"
         )
     length = headers.get("content-length", "0")
     if not length.isdigit():
-        return 400, f"content-length {length[:20]!r}: expected a number"
+        return 400, f"Content-Length is {length[:20]!r}; expected a number"
     if int(length) > BODY_BYTES_MAX:
-        return 413, f"a body of {length} bytes, expected at most {BODY_BYTES_MAX}"
+        return 413, f"the request body has {length} bytes; expected at most {BODY_BYTES_MAX}"
     if method in SAFE_METHODS:
         return None
     return _foreign_problem(headers, host)
 
 
 def _foreign_problem(headers: Headers, host: str) -> tuple[int, str] | None:
-    """Why a change that a browser sends does not come from our own page."""
+    """Return why a write request does not come from the server's own page, or None."""
     origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        return 403, "a page of another origin may not change anything here"
+        return 403, "write requests from pages of another origin are not allowed"
     if headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-        return 403, "a page of another site may not change anything here"
+        return 403, "write requests from pages of another site are not allowed"
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if headers.get("content-length", "0") != "0" and kind != "application/json":
-        return 415, f"content type {kind[:50]!r}: expected application/json"
+        return 415, f"Content-Type is {kind[:50]!r}; expected application/json"
     return None
 
 
 def host_name(host: str) -> str:
-    """The name in a `Host` header, without port and brackets, in lower case."""
+    """Return the name in a `Host` header without port and brackets, in lower case."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.rpartition(":")[0].lower() if host.count(":") == 1 else host.lower()
 
 
 def is_address(name: str) -> bool:
-    """True for an IP address."""
+    """Return True for an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -178,5 +179,5 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """True for an address, or the name of one, that only this machine reaches."""
+    """Return True for `localhost` and for loopback addresses."""
     return name == "localhost" or (is_address(name) and ipaddress.ip_address(name).is_loopback)

@@ -1,4 +1,4 @@
-"""What the routes work with, made once for each server and handed to them by the app."""
+"""The objects that the routes use. Each server creates them once."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from holdfast.api.tokens import TokenStore
 from holdfast.api.watch import Watch
 from holdfast.contracts.paths import RunPaths
 
-# Starts a flow for a run that is to go on, unless one is there; returns what was started.
+# Starts a flow for a run that continues, unless it has one; returns facts about the new flow.
 Start = Callable[[RunPaths], Mapping[str, Any]]
-# Raises when a run that is to go on could not, before anything is asked for.
+# Raises if a run could not continue. It is called before the request is recorded.
 Check = Callable[[RunPaths], None]
-# (parent, directory's name, new name, overrides, by) → the new run and what was started.
+# (parent run, checkpoint's directory, new name, overrides, by) -> facts about the new run.
 Fork = Callable[[RunPaths, str, str, Sequence[str], str], Mapping[str, Any]]
 
 
 @dataclass(kw_only=True)
 class Services:
-    """One server's parts."""
+    """The parts of one server."""
 
     store: Store
     watch: Watch
@@ -50,5 +50,5 @@ class Services:
 
 
 def services_of(request: Request) -> Services:
-    """The parts of the server that answers `request`."""
+    """Return the parts of the server that handles `request`."""
     return cast(Services, request.app.state.services)

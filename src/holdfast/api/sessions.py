@@ -1,4 +1,4 @@
-"""Who is logged in from a page, and how often a stranger may try."""
+"""Browser sessions and the login throttle."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Session:
 
 
 class Sessions:
-    """Sessions of pages, in memory: a server that starts again asks everybody to log in again.
+    """The browser sessions, in memory. After a restart of the server, users must log in again.
 
-    What a cookie holds is random; only its digest is kept. A session ends with its token.
+    The cookie is random and only its digest is kept. A session ends when its token is revoked.
     """
 
     def __init__(self, tokens: TokenStore) -> None:
@@ -41,7 +41,7 @@ class Sessions:
         self._lock = threading.Lock()
 
     def open(self, token: Token) -> tuple[str, str]:
-        """(what the cookie holds, the word that each change must carry)."""
+        """Start a session; return the cookie's value and the CSRF token."""
         text, csrf = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         with self._lock:
             self._there[_key(text)] = _Session(token.id, csrf, time.monotonic() + SESSION_S_MAX)
@@ -50,7 +50,10 @@ class Sessions:
         return text, csrf
 
     def find(self, text: str) -> tuple[Token, str] | None:
-        """The token behind a cookie and the session's word, or None when it is over."""
+        """Return the token and the CSRF token of a session, or None if there is none or it ended.
+
+        `text` is the cookie's value.
+        """
         with self._lock:
             session = self._there.get(_key(text))
             if session is not None and session.ends_at < time.monotonic():
@@ -60,13 +63,13 @@ class Sessions:
         return (token, session.csrf) if token and session else None
 
     def close(self, text: str) -> None:
-        """Log out; harmless when repeated."""
+        """End a session. Does nothing if it has already ended."""
         with self._lock:
             self._there.pop(_key(text), None)
 
 
 class LoginThrottle:
-    """How often each address has failed to log in of late."""
+    """Limits failed logins: at most `most` per address within `window_s` seconds."""
 
     def __init__(self, most: int = TRIES_MAX, window_s: float = TRIES_WINDOW_S) -> None:
         self._most = most
@@ -75,7 +78,7 @@ class LoginThrottle:
         self._lock = threading.Lock()
 
     def wait_s(self, address: str) -> float:
-        """Seconds until `address` may try again, 0 when it may now."""
+        """Return the seconds until `address` may try again, or 0 if it may try now."""
         now = time.monotonic()
         with self._lock:
             times = [at for at in self._failed.get(address, ()) if now - at < self._window_s]
@@ -86,12 +89,12 @@ class LoginThrottle:
         return self._window_s - (now - times[0]) if len(times) >= self._most else 0.0
 
     def addresses(self) -> frozenset[str]:
-        """The addresses that failed of late."""
+        """Return the addresses with recent failed logins."""
         with self._lock:
             return frozenset(self._failed)
 
     def failed(self, address: str) -> None:
-        """Remember one more failure."""
+        """Record a failed login."""
         with self._lock:
             self._failed.setdefault(address, []).append(time.monotonic())
             self._failed.move_to_end(address)
@@ -100,7 +103,7 @@ class LoginThrottle:
 
 
 def same(given: str, expected: str) -> bool:
-    """Compare two secrets in a time that does not tell where they differ."""
+    """Compare two secrets in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

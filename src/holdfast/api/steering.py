@@ -1,4 +1,4 @@
-"""Who steers a run: what operators asked of it, and whether a supervisor carries it on."""
+"""The operator requests for a run and the state of its supervisor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.supervision import is_supervised
 
-# A flow that was just started loads Prefect before it takes the run's lock.
+# A flow that has just started imports Prefect before it takes the run's lock.
 STARTING_S: Final = 60.0
 
 
 def requests_in(events: Sequence[Event]) -> list[OperatorRequest]:
-    """The requests of operators among `events`."""
+    """Return the operator requests among `events`."""
     return [
         OperatorRequest(
             action=str(event.data.get("action")),
@@ -33,7 +33,7 @@ def requests_in(events: Sequence[Event]) -> list[OperatorRequest]:
 
 
 def read_supervision(paths: RunPaths, events: Sequence[Event], created_at: str) -> Supervision:
-    """Whether a process holds the lock of a live run; `events` as `Store.steering` returns them."""
+    """Return the state of a live run's supervisor; `events` are from `Store.steering_events`."""
     newest = next((e for e in reversed(events) if e.kind is EventKind.SUPERVISED), None)
     facts = newest.data if newest else {}
     host = str(facts.get("host") or "") or None

@@ -1,4 +1,4 @@
-"""What the routes ask the index, and where a run lies; ids are checked before they are used."""
+"""The queries of the routes to the index. Ids are validated before they are used."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from holdfast.lineage.openlineage import export_run
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.lineage.queries import RunRef
 
-# A name, a folder's name or a uid: never a path.
+# A run's name, folder name or uid, but never a path.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 LIVE: Final = tuple(state for state in RunState if state.is_live)
 LIVE_PAGES_MAX: Final = 20
-TOLD_MAX: Final = 200
+NEWEST_EVENTS_MAX: Final = 200
 STEERING: Final = (EventKind.OPERATOR_REQUEST, EventKind.SUPERVISED)
 SECRETS_MAX: Final = 10_000
 
@@ -52,50 +52,53 @@ P = ParamSpec("P")
 def in_one_read(
     method: Callable[Concatenate[Store, P], T],
 ) -> Callable[Concatenate[Store, P], T]:
-    """The method reads one state of the index, in one transaction."""
+    """Decorate a method so that all its queries run in one transaction and see one state."""
 
-    def look(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def read(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.index.open().consistent_read():
             return method(self, *args, **kwargs)
 
-    functools.update_wrapper(look, method)
-    return look
+    functools.update_wrapper(read, method)
+    return read
 
 
 class Store:
-    """The index, asked by several threads at once; it may be away, and come again."""
+    """Thread-safe queries to the index. The database may be unavailable for a while."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
         self._secrets: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
 
     def find_run(self, run: str) -> RunRef:
-        """The run of that uid, folder or name. Raises `NotFoundError`, for a path too."""
+        """Return the run with this uid, folder name or name. A path raises `NotFoundError`."""
         if not RUN_ID.fullmatch(run):
-            raise NotFoundError(f"{run[:120]!r}: not the name of a run, nor a uid")
+            raise NotFoundError(
+                f"{run[:120]!r} is not a valid run; expected a run's name, folder name or uid"
+            )
         return queries.find_run(self.index.open(), run)
 
     def by_folder(self, directory: Path) -> RunRef:
-        """The run in a folder."""
+        """Return the run in a folder."""
         return queries.find_run(self.index.open(), str(directory))
 
     def folder_of(self, run: str) -> RunPaths:
-        """The run's folder on disk. Raises `NotFoundError` when it is not there any more."""
+        """Return the run's folder on disk. Raises `NotFoundError` if it does not exist."""
         ref = self.find_run(run)
         paths = ref.paths
         record = read_document(RunRecord, paths.spec)
-        # Another cluster's run of the same path is in the index too, and not on this machine.
+        # The index may also contain a run of another cluster with the same path.
         if record is None or record.uid != ref.uid:
             raise NotFoundError(
-                f"{paths.directory}: the run's folder is gone, or its root is not mounted; what "
-                "the index last knew of it can still be read"
+                f"{paths.directory}: the run's folder was deleted, or its root is not mounted; "
+                "only the data in the index is available"
             )
         return paths
 
     def secrets(self, run: str) -> tuple[str, ...]:
-        """The values that nobody is told: those in the run's spec, and those it refers to.
+        """Return the run's secret values, longest first: those in its spec and those it refers to.
 
-        A spec never changes, but a file that it refers to may.
+        The secrets in the spec are cached, because a spec never changes. Referenced secrets are
+        read again, because their files may change.
         """
         ref = self.find_run(run)
         if ref.uid not in self._secrets:
@@ -109,11 +112,11 @@ class Store:
         return longest_first({*plain, *referred_secrets(environment, ref.paths)})
 
     def find_checkpoint(self, identity: str) -> tuple[RunRef, str]:
-        """(run, directory's name) of `<run>:<directory>`. Raises `NotFoundError`."""
+        """Return the run and the directory name of a checkpoint. Raises `NotFoundError`."""
         run, colon, name = identity.rpartition(":")
         if not colon or not RUN_ID.fullmatch(run) or not CheckpointName.parse(name):
             raise NotFoundError(
-                f"{identity[:250]!r}: not a checkpoint's id; expected <run>:step-NNNNNNNN.aNNNN.iNN"
+                f"{identity[:250]!r} is not a checkpoint id; expected <run>:step-NNNNNNNN.aNNNN.lNN"
             )
         return queries.find_checkpoint(self.index.open(), identity)
 
@@ -125,14 +128,14 @@ class Store:
         limit: int,
         order: SortOrder | None = None,
     ) -> Page[views.RunRow]:
-        """Runs, newest first unless sorted otherwise."""
+        """Return one page of runs, by default newest first."""
         index = self.index.open()
         found = pages.list_runs(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
     @in_one_read
     def show_run(self, run: str) -> views.RunView:
-        """All about one run, until now."""
+        """Return one run with its attempts and its goodput up to now."""
         return queries.show_run(self.index.open(), self.find_run(run).uid, now=time.time())
 
     @in_one_read
@@ -145,7 +148,7 @@ class Store:
         after: str | None,
         limit: int,
     ) -> Page[CheckpointRow]:
-        """A run's checkpoints by step, with what proves each."""
+        """Return one page of a run's checkpoints, sorted by step, with their durability status."""
         uid = self.find_run(run).uid
         found = pages.list_checkpoints(
             self.index.open(),
@@ -159,7 +162,7 @@ class Store:
 
     @in_one_read
     def show_checkpoint(self, identity: str) -> CheckpointRow:
-        """One checkpoint. Raises `NotFoundError`."""
+        """Return one checkpoint. Raises `NotFoundError`."""
         run, name = self.find_checkpoint(identity)
         parsed = CheckpointName.parse(name)
         step = parsed.step if parsed else None
@@ -168,29 +171,29 @@ class Store:
         for row in found.items:
             if row["id"].endswith(f":{name}"):
                 return self._with_durability(run.uid, [row])[0]
-        raise NotFoundError(f"{identity}: it was in the index a moment ago, and is no more")
+        raise NotFoundError(f"{identity}: the checkpoint was just removed from the index")
 
     def has_mirror(self, identity: str) -> bool:
-        """Whether the spec of a checkpoint's run names a mirror."""
+        """Return True if the spec of the checkpoint's run sets a mirror."""
         run, _ = self.find_checkpoint(identity)
         checkpoint = queries.read_spec(self.index.open(), run.uid).get("checkpoint")
         return isinstance(checkpoint, dict) and bool(checkpoint.get("mirror"))
 
     @in_one_read
     def list_files(self, identity: str) -> list[reports.FileView]:
-        """The first files of a checkpoint, as its manifest lists them."""
+        """Return the first files of a checkpoint, as listed in its manifest."""
         run, name = self.find_checkpoint(identity)
         return comparison.list_files(self.index.open(), f"{run.uid}:{name}")
 
     @in_one_read
     def ancestry(self, identity: str) -> list[reports.Ancestor]:
-        """A checkpoint and its ancestors, young to old."""
+        """Return a checkpoint and its ancestors, newest first."""
         run, name = self.find_checkpoint(identity)
         return queries.ancestry(self.index.open(), f"{run.uid}:{name}")
 
     @in_one_read
     def compare(self, one: str, other: str) -> reports.Comparison:
-        """Two checkpoints side by side."""
+        """Compare two checkpoints."""
         ids = [f"{run.uid}:{name}" for run, name in map(self.find_checkpoint, (one, other))]
         return comparison.compare(self.index.open(), *ids)
 
@@ -198,7 +201,7 @@ class Store:
     def list_events(
         self, run: str, where: EventFilter, *, newest_first: bool, after: str | None, limit: int
     ) -> Page[views.EventView]:
-        """A run's journal lines by time."""
+        """Return one page of a run's journal lines, sorted by time."""
         found = pages.list_events(
             self.index.open(),
             self.find_run(run).uid,
@@ -209,22 +212,22 @@ class Store:
         )
         return _page(found)
 
-    def told(self, run: str) -> list[Event]:
-        """The newest lines that `contracts.alerts` puts into words, oldest first."""
+    def alert_events(self, run: str) -> list[Event]:
+        """Return the newest events that `contracts.alerts` describes, oldest first."""
         return self._newest(run, KINDS)
 
-    def steering(self, run: str) -> list[Event]:
-        """The newest requests of operators and beginnings of supervision, oldest first."""
+    def steering_events(self, run: str) -> list[Event]:
+        """Return the newest operator requests and supervisor starts, oldest first."""
         return self._newest(run, STEERING)
 
     @in_one_read
     def timeline(self, run: str) -> list[reports.Segment]:
-        """What each attempt of a run did when, until now."""
+        """Return what each attempt of a run did and when, up to now."""
         return queries.timeline(self.index.open(), self.find_run(run).uid, now=time.time())
 
     def _newest(self, run: str, kinds: Sequence[EventKind]) -> list[Event]:
         where = EventFilter(kinds=tuple(str(kind) for kind in kinds))
-        page = self.list_events(run, where, newest_first=True, after=None, limit=TOLD_MAX)
+        page = self.list_events(run, where, newest_first=True, after=None, limit=NEWEST_EVENTS_MAX)
         return [
             Event(
                 writer=Path(row["journal"]).stem,
@@ -239,7 +242,7 @@ class Store:
 
     @in_one_read
     def lineage(self, run: str) -> views.Graph:
-        """What a run came from and what came of it."""
+        """Return the lineage graph of a run."""
         index, uid = self.index.open(), self.find_run(run).uid
         return durability.add_durability(index, uid, queries.lineage_graph(index, uid))
 
@@ -255,21 +258,21 @@ class Store:
 
     @in_one_read
     def openlineage(self, run: str) -> list[dict[str, Any]]:
-        """A run as OpenLineage events."""
+        """Return a run as OpenLineage events."""
         return export_run(self.index.open(), self.find_run(run).uid)
 
     @in_one_read
     def metrics(self, run: str, names: tuple[str, ...], points: int) -> list[reports.Series]:
-        """What a run logged, by launch."""
+        """Return the metrics of a run by launch."""
         uid = self.find_run(run).uid
         return series.metric_series(self.index.open(), uid, names=names, points=points)
 
     def list_nodes(self, after: str | None, limit: int) -> Page[reports.NodeRow]:
-        """The machines and how often each failed."""
+        """Return one page of machines with their failures."""
         return _page(nodes.list_nodes(self.index.open(), after=after, limit=limit))
 
     def node_faults(self, host: str) -> list[reports.NodeFault]:
-        """A machine's newest faults."""
+        """Return the newest faults of a machine."""
         return nodes.node_faults(self.index.open(), host)
 
     def list_storage(
@@ -280,29 +283,29 @@ class Store:
         limit: int,
         order: SortOrder | None = None,
     ) -> Page[views.StorageRow]:
-        """What each run's checkpoints take."""
+        """Return one page of runs with the storage of their checkpoints."""
         index = self.index.open()
         found = pages.list_storage(index, where, sort=sort, order=order, after=after, limit=limit)
         return _page(found)
 
     def storage_totals(self, where: RunFilter) -> totals.StorageTotals:
-        """What the checkpoints of all runs that match take."""
+        """Return the total storage of the checkpoints of all matching runs."""
         return totals.storage_totals(self.index.open(), where)
 
     def goodput_totals(self, where: RunFilter) -> totals.GoodputTotals:
-        """Where the time of all runs that match went."""
+        """Return the total goodput of all matching runs."""
         return totals.goodput_totals(self.index.open(), where)
 
     def ping(self) -> None:
-        """Raises `LineageError` when the index does not answer."""
+        """Raise `LineageError` if the index cannot be queried."""
         self.count_runs()
 
     def count_runs(self) -> dict[str, int]:
-        """How many runs are in each state."""
+        """Return the number of runs in each state."""
         return queries.count_runs(self.index.open())
 
     def live_runs(self) -> list[Mapping[str, Any]]:
-        """The runs that are under way, newest first."""
+        """Return the live runs, newest first."""
         found: list[Mapping[str, Any]] = []
         after: str | None = None
         for _ in range(LIVE_PAGES_MAX):

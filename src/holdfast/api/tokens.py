@@ -1,9 +1,9 @@
-"""Tokens: who may reach a server.
+"""The access tokens of a server.
 
-A token is `hold_<id>_<secret>`. The file keeps a salted SHA-256 of the secret, never the secret,
-and is replaced as a whole, so that a server sees a token that was added or revoked at its next
-request. The secret has 256 random bits, which no digest needs to be slow for: a slow one would
-only let strangers occupy the server with wrong tokens.
+A token is `hold_<id>_<secret>`. The file stores a salted SHA-256 digest of the secret, never the
+secret. It is replaced as a whole, so a running server sees an added or revoked token at its next
+request. A slow password hash is not needed, because the secret has 256 random bits. It would
+only let clients without a token load the server with wrong ones.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._@-]{0,63}")
 
 
 class Role(StrEnum):
-    """What a token lets its holder do."""
+    """What a token allows: `reader` may read, `operator` may also act."""
 
     READER = "reader"
     OPERATOR = "operator"
 
 
 class Token(BaseModel):
-    """One token as it is kept; times are Unix seconds."""
+    """One token as stored in the file; `created_at` is Unix seconds."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -54,13 +54,13 @@ class Token(BaseModel):
 
 
 class TokenFile(BaseModel):
-    """The file's content."""
+    """The content of the token file."""
 
     tokens: list[Token] = []
 
 
 class TokenStore:
-    """The tokens of one server: `tokens.json` under the home, for its owner's eyes alone."""
+    """The tokens of one server: `tokens.json` in the Holdfast home, readable by its owner only."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or holdfast_home() / FILE
@@ -68,7 +68,7 @@ class TokenStore:
         self._issued: list[Token] = []
 
     def tokens(self) -> list[Token]:
-        """All tokens, oldest first. Raises `SpecError` when the file is not one of tokens."""
+        """Return all tokens in the file, oldest first. Raises `SpecError` for an invalid file."""
         try:
             facts = self.path.stat()
             stamp = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
@@ -79,55 +79,58 @@ class TokenStore:
             return []
         except ValidationError as error:
             raise SpecError(
-                f"{self.path}: not a file of tokens ({error.error_count()} problems); move it "
+                f"{self.path}: not a valid token file ({error.error_count()} problems); move it "
                 "away and add the tokens again"
             ) from error
         return self._read[1]
 
     def add(self, name: str, role: Role) -> tuple[Token, str]:
-        """A new token and its text, which is not kept. Raises `SpecError` for a name in use."""
+        """Create a token; return it and its text, which is not stored.
+
+        Raises `SpecError` if the name is invalid or in use.
+        """
         if not _NAME.fullmatch(name):
             raise SpecError(
-                f"{name!r}: expected a name of up to 64 letters, digits, blanks and ._@-, which "
-                "the records will show beside each action"
+                f"{name!r} is not a valid token name; expected up to 64 letters, digits, spaces "
+                "and ._@-, beginning with a letter or digit"
             )
         token, text = _make(name, role)
         with self._changing():
             tokens = self.tokens()
             if any(one.name == name for one in tokens):
                 raise SpecError(
-                    f"there is a token of the name {name!r}; give another name, or `holdfast "
-                    f"token revoke {name!r}` first"
+                    f"a token named {name!r} exists already; choose another name, or run "
+                    f"`holdfast token revoke {name!r}` first"
                 )
             self._write([*tokens, token])
         return token, text
 
     def issue(self, name: str, role: Role) -> tuple[Token, str]:
-        """A token and its text that are written nowhere: they end with this process."""
+        """Create a token that is kept in memory only and ends with this process."""
         token, text = _make(name, role)
         self._issued.append(token)
         return token, text
 
     def revoke(self, name: str) -> Token:
-        """Take a token, given by name or id, out of use. Raises `NotFoundError`."""
+        """Revoke the token with this name or id. Raises `NotFoundError` if there is none."""
         with self._changing():
             tokens = self.tokens()
             gone = next((one for one in tokens if name in {one.name, one.id}), None)
             if gone is None:
                 raise NotFoundError(
-                    f"no token of the name or id {name!r}; `holdfast token list` names those "
-                    "there are"
+                    f"there is no token with the name or id {name!r}; `holdfast token list` shows "
+                    "all tokens"
                 )
             self._write([one for one in tokens if one is not gone])
         return gone
 
     def find(self, identity: str) -> Token | None:
-        """The token of that id while it is not revoked."""
+        """Return the token with this id, or None if there is none or it was revoked."""
         known = (*self._issued, *self.tokens())
         return next((one for one in known if one.id == identity), None)
 
     def check(self, text: str) -> Token | None:
-        """The token that `text` is, or None."""
+        """Return the token whose text is `text`, or None if it is not valid."""
         match = _TOKEN.fullmatch(text)
         token = self.find(match[1]) if match else None
         if match is None or token is None:
@@ -141,7 +144,7 @@ class TokenStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """One process at a time changes the file."""
+        """Lock the file, so that only one process changes it at a time."""
         make_directory(self.path.parent)
         lock = self.path.with_suffix(".lock")
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -153,7 +156,7 @@ class TokenStore:
 
 
 def _make(name: str, role: Role) -> tuple[Token, str]:
-    """A new token and its text."""
+    """Create a token; return it and its text."""
     secret, salt = secrets.token_urlsafe(SECRET_BYTES), secrets.token_bytes(16)
     token = Token(
         id=secrets.token_hex(4),

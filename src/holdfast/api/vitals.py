@@ -1,4 +1,4 @@
-"""How the ranks of an attempt are just now, from the heartbeats of its nodes."""
+"""The current state of an attempt's ranks and nodes, from the nodes' heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.workers.heartbeats import NodeBeat, clock_problems, newest_step, r
 
 
 def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:
-    """The heartbeats of an attempt, the newest unless one is given."""
+    """Return the heartbeats of attempt `number`, or of the newest attempt."""
     attempt = choose_attempt(paths, number)
     beats, now = read_heartbeats(attempt), time.time()
     return Heartbeats(
@@ -24,7 +24,7 @@ def read_nodes(paths: RunPaths, number: int | None) -> Heartbeats:
 
 
 def live_step(paths: RunPaths) -> int | None:
-    """The last step that any rank of the newest attempt finished, as its agents last heard."""
+    """Return the last step that any rank of the newest attempt finished, from its heartbeats."""
     attempts = paths.list_attempts()
     return newest_step(read_heartbeats(attempts[-1])) if attempts else None
 

@@ -1,8 +1,8 @@
-"""The index kept up to date while the server runs, and the news of it told to open pages.
+"""The watch: updates the index from disk while the server runs, and publishes the changes.
 
-A thread looks at the runs' folders: whether anything changed costs some `stat` calls, and only
-then is the run ingested. Live runs are looked at each round; the others in turn, so many each
-round. A second thread reconciles live runs with disk and scheduler, which may be slow to answer.
+One thread checks the runs' folders for changes, which takes a few `stat` calls per run, and
+ingests the runs that changed. It checks live runs in every round and `QUIET_PER_ROUND_MAX` of
+the others. A second thread reconciles live runs with disk and scheduler, which may be slow.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True)
 class Pace:
-    """How far a live run is by its newest heartbeat; `step_s` is the median duration of a step."""
+    """A live run's progress in its newest heartbeat; `step_s` is the median step duration."""
 
     step: int | None
     step_s: float | None
@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass
 class _Seen:
-    """A run as the watch last saw it."""
+    """The state of a run at its last check."""
 
     paths: RunPaths
     stamp: Stamp | None = None
@@ -64,7 +64,7 @@ class _Seen:
 
 
 class Watch:
-    """Follows every run under `roots`, and live runs of other roots that the index knows."""
+    """Watches every run under `roots`, and the live runs of other roots in the index."""
 
     def __init__(self, store: Store, hub: Hub, roots: tuple[Path, ...]) -> None:
         self._store, self._hub, self._roots = store, hub, roots
@@ -82,39 +82,39 @@ class Watch:
         self.round_s = 0.0
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start both threads."""
         for work in (self._follow, self._reconcile):
             thread = threading.Thread(target=work, name=f"holdfast{work.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """End both threads, within `JOIN_S` seconds each."""
+        """Stop both threads; wait up to `JOIN_S` seconds for each."""
         self._stop.set()
         self._wake.set()
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def touch(self, paths: RunPaths) -> None:
-        """Look at one run at once: somebody has just changed it."""
+        """Check one run now, because it has just changed."""
         self._urgent.add(paths.directory)
         self._wake.set()
 
     def lag_s(self) -> float | None:
-        """Seconds since all live runs were last seen to be in the index; None before the first."""
+        """Return the seconds since the end of the last complete round; None before the first."""
         return None if self.round_ended_at is None else time.monotonic() - self.round_ended_at
 
     def pace(self, uid: str) -> Pace | None:
-        """How far a live run is; None for one that is not live or gave no heartbeat yet."""
+        """Return a live run's progress, or None if it is not live or has no heartbeat yet."""
         return self._paces.get(uid)
 
     def unreadable(self) -> dict[Path, str]:
-        """The folders of runs that could not be read when they were last looked at, and why."""
+        """Return the runs' folders that could not be read at the last check, with the reasons."""
         found = [(Path(name), reason) for name, reason in list(self.problems.items())]
         return {path: reason for path, reason in found if path in self._runs}
 
     def look(self) -> None:
-        """One round: everything that is due."""
+        """Do one round: check every run that is due."""
         began = time.monotonic()
         self._find_runs(began)
         self._notice_new_index()
@@ -133,9 +133,9 @@ class Watch:
         while not self._stop.is_set():
             try:
                 self.look()
-            # The thread must outlive whatever one round meets.
+            # An unexpected error in one round must not end the thread.
             except Exception as error:
-                LOG.exception("the watch over the runs")
+                LOG.exception("a round of the watch over the runs failed")
                 self.problems["watch"] = f"{type(error).__name__}: {error}"
             self._wake.wait(ROUND_S)
             self._wake.clear()
@@ -156,7 +156,7 @@ class Watch:
                 self._asked_elsewhere = now
             except LineageError as error:
                 self.problems["database"] = str(error)
-        # At the start live runs come first; a folder that appears later is a run that begins.
+        # A folder that appears after the first round counts as live: its run has just started.
         is_start = not self._runs
         for path in (found | live) - self._runs.keys():
             if has_spec(path):
@@ -164,7 +164,7 @@ class Watch:
                 self._runs[path] = _Seen(RunPaths(path), is_live=is_live)
 
     def _notice_new_index(self) -> None:
-        """Look at every run again when the index is another file: its rows come from disk."""
+        """Ingest every run again if the index file was replaced."""
         files = self._store.index.files
         if files != self._files:
             for seen in self._runs.values():
@@ -173,7 +173,7 @@ class Watch:
             self._files = files
 
     def _next_quiet(self) -> list[Path]:
-        """Ended runs whose turn it is."""
+        """Return the ended runs to check in this round."""
         if not self._quiet:
             self._quiet = [path for path, seen in self._runs.items() if not seen.is_live]
         turn, self._quiet = self._quiet[:QUIET_PER_ROUND_MAX], self._quiet[QUIET_PER_ROUND_MAX:]
@@ -185,22 +185,24 @@ class Watch:
             stamp = take_stamp(seen.paths)
             if not stamp:
                 del self._runs[seen.paths.directory]
-                self.problems[name] = "the run's folder is gone; shown as the index last knew it"
+                self.problems[name] = (
+                    "the run's folder was deleted; only the data in the index is shown"
+                )
                 return
             if stamp != seen.stamp:
                 self._ingest(seen)
                 seen.stamp = stamp
             if seen.is_live:
-                self._tell_beat(seen)
+                self._publish_beat(seen)
             self.problems.pop(name, None)
         except LineageError as error:
             self.problems["database"] = plain_line(error)
-        # Whatever one folder holds, the others are looked at.
+        # A problem with one folder must not stop the check of the others.
         except Exception as error:
-            self.problems[name] = plain_line(f"passed over: {error}")[:PROBLEM_CHARACTERS_MAX]
+            self.problems[name] = plain_line(f"skipped: {error}")[:PROBLEM_CHARACTERS_MAX]
 
     def _ingest(self, seen: _Seen) -> None:
-        """Bring the run's rows up to date, then tell what its journals gained."""
+        """Update the run's rows in the index, then publish its new journal lines."""
         is_first = seen.stamp is None
         lines = list(_new_lines(seen, is_first=is_first))
         ingest_run(self._store.index.open(), seen.paths)
@@ -212,16 +214,16 @@ class Watch:
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
         secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
-            said = event.model_dump(mode="json", include={"launch", "sequence", "data"})
-            said |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
-            said["data"] = redact(said["data"], secrets)
-            said["time"] = views.iso_time(event.time)
-            self._hub.publish("journal", {**facts, **said}, ref.uid)
+            line = event.model_dump(mode="json", include={"launch", "sequence", "data"})
+            line |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
+            line["data"] = redact(line["data"], secrets)
+            line["time"] = views.iso_time(event.time)
+            self._hub.publish("journal", {**facts, **line}, ref.uid)
         if not is_first or ref.state.is_live:
             self._hub.publish("run", facts, ref.uid)
 
-    def _tell_beat(self, seen: _Seen) -> None:
-        """Tell how far the live attempt is, when its first node has given a new heartbeat."""
+    def _publish_beat(self, seen: _Seen) -> None:
+        """Publish the progress of the live attempt if node 0 has written a new heartbeat."""
         attempts = _newest_attempt(seen.paths)
         if seen.ref is None or attempts is None:
             return
@@ -237,7 +239,7 @@ class Watch:
             return
         seen.beat = (facts.st_mtime_ns, facts.st_ino)
         pace = self._paces[seen.ref.uid] = pace_of(beat)
-        # Metrics change no journal: they are ingested with each heartbeat, before pages ask.
+        # New metrics do not change a journal, so they are ingested with each heartbeat.
         follow_metrics(self._store.index.open(), seen.paths, seen.ref.uid)
         data: dict[str, Any] = {
             "run": seen.ref.run,
@@ -255,17 +257,17 @@ class Watch:
                 if self._stop.is_set():
                     return
                 try:
-                    # Nothing is written unasked into another user's folder.
+                    # Do not write into another user's folder unless a user asks for it.
                     if is_mine(seen.paths.directory.resolve()):
                         reconcile(seen.paths, writer=WRITER)
-                # Whatever one folder holds, the others are reconciled.
+                # A problem with one run must not stop the others from being reconciled.
                 except Exception as error:
-                    words = plain_line(error)[:PROBLEM_CHARACTERS_MAX]
-                    LOG.warning("%s: not reconciled: %s", plain_line(seen.paths.name), words)
+                    problem = plain_line(error)[:PROBLEM_CHARACTERS_MAX]
+                    LOG.warning("%s: cannot reconcile: %s", plain_line(seen.paths.name), problem)
 
 
 def pace_of(beat: NodeBeat) -> Pace:
-    """The newest step of a node's ranks, and the median duration of their steps, seconds."""
+    """Return the newest step of a node's ranks and the median step duration of the first one."""
     first = beat.ranks[0] if beat.ranks else None
     return Pace(
         step=max((rank.step for rank in beat.ranks if rank.step >= 0), default=None),
@@ -274,9 +276,10 @@ def pace_of(beat: NodeBeat) -> Pace:
 
 
 def take_stamp(paths: RunPaths) -> Stamp:
-    """What changes when a run does, from some `stat` calls; empty when there is no run.
+    """Return a value that changes when the run changes; empty if the folder has no run.
 
-    The journals' sizes tell of almost everything; folders' times of what comes without a line.
+    It costs a few `stat` calls. The journals' sizes show most changes. The modification times of
+    folders show the changes that have no journal line.
     """
     if not has_spec(paths.directory):
         return ()
@@ -316,7 +319,7 @@ def _newest_attempt(paths: RunPaths) -> int | None:
 
 
 def _new_lines(seen: _Seen, *, is_first: bool) -> Iterator[tuple[str, int | None, Event]]:
-    """(journal, attempt, line) of what came since the last look; nothing at the first one."""
+    """Yield (journal, attempt, event) for the lines since the last check; none at the first."""
     folders: list[tuple[Path, int | None]] = [(seen.paths.journal, None)]
     newest = _newest_attempt(seen.paths)
     if newest is not None:
@@ -336,6 +339,6 @@ def _new_lines(seen: _Seen, *, is_first: bool) -> Iterator[tuple[str, int | None
                 continue
             events, seen.offsets[path] = read_journal(path, start)
             for event in events:
-                told = attempt if attempt is not None else event.data.get("attempt")
+                number = attempt if attempt is not None else event.data.get("attempt")
                 journal = path.relative_to(seen.paths.directory).as_posix()
-                yield journal, told if isinstance(told, int) else None, event
+                yield journal, number if isinstance(number, int) else None, event

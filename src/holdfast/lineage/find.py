@@ -125,7 +125,7 @@ def checkpoint_row(connection: Connection, identity: str, root: Path | None) -> 
         run_name, name = str(directory.parent.parent), directory.name
     if not run_name or not CheckpointName.parse(name):
         raise NotFoundError(
-            f"{identity}: not a checkpoint's id; expected <run>:step-NNNNNNNN.aNNNN.iNN, as "
+            f"{identity}: not a checkpoint's id; expected <run>:step-NNNNNNNN.aNNNN.lNN, as "
             "`holdfast checkpoints RUN` lists them, or a checkpoint's directory"
         )
     run = run_row(connection, run_name, root)

@@ -1,6 +1,6 @@
 // Generated from the OpenAPI document by infra/setup/page_types.py; do not edit.
 
-/** An operator's request was recorded; `message` says what happens now. */
+/** A recorded operator request; `message` explains what happens next. */
 export interface ActionDone {
   run: string;
   action: string;
@@ -29,41 +29,41 @@ export interface Ancestor {
   rolled_back: boolean;
 }
 
-/** An operator's word; with `force` also while another one's is under way. */
+/** An operator's request. With `force`, it is sent even while another one is pending. */
 export interface Ask {
   force: boolean;
 }
 
-/** The form to write; `include` takes keys by their beginnings, `dtype` converts floats. */
+/** The export format. `include` selects keys by prefix; `dtype` converts floating-point data. */
 export interface AskExport {
   to: Form;
   include: string[];
   dtype?: "float64" | "float32" | "float16" | "bfloat16" | null;
 }
 
-/** A new run's name, and what of its spec differs (`key` to value, as `--set`). */
+/** The name of the new run and its spec overrides (key to value, as with `--set`). */
 export interface AskFork {
   name: string;
   set: Record<string, number | boolean | string>;
 }
 
-/** Why a checkpoint is kept, for the records. */
+/** Pin a checkpoint; `note` is the recorded reason. */
 export interface AskPin {
   note: string;
 }
 
-/** Delete what nothing keeps; nothing is deleted unless `dry_run` is false. */
+/** Prune a run. Nothing is deleted unless `dry_run` is false. */
 export interface AskPrune {
   dry_run: boolean;
 }
 
-/** Go on in a new attempt, at `gpus` if given. */
+/** Continue in a new attempt, with `gpus` GPUs if given. */
 export interface AskRelaunch {
   force: boolean;
   gpus?: number | null;
 }
 
-/** One node of an attempt; `age_s` is seconds since its heartbeat, by this machine's clock. */
+/** One node of an attempt; `age_s` is the age of its heartbeat by the server's clock. */
 export interface AttemptNode {
   node: number;
   host: string;
@@ -109,7 +109,7 @@ export interface AttemptView {
   environment_digest: string | null;
 }
 
-/** One checkpoint, what its manifest says, and how to continue from it. */
+/** One checkpoint, its manifest, and the commands that continue from it. */
 export interface CheckpointDetail {
   id: string;
   run: string;
@@ -153,7 +153,7 @@ export interface CheckpointDetail {
   commands: Record<string, string>;
 }
 
-/** A line of `holdfast checkpoints RUN`, and whether the checkpoint was read back and copied. */
+/** One row of `holdfast checkpoints RUN`, with the checkpoint's durability status. */
 export interface CheckpointRow {
   id: string;
   run: string;
@@ -210,7 +210,7 @@ export interface Edge {
   kind: string;
 }
 
-/** No parameters. */
+/** An empty request body. */
 export interface Empty {
 }
 
@@ -249,7 +249,7 @@ export interface FileView {
   checksum: string;
 }
 
-/** A new run began from a checkpoint. */
+/** A new run that was forked from a checkpoint. */
 export interface Forked {
   run: string;
   uid: string;
@@ -289,7 +289,7 @@ export interface Graph {
   edges: Edge[];
 }
 
-/** Whether the server can do its work. */
+/** The health of the server. `ingest_lag_s` and `round_s` are seconds. */
 export interface Health {
   ok: boolean;
   version: string;
@@ -301,12 +301,27 @@ export interface Health {
   problems: Record<string, string>;
 }
 
-/** The nodes and ranks of an attempt, the newest unless one is asked for. */
+/** The nodes and ranks of an attempt, from the nodes' heartbeats. */
 export interface Heartbeats {
   run: string;
   attempt: number | null;
   nodes: AttemptNode[];
   clock_problems: string[];
+}
+
+/** A background job, such as a verification or an export. `result` is set once `state` is `done`. `created_at` and `ended_at` are Unix seconds. */
+export interface JobRow {
+  id: string;
+  kind: string;
+  about: string;
+  by: string;
+  state: "waiting" | "running" | "done" | "failed";
+  done_bytes: number;
+  total_bytes: number | null;
+  result: Record<string, unknown> | null;
+  error: string | null;
+  created_at: number;
+  ended_at: number | null;
 }
 
 /** One launch of torchrun inside an attempt. */
@@ -323,22 +338,7 @@ export interface LaunchView {
   exit_code: number | null;
 }
 
-/** An action that takes a while; `result` is there once `state` is `done`. */
-export interface JobRow {
-  id: string;
-  kind: string;
-  about: string;
-  by: string;
-  state: "waiting" | "running" | "done" | "failed";
-  done_bytes: number;
-  total_bytes: number | null;
-  result: Record<string, unknown> | null;
-  error: string | null;
-  created_at: number;
-  ended_at: number | null;
-}
-
-/** The output of one rank in one launch. */
+/** A log file: one output stream of one rank in one launch. */
 export interface LogFile {
   attempt: number;
   node: string;
@@ -348,12 +348,12 @@ export interface LogFile {
   bytes: number;
 }
 
-/** A token, for a session of the page. */
+/** The token to log in with. */
 export interface LogIn {
   token: string;
 }
 
-/** A stretch of a log. `next_offset` is where the next one begins, also when none came yet. */
+/** A part of a log. The next part begins at `next_offset`, even if it is not written yet. */
 export interface LogPart {
   run: string;
   attempt: number;
@@ -393,7 +393,7 @@ export interface Node {
   mirrored?: boolean;
 }
 
-/** A machine's newest faults. */
+/** The newest faults of a machine. */
 export interface NodeDetail {
   host: string;
   faults: NodeFault[];
@@ -418,7 +418,7 @@ export interface NodeRow {
   last_failed_at: string | null;
 }
 
-/** What a watch over ranks and nodes noticed; `at` is Unix seconds. */
+/** An alert about ranks, nodes or losses, such as a hang; `at` is Unix seconds. */
 export interface Noticed {
   kind: string;
   attempt: number | null;
@@ -427,7 +427,7 @@ export interface Noticed {
   dumps: string[];
 }
 
-/** What an operator asked of a run. `at` is Unix seconds. `after_attempt` is the newest attempt at that time, 0 before the first one. */
+/** An operator's request for a run; `at` is Unix seconds. `after_attempt` is the newest attempt at that time. It is 0 before the first attempt. */
 export interface OperatorRequest {
   action: string;
   by: string;
@@ -436,7 +436,7 @@ export interface OperatorRequest {
   after_attempt: number;
 }
 
-/** A checkpoint's pin was changed. */
+/** The new pin state of a checkpoint. */
 export interface Pinned {
   checkpoint: string;
   pinned: boolean;
@@ -451,7 +451,7 @@ export interface Point {
   values: Record<string, Spread>;
 }
 
-/** Every answer that is an error: a word for programs and a sentence for people. */
+/** The body of every error response: `code` is for programs, `message` for people. */
 export interface Problem {
   status: number;
   code: string;
@@ -462,7 +462,7 @@ export interface Problem {
   at?: number | null;
 }
 
-/** `holdfast prune --json`. */
+/** The output of `holdfast prune --json`. */
 export interface Prune {
   run: string;
   dry_run: boolean;
@@ -472,7 +472,7 @@ export interface Prune {
   bytes_kept: number;
 }
 
-/** One rank as its node's agent last saw it. */
+/** One rank, from the newest heartbeat of its node. */
 export interface RankRow {
   rank: number;
   node: number;
@@ -487,10 +487,10 @@ export interface RankRow {
   cpu_percent: number | null;
 }
 
-/** What a token lets its holder do. */
+/** What a token allows: `reader` may read, `operator` may also act. */
 export type Role = "reader" | "operator";
 
-/** `holdfast show RUN --json`, and where the live attempt is; `steps_total` where known. */
+/** The output of `holdfast show RUN --json`, with the progress of the live attempt. `steps_total` is null if the spec does not name the number of steps. */
 export interface RunDetail {
   run: string;
   name: string;
@@ -522,7 +522,7 @@ export interface RunDetail {
   gpus_max: number | null;
 }
 
-/** A line of the list of runs; a live one's newest step, and the seconds that a step takes. */
+/** One row of the list of runs; a live run has its newest step and its seconds per step. */
 export interface RunLine {
   run: string;
   name: string;
@@ -550,7 +550,7 @@ export interface RunLine {
   step_s: number | null;
 }
 
-/** Some runs. The first page also lists the folders of runs that cannot be read. Nothing is known of those but their names, so they are listed only where neither states nor times are asked for. One that was readable before is among the items too, as it was then. */
+/** One page of runs. The first page also lists the folders of runs that cannot be read. Only the names of such runs are known, so they are listed only if the request filters by neither state nor time. A run that could be read earlier is also among the items, with its last known values. */
 export interface RunPage {
   items: RunLine[];
   next: string | null;
@@ -575,7 +575,7 @@ export interface Series {
   points: Point[];
 }
 
-/** Who asks, and what a page must know to log in or to change something. */
+/** The caller of this request and the CSRF token of its browser session. */
 export interface Session {
   name: string | null;
   role: Role | null;
@@ -618,7 +618,7 @@ export interface StorageTotals {
   deleted_bytes: number;
 }
 
-/** Who supervises a live run. `is_alive` is false when no process holds the run's lock, and null while one may be starting. `host` and `pid` are those of the newest supervisor; its lock may be invisible from another host, as `is_remote` says. */
+/** The supervisor of a live run. `is_alive` is false if no process holds the run's lock, and null while a supervisor may still be starting. `host` and `pid` are those of the newest supervisor. If `is_remote` is true, that host is another one, and its lock may not be visible from this server. */
 export interface Supervision {
   is_alive: boolean | null;
   is_remote: boolean;
@@ -626,14 +626,14 @@ export interface Supervision {
   pid: number | null;
 }
 
-/** A folder under a root that is a run's, and why it cannot be read. */
+/** A run's folder that cannot be read, and the reason. */
 export interface UnreadableRun {
   run: string;
   path: string;
   reason: string;
 }
 
-/** What becomes of a checkpoint at the next prune, and why. */
+/** A checkpoint that a prune keeps or deletes, and the reason. */
 export interface Verdict {
   checkpoint: string;
   step: number;

@@ -1,1 +1,1 @@
-"""What is answered under `/api/v1`, one module for each thing that is asked about."""
+"""The routes of the server, one module per subject."""

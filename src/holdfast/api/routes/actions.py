@@ -1,4 +1,4 @@
-"""What an operator asks of a run: the same functions that the command calls."""
+"""Routes for operator actions on a run. They call the same functions as the command line."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ router = APIRouter(tags=["actions"], dependencies=[AS_READER])
 
 @router.post("/runs/{run}/relaunch")
 def relaunch(request: Request, run: RunId, body: AskRelaunch, caller: Operator) -> ActionDone:
-    """Continue in a new attempt, at `gpus`: a live run checkpoints first, an ended one goes on."""
+    """Relaunch a run in a new attempt, with `gpus` GPUs if given. A live run checkpoints first."""
     return _ask(request, run, "relaunch", body, caller, gpus=body.gpus)
 
 
 @router.post("/runs/{run}/stop")
 def stop(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
-    """End a run after one last checkpoint; `relaunch` continues it."""
+    """Stop a run after a last checkpoint. `relaunch` continues it."""
     return _ask(request, run, "stop", body, caller)
 
 
 @router.post("/runs/{run}/pause")
 def pause(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
-    """Give a run's GPUs back after one last checkpoint, until `resume`."""
+    """Pause a run: it commits a last checkpoint and releases its GPUs until `resume`."""
     return _ask(request, run, "pause", body, caller)
 
 
@@ -46,13 +46,13 @@ def resume(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionD
 
 @router.post("/runs/{run}/cancel")
 def cancel(request: Request, run: RunId, body: Ask, caller: Operator) -> ActionDone:
-    """End a run for good; what it has committed is kept."""
+    """Cancel a run for good. Its committed checkpoints are kept."""
     return _ask(request, run, "cancel", body, caller)
 
 
 @router.post("/runs/{run}/prune")
 def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Prune:
-    """Delete the checkpoints that no rule, pin or use keeps, or only say which they are."""
+    """Delete the checkpoints that no rule, pin or use keeps, or only list them (`dry_run`)."""
     services = services_of(request)
     paths = services.store.folder_of(run)
     reconcile(paths, writer=WRITER)
@@ -64,7 +64,7 @@ def prune(request: Request, run: RunId, body: AskPrune, caller: Operator) -> Pru
 
 @router.get("/jobs/{job}")
 def show_job(request: Request, job: str) -> JobRow:
-    """How an action goes that takes a while."""
+    """Return the state of a background job."""
     return JobRow.model_validate(vars(services_of(request).jobs.find(job)))
 
 
@@ -81,14 +81,14 @@ def _ask(
     paths = services.store.folder_of(run)
     reconcile(paths, writer=WRITER)
     started: dict[str, Any] = {}
-    goes_on = action in {"relaunch", "resume"}
+    continues = action in {"relaunch", "resume"}
     with audited(paths, action, caller, gpus=gpus, force=body.force):
-        if goes_on:
+        if continues:
             services.check(paths)
         message = operator.request(
             paths, action, by=caller.name, gpus=gpus, writer=WRITER, alone=not body.force
         )
-        if goes_on:
+        if continues:
             started = dict(services.start(paths))
     services.watch.touch(paths)
     state = str(load_history(paths).state)

@@ -1,4 +1,4 @@
-"""Checkpoints: one of them, its ancestors, and what an operator does with it."""
+"""Routes about one checkpoint: its details, its ancestors and the operator actions."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from holdfast.contracts.spec import Cost, Keep
 from holdfast.lineage import reports
 from holdfast.workers import exports, operator, verification
 
-CheckpointId = Annotated[str, Path(max_length=250, description="`<run>:<directory>`")]
-# What a fork may change from here: sizes, times and rules. Programs, paths and addresses are
-# changed where files can be, with `holdfast fork --set`.
+CheckpointId = Annotated[
+    str, Path(max_length=250, description="The checkpoint's id, `<run>:<directory>`")
+]
+# The spec keys that a fork over HTTP may change: sizes, times and rules. Programs, paths and
+# addresses can be changed only by `holdfast fork --set`, which needs access to the files.
 _FORK_CHANGES = {
     "resources": ("nodes", "gpus_per_node", "time_limit_min"),
     "elastic": ("min_gpus", "max_gpus"),
@@ -51,7 +53,7 @@ router = APIRouter(prefix="/checkpoints", tags=["checkpoints"], dependencies=[AS
 
 @router.get("/{checkpoint}")
 def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDetail:
-    """One checkpoint: shards, digests, topology, and the commands that continue from it."""
+    """Return a checkpoint: shards, digests, topology, and the commands that continue from it."""
     row = services_of(request).store.show_checkpoint(checkpoint)
     directory = FilePath(row["path"])
     manifest = _manifest(directory)
@@ -73,13 +75,13 @@ def show_checkpoint(request: Request, checkpoint: CheckpointId) -> CheckpointDet
 
 @router.get("/{checkpoint}/ancestry", response_model=list[reports.Ancestor])
 def show_ancestry(request: Request, checkpoint: CheckpointId) -> Response:
-    """A checkpoint, its parent, that one's parent and so on, through forks, to the first."""
+    """List a checkpoint and all its ancestors, across forks, newest first."""
     return long_answer(request, services_of(request).store.ancestry(checkpoint))
 
 
 @router.post("/{checkpoint}/pin")
 def pin(request: Request, checkpoint: CheckpointId, body: AskPin, caller: Operator) -> Pinned:
-    """Keep a checkpoint whatever the rules say."""
+    """Pin a checkpoint: it is kept whatever the keep rules say."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
     with audited(paths, "pin", caller, checkpoint=name):
@@ -90,7 +92,7 @@ def pin(request: Request, checkpoint: CheckpointId, body: AskPin, caller: Operat
 
 @router.post("/{checkpoint}/unpin")
 def unpin(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> Pinned:
-    """Leave a checkpoint to the rules again."""
+    """Unpin a checkpoint: the keep rules apply to it again."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
     with audited(paths, "unpin", caller, checkpoint=name):
@@ -101,7 +103,7 @@ def unpin(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator
 
 @router.post("/{checkpoint}/verify", status_code=202)
 def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operator) -> JobRow:
-    """Read every byte and compare it with what was committed; the answer is a job's."""
+    """Start a job that reads every byte of a checkpoint and compares it with its manifest."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
     directory = verification.directory_to_verify(paths, name)
@@ -122,10 +124,10 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
 
 @router.post("/{checkpoint}/export", status_code=202)
 def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: Operator) -> JobRow:
-    """Write a checkpoint in another form into its run's `exports`; the answer is a job's."""
+    """Start a job that exports a checkpoint into the `exports` folder of its run."""
     services = services_of(request)
     paths, name = _on_disk(services, checkpoint)
-    _refuse_foreign(paths, "holdfast export --output, as a user who may read it, writes elsewhere")
+    _refuse_foreign(paths, "export it with `holdfast export --output` as a user who can read it")
     directory = verification.directory_to_verify(paths, name)
     kind = f"-{body.dtype}" if body.dtype else ""
     output = paths.exports / f"{name}{kind}{exports.SUFFIXES[body.to]}"
@@ -149,16 +151,16 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
 
 @router.post("/{checkpoint}/fork", status_code=201)
 def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Operator) -> Forked:
-    """Begin a new run, under another name, from a committed checkpoint."""
+    """Start a new run, under another name, from a committed checkpoint."""
     services = services_of(request)
-    strange = sorted(body.set.keys() - FORK_KEYS)
-    if strange:
+    refused = sorted(body.set.keys() - FORK_KEYS)
+    if refused:
         raise SpecError(
-            f"{', '.join(strange)}: not to be changed from here; expected "
-            f"{', '.join(sorted(FORK_KEYS))}, and for all else `holdfast fork --set`"
+            f"{', '.join(refused)}: cannot be changed over HTTP; expected "
+            f"{', '.join(sorted(FORK_KEYS))}; use `holdfast fork --set` for other keys"
         )
     paths, name = _on_disk(services, checkpoint)
-    _refuse_foreign(paths, "holdfast fork, after a look at the spec, runs it as whoever forks")
+    _refuse_foreign(paths, "check its spec, then use `holdfast fork`, which runs it as your user")
     overrides = [f"{key}={_text(value)}" for key, value in body.set.items()]
     with audited(paths, "fork", caller, checkpoint=name, into=body.name):
         facts = services.fork(paths, name, body.name, overrides, caller.name)
@@ -167,24 +169,27 @@ def fork(request: Request, checkpoint: CheckpointId, body: AskFork, caller: Oper
 
 
 def _verify(directory: FilePath, by: str, advance: Callable[[int], None]) -> dict[str, Any]:
-    """The verdict on a checkpoint, which its run's journal keeps where it can be written."""
+    """Verify a checkpoint, and record the result in the run's journal if it is writable."""
     facts = verification.verify(
         directory, lambda where, what: find_damage(where, what, progress=advance)
     )
     try:
         verification.record(directory, facts, by=by, writer=WRITER)
     except OSError as error:
-        LOG.warning("%s: verified, and no line of it: %s", directory, error)
+        LOG.warning("%s: the result of the verification was not recorded: %s", directory, error)
     return facts
 
 
 def _refuse_foreign(paths: RunPaths, instead: str) -> None:
-    """Raise `SpecError` for the run of a user who is not the server's own.
+    """Raise `SpecError` if the run belongs to another user than the server's.
 
-    What the run's spec says would run as the server, or its links say where the server writes.
+    Its spec would otherwise run as the server's user, and its symbolic links could direct where
+    the server writes.
     """
     if not is_mine(paths.directory):
-        raise SpecError(f"run {paths.name} belongs to another user than this server's; {instead}")
+        raise SpecError(
+            f"run {paths.name} belongs to another user than the one this server runs as; {instead}"
+        )
 
 
 def _on_disk(services: Services, checkpoint: str) -> tuple[RunPaths, str]:
@@ -193,7 +198,7 @@ def _on_disk(services: Services, checkpoint: str) -> tuple[RunPaths, str]:
 
 
 def _manifest(directory: FilePath) -> Manifest | None:
-    """What the manifest says, or None when there is none that can be believed."""
+    """Return the checkpoint's manifest, or None if it is missing or damaged."""
     try:
         return read_manifest(directory)
     except (DamagedCheckpointError, OSError):
@@ -201,10 +206,10 @@ def _manifest(directory: FilePath) -> Manifest | None:
 
 
 def _text(value: object) -> str:
-    """A value as `--set` takes it."""
+    """Return a value in the form that `--set` takes."""
     if isinstance(value, bool):
         return "true" if value else "false"
     text = str(value)
     if "\n" in text or "\0" in text:
-        raise Refusal(422, "a value of one line is expected")
+        raise Refusal(422, "a value in `set` has more than one line or a NUL; expected one line")
     return text

@@ -1,4 +1,4 @@
-"""The stream of news, the server's health, and figures for Prometheus."""
+"""Routes for the event stream, the server's health and the Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.api.schemas import Health
 from holdfast.api.services import Services, services_of
 from holdfast.contracts.errors import LineageError
 
-# A comment would keep the connection open as well, but a page's EventSource never sees comments.
+# A comment line would keep the connection open too, but EventSource does not report comments.
 PING_S: Final = 5.0
 PING: Final = b"event: ping\ndata: {}\n\n"
 CHECK_S: Final = 15.0
@@ -35,18 +35,21 @@ router = APIRouter(tags=["live"])
 )
 async def stream_events(
     request: Request,
-    run: Annotated[str | None, Query(max_length=120, description="of one run alone")] = None,
+    run: Annotated[str | None, Query(max_length=120, description="Only events of this run")] = None,
     last_event_id: Annotated[str | None, Header(max_length=100)] = None,
 ) -> StreamingResponse:
-    """News as they come: `run` (its rows changed), `journal` (a line), `beat` (how far it is).
+    """Stream server-sent events: `run`, `journal`, `beat`, `hello`, `reset` and `ping`.
 
-    `reset` says that something was missed: ask again. Each has JSON with the run's name and uid.
-    `ping` comes after five seconds without news: a stream that is silent for longer is dead.
+    `run` means that a run's rows changed, `journal` is a new journal line, and `beat` is the
+    progress of a live run. The data of these three is JSON with the run's name and uid.
+
+    `hello` opens a new stream. `reset` means that events were lost, so reload all data. `ping`
+    follows five seconds without another event. A stream that is silent for longer is broken.
     """
     services = services_of(request)
     uid = await run_in_threadpool(lambda: services.store.find_run(run).uid) if run else None
     lines = _lines(services, request, last_event_id, uid)
-    # The first line opens the stream; a refusal comes before the answer begins.
+    # Read the first line here, so that a `Refusal` still becomes an error response.
     first = await anext(lines)
     headers = {"X-Accel-Buffering": "no"}
     return StreamingResponse(_after(first, lines), media_type="text/event-stream", headers=headers)
@@ -54,23 +57,23 @@ async def stream_events(
 
 @router.get("/healthz", responses={503: {"model": Health}})
 def show_health(request: Request) -> JSONResponse:
-    """Whether the server can do its work: 200, or 503 with what it cannot."""
+    """Return the server's health: 200 if it is healthy, otherwise 503 with the problems."""
     services = services_of(request)
     health = _health(services)
     try:
-        is_stranger = identify(request) is None
+        is_anonymous = identify(request) is None
     except Refusal:
-        # A wrong token hinders no check of the server's health.
-        is_stranger = True
-    if is_stranger:
-        # A stranger learns whether, not where.
+        # A health check succeeds even with a wrong token.
+        is_anonymous = True
+    if is_anonymous:
+        # Without a valid token the response has no paths and no error messages.
         health = health.model_copy(update={"roots": {}, "problems": {}, "database": ""})
     return JSONResponse(health.model_dump(mode="json"), 200 if health.ok else 503)
 
 
 @router.get("/metrics", dependencies=[AS_READER], response_class=Response)
 def show_metrics(request: Request) -> Response:
-    """Figures of the runs and of the server, as Prometheus reads them."""
+    """Return metrics of the runs and of the server in Prometheus' text format."""
     return Response(render(services_of(request)), media_type=CONTENT_TYPE)
 
 
@@ -83,9 +86,11 @@ def _health(services: Services) -> Health:
         database = problems["database"] = str(error)
     lag_s = services.watch.lag_s()
     if lag_s is None:
-        problems["ingest"] = "the runs have not all been looked at yet since the server started"
+        problems["ingest"] = "the server started recently and has not read all runs yet"
     elif lag_s > LAG_S_MAX:
-        problems["ingest"] = f"the index is {lag_s:.0f} s behind disk"
+        problems["ingest"] = (
+            f"the index was last up to date {lag_s:.0f} s ago; expected at most {LAG_S_MAX:.0f} s"
+        )
     return Health(
         ok=database == "ok" and "ingest" not in problems,
         version=__version__,
@@ -106,7 +111,7 @@ async def _lines(
         yield PING if text is None else text
         if time.monotonic() - checked_at > CHECK_S:
             checked_at = time.monotonic()
-            # A token may have been revoked since the stream began.
+            # The token may have been revoked since the stream was opened.
             try:
                 caller = await run_in_threadpool(identify, request)
             except Refusal:

@@ -1,4 +1,4 @@
-"""What is asked about all runs at once: machines, storage, two checkpoints side by side."""
+"""Routes about more than one run: machines, storage, goodput and comparisons."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from holdfast.lineage import reports, totals, views
 from holdfast.lineage.cursors import PAGE_DEFAULT
 from holdfast.lineage.pages import RunFilter, RunSort
 
-States = Annotated[list[RunState] | None, Query(description="any of these")]
-Search = Annotated[str | None, Query(max_length=200, description="in name or folder")]
-Side = Annotated[str, Query(max_length=250, description="a checkpoint, `<run>:<directory>`")]
+States = Annotated[list[RunState] | None, Query(description="Any of these states")]
+Search = Annotated[
+    str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
+]
+Side = Annotated[str, Query(max_length=250, description="A checkpoint's id, `<run>:<directory>`")]
 
 router = APIRouter(tags=["overview"], dependencies=[AS_READER])
 
 
 @router.get("/compare")
 def compare(request: Request, a: Side, b: Side) -> reports.Comparison:
-    """Two checkpoints side by side: what made them, and what came out."""
+    """Compare two checkpoints: their facts, their runs' specs and their metrics."""
     return services_of(request).store.compare(a, b)
 
 
@@ -32,13 +34,13 @@ def compare(request: Request, a: Side, b: Side) -> reports.Comparison:
 def list_nodes(
     request: Request, after: After = None, limit: Limit = PAGE_DEFAULT
 ) -> Page[reports.NodeRow]:
-    """Every machine that an attempt ran on, by name, with its faults by cause."""
+    """List the machines that attempts ran on, sorted by name, with their faults by cause."""
     return services_of(request).store.list_nodes(after, limit)
 
 
 @router.get("/nodes/{host}")
 def show_node(request: Request, host: Annotated[str, Path(max_length=255)]) -> NodeDetail:
-    """The newest ends of attempts that a machine is blamed for."""
+    """Return the newest failures of attempts that are attributed to a machine."""
     faults = services_of(request).store.node_faults(host.replace("\0", ""))
     return NodeDetail(host=host, faults=faults)
 
@@ -53,7 +55,7 @@ def list_storage(
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[views.StorageRow]:
-    """What each run's checkpoints take, and what the next prune would give back."""
+    """List the storage of each run's checkpoints, and what the next prune would delete."""
     where = RunFilter(states=tuple(state or ()), search=search)
     return services_of(request).store.list_storage(where, sort, after, limit, order)
 
@@ -62,7 +64,7 @@ def list_storage(
 def show_storage_totals(
     request: Request, state: States = None, search: Search = None
 ) -> totals.StorageTotals:
-    """What the checkpoints of all runs take together."""
+    """Return the total storage of the checkpoints of all matching runs."""
     where = RunFilter(states=tuple(state or ()), search=search)
     return services_of(request).store.storage_totals(where)
 
@@ -71,6 +73,6 @@ def show_storage_totals(
 def show_goodput_totals(
     request: Request, state: States = None, search: Search = None
 ) -> totals.GoodputTotals:
-    """Where the time of all runs went together, and what it cost by currency."""
+    """Return the total goodput of all matching runs, and their cost by currency."""
     where = RunFilter(states=tuple(state or ()), search=search)
     return services_of(request).store.goodput_totals(where)

@@ -1,4 +1,4 @@
-"""The page: files built from `web/`, and its one document for every address it knows."""
+"""Routes that serve the web UI, which is built from `web/`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FOREVER: Final = "public, max-age=31536000, immutable"
 UNBUILT: Final = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>Holdfast</title>
 <h1>Holdfast</h1>
-<p>The server runs; its page is not built. In a checkout, with Node 18 or later, <code>make
-page</code> builds it. What it would show is under <a href="/api/v1/runs">/api/v1/runs</a>,
-described in <a href="/api/v1/openapi.json">/api/v1/openapi.json</a>.</p>
+<p>The server is running, but its web UI is not built. In a checkout with Node 18 or later, run
+<code>make page</code> to build it. The same data is at <a href="/api/v1/runs">/api/v1/runs</a>;
+<a href="/api/v1/openapi.json">/api/v1/openapi.json</a> describes the API.</p>
 </html>
 """
 
@@ -32,11 +32,11 @@ def open_page(
     request: Request,
     token: Annotated[str | None, Query(max_length=TOKEN_CHARACTERS_MAX)] = None,
 ) -> Response:
-    """The page; with `?token=`, a session begins and the address bar keeps no token."""
+    """Serve the page. With `?token=`, log in first, then redirect to a URL without the token."""
     if token is None:
         return show_page()
     response = RedirectResponse("/", 303, {"Cache-Control": "no-store"})
-    # A wrong token leads to the page's own form.
+    # With a wrong token, the page shows its login form.
     with contextlib.suppress(Refusal):
         begin_session(request, response, token)
     return response
@@ -44,16 +44,20 @@ def open_page(
 
 @router.get("/{path:path}")
 def show_page(path: str = "") -> Response:
-    """A built file, or the page for any address that is the page's own to understand."""
+    """Serve a built file, or the page itself for any other path outside `/api`."""
     if path == "api" or path.startswith("api/"):
-        raise Refusal(404, f"/{path[:200]}: nothing is answered there; see /api/v1/openapi.json")
+        raise Refusal(
+            404, f"/{path[:200]}: no such endpoint; /api/v1/openapi.json lists the endpoints"
+        )
     file = _file_of(path)
     if file is not None:
-        # Built names carry a digest of their content.
+        # The names of built assets contain a digest of their content.
         headers = {"Cache-Control": FOREVER} if path.startswith("assets/") else {}
         return FileResponse(file, headers=headers)
     if path.startswith("assets/"):
-        raise Refusal(404, f"/{path[:200]}: no such file; the page was built again, load it again")
+        raise Refusal(
+            404, f"/{path[:200]}: no such file; the web UI was rebuilt, so reload the page"
+        )
     index = STATIC / "index.html"
     if not index.is_file():
         return HTMLResponse(UNBUILT)
@@ -61,7 +65,7 @@ def show_page(path: str = "") -> Response:
 
 
 def _file_of(path: str) -> Path | None:
-    """The built file at `path`, never one outside of the folder."""
+    """Return the built file at `path`, or None. Never returns a file outside `STATIC`."""
     if not path or "\0" in path:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Runs: lists, one run, and what belongs to it."""
+"""Routes about runs: the list, one run, and its attempts, checkpoints, events and logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query, Request
 from pydantic import StringConstraints
 
 from holdfast.api.access import AS_READER
-from holdfast.api.logs import STRETCH_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
+from holdfast.api.logs import PART_BYTES_MAX, Stream, choose_attempt, list_logs, read_log
 from holdfast.api.schemas import (
     CheckpointRow,
     Heartbeats,
@@ -36,14 +36,17 @@ from holdfast.lineage.models import CheckpointState
 from holdfast.lineage.pages import CheckpointFilter, EventFilter, RunFilter, RunSort, SortOrder
 from holdfast.workers import pruning
 
-RunId = Annotated[str, Path(max_length=120, description="the run's uid, folder or name")]
-After = Annotated[str | None, Query(max_length=4096, description="`next` of the page before")]
-Limit = Annotated[int, Query(ge=1, le=PAGE_MAX)]
-Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="attempt; the newest")]
+RunId = Annotated[str, Path(max_length=120, description="The run's uid, folder name or name")]
+After = Annotated[
+    str | None, Query(max_length=4096, description="The value of `next` from the previous page")
+]
+Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="The largest number of items")]
+Number = Annotated[int | None, Query(ge=1, le=1_000_000, description="The attempt's number")]
 Moment = Annotated[float | None, Query(ge=0, le=1e12, description="Unix seconds")]
 Step = Annotated[int | None, Query(ge=0, le=2**62)]
 SortAs = Annotated[
-    SortOrder | None, Query(description="names and states begin with A, all else with the most")
+    SortOrder | None,
+    Query(description="By default ascending for `name` and `state`, descending for all others"),
 ]
 Kind = Annotated[str, StringConstraints(max_length=100, pattern=r"^[^\x00]*$")]
 
@@ -53,8 +56,10 @@ router = APIRouter(prefix="/runs", tags=["runs"], dependencies=[AS_READER])
 @router.get("")
 def list_runs(
     request: Request,
-    state: Annotated[list[RunState] | None, Query(description="any of these")] = None,
-    search: Annotated[str | None, Query(max_length=200, description="in name or folder")] = None,
+    state: Annotated[list[RunState] | None, Query(description="Any of these states")] = None,
+    search: Annotated[
+        str | None, Query(max_length=200, description="Text in the name or folder, or the uid")
+    ] = None,
     created_from: Moment = None,
     created_to: Moment = None,
     sort: RunSort = "created",
@@ -62,7 +67,7 @@ def list_runs(
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> RunPage:
-    """Runs, newest first, or sorted by another column over all of them."""
+    """List runs, newest first by default."""
     where = RunFilter(
         states=tuple(state or ()), search=search, created_from=created_from, created_to=created_to
     )
@@ -76,24 +81,24 @@ def list_runs(
 
 @router.get("/{run}")
 def show_run(request: Request, run: RunId) -> RunDetail:
-    """One run: its attempts with their causes, and where its time went."""
+    """Return one run, with its attempts, their causes and its goodput."""
     shown = services_of(request).store.show_run(run)
     paths = RunPaths(services_of(request).store.find_run(shown["uid"]).paths.directory)
     on_disk = paths.spec.is_file()
     store, is_live = services_of(request).store, RunState(shown["state"]).is_live
-    events, asked = store.told(shown["uid"]), store.steering(shown["uid"])
+    alerts, steering = store.alert_events(shown["uid"]), store.steering_events(shown["uid"])
     pace = services_of(request).watch.pace(shown["uid"])
     least, most = _gpu_range(shown["spec"])
     detail: dict[str, Any] = {
         **shown,
         "on_disk": on_disk,
-        "failed_saves": failed_saves(events),
-        "noticed": noticed(events),
+        "failed_saves": failed_saves(alerts),
+        "noticed": noticed(alerts),
         "steps_total": views.steps_total(shown["spec"]),
         "live_step": live_step(paths) if is_live else None,
         "step_s": pace.step_s if pace else None,
-        "supervision": read_supervision(paths, asked, shown["created_at"]) if is_live else None,
-        "requests": requests_in(asked),
+        "supervision": read_supervision(paths, steering, shown["created_at"]) if is_live else None,
+        "requests": requests_in(steering),
         "gpus_min": least,
         "gpus_max": most,
     }
@@ -102,7 +107,7 @@ def show_run(request: Request, run: RunId) -> RunDetail:
 
 @router.get("/{run}/attempts")
 def list_attempts(request: Request, run: RunId) -> list[views.AttemptView]:
-    """All attempts of a run, oldest first."""
+    """List all attempts of a run, oldest first."""
     return services_of(request).store.show_run(run)["attempts"]
 
 
@@ -110,7 +115,7 @@ def list_attempts(request: Request, run: RunId) -> list[views.AttemptView]:
 def list_checkpoints(
     request: Request,
     run: RunId,
-    state: Annotated[list[CheckpointState] | None, Query(description="any of these")] = None,
+    state: Annotated[list[CheckpointState] | None, Query(description="Any of these states")] = None,
     pinned: bool | None = None,
     step_from: Step = None,
     step_to: Step = None,
@@ -118,7 +123,7 @@ def list_checkpoints(
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[CheckpointRow]:
-    """A run's checkpoints, oldest first, each with the reason that keeps it, or why it is gone."""
+    """List a run's checkpoints, oldest first, each with the reason it is kept or was deleted."""
     where = CheckpointFilter(
         states=tuple(state or ()), pinned=pinned, step_from=step_from, step_to=step_to
     )
@@ -131,13 +136,15 @@ def list_checkpoints(
 def list_events(
     request: Request,
     run: RunId,
-    kind: Annotated[list[Kind] | None, Query(description="any of these", max_length=50)] = None,
+    kind: Annotated[
+        list[Kind] | None, Query(description="Any of these kinds", max_length=50)
+    ] = None,
     attempt: Number = None,
     newest_first: bool = True,
     after: After = None,
     limit: Limit = PAGE_DEFAULT,
 ) -> Page[views.EventView]:
-    """A run's journal lines, newest first."""
+    """List a run's journal lines, newest first by default; `attempt` selects those of one."""
     store = services_of(request).store
     where = EventFilter(kinds=tuple(kind or ()), attempt=attempt)
     return store.list_events(run, where, newest_first=newest_first, after=after, limit=limit)
@@ -145,13 +152,13 @@ def list_events(
 
 @router.get("/{run}/lineage")
 def show_lineage(request: Request, run: RunId) -> views.Graph:
-    """What a run came from and what came of it, as nodes and edges."""
+    """Return the lineage graph of a run: where it came from and what was derived from it."""
     return services_of(request).store.lineage(run)
 
 
 @router.get("/{run}/openlineage")
 def show_openlineage(request: Request, run: RunId) -> list[dict[str, Any]]:
-    """The run's attempts as OpenLineage events."""
+    """Return the run's attempts as OpenLineage events."""
     return services_of(request).store.openlineage(run)
 
 
@@ -159,41 +166,48 @@ def show_openlineage(request: Request, run: RunId) -> list[dict[str, Any]]:
 def show_metrics(
     request: Request,
     run: RunId,
-    name: Annotated[list[Kind] | None, Query(description="these alone", max_length=50)] = None,
-    points: Annotated[int, Query(ge=1, le=10_000, description="about so many in all")] = 1000,
+    name: Annotated[
+        list[Kind] | None, Query(description="Only these metrics", max_length=50)
+    ] = None,
+    points: Annotated[
+        int, Query(ge=1, le=10_000, description="The approximate total number of points")
+    ] = 1000,
 ) -> list[reports.Series]:
-    """What the run logged, by launch: each point a stretch of steps with its extremes."""
+    """Return the run's metrics by launch.
+
+    Each point covers a range of steps and has the last, lowest and highest value.
+    """
     return services_of(request).store.metrics(run, tuple(name or ()), points)
 
 
 @router.get("/{run}/goodput")
 def show_goodput(request: Request, run: RunId) -> dict[str, Any]:
-    """Where the run's time went, seconds by part, and what it cost."""
+    """Return the run's goodput: the seconds of each part, and the cost."""
     return services_of(request).store.show_run(run)["goodput"]
 
 
 @router.get("/{run}/timeline")
 def show_timeline(request: Request, run: RunId) -> list[reports.Segment]:
-    """What each attempt did when, in order: the same account as `goodput`, until now."""
+    """Return what each attempt did and when, in order, with the same parts as `goodput`."""
     return services_of(request).store.timeline(run)
 
 
 @router.get("/{run}/heartbeats")
 def show_heartbeats(request: Request, run: RunId, attempt: Number = None) -> Heartbeats:
-    """The nodes and ranks of an attempt as their agents last saw them."""
+    """Return the nodes and ranks of an attempt, by default the newest, from its heartbeats."""
     return read_nodes(services_of(request).store.folder_of(run), attempt)
 
 
 @router.get("/{run}/storage")
 def show_storage(request: Request, run: RunId) -> Prune:
-    """What is kept and why, and what the next prune would delete."""
+    """Return which checkpoints the next prune would keep and delete, with the reasons."""
     paths = services_of(request).store.folder_of(run)
     return Prune.model_validate(pruning.prune(paths, by="", dry_run=True))
 
 
 @router.get("/{run}/logs")
 def list_run_logs(request: Request, run: RunId, attempt: Number = None) -> list[LogFile]:
-    """Which ranks wrote something, in one attempt."""
+    """List the ranks' log files of an attempt, by default the newest."""
     return list_logs(choose_attempt(services_of(request).store.folder_of(run), attempt))
 
 
@@ -204,11 +218,18 @@ def show_log(
     rank: Annotated[int, Path(ge=0, le=10_000_000)],
     attempt: Number = None,
     stream: Stream = "stdout",
-    launch: Annotated[int | None, Query(ge=0, le=1_000_000, description="the newest")] = None,
-    offset: Annotated[int | None, Query(ge=0, le=2**62, description="bytes; none: the end")] = None,
-    limit: Annotated[int, Query(ge=1, le=STRETCH_BYTES_MAX, description="bytes")] = 64 * 1024,
+    launch: Annotated[
+        int | None, Query(ge=0, le=1_000_000, description="By default the newest launch")
+    ] = None,
+    offset: Annotated[
+        int | None,
+        Query(ge=0, le=2**62, description="First byte to return; by default the end of the log"),
+    ] = None,
+    limit: Annotated[
+        int, Query(ge=1, le=PART_BYTES_MAX, description="The largest number of bytes")
+    ] = 64 * 1024,
 ) -> LogPart:
-    """A stretch of what a rank wrote; asked again from `next_offset` on, it follows."""
+    """Return a part of a rank's log. To follow the log, repeat with `offset` = `next_offset`."""
     store = services_of(request).store
     paths = store.folder_of(run)
     return read_log(
@@ -224,7 +245,7 @@ def show_log(
 
 
 def _unreadable(watch: Watch, search: str | None) -> list[UnreadableRun]:
-    """The runs that cannot be read, by name, at most a page of them."""
+    """Return the runs that cannot be read, sorted by name: at most `PAGE_MAX`."""
     wanted = (search or "").lower()
     found = sorted(watch.unreadable().items(), key=lambda one: (one[0].name, one[0]))
     return [
@@ -241,7 +262,7 @@ def _line(row: views.RunRow, pace: Pace | None) -> RunLine:
 
 
 def _gpu_range(spec: dict[str, Any]) -> tuple[int | None, int | None]:
-    """(least, most) GPUs that the run may have; unknown for a spec of another version."""
+    """Return the smallest and largest GPU count of the run; None if the spec cannot be parsed."""
     try:
         parsed = RunSpec.read(spec)
     except ValueError:

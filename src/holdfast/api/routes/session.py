@@ -1,4 +1,4 @@
-"""Logging in and out from a page, and who one is."""
+"""Routes for browser sessions: log in, log out, and show the current caller."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ router = APIRouter(prefix="/session", tags=["session"])
 
 @router.get("")
 def show_session(request: Request) -> Session:
-    """Who asks; of a stranger, nothing but the version."""
+    """Return the current caller. Without valid credentials, only the version is set."""
     return _session(identify(request))
 
 
 @router.post("")
 def log_in(request: Request, response: Response, body: LogIn) -> Session:
-    """Begin a session with a token."""
+    """Log in with a token and start a browser session."""
     return _session(begin_session(request, response, body.token))
 
 
 @router.delete("", status_code=204)
 def log_out(request: Request, response: Response) -> None:
-    """End the session; harmless when there is none."""
+    """Log out. Without a session, this does nothing."""
     caller = identify(request)
     name = cookie_name(request)
     services_of(request).sessions.close(request.cookies.get(name, ""))
@@ -39,7 +39,7 @@ def log_out(request: Request, response: Response) -> None:
 
 
 def begin_session(request: Request, response: Response, text: str) -> Caller:
-    """Begin a session with the token `text`; its cookie goes with `response`.
+    """Start a session with the token `text` and set its cookie on `response`.
 
     Raises `Refusal` for a wrong token.
     """
