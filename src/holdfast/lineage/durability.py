@@ -1,8 +1,8 @@
-"""How safe each checkpoint is: staged in memory, durable, read back whole, copied to the mirror.
+"""The durability status of checkpoints: staged in memory, durable, verified, mirrored.
 
-A row of the index is durable, for its manifest stands. The rest is in the journals: a save that
-was staged and is not committed yet, a resume or a `verify` that read every byte, a mirror that
-has the whole of it.
+A checkpoint in the index is durable, because it has a manifest. The other states come from the
+journals: a save that was staged but not committed yet, a resume or a `verify` that read every
+byte, and a complete copy on the mirror.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from holdfast.lineage.find import Row, rows_of, run_row
 from holdfast.lineage.models import EdgeKind
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EVENTS, LAUNCHES, RUNS
 
-# A resume that loaded a checkpoint has compared every byte of it with its manifest.
+# A resume that loads a checkpoint compares every byte with the manifest.
 RESUME: Final = "resume"
 STAGED: Final = "staged"
 DURABILITY_EVENTS: Final = (EventKind.RESUMED, EventKind.VERIFIED, EventKind.MIRRORED)
-# A run has two slots a rank; what was staged before these is committed or gone.
+# Each rank has two slots. Saves older than these few are committed or failed.
 STAGED_MAX: Final = 8
 
 
 class DurabilityStatus(TypedDict):
-    """What is known of a checkpoint beyond its manifest; `verified_ok` is the last one's verdict.
+    """When a checkpoint was last verified, with the result, and when it was mirrored.
 
-    `verified_by` is who asked for it, or `resume`.
+    `verified_by` is the user who ran the verification, or `resume`.
     """
 
     verified_ok: bool | None
@@ -51,19 +51,22 @@ NOT_DURABLE: Final = DurabilityStatus(
 def read_durability(
     database: Database, run: str, names: Collection[str] | None = None
 ) -> dict[str, DurabilityStatus]:
-    """What proves a run's checkpoints, by directory's name; of these alone when they are given."""
+    """Return the durability status of a run's checkpoints by directory name.
+
+    With `names`, only these checkpoints are included.
+    """
     with database.reading() as connection:
         return _read_durability(connection, run_row(connection, run, None), names)
 
 
 def add_durability(database: Database, run: str, graph: views.Graph) -> views.Graph:
-    """The graph with what proves the run's checkpoints, and with saves that are in memory only."""
+    """Return `graph` with the checkpoints' durability status and with saves still in memory."""
     with database.reading() as connection:
         row = run_row(connection, run, None)
         durability = _read_durability(connection, row, None)
         staged = _staged(connection, row) if RunState(row["state"]).is_live else []
         others = _durability_of_others(connection, row, graph["nodes"])
-    # Names are directories' of this run, ids are of others; no name has a colon.
+    # This run's checkpoints have directory names as keys, others have ids, which contain a colon.
     nodes = [_with_status(node, durability | others, row["run"]) for node in graph["nodes"]]
     edges = list(graph["edges"])
     newest = _newest(nodes, row["run"])
@@ -76,11 +79,14 @@ def add_durability(database: Database, run: str, graph: views.Graph) -> views.Gr
 
 
 def durability_of(
-    told: Iterable[tuple[str, float, Mapping[str, Any]]], run: str
+    lines: Iterable[tuple[str, float, Mapping[str, Any]]], run: str
 ) -> dict[str, DurabilityStatus]:
-    """Proofs from (kind, Unix seconds, data) of journal lines, oldest first. Pure."""
+    """Return the durability status by directory name. Pure.
+
+    `lines` are (kind, Unix seconds, data) of journal lines, oldest first.
+    """
     found: dict[str, DurabilityStatus] = {}
-    for kind, time, data in told:
+    for kind, time, data in lines:
         folder, _, name = str(data.get("checkpoint") or "").rpartition(":")
         if not name or folder not in {"", run}:
             continue
@@ -100,7 +106,7 @@ def _read_durability(
 ) -> dict[str, DurabilityStatus]:
     columns = EVENTS.c
     of = columns.data["checkpoint"].as_string()
-    # No more of a line than is looked at: a resume's is long.
+    # Select only the keys that are needed: the data of a `resumed` event is long.
     query = (
         select(
             columns.kind,
@@ -117,15 +123,15 @@ def _read_durability(
     )
     if names is not None:
         query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))
-    told = (
+    lines = (
         (kind, time, {"checkpoint": checkpoint, "ok": ok, "by": by})
         for kind, time, checkpoint, ok, by in connection.execute(query)
     )
-    return durability_of(told, run["run"])
+    return durability_of(lines, run["run"])
 
 
 def _staged(connection: Connection, run: Row) -> list[views.Node]:
-    """Saves of the newest launch that were staged and neither committed nor given up."""
+    """Return nodes for the newest launch's saves that are staged but not committed or failed."""
     columns = EVENTS.c
     query = (
         select(columns.kind, columns.data)
@@ -134,9 +140,9 @@ def _staged(connection: Connection, run: Row) -> list[views.Node]:
         .order_by(columns.time.desc(), columns.sequence.desc())
         .limit(STAGED_MAX)
     )
-    told = connection.execute(query).all()
-    named = {str(data.get("checkpoint")): data for kind, data in told if kind == EventKind.STAGED}
-    given_up = {str(data.get("checkpoint")) for kind, data in told if kind != EventKind.STAGED}
+    lines = connection.execute(query).all()
+    named = {str(data.get("checkpoint")): data for kind, data in lines if kind == EventKind.STAGED}
+    given_up = {str(data.get("checkpoint")) for kind, data in lines if kind != EventKind.STAGED}
     there = rows_of(
         connection,
         select(CHECKPOINTS.c.name).where(
@@ -162,7 +168,7 @@ def _staged(connection: Connection, run: Row) -> list[views.Node]:
 
 
 def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
-    """(attempt, launch) of the launch that runs now, if one does."""
+    """Return (attempt, launch) of the newest attempt's newest launch, or None without one."""
     columns = LAUNCHES.c
     query = select(columns.attempt, columns.number).where(columns.run_uid == run["uid"])
     newest = query.order_by(columns.attempt.desc(), columns.number.desc()).limit(1)
@@ -176,11 +182,11 @@ def _newest_launch(connection: Connection, run: Row) -> tuple[int, int] | None:
 def _durability_of_others(
     connection: Connection, run: Row, nodes: Iterable[views.Node]
 ) -> dict[str, DurabilityStatus]:
-    """By id, what proves the checkpoints in a graph that belong to other runs than `run`."""
+    """Return the durability status, by id, of the checkpoints in a graph from other runs."""
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
     runs = set()
     for node in nodes:
-        # A run's folder tells runs of one name in several roots apart.
+        # Runs in several roots can have the same name, so compare their folders.
         folder, _, name = node.get("path", "").rpartition("/checkpoints/")
         if node["kind"] == "checkpoint" and name and node.get("run") != run["run"]:
             names[folder][name] = node["id"]
@@ -206,7 +212,7 @@ def _with_status(
 
 
 def _newest(nodes: Iterable[views.Node], run: str) -> str | None:
-    """The id of the newest checkpoint on the run's branch."""
+    """Return the id of the newest checkpoint on the run's branch, or None."""
     own = [
         node
         for node in nodes

@@ -1,6 +1,6 @@
-"""What is told of machines, curves, comparisons and ancestries: dictionaries for JSON, as `views`.
+"""Dictionaries for JSON about machines, metrics, comparisons and ancestries; see also `views`.
 
-Times are ISO-8601 in UTC unless a name ends in a unit, sizes bytes.
+Times are ISO 8601 in UTC, unless the name ends in a unit. Sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 
 class NodeRow(TypedDict):
-    """A machine: the attempts that it took part in, and those that ended by its fault."""
+    """A machine: the number of its attempts and of the failures attributed to it, by cause."""
 
     host: str
     attempts: int
@@ -28,7 +28,7 @@ class NodeRow(TypedDict):
 
 
 class NodeFault(TypedDict):
-    """One end of an attempt that a machine is blamed for."""
+    """An attempt's failure that is attributed to a machine."""
 
     run: str
     attempt: int
@@ -38,7 +38,7 @@ class NodeFault(TypedDict):
 
 
 class Segment(TypedDict):
-    """A time in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`."""
+    """A period in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`."""
 
     attempt: int
     part: str
@@ -47,7 +47,10 @@ class Segment(TypedDict):
 
 
 class Spread(TypedDict):
-    """A metric over some steps; None where no value was finite."""
+    """The last, lowest and highest value of a metric in a range of steps.
+
+    They are null if no value was finite.
+    """
 
     last: float | None
     low: float | None
@@ -55,7 +58,7 @@ class Spread(TypedDict):
 
 
 class Point(TypedDict):
-    """A stretch of steps on a curve, named by its last; `time_s` is Unix seconds."""
+    """A range of steps on a curve; `step` is its last step and `time_s` is Unix seconds."""
 
     step: int
     time: str
@@ -65,7 +68,7 @@ class Point(TypedDict):
 
 
 class Series(TypedDict):
-    """What one launch logged, oldest first."""
+    """The metrics of one launch, oldest first."""
 
     attempt: int
     launch: int
@@ -73,7 +76,7 @@ class Series(TypedDict):
 
 
 class Fact(TypedDict):
-    """The same thing of two checkpoints; `is_same` is None when one of them does not say."""
+    """One fact of two checkpoints; `is_same` is null if it is unknown for either of them."""
 
     name: str
     one: Any
@@ -82,7 +85,7 @@ class Fact(TypedDict):
 
 
 class Comparison(TypedDict):
-    """Two checkpoints side by side; `config` has where their runs' specs differ."""
+    """A comparison of two checkpoints; `config` contains the differences of their runs' specs."""
 
     one: str
     other: str
@@ -101,7 +104,7 @@ class FileView(TypedDict):
 
 
 class Ancestor(TypedDict):
-    """One checkpoint of an ancestry, which may be very long."""
+    """One checkpoint of an ancestry."""
 
     id: str
     run: str
@@ -119,7 +122,7 @@ class Ancestor(TypedDict):
 
 
 def ancestor(run: str, row: Row) -> Ancestor:
-    """One checkpoint of an ancestry, of the run in folder `run`."""
+    """Return one checkpoint of an ancestry; it belongs to the run in folder `run`."""
     return Ancestor(
         id=checkpoint_id(run, row["name"]),
         run=run,

@@ -1,4 +1,4 @@
-"""Sums over all runs: what their checkpoints take, and where their time and money went."""
+"""Totals over all runs: the storage of their checkpoints, their goodput and their cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MONEY: Final = ("cost", "preemption_cost", "on_demand_cost", "saved")
 
 
 class StorageTotals(TypedDict):
-    """Checkpoints and bytes of all runs that match, by state."""
+    """Checkpoints and bytes of all matching runs, by state."""
 
     runs: int
     kept: int
@@ -36,7 +36,7 @@ class StorageTotals(TypedDict):
 
 
 class Money(TypedDict):
-    """Sums in one currency; None where no run of it gives the price."""
+    """Totals in one currency; a value is null if no run in this currency has the price."""
 
     currency: str
     cost: float | None
@@ -46,9 +46,9 @@ class Money(TypedDict):
 
 
 class GoodputTotals(TypedDict):
-    """The account of all runs that match: seconds by part, GPU hours, steps trained twice.
+    """The goodput of all matching runs: seconds by part, GPU hours and lost steps.
 
-    `ettr` is productive time over all time, None where there was none.
+    `ettr` is productive time divided by total time, or null if the total is 0.
     """
 
     runs: int
@@ -70,8 +70,8 @@ class GoodputTotals(TypedDict):
 
 
 def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
-    """What the checkpoints of all runs that match take. Reads the table of runs alone."""
-    # As fractions: integers of many runs could add up to more than SQLite adds.
+    """Return the total storage of the checkpoints of all matching runs, from the runs table."""
+    # Sum as floating point: the sum of many integers could overflow in SQLite.
     columns = {name: sql_cast(RUNS.c[name], Double) for name in _STORED}
     sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in columns.items()]
     query = wanted_runs(select(func.count().label("runs"), *sums), where)
@@ -81,19 +81,19 @@ def storage_totals(database: Database, where: RunFilter) -> StorageTotals:
 
 
 def goodput_totals(database: Database, where: RunFilter) -> GoodputTotals:
-    """Where the time of all runs that match went, each until its row was last written."""
+    """Return the total goodput of all matching runs, each up to the last update of its row."""
     with database.reading() as connection:
         found = rows_of(connection, wanted_runs(select(RUNS.c.goodput), where))
     accounts = [row["goodput"] for row in found]
     sums = {name: sum(one.get(name) or 0 for one in accounts) for name in _ADDED}
     total_s, training_s = sums["total_s"], sums["training_s"]
     ettr = training_s / total_s if total_s > 0 else None
-    told = {"runs": len(accounts), "ettr": ettr, "money": _money(accounts), **sums}
-    return cast(GoodputTotals, told)
+    totals = {"runs": len(accounts), "ettr": ettr, "money": _money(accounts), **sums}
+    return cast(GoodputTotals, totals)
 
 
 def _money(accounts: Iterable[Mapping[str, Any]]) -> list[Money]:
-    """Sums by currency, over the accounts that have a price."""
+    """Return totals by currency of the accounts that have a price."""
     by_currency: defaultdict[str, dict[str, float | None]] = defaultdict(
         lambda: dict.fromkeys(_MONEY)
     )

@@ -1,8 +1,8 @@
-"""What the command, the API and the page are told: plain dictionaries, ready for JSON.
+"""The dictionaries that queries return to the CLI, the API and the web UI, ready for JSON.
 
-Times are ISO-8601 in UTC, durations seconds, sizes bytes. Ids of checkpoints are
-`<run>:<directory>`. An edge reads as a sentence: `from` `kind` `to`, so a checkpoint's parent
-edge leads from the child to the parent.
+Times are ISO 8601 in UTC, durations are in seconds and sizes are in bytes. The id of a checkpoint
+is `<run>:<directory>`. An edge reads `from` `kind` `to`: a parent edge goes from the child to the
+parent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS_TOTAL_NAMES: Final = ("steps", "max_steps", "total_steps", "train_steps")
 
 
 class RunSummary(TypedDict):
-    """One line of `holdfast runs`."""
+    """One row of `holdfast runs`."""
 
     run: str
     name: str
@@ -45,7 +45,10 @@ class RunSummary(TypedDict):
 
 
 class RunRow(RunSummary):
-    """One line of the page of runs: a summary, and when anything of the run last changed."""
+    """One row of the web UI's list of runs: a summary, goodput and the newest losses (`spark`).
+
+    `updated_at` is the time of the run's last change.
+    """
 
     updated_at: str
     committed_at: str | None
@@ -55,7 +58,7 @@ class RunRow(RunSummary):
 
 
 class StorageRow(TypedDict):
-    """What a run's checkpoints take, and what the next prune would delete of them."""
+    """The storage of a run's checkpoints, and what the next prune would delete."""
 
     run: str
     uid: str
@@ -123,7 +126,7 @@ class LaunchView(TypedDict):
 
 
 class RunView(TypedDict):
-    """`holdfast show RUN`."""
+    """The output of `holdfast show RUN --json`."""
 
     run: str
     name: str
@@ -146,7 +149,7 @@ class RunView(TypedDict):
 
 
 class CheckpointView(TypedDict):
-    """One line of `holdfast checkpoints RUN`; `reason` says why it is kept, or why it is gone."""
+    """One row of `holdfast checkpoints RUN`; `reason` is why it is kept, or why it was deleted."""
 
     id: str
     run: str
@@ -181,7 +184,7 @@ class CheckpointView(TypedDict):
 
 
 class Node(TypedDict, total=False):
-    """A node of the graph; every node has `id` and `kind`, the rest depends on the kind."""
+    """A node of the graph. Every node has `id` and `kind`; the other keys depend on the kind."""
 
     id: str
     kind: str
@@ -198,12 +201,12 @@ class Node(TypedDict, total=False):
     mirrored: bool
 
 
-# The functional form, because `from` is a word of the language.
+# The functional form, because `from` is a Python keyword.
 Edge = TypedDict("Edge", {"from": str, "to": str, "kind": str})
 
 
 class Graph(TypedDict):
-    """`holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports."""
+    """The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports."""
 
     nodes: list[Node]
     edges: list[Edge]
@@ -223,14 +226,14 @@ class EventView(TypedDict):
 
 
 def iso(time: float | None) -> str | None:
-    """Unix seconds as ISO-8601 in UTC, to the millisecond."""
+    """Return Unix seconds as ISO 8601 in UTC with milliseconds, or None for None."""
     return None if time is None else iso_time(time)
 
 
 def iso_time(time: float) -> str:
-    """Unix seconds, known to be there, as ISO-8601 in UTC, to the millisecond.
+    """Return Unix seconds as ISO 8601 in UTC with milliseconds.
 
-    A long list has ten thousand of them: the calendar is asked once for each hour.
+    The date and hour are cached, because a long list has ten thousand times.
     """
     hour, within = divmod(round(time * 1e6), 3_600_000_000)
     minute, within = divmod(within, 60_000_000)
@@ -240,13 +243,13 @@ def iso_time(time: float) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _hour_of(hours: int) -> str:
-    """Hours since 1970 as the beginning of a time, such as `2026-11-22T05`."""
+    """Return hours since 1970 as a date and hour, such as `2026-11-22T05`."""
     moment = datetime.fromtimestamp(hours * 3600, UTC).replace(tzinfo=None)
     return moment.isoformat(timespec="hours")
 
 
 def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:
-    """A line for `run`, of which `last` is the newest of its `attempts` attempts."""
+    """Return the summary of `run`, whose newest attempt of `attempts` is `last`."""
     return RunSummary(
         run=run["run"],
         name=run["name"],
@@ -269,7 +272,7 @@ def run_summary(run: Row, last: Row | None, attempts: int) -> RunSummary:
 
 
 def run_row(run: Row, last: Row | None, attempts: int, spark: list[float]) -> RunRow:
-    """A line of the page of runs; see `run_summary`. `spark` are the newest losses."""
+    """Return a row of the web UI's list of runs; see `run_summary`. `spark`: newest losses."""
     return RunRow(
         **run_summary(run, last, attempts),
         updated_at=iso_time(run["updated_at"]),
@@ -281,7 +284,7 @@ def run_row(run: Row, last: Row | None, attempts: int, spark: list[float]) -> Ru
 
 
 def steps_total(spec: Mapping[str, Any]) -> int | None:
-    """How many steps the run is to train, where its config says it by a usual name."""
+    """Return the number of steps to train if the run's config has one of `STEPS_TOTAL_NAMES`."""
     config = spec.get("config") or {}
     for name in STEPS_TOTAL_NAMES:
         value = config.get(name)
@@ -291,7 +294,7 @@ def steps_total(spec: Mapping[str, Any]) -> int | None:
 
 
 def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
-    """A run's storage, and the checkpoints that a prune deletes."""
+    """Return a run's storage; `prunable` are the checkpoints that a prune would delete."""
     return StorageRow(
         run=run["run"],
         uid=run["uid"],
@@ -310,7 +313,7 @@ def storage_row(run: Row, prunable: Sequence[Row]) -> StorageRow:
 
 
 def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> RunView:
-    """All that is known of one run."""
+    """Return the view of one run."""
     return RunView(
         run=run["run"],
         name=run["name"],
@@ -334,7 +337,7 @@ def run_view(run: Row, attempts: list[AttemptView], goodput: dict[str, Any]) -> 
 
 
 def attempt_view(row: Row, launches: list[LaunchView]) -> AttemptView:
-    """One attempt with its launches."""
+    """Return the view of one attempt with its launches."""
     first, last = row["first_step"], row["last_step"]
     asked, committed = row["stop_requested_at"], row["stop_committed_at"]
     return AttemptView(
@@ -372,7 +375,7 @@ def attempt_view(row: Row, launches: list[LaunchView]) -> AttemptView:
 
 
 def launch_view(row: Row) -> LaunchView:
-    """One launch of torchrun."""
+    """Return the view of one launch."""
     return LaunchView(
         number=row["number"],
         world_size=row["world_size"],
@@ -388,7 +391,7 @@ def launch_view(row: Row) -> LaunchView:
 
 
 def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
-    """One checkpoint of the run in folder `run`."""
+    """Return the view of one checkpoint of the run in folder `run`."""
     return CheckpointView(
         id=checkpoint_id(run, row["name"]),
         run=run,
@@ -424,7 +427,7 @@ def checkpoint_view(run: str, row: Row, reason: str) -> CheckpointView:
 
 
 def event_view(run: str, row: Row) -> EventView:
-    """One journal line of the run in folder `run`."""
+    """Return the view of one journal line of the run in folder `run`."""
     return EventView(
         run=run,
         journal=row["journal"],
@@ -438,12 +441,12 @@ def event_view(run: str, row: Row) -> EventView:
 
 
 def run_node(run: Row) -> Node:
-    """A run among the nodes; its id is its folder's name."""
+    """Return the node of a run; its id is the folder's name."""
     return Node(id=run["run"], kind="run", run=run["run"], state=run["state"])
 
 
 def attempt_node_of(run: str, row: Row) -> Node:
-    """An attempt among the nodes."""
+    """Return the node of an attempt."""
     return Node(
         id=f"{run}:{attempt_node(row['number'])}",
         kind="attempt",
@@ -456,7 +459,7 @@ def attempt_node_of(run: str, row: Row) -> Node:
 
 
 def checkpoint_node(run: str, row: Row) -> Node:
-    """A checkpoint among the nodes."""
+    """Return the node of a checkpoint."""
     return Node(
         id=checkpoint_id(run, row["name"]),
         kind="checkpoint",

@@ -12,7 +12,7 @@ export interface ActionDone {
   pid?: number | null;
 }
 
-/** One checkpoint of an ancestry, which may be very long. */
+/** One checkpoint of an ancestry. */
 export interface Ancestor {
   id: string;
   run: string;
@@ -194,7 +194,7 @@ export interface CheckpointRow {
 /** What became of a checkpoint. */
 export type CheckpointState = "committed" | "damaged" | "deleted";
 
-/** Two checkpoints side by side; `config` has where their runs' specs differ. */
+/** A comparison of two checkpoints; `config` contains the differences of their runs' specs. */
 export interface Comparison {
   one: string;
   other: string;
@@ -226,7 +226,7 @@ export interface EventView {
   data: Record<string, unknown>;
 }
 
-/** The same thing of two checkpoints; `is_same` is None when one of them does not say. */
+/** One fact of two checkpoints; `is_same` is null if it is unknown for either of them. */
 export interface Fact {
   name: string;
   one: unknown;
@@ -263,7 +263,7 @@ export interface Forked {
 /** What an export can be read by. */
 export type Form = "torch" | "safetensors" | "hf" | "dcp";
 
-/** The account of all runs that match: seconds by part, GPU hours, steps trained twice. `ettr` is productive time over all time, None where there was none. */
+/** The goodput of all matching runs: seconds by part, GPU hours and lost steps. `ettr` is productive time divided by total time, or null if the total is 0. */
 export interface GoodputTotals {
   runs: number;
   total_s: number;
@@ -283,7 +283,7 @@ export interface GoodputTotals {
   money: Money[];
 }
 
-/** `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports. */
+/** The output of `holdfast lineage RUN`: nodes are runs, attempts, checkpoints and exports. */
 export interface Graph {
   nodes: Node[];
   edges: Edge[];
@@ -367,7 +367,7 @@ export interface LogPart {
   ended: boolean;
 }
 
-/** Sums in one currency; None where no run of it gives the price. */
+/** Totals in one currency; a value is null if no run in this currency has the price. */
 export interface Money {
   currency: string;
   cost: number | null;
@@ -376,7 +376,7 @@ export interface Money {
   saved: number | null;
 }
 
-/** A node of the graph; every node has `id` and `kind`, the rest depends on the kind. */
+/** A node of the graph. Every node has `id` and `kind`; the other keys depend on the kind. */
 export interface Node {
   id?: string;
   kind?: string;
@@ -399,7 +399,7 @@ export interface NodeDetail {
   faults: NodeFault[];
 }
 
-/** One end of an attempt that a machine is blamed for. */
+/** An attempt's failure that is attributed to a machine. */
 export interface NodeFault {
   run: string;
   attempt: number;
@@ -408,7 +408,7 @@ export interface NodeFault {
   ended_at: string | null;
 }
 
-/** A machine: the attempts that it took part in, and those that ended by its fault. */
+/** A machine: the number of its attempts and of the failures attributed to it, by cause. */
 export interface NodeRow {
   host: string;
   attempts: number;
@@ -442,7 +442,7 @@ export interface Pinned {
   pinned: boolean;
 }
 
-/** A stretch of steps on a curve, named by its last; `time_s` is Unix seconds. */
+/** A range of steps on a curve; `step` is its last step and `time_s` is Unix seconds. */
 export interface Point {
   step: number;
   time: string;
@@ -560,7 +560,7 @@ export interface RunPage {
 /** Where a run stands, over all its attempts. */
 export type RunState = "queued" | "running" | "waiting" | "paused" | "completed" | "failed" | "cancelled";
 
-/** A time in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`. */
+/** A period in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`. */
 export interface Segment {
   attempt: number;
   part: string;
@@ -568,7 +568,7 @@ export interface Segment {
   ended_at: string;
 }
 
-/** What one launch logged, oldest first. */
+/** The metrics of one launch, oldest first. */
 export interface Series {
   attempt: number;
   launch: number;
@@ -583,14 +583,14 @@ export interface Session {
   version: string;
 }
 
-/** A metric over some steps; None where no value was finite. */
+/** The last, lowest and highest value of a metric in a range of steps. They are null if no value was finite. */
 export interface Spread {
   last: number | null;
   low: number | null;
   high: number | null;
 }
 
-/** What a run's checkpoints take, and what the next prune would delete of them. */
+/** The storage of a run's checkpoints, and what the next prune would delete. */
 export interface StorageRow {
   run: string;
   uid: string;
@@ -607,7 +607,7 @@ export interface StorageRow {
   would_prune_bytes: number;
 }
 
-/** Checkpoints and bytes of all runs that match, by state. */
+/** Checkpoints and bytes of all matching runs, by state. */
 export interface StorageTotals {
   runs: number;
   kept: number;
