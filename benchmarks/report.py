@@ -40,7 +40,7 @@ The slowest rank counts.
   whichever is worse, each of them between two plain copies of the tensors; then SIGTERM to every
   rank in the middle of a step, and the time until the final checkpoint is committed ÷ (the rest
   of that step + a copy + a raw write, measured in the same program).
-- Before the first step `Session` starts its flusher and plans the saves: *making the session*.
+- Before the first step `Session` starts its flusher and plans the saves: *session creation*.
   The memory of its slots, two images of the state, comes beside the first steps, which only
   sleep here, as the processors do while an accelerator works. A save that is wanted sooner waits
   for the pages that it touches.

@@ -381,7 +381,7 @@ def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> N
     assert call("logs", "kelp", "--rank", 1).out == "hello from 1\n"
     told = call("logs", "kelp", "--rank", 1, "--json").json
     assert told["logs"][0]["text"] == "hello from 1\n"
-    assert "has written nothing" in call("logs", "kelp", "--rank", 9).err
+    assert "has written no output" in call("logs", "kelp", "--rank", 9).err
     assert call("logs", "kelp", "--attempt", 3).status == 2
 
 

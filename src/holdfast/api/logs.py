@@ -37,7 +37,7 @@ def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
 def list_logs(attempt: AttemptPaths) -> list[LogFile]:
     """Return the log files of all ranks, sorted by rank, launch and stream."""
     found = []
-    for path in attempt.logs.glob("node-*/i*/rank-*.log"):
+    for path in attempt.logs.glob("node-*/l*/rank-*.log"):
         match = _FILE.fullmatch(path.relative_to(attempt.logs).as_posix())
         size = _size(path, attempt) if match else None
         if match and size is not None:
@@ -73,7 +73,7 @@ def read_log(
     always with a complete character. Secrets are masked by the same number of bytes. Raises
     `NotFoundError` if there is no such log.
     """
-    wanted = f"node-*/l{launch:02d}" if launch is not None else "node-*/i*"
+    wanted = f"node-*/l{launch:02d}" if launch is not None else "node-*/l*"
     found = [
         path
         for path in attempt.logs.glob(f"{wanted}/rank-{rank:05d}.{stream}.log")

@@ -1,1 +1,1 @@
-"""The `holdfast` command: one small module for each group of subcommands."""
+"""The `holdfast` command, with one module for each group of subcommands."""

@@ -1,4 +1,4 @@
-"""`holdfast bench`: this machine's limits, stock DCP and Holdfast, measured in one run."""
+"""`holdfast bench`: measure this machine's limits, stock DCP and Holdfast in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.cli.output import AsJson, answer, print_facts, print_table
 from holdfast.contracts.errors import PreflightError
 
 END_S: Final = 60.0
-# The names of the answer, as people say them.
+# The titles of the keys in the benchmark's JSON.
 TITLES: Final = {
     "save_blocked": "training blocked ÷ memcpy",
     "save_committed": "save until committed ÷ raw write",
@@ -25,12 +25,12 @@ TITLES: Final = {
     "load_bytes_resharded": "bytes read ÷ unique, resharded",
     "signal_to_commit": "signal → commit ÷ (step + copy + write)",
     "commit_tail": "commit tail ÷ (3 creates + 10 ms)",
-    "step_overhead_us": "a step without a save, µs",
+    "step_overhead_us": "overhead of a step without a save, µs",
     "memory_growth": "memory growth over all saves",
 }
 SETUP_TITLES: Final = {
-    "prepare_s": "making the session, s",
-    "prepare": "making the session ÷ memcpy",
+    "prepare_s": "session creation, s",
+    "prepare": "session creation ÷ memcpy",
 }
 STOCK_RATIOS: Final = ("save_blocked", "save_committed", "first_save", "load", "load_bytes_same")
 
@@ -43,20 +43,25 @@ def register(app: typer.Typer) -> None:
 def bench(
     directory: Annotated[
         Path | None,
-        typer.Option(help="Where to write; $HOLDFAST_ROOT, else /var/tmp.", metavar="DIR"),
+        typer.Option(help="Where to write. Default: $HOLDFAST_ROOT, else /var/tmp.", metavar="DIR"),
     ] = None,
-    megabytes: Annotated[int, typer.Option(help="State of all ranks together.")] = 1250,
-    pairs: Annotated[int, typer.Option(help="How often all is measured, in turn.")] = 7,
-    ranks: Annotated[int, typer.Option(help="Ranks that save together.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A few megabytes, one pair.")] = False,
+    megabytes: Annotated[int, typer.Option(help="The total state of all ranks, in MB.")] = 1250,
+    pairs: Annotated[int, typer.Option(help="How often each measurement is repeated.")] = 7,
+    ranks: Annotated[int, typer.Option(help="The number of ranks that save together.")] = 2,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use a few megabytes and one repetition.")
+    ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw it, as SVG, PNG or PDF.", metavar="FILE")
+        Path | None, typer.Option(help="Also write a plot, as SVG, PNG or PDF.", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare saves and loads with what this machine can do: about ten minutes."""
+    """Compare saves and loads with this machine's limits. It takes about ten minutes."""
     if plot is not None and find_spec("matplotlib") is None:
-        raise PreflightError("--plot needs matplotlib: pip install matplotlib, or leave it out")
+        raise PreflightError(
+            "--plot needs matplotlib, which is not installed. Run `pip install matplotlib`, or "
+            "leave --plot out."
+        )
     command = [sys.executable, "-m", "holdfast.trainer.bench"]
     command += ["--megabytes", str(megabytes), "--pairs", str(pairs), "--ranks", str(ranks)]
     command += ["--directory", str(directory)] if directory is not None else []
@@ -70,12 +75,12 @@ def bench(
 
 
 def _measure(command: list[str]) -> dict[str, Any]:
-    """What the benchmark printed; it tells its own errors, and its status becomes ours."""
+    """Run the benchmark and return its JSON. If it fails, exit with its exit status."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         printed, _ = process.communicate()
     finally:
-        # Interrupted here: it ends what it started and removes what it wrote, then leaves.
+        # After an interrupt, the benchmark stops its processes and deletes its files.
         process.terminate()
         process.wait(END_S)
     if process.returncode != 0:
@@ -94,19 +99,19 @@ def _render(found: dict[str, Any]) -> None:
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each ratio: its spread, its target and whether it is kept."""
+    """Return one row for each ratio: its spread, its target and whether it meets the target."""
     rows = []
     for name, value in found["ratios"].items():
         spread, target = found["spread"][name], found["targets"][name]
-        kept = "kept" if value <= target else "missed"
+        result = "kept" if value <= target else "missed"
         numbers = (value, spread["min"], spread["max"])
         texts = (number_text(number) for number in numbers)
-        rows.append((TITLES[name], *texts, str(spread["n"]), f"≤ {target:g}", kept))
+        rows.append((TITLES[name], *texts, str(spread["n"]), f"≤ {target:g}", result))
     return rows
 
 
 def setup_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each figure of what is done before the first step, with its spread."""
+    """Return one row, with its spread, for each measurement of the time before the first step."""
     return [
         (
             SETUP_TITLES[name],
@@ -118,7 +123,7 @@ def setup_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def stock_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One row for each mode of stock DCP, and one for its load."""
+    """Return one row for each mode of stock DCP, and one for its load."""
     return [
         (mode, *(number_text(figures.get(name)) for name in STOCK_RATIOS))
         for mode, figures in found["stock"].items()
@@ -126,7 +131,7 @@ def stock_rows_of(found: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def number_text(value: float | None) -> str:
-    """Two decimals, three for what is close to nothing."""
+    """Return a number with two decimals, or with three below 0.1."""
     if value is None:
         return ""
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3f}"

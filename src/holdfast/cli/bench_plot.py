@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-# Rows of the plot, from the top; the last two have no counterpart in stock DCP.
+# The rows of the plot, from the top. Stock DCP has no counterpart of the last two.
 ROWS: Final = {
     "save_blocked": "training blocked\n÷ memcpy",
     "save_committed": "save until committed\n÷ raw write",
@@ -21,11 +21,11 @@ SIZE_INCHES: Final = (8.0, 5.0)
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Write the plot of a benchmark's answer to `path`, whose ending says the format."""
+    """Write the plot of a benchmark's result to `path`, in the format of its suffix."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Letters stay letters, and the same figures give the same file.
+    # Keep text as text, and make the file reproducible.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "holdfast"}):
         figure = Figure(figsize=SIZE_INCHES, layout="constrained")
         axes = figure.subplots()
@@ -37,7 +37,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.grid(axis="x", which="both", alpha=0.25)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.set_xlabel(
-            "ratio to this machine's own limit, measured in the same run; less is better"
+            "ratio to this machine's own limit, measured in the same run (lower is better)"
         )
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         handles, labels = axes.get_legend_handles_labels()
@@ -50,7 +50,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def _draw_row(axes: Any, place: int, name: str, found: dict[str, Any]) -> None:
-    """One ratio: the median with its spread, stock's medians below it, the target as a mark."""
+    """Draw one ratio: the median with its spread, the target, and stock DCP's medians below."""
     value, spread = found["ratios"][name], found["spread"][name]
     errors = [[max(0.0, value - spread["min"])], [max(0.0, spread["max"] - value)]]
     axes.errorbar(

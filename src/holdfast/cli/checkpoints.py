@@ -1,4 +1,4 @@
-"""`holdfast pin|unpin|prune|verify`: what is kept, and whether it is whole."""
+"""`holdfast pin|unpin|prune|verify`: keep, delete and verify checkpoints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def register(app: typer.Typer) -> None:
 
 def pin(
     checkpoint: CheckpointArgument,
-    note: Annotated[str, typer.Option("--note", help="Why, for the records.")] = "",
+    note: Annotated[str, typer.Option("--note", help="The reason, for the records.")] = "",
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Keep a checkpoint whatever the rules say."""
+    """Keep a checkpoint regardless of the keep rules."""
     from holdfast.workers import operator
 
     paths, name = locate_checkpoint(checkpoint, root)
@@ -42,7 +42,7 @@ def pin(
 
 
 def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """Leave a checkpoint to the rules again."""
+    """Remove a checkpoint's pin, so that the keep rules apply to it again."""
     from holdfast.workers import operator
 
     paths, name = locate_checkpoint(checkpoint, root)
@@ -54,12 +54,12 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
 def prune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would go; delete nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
     ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the checkpoints that no rule, pin or use keeps; their manifests stay."""
+    """Delete the checkpoints that no keep rule, pin or use keeps. Their manifests remain."""
     from holdfast.workers import pruning
 
     paths = locate_run(run, root)
@@ -75,9 +75,9 @@ def verify(
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of a checkpoint and compare it with what was committed.
+    """Read every byte of a checkpoint and compare it with the manifest.
 
-    Where the run's files went to the nodes' own disks, the copy in its mirror is read.
+    If the run saves to the nodes' own disks, the copy in its mirror is read.
     """
     from holdfast.workers import verification
 
@@ -87,16 +87,17 @@ def verify(
     try:
         verification.record(directory, facts, by=user_name())
     except (OSError, ForeignFileError) as error:
-        warn(f"the run's journal has no line of this: {error}")
+        warn(f"holdfast: the result could not be recorded in the run's journal: {error}")
     answer(facts, as_json, _render_verify)
     if not facts["ok"]:
         raise typer.Exit(1)
 
 
 def directory_of(checkpoint: str, root: str | None) -> Path:
-    """The directory meant; any that exists will do, for copies lie outside of runs.
+    """Return the directory of a checkpoint, given as an id or a path.
 
-    Raises `NotFoundError` when there is none, with what became of it where that is known.
+    The directory may be a copy outside of any run. Raises `NotFoundError` if it does not exist,
+    with the reason if that is known.
     """
     path = plain_path(checkpoint)
     if path.is_dir():
@@ -107,7 +108,7 @@ def directory_of(checkpoint: str, root: str | None) -> Path:
 
 
 def _damage(directory: Path, manifest: Manifest, *, show: bool) -> list[str]:
-    """The damaged files; reading gigabytes takes a while, so a person is shown how far it is."""
+    """Return the damaged files. On a terminal, show a progress bar if `show` is set."""
     if not show or not sys.stderr.isatty():
         return find_damage(directory, manifest)
     from rich.console import Console
@@ -136,7 +137,7 @@ def _render_prune(facts: dict[str, Any]) -> None:
 def _render_verify(facts: dict[str, Any]) -> None:
     if facts["ok"]:
         size = bytes_text(facts["bytes"])
-        say(f"{facts['checkpoint']}: {facts['files']} files, {size}: as committed")
+        say(f"{facts['checkpoint']}: {facts['files']} files, {size}: matches the manifest")
         if facts["mirror"]:
             say(f"  also in {facts['mirror']}")
         return

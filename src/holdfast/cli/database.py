@@ -15,7 +15,7 @@ from holdfast.contracts.errors import NotFoundError
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
-    group = typer.Typer(help="The database's schema.", no_args_is_help=True)
+    group = typer.Typer(help="Manage the schema of the index.", no_args_is_help=True)
     for command in (upgrade, downgrade, current):
         group.command()(command)
     app.add_typer(group, name="db")
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 
 
 def upgrade(as_json: AsJson = False) -> None:
-    """Bring the schema up to date."""
+    """Upgrade the schema to the newest revision."""
     from holdfast.lineage import database
 
     revision = database.upgrade()
@@ -32,18 +32,18 @@ def upgrade(as_json: AsJson = False) -> None:
 
 def downgrade(
     revision: Annotated[
-        str, typer.Argument(help="The revision to go back to; `base` takes the schema away.")
+        str, typer.Argument(help="The revision to downgrade to; `base` removes the schema.")
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Take the schema back to an older revision."""
+    """Downgrade the schema to an older revision."""
     from holdfast.lineage import database
 
     answer({"revision": database.downgrade(None, revision)}, as_json, _render_revision)
 
 
 def current(as_json: AsJson = False) -> None:
-    """Say the schema's revision, and the one this version needs."""
+    """Show the schema's revision, and the one that this version needs."""
     from holdfast.lineage import database
 
     found, head = database.current_revision(), database.head_revision()
@@ -55,22 +55,27 @@ def current(as_json: AsJson = False) -> None:
 
 def reindex(
     root: Annotated[
-        Path | None, typer.Argument(metavar="ROOT", help="Where runs live; the default root.")
+        Path | None,
+        typer.Argument(
+            metavar="ROOT", help="The folder that contains the runs. Default: $HOLDFAST_ROOT."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build the index of all runs under ROOT again from disk alone.
+    """Rebuild the index of all runs under ROOT from disk.
 
-    The exit status is 1 when a run cannot be read; its rows stay as they are.
+    The exit status is 1 if a run cannot be read. The rows of that run do not change.
     """
-    from holdfast.lineage.reindex import reindex as build_again
+    from holdfast.lineage.reindex import reindex as rebuild
 
     home = choose_root(str(root) if root else None)
     if not home.is_dir():
-        raise NotFoundError(f"{home}: no such directory; give the root that holds the runs")
+        raise NotFoundError(
+            f"{home}: no such directory. Expected the folder that contains the runs."
+        )
     with open_index() as database:
         return_free_memory()
-        report = build_again(database, home)
+        report = rebuild(database, home)
     facts: dict[str, Any] = {"root": str(home), **vars(report)}
     answer(facts, as_json, print_facts)
     for run, why in report.failed.items():
@@ -81,6 +86,6 @@ def reindex(
 
 def _render_revision(facts: dict[str, Any]) -> None:
     head = facts.get("head")
-    told = facts["revision"] or "no schema"
-    behind = head is not None and head != facts["revision"]
-    say(f"{told}; this version needs {head}: `holdfast db upgrade`" if behind else told)
+    found = facts["revision"] or "no schema"
+    differs = head is not None and head != facts["revision"]
+    say(f"{found}; this version needs {head}: run `holdfast db upgrade`" if differs else found)

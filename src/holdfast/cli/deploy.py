@@ -16,11 +16,12 @@ def register(app: typer.Typer) -> None:
 
 def deploy(
     pool: Annotated[
-        str, typer.Option("--pool", help="The work pool; a process pool is made if missing.")
+        str,
+        typer.Option("--pool", help="The work pool. A process pool is created if it is missing."),
     ] = "holdfast",
     as_json: AsJson = False,
 ) -> None:
-    """Create Prefect's deployment and its work pool, or bring them up to date."""
+    """Create or update Prefect's deployment and its work pool."""
     from holdfast.flows.deployments import api_url
     from holdfast.flows.deployments import deploy as create
 

@@ -1,4 +1,4 @@
-"""`holdfast doctor`: whether this machine and what it talks to are fit to carry runs."""
+"""`holdfast doctor`: check whether this machine and its services can run jobs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Look at this run instead.")
+        str | None,
+        typer.Option("--run", metavar="RUN", help="Check this run's checkpoint instead."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="With --run: would it fit these GPUs?")
+        int | None, typer.Option("--gpus", min=1, help="With --run: the number of GPUs.")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", help="With --run: not the newest, but this one.")
+        str | None,
+        typer.Option("--checkpoint", help="With --run: the checkpoint. Default: the newest."),
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check what runs need, one line each; or, with --run, whether a checkpoint fits N GPUs."""
+    """Check this machine and its services. With --run, check whether a checkpoint fits N GPUs."""
     if (run is None) != (gpus is None) or (checkpoint and run is None):
         raise typer.BadParameter("--run and --gpus go together, as in `--run my-run --gpus 4`")
     if run is not None and gpus is not None:

@@ -1,4 +1,4 @@
-"""The doctor's checks: each looks at one thing, within a bound, and never raises."""
+"""The checks of `holdfast doctor`. Each one takes limited time and raises no error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from holdfast.cli.output import bytes_text
-from holdfast.cli.supervise import alone, command
+from holdfast.cli.supervise import command, supervisor_warning
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.filesystems import NODE_LOCAL, filesystem_of
@@ -34,7 +34,7 @@ SLURM: Final = ("sbatch", "squeue", "sacct", "scontrol", "scancel")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it is, and what to do about it."""
+    """One result: the check's name, its level, the details, and the next step."""
 
     name: str
     level: Level
@@ -43,7 +43,7 @@ class Finding:
 
 
 def run_checks(root: Path) -> list[Finding]:
-    """Every check, in the order in which a run would need the things."""
+    """Run every check, in the order in which a run needs them."""
     checks: tuple[Callable[[], Finding], ...] = (
         check_python,
         check_torch,
@@ -59,15 +59,15 @@ def run_checks(root: Path) -> list[Finding]:
 
 
 def check_python() -> Finding:
-    """The interpreter of the command itself."""
-    told = f"{platform.python_version()} at {sys.executable}"
+    """Check the version of this interpreter."""
+    found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < PYTHON_MIN:
-        return Finding("python", "fail", told, "install Python 3.11 or newer")
-    return Finding("python", "ok", told)
+        return Finding("python", "fail", found, "install Python 3.11 or newer")
+    return Finding("python", "ok", found)
 
 
 def check_torch() -> Finding:
-    """Whether the default job environment, this interpreter's, can train; torch is not loaded."""
+    """Check that this interpreter, the default for jobs, has the packages that training needs."""
     program = (
         "import importlib.util as u, importlib.metadata as m\n"
         "need = ('torch', 'numpy', 'psutil', 'submitit')\n"
@@ -83,16 +83,16 @@ def check_torch() -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding("job environment", "fail", str(error), "see that this interpreter works")
-    told = done.stdout.strip() or done.stderr.strip()[-200:]
-    if done.returncode or told.startswith("missing"):
-        step = "pip install 'holdfast[trainer]' here, or name another launch.python in the spec"
-        return Finding("job environment", "warn", told, step)
-    return Finding("job environment", "ok", told)
+        return Finding("job environment", "fail", str(error), "repair this Python interpreter")
+    found = done.stdout.strip() or done.stderr.strip()[-200:]
+    if done.returncode or found.startswith("missing"):
+        step = "pip install 'holdfast[trainer]' here, or set another launch.python in the spec"
+        return Finding("job environment", "warn", found, step)
+    return Finding("job environment", "ok", found)
 
 
 def check_root(root: Path) -> Finding:
-    """Whether runs can be created under the root, and where it lies."""
+    """Check that the root is writable and not in memory."""
     try:
         make_directory(root)
         with tempfile.NamedTemporaryFile(dir=root, prefix=".doctor."):
@@ -102,72 +102,72 @@ def check_root(root: Path) -> Finding:
         return Finding("root", "fail", f"{root}: {error.strerror or error}", step)
     if kind in NODE_LOCAL:
         step = "set HOLDFAST_ROOT to durable storage that all nodes share"
-        return Finding("root", "warn", f"{root} lies in memory ({kind})", step)
+        return Finding("root", "warn", f"{root} is in memory ({kind})", step)
     return Finding("root", "ok", f"{root} ({kind or 'unknown file system'})")
 
 
 def check_space(root: Path) -> Finding:
-    """Room for checkpoints under the root."""
+    """Check the free space under the root."""
     there = root
     while not there.exists():
         there = there.parent
     free = shutil.disk_usage(there).free
-    told = f"{bytes_text(free)} free"
+    found = f"{bytes_text(free)} free"
     if free < FREE_BYTES_MIN:
         step = "`holdfast prune` old checkpoints, or set HOLDFAST_ROOT to a larger disk"
-        return Finding("disk space", "warn", told, step)
-    return Finding("disk space", "ok", told)
+        return Finding("disk space", "warn", found, step)
+    return Finding("disk space", "ok", found)
 
 
 def check_database() -> Finding:
-    """Whether the index can be opened, its schema being this version's."""
+    """Check that the index can be opened and has this version's schema."""
     from holdfast.lineage.database import open_database
 
     try:
         with open_database() as database:
             return Finding("database", "ok", database.name)
     except HoldfastError as error:
-        return Finding("database", "fail", str(error), "mend what it says; runs are safe on disk")
+        return Finding("database", "fail", str(error), "fix this problem; runs are safe on disk")
 
 
 def check_service() -> Finding:
-    """Prefect's API, the deployment and its workers, when an API is configured."""
+    """Check Prefect's API, the deployment and its workers, if an API is configured."""
     from holdfast.flows.start import has_service
 
     if not has_service():
-        told = "no PREFECT_API_URL: `holdfast submit` supervises from a process of this machine"
-        return Finding("prefect", "ok", told)
+        found = "no PREFECT_API_URL: `holdfast submit` starts the supervisor on this machine"
+        return Finding("prefect", "ok", found)
     from holdfast.flows import deployments
 
     try:
         report = deployments.check_service()
     except HoldfastError as error:
         return Finding("prefect", "fail", str(error), "start the server, then `holdfast deploy`")
-    told = f"{report.url}, pool {report.pool}, {report.workers} worker(s)"
+    found = f"{report.url}, pool {report.pool}, {report.workers} worker(s)"
     if not report.workers:
-        return Finding("prefect", "warn", told, f"prefect worker start --pool {report.pool}")
-    return Finding("prefect", "ok", told)
+        return Finding("prefect", "warn", found, f"prefect worker start --pool {report.pool}")
+    return Finding("prefect", "ok", found)
 
 
 def check_supervisors(root: Path) -> Finding:
-    """Whether this user's live runs under the root have a supervisor, those looked at in time."""
+    """Check that this user's live runs under the root have a supervisor, within a time limit."""
     ends_at = time.monotonic() + COMMAND_S_MAX
     found = list_runs(root)
     lost: list[str] = []
     for number, paths in enumerate(found):
         if time.monotonic() > ends_at:
-            told = f"only {number} of {len(found)} runs looked at within {COMMAND_S_MAX:.0f} s"
-            return Finding("supervisors", "warn", f"{told}{_named(lost)}", command(root, "--all"))
+            detail = f"checked only {number} of {len(found)} runs within {COMMAND_S_MAX:.0f} s"
+            return Finding("supervisors", "warn", f"{detail}{_named(lost)}", command(root, "--all"))
         # A run that cannot be read is listed by `holdfast runs` with the reason.
         with contextlib.suppress(HoldfastError, OSError, ValueError, LookupError):
-            if alone(paths) and load_history(paths).state.is_live:
+            if supervisor_warning(paths) and load_history(paths).state.is_live:
                 lost.append(paths.name)
     if lost:
         runs = "run" if len(lost) == 1 else "runs"
-        told = f"this host sees no supervisor of {len(lost)} live {runs}"
+        detail = f"this host sees no supervisor of {len(lost)} live {runs}"
         step = command(root, *(lost if len(lost) == 1 else ["--all"]))
-        return Finding("supervisors", "warn", f"{told}{_named(lost)}", step)
-    return Finding("supervisors", "ok", "no live run of yours lacks one")
+        return Finding("supervisors", "warn", f"{detail}{_named(lost)}", step)
+    return Finding("supervisors", "ok", "all your live runs have one")
 
 
 def _named(runs: list[str]) -> str:
@@ -178,35 +178,35 @@ def _named(runs: list[str]) -> str:
 
 
 def check_slurm() -> Finding:
-    """Slurm's commands and its answer; a machine without any is one for local runs."""
+    """Check Slurm's commands and that Slurm responds. Without any command, Slurm is optional."""
     there = [name for name in SLURM if shutil.which(name)]
     if not there:
-        return Finding("slurm", "ok", "not on this machine: only the local executor works here")
+        return Finding("slurm", "ok", "not installed: only the local executor is available")
     absent = [name for name in SLURM if name not in there]
     if absent:
-        step = "install Slurm's client programs, or work from a login node"
+        step = "install Slurm's client programs, or use a login node"
         return Finding("slurm", "fail", f"{', '.join(absent)} missing", step)
     from holdfast.workers import slurm_client
 
     try:
         names = [partition["PartitionName"] for partition in slurm_client.partitions()]
     except HoldfastError as error:
-        step = "see that slurmctld answers (`scontrol ping`); until then only local runs work"
+        step = "check that slurmctld responds (`scontrol ping`); until then, only local runs work"
         return Finding("slurm", "warn", str(error), step)
     return Finding("slurm", "ok", f"partitions {', '.join(names) or 'none'}")
 
 
 def check_memory_files() -> Finding:
-    """Memory files hold staged checkpoints; torch's loaders also want room in /dev/shm."""
+    """Check memory files, which hold staged checkpoints, and /dev/shm for data loaders."""
     try:
         os.close(os.memfd_create("holdfast-doctor"))
     except OSError as error:
-        step = "run on Linux 3.17 or newer, outside of sandboxes that forbid memfd_create"
+        step = "use Linux 3.17 or newer, outside of sandboxes that forbid memfd_create"
         return Finding("memory files", "fail", str(error), step)
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    told = f"memfd works, {bytes_text(free)} free in /dev/shm"
+    found = f"memfd works, {bytes_text(free)} free in /dev/shm"
     if free < SHARED_BYTES_MIN:
         step = "give containers a larger --shm-size: DataLoader workers need it"
-        return Finding("memory files", "warn", told, step)
-    return Finding("memory files", "ok", told)
+        return Finding("memory files", "warn", found, step)
+    return Finding("memory files", "ok", found)

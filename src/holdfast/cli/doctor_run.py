@@ -1,4 +1,4 @@
-"""`holdfast doctor --run RUN --gpus N`: whether a run's checkpoint fits that many GPUs."""
+"""`holdfast doctor --run RUN --gpus N`: check whether a run's checkpoint fits N GPUs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
-# What `python -m holdfast.trainer.shape` calls them → what people read.
+# Keys in the output of `python -m holdfast.trainer.shape` → labels.
 PARTS: Final = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
     "other": "other state",
-    "device": "sum",
+    "device": "total",
     "staging": "staging",
 }
 
 
 def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> dict[str, Any]:
-    """Whether `gpus` ranks can go on from the run's checkpoint, and what each would need, in bytes.
+    """Return whether `gpus` ranks can resume from the checkpoint, and the bytes each rank needs.
 
-    Raises `NotFoundError` when the run has no committed checkpoint, `CheckpointError` when that
-    cannot be believed, `PreflightError` when the job's environment cannot be asked.
+    Raises `NotFoundError` if the run has no committed checkpoint, `CheckpointError` if the
+    checkpoint is invalid, and `PreflightError` if the job's environment cannot be called.
     """
     from holdfast.flows import secrets
     from holdfast.workers.sizes import problem_with
@@ -50,7 +50,7 @@ def examine(run: str, gpus: int, checkpoint: str | None, root: str | None) -> di
 
 
 def render(facts: dict[str, Any]) -> None:
-    """The answer for people."""
+    """Print the result."""
     memory = facts["bytes_per_rank"]
     fits = "fits" if facts["ok"] else "does not fit"
     say(f"{facts['checkpoint']} {fits} {facts['gpus']} GPUs")
@@ -59,17 +59,19 @@ def render(facts: dict[str, Any]) -> None:
     if facts["problem"]:
         say(f"  {facts['problem']}")
         return
-    say("memory of the largest rank, activations not counted")
+    say("memory of the largest rank, without activations")
     print_facts({f"  {PARTS[part]}": bytes_text(size) for part, size in memory.items()})
 
 
 def _choose(paths: RunPaths, checkpoint: str | None, root: str | None) -> str:
-    """The directory name of the checkpoint asked for, else of the newest one of the branch."""
+    """Return the directory name of `checkpoint`, or of the newest one on the run's branch."""
     from holdfast.workers.feasibility import newest_of_branch
 
     if checkpoint is not None:
         owner, name = locate_checkpoint(checkpoint, root)
         if owner.directory.resolve() != paths.directory.resolve():
-            raise NotFoundError(f"{checkpoint}: a checkpoint of {owner.name}, not of {paths.name}")
+            raise NotFoundError(
+                f"{checkpoint}: this checkpoint belongs to {owner.name}, not to {paths.name}"
+            )
         return name
     return newest_of_branch(paths, load_history(paths)).name

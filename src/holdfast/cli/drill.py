@@ -1,4 +1,4 @@
-"""`holdfast drill`: faults rehearsed against a run, and the invariants checked after each."""
+"""`holdfast drill`: inject faults into a run and check the invariants after each."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 
 class _Report:
-    """What comes of a drill: the answer, and the page at `path` if one is wanted, which tells of
-    earlier drills too."""
+    """The output of a drill: its result, and the report at `path` with earlier drills."""
 
     def __init__(self, path: Path | None, after: list[Path], as_json: bool) -> None:
         self.path, self._former = path, [_read(one) for one in after]
         self._as_json = as_json
 
     def write(self, result: DrillResult) -> None:
-        """Replace the page, if there is anything to put on it, and answer."""
+        """Write the report if there were faults, and print the result."""
         result.command = shlex.join(["holdfast", *sys.argv[1:]])
         if self.path is not None and result.faults:
             from holdfast.flows.drills.report import write_report
@@ -40,13 +39,15 @@ class _Report:
 
 
 def _read(path: Path) -> DrillResult:
-    """An earlier drill's JSON answer. Raises `SpecError` when it is none."""
+    """Read the JSON output of an earlier drill. Raises `SpecError` if it is invalid."""
     from holdfast.flows.drills.results import DrillResult
 
     try:
         return DrillResult.from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: {error}; give what `holdfast drill --json` wrote") from error
+        raise SpecError(
+            f"{path}: {error}. Expected a file that `holdfast drill --json` wrote."
+        ) from error
 
 
 def register(app: typer.Typer) -> None:
@@ -57,40 +58,43 @@ def register(app: typer.Typer) -> None:
 def drill(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="A run that trains; a throw-away one if left out."),
+        typer.Argument(metavar="[RUN]", help="A run that is training. Default: a temporary run."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=10_000, help="How many faults.")] = 6,
-    seed: Annotated[int, typer.Option(help="Orders the faults and their moments.")] = 0,
+    count: Annotated[int, typer.Option(min=1, max=10_000, help="The number of faults.")] = 6,
+    seed: Annotated[int, typer.Option(help="The seed for the order and times of the faults.")] = 0,
     kinds: Annotated[
-        str, typer.Option(help="Which, with commas between; all that can be rehearsed if left out.")
+        str, typer.Option(help="The kinds of faults, separated by commas. Default: all possible.")
     ] = "",
     within: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="Begin no other fault after so many seconds.", metavar="SECONDS"
+            min=1.0, help="Start no new fault after this many seconds.", metavar="SECONDS"
         ),
     ] = None,
     at_once: Annotated[
-        int, typer.Option(min=1, max=64, help="Throw-away runs that are drilled at a time.")
+        int, typer.Option(min=1, max=64, help="The number of temporary runs at a time.")
     ] = 1,
     report: Annotated[
-        Path | None, typer.Option(help="Also write the report as a page.", metavar="FILE")
+        Path | None, typer.Option(help="Also write a report in Markdown.", metavar="FILE")
     ] = None,
     calibrate: Annotated[
         bool,
         typer.Option(
-            help="With a report, first train without faults, and predict from it what share of "
-            "the time is trained."
+            help="With --report: first train without faults, to predict the effective training "
+            "time ratio (ETTR)."
         ),
     ] = True,
     after: Annotated[
         list[Path] | None,
-        typer.Option(help="Earlier drills' JSON; the page tells of them too.", metavar="FILE"),
+        typer.Option(
+            help="The JSON of an earlier drill, to include in the report. Repeatable.",
+            metavar="FILE",
+        ),
     ] = None,
     directory: Annotated[
         Path | None,
         typer.Option(
-            help="An existing folder where the throw-away run is to lie; a temporary one.",
+            help="An existing folder for the temporary runs. Default: the system's.",
             metavar="DIR",
             exists=True,
             file_okay=False,
@@ -100,7 +104,7 @@ def drill(
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rehearse faults on a run and check what must always hold; status 1 when it does not."""
+    """Inject faults into a run and check the invariants. The exit status is 1 if one is broken."""
     wanted = [name.strip() for name in kinds.split(",") if name.strip()]
     within_s = math.inf if within is None else within
     page = _Report(report, after or [], as_json)
@@ -115,7 +119,7 @@ def drill(
             "at_once": at_once,
             "calibrates": calibrate and report is not None,
         }
-        result = _drill_throw_away(wanted, settings, directory, page)
+        result = _drill_temporary(wanted, settings, directory, page)
     if result.broken:
         raise typer.Exit(1)
 
@@ -123,7 +127,7 @@ def drill(
 def _drill_live(
     run: str, root: str | None, wanted: list[str], count: int, seed: int, within_s: float
 ) -> DrillResult:
-    """A drill on a run that trains, told on standard error as it goes."""
+    """Drill a run that is training. Log progress on standard error."""
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.runner import drill_live
 
@@ -131,17 +135,16 @@ def _drill_live(
     return drill_live(locate_run(run, root), chosen, count, seed, tell=warn, within_s=within_s)
 
 
-def _drill_throw_away(
+def _drill_temporary(
     wanted: list[str], settings: dict[str, Any], directory: Path | None, page: _Report
 ) -> DrillResult:
-    """A drill on runs of its own, told on standard error as it goes; cut short, it has an answer
-    and a page too."""
+    """Drill temporary runs. Log progress on standard error. Write the output in any case."""
     from holdfast.flows.drills.campaign import Plan, drill_throw_away
     from holdfast.flows.drills.kinds import select_kinds
     from holdfast.flows.drills.results import DrillResult
     from holdfast.flows.drills.testbed import find_missing
 
-    # Ended by a signal, it still has processes to end and a file system to give back.
+    # SIGTERM raises, so that the drill ends its processes and unmounts its file system.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     place = tempfile.TemporaryDirectory(
         prefix="holdfast-drill-", dir=directory, ignore_cleanup_errors=True
@@ -172,7 +175,7 @@ def _render(data: dict[str, Any]) -> None:
         )
         for number, fault in enumerate(data["faults"], start=1)
     ]
-    print_table(("fault", "kind", "", "steps lost", "trains again after", "what was done"), rows)
+    print_table(("fault", "kind", "", "steps lost", "training again after", "fault details"), rows)
     for one in data["broken"]:
         say(f"broken: {one['invariant']}: {one['detail']}")
     for folder in data["kept"]:

@@ -1,4 +1,4 @@
-"""`holdfast export CHECKPOINT --to FORM`: a checkpoint for those who do not use Holdfast."""
+"""`holdfast export CHECKPOINT --to FORMAT`: write a checkpoint for use without Holdfast."""
 
 from __future__ import annotations
 
@@ -21,27 +21,36 @@ def register(app: typer.Typer) -> None:
 def export(
     checkpoint: CheckpointArgument,
     to: Annotated[
-        Form, typer.Option("--to", help="torch and safetensors: a file; others: a folder")
+        Form,
+        typer.Option(
+            "--to", help="The format. torch and safetensors write a file, others a folder."
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="What to write; must not exist.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The file or folder to write. It must not exist.")
+    ],
     include: Annotated[
         list[str] | None,
-        typer.Option("--include", help="Keys, or their beginnings, such as model. Repeatable."),
+        typer.Option("--include", help="A key or a prefix of keys, such as model. Repeatable."),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="SAVED=WRITTEN", help="model.a.*=model.b.* Repeatable."),
+        typer.Option(
+            "--rename",
+            metavar="SAVED=WRITTEN",
+            help="Rename keys, as in model.a.*=model.b.*. Repeatable.",
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of all floating-point tensors: float32, bfloat16, …")
+        str | None, typer.Option(help="Convert floating-point tensors: float32, bfloat16, …")
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as torch, safetensors, Hugging Face or plain DCP files.
 
-    Every byte read is compared with the manifest. Weights alone go to safetensors and hf;
-    torch and dcp take the optimizer too, unless --include says otherwise.
+    Every byte is compared with the manifest. By default, safetensors and hf contain the weights
+    only, and torch and dcp also contain the optimizer. Use --include to choose the keys.
     """
     facts = exports.export(
         directory_of(checkpoint, root),

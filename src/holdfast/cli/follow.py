@@ -1,4 +1,4 @@
-"""Following a run on disk until it has ended: what `--wait` does."""
+"""The option `--wait`: follow a run on disk until it has ended."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 1.0
 ASK_FLOW_S: Final = 10.0
 ORPHAN_S: Final = 15.0
-# A supervisor without work left needs a second; one that deletes large checkpoints needs longer.
+# A supervisor that still deletes large checkpoints needs longer than the usual second.
 LAST_TURN_S: Final = 60.0
 
 
 def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, Any]:
-    """Wait until the run has ended and return its summary; Ctrl-C leaves the run going.
+    """Wait until the run has ended and return its summary. Ctrl-C does not stop the run.
 
-    Raises `ServiceError` when the run is live but nobody supervises it any more, and after
-    `FOLLOW_S_MAX` seconds.
+    Raises `ServiceError` if the run is live but its supervisor is gone, and after `FOLLOW_S_MAX`
+    seconds.
     """
     ends_at = time.monotonic() + FOLLOW_S_MAX
     watch = _FlowWatch(paths, started)
@@ -41,11 +41,14 @@ def follow_run(paths: RunPaths, started: Started, *, show: bool) -> dict[str, An
                 return _summary(look_at(paths))
             watch.check()
             time.sleep(POLL_S)
-    raise ServiceError(f"{paths.name}: followed for {FOLLOW_S_MAX:.0f} s, the longest there is")
+    raise ServiceError(
+        f"{paths.name} has not ended within {FOLLOW_S_MAX:.0f} s, the limit of --wait. Submit the "
+        "same spec with --wait again."
+    )
 
 
 def _wait_for_last_turn(paths: RunPaths) -> None:
-    """Wait until the supervisor has gone: after the run's end it still prunes checkpoints."""
+    """Wait until the supervisor exits: after the run's end, it still prunes checkpoints."""
     ends_at = time.monotonic() + LAST_TURN_S
     while is_supervised(paths.flow_lock) and time.monotonic() < ends_at:
         time.sleep(POLL_S)
@@ -56,7 +59,7 @@ def _summary(history: RunHistory) -> dict[str, Any]:
 
 
 class _FlowWatch:
-    """Notices that the flow has gone while the run is still live."""
+    """Detects that the supervisor has exited while the run is still live."""
 
     def __init__(self, paths: RunPaths, started: Started) -> None:
         self._paths = paths
@@ -65,7 +68,7 @@ class _FlowWatch:
         self._gone_since: float | None = None
 
     def check(self) -> None:
-        """Raise `ServiceError` once the flow has been gone for `ORPHAN_S` seconds."""
+        """Raise `ServiceError` if the supervisor has been gone for `ORPHAN_S` seconds."""
         gone = self._why_gone()
         now = time.monotonic()
         if gone is None:
@@ -74,8 +77,8 @@ class _FlowWatch:
             self._gone_since = now
         elif now - self._gone_since > ORPHAN_S:
             raise ServiceError(
-                f"{self._paths.name} is live, but its flow has ended: {gone}\nSubmit the same "
-                "spec again: a new flow takes the run up where it stands"
+                f"{self._paths.name} is live, but its supervisor has ended: {gone}\nSubmit the "
+                "same spec again to start a new supervisor for this run."
             )
 
     def _why_gone(self) -> str | None:
@@ -90,7 +93,10 @@ class _FlowWatch:
         return self._flow_run_ended()
 
     def _flow_run_ended(self) -> str | None:
-        """Ask Prefect, at most every `ASK_FLOW_S` seconds; an API that is away says nothing."""
+        """Return how Prefect's flow run ended, or None if it has not, or if unknown.
+
+        Asks the API at most every `ASK_FLOW_S` seconds.
+        """
         from holdfast.flows.deployments import flow_run_state
 
         now = time.monotonic()
@@ -108,7 +114,7 @@ class _FlowWatch:
 
 
 class _Display:
-    """One line that changes on a terminal; a line for each change elsewhere."""
+    """The progress display: one changing line on a terminal, else a new line for each change."""
 
     def __init__(self, show: bool) -> None:
         self._show = show
@@ -129,7 +135,7 @@ class _Display:
             self._status.stop()
 
     def update(self, history: RunHistory) -> None:
-        """Show where the run is."""
+        """Show the run's progress."""
         if not self._show:
             return
         progress = describe_progress(history)

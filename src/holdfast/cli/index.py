@@ -1,7 +1,7 @@
-"""Which run or checkpoint is meant, and the index brought up to date with disk before it answers.
+"""Find the run or checkpoint that an argument names, and refresh the index from disk.
 
-Rows are never trusted over folders: what is asked about is first reconciled with the scheduler
-and ingested, so an answer is right also when every flow has long been killed.
+Folders take precedence over rows. A run is first reconciled with the scheduler and ingested, so
+that the output is correct even if no supervisor has been running.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.contracts.paths import (
 from holdfast.contracts.reading import is_mine, read_bounded
 from holdfast.contracts.secrets import known_secrets
 
-# SQLAlchemy and submitit take most of a second to import: only the commands that use them pay.
+# Importing SQLAlchemy and submitit takes most of a second, so only commands that use them do it.
 if TYPE_CHECKING:
     from holdfast.lineage.database import Database
 
@@ -43,12 +43,12 @@ WRITER = "cli"
 
 
 def choose_root(root: str | None) -> Path:
-    """The root given, else the default one; absolute."""
+    """Return `root`, or the default root if it is None, as an absolute path."""
     return Path(root).expanduser().absolute() if root else default_root()
 
 
 def user_name() -> str:
-    """Who runs the command, for the records."""
+    """Return the name of the user who runs the command, for the records."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -56,10 +56,10 @@ def user_name() -> str:
 
 
 def locate_run(name: str, root: str | None, database: Database | None = None) -> RunPaths:
-    """The run that a folder's path, a folder's name, a spec's name or a uid means.
+    """Return the run with this folder path, folder name, spec name or uid.
 
-    `database` is the index, for a uid, where the caller has it open. Raises `NotFoundError` with
-    the names that come near.
+    `database` is the index, if the caller has it open; it is used to find a uid. Raises
+    `NotFoundError` with similar names.
     """
     folder = Path(name).expanduser()
     if ("/" in name or folder.is_absolute()) and has_spec(folder):
@@ -67,7 +67,7 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
     from holdfast.workers.runs import find_run
 
     home = choose_root(root)
-    # No folder named like a uid can stand in for the run that has it.
+    # The run with this uid takes precedence over a folder of that name.
     if MADE_UID.fullmatch(name) and (found := _find_uid(home, name, database)):
         return found
     try:
@@ -80,7 +80,7 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
 
 
 def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | None:
-    """The run under `home` with the uid: where the index says, if disk agrees; else by search."""
+    """Return the run under `home` with the uid, from the index if disk agrees, else by search."""
     from holdfast.lineage import queries
 
     with contextlib.suppress(LineageError, NotFoundError), contextlib.ExitStack() as stack:
@@ -92,13 +92,13 @@ def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | Non
 
 
 def _search_uid(home: Path, uid: str) -> RunPaths | None:
-    """The run under `home` with the uid; only specs that contain its letters are parsed."""
+    """Return the run under `home` with the uid. Only specs that contain the uid are parsed."""
     found = [paths for paths in list_runs(home) if _has_uid(paths, uid)]
     return min(found, key=precedence, default=None)
 
 
 def _has_uid(paths: RunPaths, uid: str) -> bool:
-    # One folder that cannot be read keeps nobody from naming another.
+    # Ignore folders that cannot be read: another one may have the uid.
     with contextlib.suppress(HoldfastError, OSError):
         if uid.encode() in read_bounded(paths.spec, below=paths.directory):
             record = read_document(RunRecord, paths.spec)
@@ -107,9 +107,9 @@ def _has_uid(paths: RunPaths, uid: str) -> bool:
 
 
 def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
-    """Like `locate_run`, and a run of any other root that the index knows.
+    """Like `locate_run`, but also find runs of other roots that the index knows.
 
-    Raises `NotFoundError` when neither disk nor index has it.
+    Raises `NotFoundError` if neither disk nor index has the run.
     """
     from holdfast.lineage import queries
 
@@ -124,10 +124,10 @@ def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
 
 
 def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
-    """The run and the directory name of a checkpoint, given as its id or its path.
+    """Return the run and the directory name of a checkpoint, given as its id or its path.
 
-    The directory need not exist: a deleted checkpoint is still spoken of. Raises
-    `NotFoundError` when `text` is neither.
+    The directory need not exist, because the checkpoint may have been deleted. Raises
+    `NotFoundError` if `text` is neither an id nor a path.
     """
     run, colon, name = text.rpartition(":")
     if colon and "/" not in name and CheckpointName.parse(name):
@@ -137,15 +137,15 @@ def locate_checkpoint(text: str, root: str | None) -> tuple[RunPaths, str]:
     if CheckpointName.parse(path.name) and has_spec(paths.directory):
         return paths, path.name
     raise NotFoundError(
-        f"{text!r}: not a checkpoint; expected <run>:<step-…> as `holdfast checkpoints RUN` lists "
-        "them, or the directory's path"
+        f"{text!r}: not a checkpoint. Expected an id <run>:<step-…>, as `holdfast checkpoints "
+        "RUN` lists them, or the path of its directory."
     )
 
 
 def plain_path(text: str) -> Path:
-    """A path as it was given, absolute; of links, `latest` alone is followed, to its neighbour.
+    """Return `text` as an absolute path, with a link `latest` replaced by its target.
 
-    A link in another user's folder would lead to a run that nobody named.
+    No other link is followed: a link in another user's folder could lead to an unrelated run.
     """
     path = Path(os.path.abspath(Path(text).expanduser()))
     if path.name == LATEST:
@@ -165,9 +165,9 @@ def refresh(paths: RunPaths, database: Database) -> RunHistory:
 
 
 def look_at(paths: RunPaths) -> RunHistory:
-    """The run's history, with what disk and scheduler have to add; other processes may be dead.
+    """Reconcile a run with disk and scheduler, and return its history.
 
-    What is added is written into the run's journal, so another user's run is only read.
+    This may write to the run's journal, so another user's run is only read.
     """
     from holdfast.workers.reconcile import reconcile
 
@@ -177,8 +177,11 @@ def look_at(paths: RunPaths) -> RunHistory:
 
 
 def refresh_newest(home: Path, database: Database, limit: int) -> dict[RunPaths, str]:
-    """Refresh the newest runs under `home` until `limit` of them could be read; of the others the
-    specs alone are read. Returns those that cannot be read, by name."""
+    """Refresh the newest runs under `home` until `limit` of them have been read.
+
+    Of the other runs, only the specs are read. Returns the unreadable runs and the reasons, in
+    order of name.
+    """
     created: list[tuple[float, str, RunPaths]] = []
 
     def look(paths: RunPaths) -> None:
@@ -197,7 +200,7 @@ def refresh_newest(home: Path, database: Database, limit: int) -> dict[RunPaths,
 
 
 def refresh_all(folders: Iterable[RunPaths], database: Database) -> dict[RunPaths, str]:
-    """Refresh every run; those that cannot be read are named, passed over, and returned."""
+    """Refresh every run. Unreadable runs are logged, skipped, and returned with the reasons."""
     return _each(folders, lambda paths: refresh(paths, database))
 
 
@@ -208,21 +211,21 @@ def _each(folders: Iterable[RunPaths], work: Callable[[RunPaths], object]) -> di
             work(paths)
         except LineageError:
             raise
-        # What foreign or damaged files in one run's folder raise must not hide the other runs.
+        # Unexpected or damaged files in one run's folder must not hide the other runs.
         except (HoldfastError, OSError) as error:
             unreadable[paths] = str(error)
-            warn(f"holdfast: {paths.name}: passed over: {error}")
+            warn(f"holdfast: {paths.name}: skipped: {error}")
     return unreadable
 
 
 def secrets_in(paths: RunPaths) -> tuple[str, ...]:
-    """The secrets that a run's spec holds in plain text or refers to; none without a folder."""
+    """Return the secrets that a run's spec contains or refers to; none if it has no folder."""
     record = read_document(RunRecord, paths.spec)
     return known_secrets(record.spec, paths) if record else ()
 
 
 def open_index() -> Database:
-    """The database. Raises `LineageError` with what to do when it cannot be used."""
+    """Open the index. Raises `LineageError`, with the next step, if it cannot be used."""
     from holdfast.lineage.database import open_database
 
     return open_database()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 Node = Mapping[str, Any]
-# By kind: the brackets that Mermaid draws a node's shape by, and DOT's name of the same shape.
+# By kind: Mermaid's brackets for a node's shape, and DOT's name of the same shape.
 _SHAPES: Final[Mapping[str, tuple[str, str, str]]] = {
     "run": ("([", "])", "oval"),
     "attempt": ("[", "]", "box"),
@@ -17,12 +17,12 @@ _BROKEN: Final = frozenset({"deleted", "damaged"})
 
 
 def mermaid(graph: Mapping[str, Any]) -> str:
-    """The graph as a Mermaid flowchart; nodes get short names, for ids may hold any letter."""
+    """Return the graph as a Mermaid flowchart. Nodes are numbered: an id may have any character."""
     names = {node["id"]: f"n{number}" for number, node in enumerate(graph["nodes"])}
     lines = ["flowchart BT"]
     for node in graph["nodes"]:
         begin, end, _ = _SHAPES.get(node["kind"], _SHAPES["run"])
-        text = "<br/>".join(_escape(part, _MERMAID) for part in _words(node))
+        text = "<br/>".join(_escape(part, _MERMAID) for part in _label(node))
         lines.append(f'  {names[node["id"]]}{begin}"{text}"{end}')
         if node.get("state") in _BROKEN or node.get("rolled_back"):
             lines.append(f"  style {names[node['id']]} stroke-dasharray:4")
@@ -33,12 +33,12 @@ def mermaid(graph: Mapping[str, Any]) -> str:
 
 
 def dot(graph: Mapping[str, Any]) -> str:
-    """The graph in Graphviz' language."""
+    """Return the graph in DOT, the language of Graphviz."""
     lines = ["digraph lineage {", "  rankdir=BT;", '  node [fontname="sans-serif"];']
     for node in graph["nodes"]:
         _, _, shape = _SHAPES.get(node["kind"], _SHAPES["run"])
         style = ", style=dashed" if node.get("state") in _BROKEN or node.get("rolled_back") else ""
-        label = "\\n".join(_escape(part, _DOT) for part in _words(node))
+        label = "\\n".join(_escape(part, _DOT) for part in _label(node))
         lines.append(f'  {_quoted(node["id"])} [label="{label}", shape={shape}{style}];')
     for edge in graph["edges"]:
         ends = f"{_quoted(edge['from'])} -> {_quoted(edge['to'])}"
@@ -50,8 +50,8 @@ _MERMAID: Final = (("&", "&amp;"), ('"', "&quot;"), ("<", "&lt;"), (">", "&gt;")
 _DOT: Final = (("\\", "\\\\"), ('"', '\\"'))
 
 
-def _words(node: Node) -> Sequence[str]:
-    """What stands in a node's shape: its name, and below it what became of it."""
+def _label(node: Node) -> Sequence[str]:
+    """Return the lines of a node's label: its id, and below it the facts about it."""
     facts = [str(node["state"])] if node.get("state") else []
     facts += [str(node["cause"])] if node.get("cause") else []
     facts += [f"{node['world_size']} GPUs"] if node.get("world_size") else []

@@ -1,4 +1,4 @@
-"""The lineage of a run as a tree for the terminal: attempts, and the checkpoints of each."""
+"""The lineage of a run as a tree for the terminal: its attempts and their checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NUMBER = re.compile(r"attempt-(\d+)$")
 
 
 def lineage_tree(graph: Mapping[str, Any]) -> Tree:
-    """The graph of `lineage --json` as a tree, oldest first.
+    """Return the graph of `lineage --json` as a tree, oldest first.
 
-    A checkpoint hangs below the attempt that wrote it; where its parent is not the one before
-    it, the line says which it is.
+    A checkpoint is below the attempt that wrote it. If its parent is not the checkpoint before
+    it, its line names the parent.
     """
     nodes, edges = graph["nodes"], graph["edges"]
     parents = {edge["from"]: edge["to"] for edge in edges if edge["kind"] == "parent"}
@@ -42,7 +42,7 @@ def lineage_tree(graph: Mapping[str, Any]) -> Tree:
 
 
 def _written_by(attempt: Node, nodes: list[Node]) -> Iterator[Node]:
-    """The checkpoints of one attempt in order of step."""
+    """Yield the checkpoints of one attempt in order of step."""
     run, _, name = attempt["id"].rpartition(":")
     match = _NUMBER.search(name)
     number = int(match[1]) if match else -1
@@ -58,13 +58,13 @@ def _written_by(attempt: Node, nodes: list[Node]) -> Iterator[Node]:
 def _attempt_line(attempt: Node, other: list[Mapping[str, str]]) -> Text:
     match = _NUMBER.search(attempt["id"])
     size = attempt.get("world_size")
-    words = [f"attempt {int(match[1]) if match else '?'}"]
-    words += [f"{size} GPUs"] if size else []
-    words += [str(attempt.get("state", ""))]
-    words += [str(attempt["cause"])] if attempt.get("cause") else []
+    parts = [f"attempt {int(match[1]) if match else '?'}"]
+    parts += [f"{size} GPUs"] if size else []
+    parts += [str(attempt.get("state", ""))]
+    parts += [str(attempt["cause"])] if attempt.get("cause") else []
     origin = _ends(attempt["id"], other, "resumed_from")
-    words += [f"resumed from {_short(end)}" for end in origin]
-    return Text(" · ".join(words), style="bold")
+    parts += [f"resumed from {_short(end)}" for end in origin]
+    return Text(" · ".join(parts), style="bold")
 
 
 def _checkpoint_line(
@@ -90,5 +90,5 @@ def _ends(start: str, edges: list[Mapping[str, str]], kind: str) -> list[str]:
 
 
 def _short(node_id: str) -> str:
-    """A checkpoint of this run by its directory name, anything else by all of its id."""
+    """Return the directory name of a checkpoint's id, and any other id unchanged."""
     return node_id.rpartition(":")[2] or node_id

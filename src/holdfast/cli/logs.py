@@ -1,4 +1,4 @@
-"""`holdfast logs RUN`: what the ranks wrote."""
+"""`holdfast logs RUN`: print the output of the ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 0.5
 READ_BYTES_MAX: Final = 1024 * 1024
 JSON_BYTES_MAX: Final = 1024 * 1024
-# More is for a pager or an editor than for a terminal.
+# Beyond this size, a terminal shows the end only.
 PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
@@ -37,19 +37,19 @@ def register(app: typer.Typer) -> None:
 
 def logs(
     run: RunArgument,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose output.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="The rank whose output to print.")] = 0,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", min=1, help="Which attempt; the last one.")
+        int | None, typer.Option("--attempt", min=1, help="The attempt. Default: the last one.")
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")
+        bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
     ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a rank wrote, standard output and error of every launch of torchrun in order.
+    """Print a rank's output: standard output and standard error of each launch, in order.
 
-    Secrets are masked: the values of the spec's references, and what looks like one.
+    Secrets are masked: the values of the spec's secret references, and text that looks like one.
     """
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
@@ -70,41 +70,41 @@ def logs(
     if follow:
         _follow(paths, chosen, rank, reader, is_pinned=attempt is not None)
     elif not printed:
-        _say_where_else(chosen, rank)
+        _list_other_logs(chosen, rank)
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
-    """The attempt of that number, or the last one. Raises `NotFoundError`."""
+    """Return the attempt `number`, or the last one. Raises `NotFoundError` if there is none."""
     there = paths.list_attempts()
     if not there:
         raise NotFoundError(
-            f"{paths.name} has no attempt yet; `holdfast show {paths.name}` says what it waits for"
+            f"{paths.name} has no attempt yet; `holdfast show {paths.name}` shows the reason"
         )
     if number is None:
         return there[-1]
     for attempt in there:
         if attempt.number == number:
             return attempt
-    raise NotFoundError(f"{paths.name} has no attempt {number}; the last is {there[-1].number}")
+    raise NotFoundError(f"{paths.name} has no attempt {number}; the last one is {there[-1].number}")
 
 
 def rank_logs(attempt: AttemptPaths, rank: int) -> list[Path]:
-    """The files of one rank's output, launch by launch, standard output before standard error.
+    """Return the files of a rank's output, by launch, standard output before standard error.
 
-    What is no file of the attempt's, such as a link out of it or a pipe, is named and left out.
+    Anything but a regular file of the attempt, such as a link or a pipe, is logged and skipped.
     """
     found = []
-    for path in attempt.logs.glob(f"node-*/i*/rank-{rank:05d}.*.log"):
+    for path in attempt.logs.glob(f"node-*/l*/rank-{rank:05d}.*.log"):
         try:
             os.close(open_regular(path, below=attempt.directory, follow=True))
             found.append(path)
         except (OSError, ForeignFileError) as error:
-            warn(f"holdfast: left out: {error}")
+            warn(f"holdfast: skipped: {error}")
     return sorted(found, key=lambda path: (path.parent.name, "stderr" in path.name, path.name))
 
 
 class _Reader:
-    """Prints each file from where it was left, with its secrets masked."""
+    """Prints the new part of each file, with its secrets masked."""
 
     def __init__(self, secrets: Sequence[str] = ()) -> None:
         self._secrets = secrets
@@ -113,14 +113,14 @@ class _Reader:
         self._decoders: dict[Path, codecs.IncrementalDecoder] = {}
 
     def print_new(self, files: list[Path], below: Path, *, is_last: bool = True) -> bool:
-        """Print what the files gained since the last call; True when that was anything.
+        """Print the output since the last call; return True if there was any.
 
-        Unless it `is_last`, an end of a file that may be the first half of a secret waits.
+        Unless `is_last`, the end of a file that may be the start of a secret is kept back.
         """
         printed = False
         for path in files:
             for part in self._parts(path, below, is_last):
-                # A log is the program's own words, and they are no commands to a terminal.
+                # Remove terminal control sequences from the program's output.
                 typer.echo(plain_output(part), nl=False)
                 printed = True
         sys.stdout.flush()
@@ -131,12 +131,10 @@ class _Reader:
         with open(open_regular(path, below=below, follow=True), "rb") as stream:
             size, start = os.fstat(stream.fileno()).st_size, self._offsets.get(path, 0)
             if size - start > PRINTED_BYTES_MAX:
-                warn(
-                    f"holdfast: {size - start} bytes, of which the last {PRINTED_BYTES_MAX} follow"
-                )
-                warn(f"holdfast: all of them are in {path}")
+                warn(f"holdfast: printing the last {PRINTED_BYTES_MAX} of {size - start} bytes")
+                warn(f"holdfast: the complete output is in {path}")
                 start = size - PRINTED_BYTES_MAX
-            # As much as there is now: a file that grows as fast as it is read has no end.
+            # Read up to the current size only: a growing file might never end.
             end = size if is_last else size - self._unfinished(stream, start, size)
             while start < end:
                 part = read_masked(stream, start, min(end - start, READ_BYTES_MAX), self._secrets)
@@ -147,7 +145,7 @@ class _Reader:
             self._offsets[path] = start
 
     def _unfinished(self, stream: BinaryIO, start: int, size: int) -> int:
-        """Bytes at the end of a file that are the beginning of a secret, and not all of it."""
+        """Return how many bytes at the end of a file are an incomplete secret."""
         longest = max(map(len, self._spelled), default=0)
         stream.seek(max(start, size - longest))
         tail = stream.read(size - stream.tell())
@@ -163,7 +161,7 @@ class _Reader:
 
 
 def _masked_tail(path: Path, below: Path, secrets: Sequence[str]) -> str:
-    """The last `JSON_BYTES_MAX` bytes of a file as text, its secrets masked."""
+    """Return the last `JSON_BYTES_MAX` bytes of a file as text, with its secrets masked."""
     with open(open_regular(path, below=below, follow=True), "rb") as stream:
         start = max(0, os.fstat(stream.fileno()).st_size - JSON_BYTES_MAX)
         return read_masked(stream, start, JSON_BYTES_MAX, secrets).decode(errors="replace")
@@ -172,7 +170,7 @@ def _masked_tail(path: Path, below: Path, secrets: Sequence[str]) -> str:
 def _follow(
     paths: RunPaths, attempt: AttemptPaths, rank: int, reader: _Reader, *, is_pinned: bool
 ) -> None:
-    """Print on until the attempt, or unless it `is_pinned` the whole run, has ended."""
+    """Print new output until the run has ended, or only the attempt if it `is_pinned`."""
     ends_at = time.monotonic() + FOLLOW_S_MAX
     while time.monotonic() < ends_at:
         history = look_at(paths)
@@ -190,10 +188,10 @@ def _follow(
         time.sleep(POLL_S)
 
 
-def _say_where_else(attempt: AttemptPaths, rank: int) -> None:
+def _list_other_logs(attempt: AttemptPaths, rank: int) -> None:
     others = [path for path in sorted(attempt.logs.rglob("*")) if not path.is_dir()]
     listing = "".join(f"\n  {path}" for path in others[:20])
     warn(
-        f"holdfast: rank {rank} of attempt {attempt.number} has written nothing"
-        + (f"; there is also:{listing}" if listing else "")
+        f"holdfast: rank {rank} of attempt {attempt.number} has written no output"
+        + (f". Other logs of the attempt:{listing}" if listing else "")
     )

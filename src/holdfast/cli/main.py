@@ -1,7 +1,8 @@
 """The `holdfast` command.
 
-Exit status: 0 done; 1 the thing asked about is bad or failed; 2 the call was wrong, or something
-it needs cannot be used, with the reason and the next step on standard error.
+Exit status: 0 on success; 1 if the run, checkpoint or check that you asked about is bad or failed;
+2 if the call was wrong or something that it needs is unavailable. Standard error then shows the
+reason and the next step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from holdfast.contracts.errors import HoldfastError
 
 app = typer.Typer(
     name="holdfast",
-    help="Keeps cluster training jobs alive: submit, watch, stop and relaunch them.",
+    help="Keep cluster training jobs alive: submit, watch, stop and relaunch them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -44,8 +45,8 @@ for module in (
     module.register(app)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         typer.echo(f"holdfast {version('holdfast')}")
         raise typer.Exit
 
@@ -54,20 +55,25 @@ def _print_version(wanted: bool) -> None:
 def _root(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Say it and end."),
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
 ) -> None:
-    """Keeps cluster training jobs alive: submit, watch, stop and relaunch them."""
+    """Keep cluster training jobs alive: submit, watch, stop and relaunch them."""
 
 
 def main() -> None:
-    """Run the command line; every error made on purpose becomes a message and a status."""
+    """Run the command line. Turn Holdfast's errors and `OSError` into a message and exit status."""
     try:
         app()
     except HoldfastError as error:
         print_error(error)
         sys.exit(exit_status(error))
-    # Files that cannot be read or written are the caller's business: a full disk, a lacking right.
+    # A full disk or a missing permission: the message is enough, without a traceback.
     except OSError as error:
         warn(f"holdfast: {error}")
         sys.exit(2)

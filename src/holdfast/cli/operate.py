@@ -1,4 +1,4 @@
-"""`holdfast relaunch|stop|pause|resume|cancel`: an operator's word to a run."""
+"""`holdfast relaunch|stop|pause|resume|cancel`: an operator's requests to a run."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def relaunch(
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a run in a new attempt: a live one checkpoints first, an ended one goes on."""
+    """Continue a run in a new attempt. A live run saves a checkpoint first."""
     _ask(run, "relaunch", root, as_json, gpus=gpus)
 
 
 def stop(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """End a run after one last checkpoint; `relaunch` continues it."""
+    """Stop a run after a last checkpoint. `relaunch` continues it."""
     _ask(run, "stop", root, as_json)
 
 
 def pause(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """Give a run's GPUs back after one last checkpoint, until `resume`."""
+    """Release a run's GPUs after a last checkpoint. `resume` continues it."""
     _ask(run, "pause", root, as_json)
 
 
 def resume(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """Continue a paused run; `relaunch --gpus` does so at another size."""
+    """Continue a paused run. `relaunch --gpus` continues it on another number of GPUs."""
     _ask(run, "resume", root, as_json)
 
 
 def cancel(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """End a run for good; what it has committed is kept."""
+    """Cancel a run for good, after a last checkpoint. Its checkpoints are kept."""
     _ask(run, "cancel", root, as_json)
 
 
 def _ask(
     name: str, action: Action, root: str | None, as_json: bool, *, gpus: int | None = None
 ) -> None:
-    """Record the request; see that somebody is there to act on it; answer."""
+    """Record the request, start a supervisor if the run needs one, and print the result."""
     from holdfast.workers import operator
     from holdfast.workers.feasibility import Feasibility
 
@@ -68,7 +68,7 @@ def _ask(
     if action in GOES_ON:
         from holdfast.flows.secrets import require_again
 
-        # Asked for first, a run that cannot go on would wait for ever.
+        # Checked before the request is recorded: the run would otherwise wait forever.
         require_again(paths)
     message = operator.request(paths, action, by=user_name(), gpus=gpus)
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
@@ -86,7 +86,7 @@ def _ask(
 
 
 def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:
-    """Start a flow for a request to go on; while one is there, the request alone suffices."""
+    """Start a supervisor for a request to continue, unless the run has one; return the facts."""
     from holdfast.flows.start import Started, start_if_alone
 
     started = start_if_alone(paths, refresh=True) if action in GOES_ON else Started()

@@ -1,4 +1,4 @@
-"""What the command prints: JSON for programs, tables for people, errors on standard error."""
+"""Output of the command: JSON for programs, tables for people, errors on standard error."""
 
 from __future__ import annotations
 
@@ -20,42 +20,44 @@ from holdfast.contracts.errors import (
 )
 from holdfast.contracts.plain_text import plain, plain_line
 
-AsJson = Annotated[bool, typer.Option("--json", help="Answer in JSON on standard output.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 RootOption = Annotated[
     str | None,
-    typer.Option("--root", help="Where runs live; $HOLDFAST_ROOT unless given.", metavar="DIR"),
+    typer.Option(
+        "--root", help="The folder that contains the runs. Default: $HOLDFAST_ROOT.", metavar="DIR"
+    ),
 ]
-# These say that the thing asked about is bad; every other error says that the call is.
-_BAD_THINGS: Final = (CheckpointError, RunFailedError, SchedulerError, UnreadableRunError)
-# JSON itself escapes the control characters of ASCII, and no others.
+# Errors of the run or checkpoint itself. Every other error is an error of the call.
+_SUBJECT_ERRORS: Final = (CheckpointError, RunFailedError, SchedulerError, UnreadableRunError)
+# `json.dumps` escapes only the ASCII control characters.
 _UNSAFE_IN_JSON: Final = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def exit_status(error: HoldfastError) -> int:
-    """1 when the thing asked about is bad or failed, 2 when the call could not be served."""
-    return 1 if isinstance(error, _BAD_THINGS) else 2
+    """Return 1 for an error of the run or checkpoint itself, 2 for an error of the call."""
+    return 1 if isinstance(error, _SUBJECT_ERRORS) else 2
 
 
 def print_error(error: HoldfastError) -> None:
-    """The error in its own words, with each of its problems that it does not yet spell out."""
+    """Print the error's message, and those of its `problems` that the message does not contain."""
     text = str(error)
-    told = [line for line in getattr(error, "problems", ()) if line not in text]
-    warn("\n  ".join([f"holdfast: {text}", *told]))
+    details = [line for line in getattr(error, "problems", ()) if line not in text]
+    warn("\n  ".join([f"holdfast: {text}", *details]))
 
 
 def warn(text: str) -> None:
-    """A line for people, on standard error so that JSON stays alone on standard output."""
+    """Print a line on standard error, so that standard output contains nothing but JSON."""
     print(plain(text), file=sys.stderr, flush=True)
 
 
 def say(text: object) -> None:
-    """A line for people on standard output; what files say cannot steer the terminal."""
+    """Print a line on standard output without terminal control characters."""
     typer.echo(plain(text))
 
 
 def plain_values(data: Any) -> Any:
-    """`data` with every text in it in one line and without control characters."""
+    """Return `data` with each string on one line and without control characters."""
     if isinstance(data, Mapping):
         return {key: plain_values(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -64,7 +66,7 @@ def plain_values(data: Any) -> Any:
 
 
 def answer(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
-    """Print `data`: as JSON when asked for it, else as `render` shows it."""
+    """Print `data` as JSON if `as_json` is set; otherwise call `render` with it."""
     if as_json:
         text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
         typer.echo(_UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
@@ -75,7 +77,7 @@ def answer(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
 def print_table(
     headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None
 ) -> None:
-    """A table as wide as it needs; in a pipe no cell is cut or folded."""
+    """Print a table. If standard output is not a terminal, no cell is cut or wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -90,7 +92,7 @@ def print_table(
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """One `name  value` line for each fact that there is."""
+    """Print one `name  value` line for each fact that has a value."""
     width = max(map(len, facts), default=0)
     for name, value in facts.items():
         if value is not None and value != "":
@@ -98,7 +100,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 
 def cell_text(value: object) -> str:
-    """A value for people: `-` for nothing, yes and no for truth, lists with commas."""
+    """Return a value as text: `-` for none, yes or no for a bool, lists with commas."""
     if value is None or value == "" or value == []:
         return "-"
     if isinstance(value, bool):
@@ -111,7 +113,7 @@ def cell_text(value: object) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """A number of bytes in the largest unit that leaves it at 1 or more."""
+    """Return a number of bytes in the largest unit in which it is at least 1."""
     if count is None:
         return "-"
     size, unit = float(count), 0
@@ -121,7 +123,7 @@ def bytes_text(count: int | None) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """A duration for people: whole seconds from a minute on, milliseconds below one second."""
+    """Return a duration: milliseconds below one second, whole seconds from one minute on."""
     if seconds is None:
         return "-"
     if 0 < seconds < 1:
@@ -134,7 +136,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def time_text(moment: str | float | None) -> str:
-    """An ISO-8601 text or Unix seconds as local date and time."""
+    """Return an ISO 8601 text or Unix seconds as local date and time."""
     if moment is None or moment == "":
         return "-"
     when = (

@@ -1,4 +1,4 @@
-"""`holdfast serve` and `holdfast token`: the page and the API, and who may reach them."""
+"""`holdfast serve` and `holdfast token`: the web UI, the API, and access to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES: Final = ("reader", "operator")
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     app.command()(serve)
-    group = typer.Typer(help="Tokens for a server: readers and operators.", no_args_is_help=True)
+    group = typer.Typer(help="Manage the tokens of a server.", no_args_is_help=True)
     group.command("add")(add_token)
     group.command("list")(list_tokens)
     group.command("revoke")(revoke_token)
@@ -37,26 +37,29 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8470,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port; 0 chooses a free one.")
+    ] = 8470,
     root: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="DIR", help="Where runs live; repeatable; $HOLDFAST_ROOT unless given."
+            metavar="DIR",
+            help="A folder that contains runs. Default: $HOLDFAST_ROOT. Repeatable.",
         ),
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A further name that browsers know the server by."),
+        typer.Option(metavar="NAME", help="Another host name of the server. Repeatable."),
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ADDRESS",
-            help="A proxy whose X-Forwarded-For and -Proto headers are believed; repeatable.",
+            help="Trust the X-Forwarded-For and -Proto headers of this proxy. Repeatable.",
         ),
     ] = None,
     certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Serve https with this PEM certificate.")
+        Path | None, typer.Option(metavar="FILE", help="Serve HTTPS with this PEM certificate.")
     ] = None,
     key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The certificate's private key.")
@@ -64,8 +67,8 @@ def serve(
 ) -> None:
     """Serve the web UI and the API until interrupted.
 
-    Every request needs a token. On loopback the URL that is printed contains one, which is valid
-    until the server stops; with another address, or with --name, `holdfast token add` makes them.
+    Every request needs a token. On loopback, the printed URL contains one that is valid until the
+    server stops. With another address, or with --name, create tokens with `holdfast token add`.
     """
     import uvicorn
 
@@ -81,7 +84,7 @@ def serve(
         create_app(services),
         log_level="warning",
         http=limited_protocol(raise_open_files()),
-        # Anybody can send these headers: they are believed from the proxies that were named.
+        # Any client can send these headers, so only those of the named proxies are trusted.
         proxy_headers=bool(trusted_proxy),
         forwarded_allow_ips=trusted_proxy or [],
         server_header=False,
@@ -91,8 +94,8 @@ def serve(
     )
     if not (is_secure or trusted_proxy or is_private(host, name or ())):
         warn(
-            "holdfast: tokens cross the network unencrypted; give --certificate and --key, or "
-            "--trusted-proxy with the address of a proxy that serves https"
+            "holdfast: tokens cross the network unencrypted. Use --certificate and --key, or "
+            "--trusted-proxy with the address of a proxy that serves HTTPS."
         )
     shown = f"[{host}]" if ":" in host else host
     scheme = "https" if is_secure else "http"
@@ -105,11 +108,11 @@ def serve(
 
 
 def add_token(
-    name: Annotated[str, typer.Argument(help="Whose it is; the records show it.")],
-    role: Annotated[str, typer.Option(help="reader or operator")] = "reader",
+    name: Annotated[str, typer.Argument(help="The owner's name, which the records show.")],
+    role: Annotated[str, typer.Option(help="The token's role: reader or operator.")] = "reader",
     as_json: AsJson = False,
 ) -> None:
-    """Make a token, and show it this once."""
+    """Create a token and print it. Holdfast stores only its hash."""
     from holdfast.api.tokens import Role, TokenStore
 
     if role not in ROLES:
@@ -119,7 +122,7 @@ def add_token(
 
 
 def list_tokens(as_json: AsJson = False) -> None:
-    """Name the tokens; what they are is kept nowhere."""
+    """List the tokens by name, role and id, without their secrets."""
     from holdfast.api.tokens import TokenStore
 
     answer([_facts(one) for one in TokenStore().tokens()], as_json, _render_tokens)
@@ -128,7 +131,7 @@ def list_tokens(as_json: AsJson = False) -> None:
 def revoke_token(
     name: Annotated[str, typer.Argument(help="The token's name or id.")], as_json: AsJson = False
 ) -> None:
-    """Take a token out of use; sessions that began with it end."""
+    """Revoke a token, and end the browser sessions that used it."""
     from holdfast.api.tokens import TokenStore
 
     token = TokenStore().revoke(name)
@@ -136,14 +139,14 @@ def revoke_token(
 
 
 def start_run(paths: RunPaths) -> Mapping[str, Any]:
-    """Start a flow for a run that goes on, unless one is there; the facts for JSON."""
+    """Start a supervisor for a run unless it has one; return the facts for JSON."""
     from holdfast.flows.start import start_if_alone
 
     return start_if_alone(paths).as_json()
 
 
 def check_secrets(paths: RunPaths) -> None:
-    """Raise `PreflightError` when a run that is to go on lacks the value of a secret."""
+    """Raise `PreflightError` if a secret that the run needs has no value."""
     from holdfast.flows.secrets import require_again
 
     require_again(paths)
@@ -152,7 +155,7 @@ def check_secrets(paths: RunPaths) -> None:
 def begin_fork(
     parent: RunPaths, directory: str, name: str, overrides: Sequence[str], by: str
 ) -> Mapping[str, Any]:
-    """Create a run from a checkpoint and start its flow; the facts for JSON."""
+    """Create a run from a checkpoint and start its supervisor; return the facts for JSON."""
     from holdfast.api.watch import WRITER
     from holdfast.flows.forks import fork_run
 
@@ -172,7 +175,7 @@ def _services(roots: tuple[Path, ...], access_policy: AccessPolicy) -> Services:
     from holdfast.lineage.index import Index
 
     store, hub = Store(Index()), Hub()
-    # A database that cannot be used is said before anything listens.
+    # Report an unusable database before the server accepts requests.
     store.ping()
     return Services(
         store=store,
@@ -188,28 +191,28 @@ def _services(roots: tuple[Path, ...], access_policy: AccessPolicy) -> Services:
 
 
 def is_private(host: str, names: Sequence[str]) -> bool:
-    """True when only this machine is meant to reach the server."""
+    """Return whether the server accepts requests from this machine only."""
     from holdfast.api.security import is_loopback
 
     return is_loopback(host) and not names
 
 
 def _own_token(services: Services) -> str:
-    """An operator's token for whoever started the server; it is written nowhere."""
+    """Return an operator token for the user who started the server. It is not stored."""
     from holdfast.api.tokens import Role
 
     return services.tokens.issue(user_name(), Role.OPERATOR)[1]
 
 
 def _access_policy(host: str, names: Sequence[str]) -> AccessPolicy:
-    """Who can reach the server. Raises `SpecError` where tokens are needed and there are none."""
+    """Return the server's access policy. Raises `SpecError` if it needs a token and has none."""
     from holdfast.api.security import AccessPolicy, is_loopback
     from holdfast.api.tokens import TokenStore
 
     if not is_private(host, names) and not TokenStore().tokens():
         raise SpecError(
-            f"{host} can be reached from elsewhere, and there is no token yet; make one with "
-            "`holdfast token add NAME --role operator`, or serve on 127.0.0.1"
+            f"{host} can be reached from other machines, and there is no token yet. Create one "
+            "with `holdfast token add NAME --role operator`, or serve on 127.0.0.1."
         )
     own = () if is_loopback(host) else (host, socket.gethostname(), socket.getfqdn())
     return AccessPolicy(
@@ -219,7 +222,7 @@ def _access_policy(host: str, names: Sequence[str]) -> AccessPolicy:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at once, so that the address that is told is the one that answers."""
+    """Return a socket that already listens, so that the printed address accepts requests."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -229,7 +232,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         raise SpecError(
-            f"cannot listen on {host}, port {port}: {error.strerror}; give another --port, or 0"
+            f"cannot listen on {host}, port {port}: {error.strerror}. Choose another --port, or 0 "
+            "for a free one."
         ) from error
     return listening
 

@@ -1,4 +1,4 @@
-"""`holdfast submit` and `holdfast fork`: a run begins."""
+"""`holdfast submit` and `holdfast fork`: start a run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ INTERRUPTED: Final = 130
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the spec. Repeatable."),
 ]
-Wait = Annotated[bool, typer.Option("--wait", help="Follow the run until it has ended.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,22 +39,23 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    spec: Annotated[Path, typer.Argument(help="The run spec, a TOML or YAML file.")],
+    spec: Annotated[Path, typer.Argument(help="The run's spec, a TOML or YAML file.")],
     overrides: Overrides = None,
     wait: Wait = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the first request as JSON; queue nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the first job request as JSON and queue nothing."),
     ] = False,
     skip_preflight: Annotated[
         bool,
         typer.Option(
             "--skip-preflight",
-            help="Leave the checks to the flow, where the cluster cannot be reached from here.",
+            help="Let the flow run the checks, if this machine cannot reach the cluster.",
         ),
     ] = False,
     no_preflight: Annotated[
         bool,
-        typer.Option("--no-preflight", help="Check nothing before the job is queued."),
+        typer.Option("--no-preflight", help="Run no checks before the job is queued."),
     ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
@@ -92,14 +93,16 @@ def submit(
 
 
 def fork(
-    checkpoint: Annotated[str, typer.Argument(help="The checkpoint to begin from: id or path.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="The checkpoint to start from, as an id or a path.")
+    ],
     name: Annotated[str, typer.Option("--name", help="The new run's name.")],
     overrides: Overrides = None,
     wait: Wait = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Begin a new run, under another name, from a committed checkpoint."""
+    """Start a new run, under another name, from a committed checkpoint."""
     from holdfast.flows.forks import fork_run
     from holdfast.flows.secrets import plain_secret_warnings
     from holdfast.workers.grace import warnings_of
@@ -119,7 +122,7 @@ def fork(
 
 
 def first_request(spec: RunSpec, root: Path) -> Request:
-    """What the first attempt would ask for. Nothing on disk changes; the uid is made up."""
+    """Return the job request of the first attempt, with a placeholder uid. Write nothing."""
     from holdfast.workers.request import build_request
 
     record = RunRecord(
@@ -143,7 +146,7 @@ def start_and_follow(
     as_json: bool,
     preflight: bool = True,
 ) -> None:
-    """Start a flow for the run unless one lives or nothing is left to do; then follow or end."""
+    """Start a supervisor for a live run that has none, print the facts, and wait if asked to."""
     from holdfast.flows.start import Started, start_if_alone
 
     history = look_at(paths)
@@ -166,7 +169,7 @@ def start_and_follow(
         try:
             facts.update(follow_run(paths, started, show=not as_json))
         except KeyboardInterrupt:
-            warn(f"holdfast: no longer followed; {paths.name} goes on (`holdfast stop` ends it)")
+            warn(f"holdfast: stopped waiting; {paths.name} continues (`holdfast stop` stops it)")
             raise typer.Exit(INTERRUPTED) from None
         answer(facts, as_json, _render_end)
         raise typer.Exit(0 if facts["state"] == "completed" else 1)
@@ -176,16 +179,18 @@ def start_and_follow(
 def _render_submitted(facts: dict[str, Any]) -> None:
     state = RunState(facts["state"])
     if not facts["created"] and not state.is_live:
-        say(f"run {facts['run']} at {facts['directory']} has ended: {state}; nothing was submitted")
-        say(f"`holdfast show {facts['run']}` has its story; another name starts another run")
+        say(
+            f"run {facts['run']} at {facts['directory']} has ended ({state}); nothing was submitted"
+        )
+        say(f"see `holdfast show {facts['run']}`; use another name to start another run")
         return
     verb = "created" if facts["created"] else "attached to"
     say(f"{verb} run {facts['run']} at {facts['directory']}")
     if facts["url"]:
         say(f"flow run: {facts['url']}")
     elif facts["log"]:
-        say(f"supervised by process {facts['pid']}; its log is {facts['log']}")
-    say(f"`holdfast show {facts['run']}` says how it goes")
+        say(f"supervisor: process {facts['pid']}, log {facts['log']}")
+    say(f"watch it with `holdfast show {facts['run']}`")
 
 
 def _render_end(facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`holdfast supervise`: start supervisors again for runs whose supervisor was killed."""
+"""`holdfast supervise`: start supervisors for runs that have lost theirs."""
 
 from __future__ import annotations
 
@@ -27,50 +27,53 @@ def supervise(
         str | None, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every live run of yours under the root.")
+        bool, typer.Option("--all", help="All your live runs under the root.")
     ] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a supervisor for a live run that has none; harmless when it has one.
+    """Start a supervisor for a live run that has none. A run that has one is not changed.
 
-    Put `holdfast supervise --all` into cron or a systemd timer, and runs survive a login node that
-    kills or restarts.
+    Call `holdfast supervise --all` from cron or a systemd timer. Runs then survive a login node
+    that kills processes or restarts.
     """
     if (run is None) != every:
-        raise SpecError("supervise: give one RUN, or --all for every live run under the root")
+        raise SpecError("supervise: expected one RUN, or --all for every live run under the root")
     chosen = [locate_run(run, root)] if run else _mine(list_runs(choose_root(root)))
     facts = [fact for paths in chosen if (fact := _start(paths, is_named=run is not None))]
     answer(facts, as_json, _render)
 
 
-def alone(paths: RunPaths) -> str | None:
-    """What to say of a live run whose supervisor is gone, with the command that starts another.
+def supervisor_warning(paths: RunPaths) -> str | None:
+    """Return a warning if a live run lost its supervisor, with the command that starts another.
 
-    None while it has one, and for another user's run, which only that user can supervise.
+    Returns None if it has one, and for another user's run, which only that user can supervise.
     """
     try:
         if not (is_mine(paths.directory.resolve()) and lost_supervisor(paths.flow_lock)):
             return None
     except OSError:
         return None
-    words = f"this host sees no supervisor of {paths.name}"
-    return f"{words}; `{command(paths.directory.parent, paths.name)}` starts one"
+    start = command(paths.directory.parent, paths.name)
+    return f"this host sees no supervisor of {paths.name}; `{start}` starts one"
 
 
 def command(root: Path, *arguments: str) -> str:
-    """The command line of `holdfast supervise` for runs under `root`."""
+    """Return the command line of `holdfast supervise` for runs under `root`."""
     named = () if root == default_root() else ("--root", str(root))
     return shlex.join(["holdfast", "supervise", *arguments, *named])
 
 
 def _mine(found: list[RunPaths]) -> list[RunPaths]:
-    """Runs whose folder belongs to this user: nobody supervises another user's."""
+    """Return the runs whose folder belongs to this user."""
     return [paths for paths in found if paths.directory.stat().st_uid == os.geteuid()]
 
 
 def _start(paths: RunPaths, *, is_named: bool) -> dict[str, Any] | None:
-    """Start a supervisor if the run needs one; None for one that has ended, or cannot be read."""
+    """Start a supervisor if the run needs one; return the facts.
+
+    Unless the run `is_named`, returns None if it has ended or cannot be read.
+    """
     from holdfast.flows.start import start_if_alone
 
     try:
@@ -81,7 +84,7 @@ def _start(paths: RunPaths, *, is_named: bool) -> dict[str, Any] | None:
         if is_supervised(paths.flow_lock):
             return {**facts, "started": False, "warning": None}
         started = start_if_alone(paths)
-    # One run that is damaged must not keep the others from being supervised.
+    # With --all, a damaged run must not prevent supervision of the others.
     except (HoldfastError, OSError, ValueError, LookupError) as error:
         if is_named:
             raise
@@ -97,4 +100,4 @@ def _render(facts: list[dict[str, Any]]) -> None:
         if one["warning"]:
             warn(f"holdfast: {one['warning']}")
     if not facts:
-        typer.echo("no live run here")
+        typer.echo("no live runs")

@@ -1,4 +1,4 @@
-"""`holdfast runs|show|checkpoints|lineage`: what there is and how it goes."""
+"""`holdfast runs|show|checkpoints|lineage`: list runs and show their state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from holdfast.cli.output import (
     time_text,
     warn,
 )
-from holdfast.cli.supervise import alone
+from holdfast.cli.supervise import supervisor_warning
 from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
 from holdfast.contracts.errors import reading_run
 from holdfast.contracts.goodput import PARTS
@@ -44,12 +44,12 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
 
 DIGEST_CHARACTERS = 12
-# What stands in the place of a state where a run's folder cannot be read.
+# The state shown for a run whose folder cannot be read.
 UNREADABLE = "unreadable"
 
 
 class Form(StrEnum):
-    """How `lineage` is written."""
+    """The output format of `lineage`."""
 
     JSON = "json"
     MERMAID = "mermaid"
@@ -65,12 +65,12 @@ def register(app: typer.Typer) -> None:
 
 def runs(
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="So many at most; all unless given.")
+        int | None, typer.Option("--limit", min=1, help="The maximum number of runs. Default: all.")
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs, newest first: those under the root, and all that the index knows."""
+    """List the runs under the root and in the index, newest first."""
     from holdfast.lineage import queries
 
     home = choose_root(root)
@@ -93,18 +93,20 @@ def runs(
         for paths, reason in unreadable.items()
         if str(paths.directory.resolve()) not in named
     ]
-    told = [{**row, "warnings": _lost(row)} for row in found]
-    answer([*told, *broken][:limit], as_json, _render_runs)
+    readable = [{**row, "warnings": _lost(row)} for row in found]
+    answer([*readable, *broken][:limit], as_json, _render_runs)
 
 
 def _lost(row: Mapping[str, Any]) -> list[str]:
-    """The warning of a live run that its supervisor is gone."""
-    words = alone(RunPaths(Path(row["path"]))) if RunState(row["state"]).is_live else None
-    return [words] if words else []
+    """Return a warning if the run is live and its supervisor is gone."""
+    if not RunState(row["state"]).is_live:
+        return []
+    warning = supervisor_warning(RunPaths(Path(row["path"])))
+    return [warning] if warning else []
 
 
 def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
-    """A run of which nothing can be told but why, with the keys of the others."""
+    """Return the row of an unreadable run: the reason, and None for the other columns."""
     from holdfast.lineage import views
 
     return {
@@ -120,11 +122,11 @@ def _unreadable_row(paths: RunPaths, reason: str) -> dict[str, Any]:
 
 
 def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """Show one run: its state, its attempts with their causes, where its time went."""
+    """Show a run: its state, its attempts with their causes, and its use of time."""
     from holdfast.lineage import queries
 
     with open_index() as database:
-        directory = _brought_up_to_date(run, root, database)
+        directory = _refreshed_directory(run, root, database)
         with reading_run(directory):
             shown = queries.show_run(database, directory)
             paths = RunPaths(Path(directory))
@@ -139,7 +141,7 @@ def show(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> 
 
 
 def _live_step(run: Mapping[str, Any]) -> int | None:
-    """The newest step in the heartbeats of a running run, which is ahead of its commits."""
+    """Return the newest step in the heartbeats of a running run. It may not be committed yet."""
     from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
     attempts = RunPaths(Path(run["path"])).list_attempts()
@@ -149,7 +151,7 @@ def _live_step(run: Mapping[str, Any]) -> int | None:
 
 
 def _warnings(run: Mapping[str, Any]) -> list[str]:
-    """What the owner of a live run should know of its grace period and its supervisor."""
+    """Return the warnings of a live run about its grace period, supervisor and submission."""
     from holdfast.workers.grace import warnings_of
     from holdfast.workers.runs import read_record, why_not_submitted
 
@@ -157,49 +159,49 @@ def _warnings(run: Mapping[str, Any]) -> list[str]:
     if not RunState(run["state"]).is_live or not has_spec(paths.directory):
         return []
     warnings = warnings_of(RunSpec.read(run["spec"]), paths)
-    warnings += [words for words in (alone(paths), why_not_submitted(read_record(paths))) if words]
-    return warnings
+    found = (supervisor_warning(paths), why_not_submitted(read_record(paths)))
+    return warnings + [warning for warning in found if warning]
 
 
 def checkpoints(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """List a run's checkpoints, oldest first, each with the reason that keeps it."""
+    """List a run's checkpoints, oldest first, and why each one is kept."""
     from holdfast.lineage import queries
 
     with open_index() as database:
-        directory = _brought_up_to_date(run, root, database)
+        directory = _refreshed_directory(run, root, database)
         found = [_with_mirror(row) for row in queries.list_checkpoints(database, directory)]
         answer(found, as_json, _render_checkpoints)
 
 
 def _with_mirror(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint and, as disk has it, the place in the mirror where its copy is."""
+    """Return the row with the URL of the checkpoint's copy in the mirror, read from disk."""
     record = read_record(Path(row["path"]))
     return {**row, "mirror": record.url if record else None}
 
 
 def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
-    """The last failed save with its reason, for people; None when there was none."""
+    """Return the number of failed saves and the last error; None if there are none."""
     if not failed:
         return None
     last = failed[-1]
     count = f"{FAILED_SAVES_MAX} or more" if len(failed) == FAILED_SAVES_MAX else str(len(failed))
-    return f"{count}, the last of step {last['step']}, {time_text(last['at'])}: {last['error']}"
+    return f"{count}; the last at step {last['step']}, {time_text(last['at'])}: {last['error']}"
 
 
 def lineage(
     run: RunArgument,
     form: Annotated[
         Form | None,
-        typer.Option("--format", help="Instead of a tree: for a program that draws or gathers."),
+        typer.Option("--format", help="The output format. Default: a tree."),
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a run came from and what came of it, as nodes and edges."""
+    """Show a run's lineage: its attempts and checkpoints, their origins and descendants."""
     from holdfast.lineage import queries
 
     with open_index() as database:
-        directory = _brought_up_to_date(run, root, database)
+        directory = _refreshed_directory(run, root, database)
         if form is Form.OPENLINEAGE:
             from holdfast.lineage.openlineage import export_run
 
@@ -215,13 +217,13 @@ def lineage(
     typer.echo(mermaid(graph) if form is Form.MERMAID else dot(graph), nl=False)
 
 
-def _brought_up_to_date(run: str, root: str | None, database: Any) -> str:
-    """The folder of the run that is meant, its rows in line with disk and scheduler."""
+def _refreshed_directory(run: str, root: str | None, database: Any) -> str:
+    """Refresh the rows of a run from disk and scheduler, and return its folder."""
     paths = locate_known(run, root, database)
     if has_spec(paths.directory):
         refresh(paths, database)
     else:
-        warn(f"holdfast: {paths.directory} is gone; shown as the index last knew it")
+        warn(f"holdfast: {paths.directory} no longer exists; showing the rows in the index")
     return str(paths.directory)
 
 
@@ -240,7 +242,7 @@ def _render_runs(found: list[Mapping[str, Any]]) -> None:
         for row in found
     ]
     print_table(("run", "state", "step", "attempts", "GPUs", "cause", "created", "root"), rows)
-    for warning in (words for row in found for words in row["warnings"]):
+    for warning in (one for row in found for one in row["warnings"]):
         say(f"warning: {warning}")
 
 
@@ -282,7 +284,7 @@ def _render_run(run: Mapping[str, Any]) -> None:
 
 
 def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:
-    """What was paid, what preemptions cost of it, and what the same would have cost without."""
+    """Return the run's cost, the share of preemptions, the on-demand price and the saving."""
     hours = good["preemption_gpu_hours"]
     facts = {
         "cost": good["cost"],
@@ -311,26 +313,26 @@ def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _print_failures(run: Mapping[str, Any]) -> None:
-    """What the last attempt that ended badly had to say, without what the reason says already."""
+    """Print the evidence and traceback of the last failed attempt, without repetitions."""
     ended = [a for a in run["attempts"] if a["cause"] not in {None, "preemption", "operator"}]
     if not ended:
         return
     last = ended[-1]
-    said = run["reason"] or ""
+    printed = run["reason"] or ""
     for line in last["evidence"]:
-        if line not in said:
+        if line not in printed:
             say(f"attempt {last['number']}: {line}")
-            said += f"\n{line}"
+            printed += f"\n{line}"
     if last["traceback"]:
-        say(_frames(last["traceback"].rstrip(), said))
+        say(_frames(last["traceback"].rstrip(), printed))
 
 
-def _frames(traceback: str, said: str) -> str:
-    """A traceback; its last line, the error, is left out when `said` has it."""
+def _frames(traceback: str, printed: str) -> str:
+    """Return a traceback, without its last line, the error, if `printed` contains that."""
     frames, _, error = traceback.rpartition("\n")
-    # A frame is indented, so is what belongs to a message of several lines as often as not.
+    # An indented last line may belong to a message of several lines, so it stays.
     is_line = frames and not error.startswith(" ") and frames.rpartition("\n")[2].startswith(" ")
-    return frames if is_line and error in said else traceback
+    return frames if is_line and error in printed else traceback
 
 
 def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
@@ -354,7 +356,7 @@ def _render_checkpoints(found: list[Mapping[str, Any]]) -> None:
 
 
 def render_lineage(graph: Mapping[str, Any]) -> None:
-    """The graph as a tree: the run, its attempts, the checkpoints of each."""
+    """Print the graph as a tree: the run, its attempts and their checkpoints."""
     from rich.console import Console
 
     from holdfast.cli.lineage_tree import lineage_tree
