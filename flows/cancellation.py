@@ -1,8 +1,9 @@
-"""From a cancelled flow run to a cancelled training run, within the seconds that Prefect gives.
+"""Cancel the training run when Prefect cancels its flow run, within the time that Prefect allows.
 
-Prefect cancels by SIGTERM, and SIGKILL 30 s later; a worker's host that shuts down sends the
-same. Only the API tells which it is. A cancelled flow leaves a request on disk and goes: the job
-flushes in its own time. On a shutdown the job is left running, and the next flow takes it up.
+Prefect cancels with SIGTERM, and SIGKILL 30 s later. A worker's host that shuts down sends the
+same signals, and only the API can distinguish the two. A cancelled flow writes a request to disk
+and exits; the job then saves in its own time. On a shutdown, the job keeps running, and the next
+flow continues its supervision.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BY: Final = "prefect"
 
 
 class Supervision(Protocol):
-    """What the signal needs to know of a supervisor."""
+    """The properties of a supervisor that the signal handling uses."""
 
     @property
     def flow_run(self) -> str: ...
@@ -43,53 +44,57 @@ class Supervision(Protocol):
 
 @contextmanager
 def cancel_on_signal(paths: RunPaths, supervision: Supervision, log: Log) -> Iterator[None]:
-    """Turn SIGTERM into a request to cancel the run, when Prefect's API says that it is one."""
+    """Turn SIGTERM into a request to cancel the run, if Prefect's API confirms a cancellation."""
     try:
         yield
     except TerminationSignal:
         if not supervision.is_acting:
-            log.info("%s is supervised by another flow, which goes on", paths.name)
+            log.info("%s is supervised by another flow, which continues", paths.name)
         elif is_cancelling(supervision.flow_run):
             log.info("%s", cancel_run(paths))
         else:
             log.warning(
-                "this flow ends; %s is left as it is, and the same parameters take it up again",
+                "this flow ends; %s does not change; a flow run with the same parameters resumes "
+                "its supervision",
                 paths.name,
             )
         raise
 
 
 def is_cancelling(flow_run: str) -> bool:
-    """True when Prefect's API says that somebody cancelled this flow run.
+    """Return whether Prefect's API reports that this flow run was cancelled.
 
-    An API that does not answer within `ASK_S_MAX` says nothing; the hook of the worker then does
-    what is needed.
+    Returns False if the API does not respond within `ASK_S_MAX` seconds. The worker's hook then
+    cancels the run.
     """
     if not flow_run:
         return False
     try:
         with get_client(sync_client=True, httpx_settings={"timeout": ASK_S_MAX}) as client:
             state = client.read_flow_run(UUID(flow_run)).state
-    # The process is about to be killed: no kind of failure to ask may stop it from leaving.
+    # The process is about to be killed, so no error may prevent its exit.
     except Exception as error:
-        get_logger("holdfast").warning("cannot ask Prefect why this flow ends: %s", error)
+        get_logger("holdfast").warning("Prefect did not report why this flow ends: %s", error)
         return False
     return state is not None and (state.is_cancelling() or state.is_cancelled())
 
 
 def cancel_run(paths: RunPaths) -> str:
-    """Ask for the run's end, unless it has ended or somebody has asked; returns what was done."""
+    """Request that the run be cancelled, unless it has ended or that is pending.
+
+    Returns a message about what was done.
+    """
     history = load_history(paths)
     if not history.state.is_live:
-        return f"{paths.name} has ended already: {history.state}"
+        return f"{paths.name} has already ended: {history.state}"
     pending = history.pending_request
     if pending and pending["action"] == "cancel":
-        return f"{paths.name} is being cancelled already"
+        return f"{paths.name} is already being cancelled"
     return operator.request(paths, "cancel", by=BY, writer=JOURNAL)
 
 
 def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Prefect's hook, run by the worker when the flow's process is gone: the same, once more."""
+    """Cancel the flow's run. Prefect's worker calls this hook after the flow's process is gone."""
     log = get_logger("holdfast")
     root = flow_run.parameters.get("root")
     home = Path(root).expanduser().absolute() if root else default_root()
@@ -104,7 +109,7 @@ def cancel_run_of_flow(flow: Flow[Any, Any], flow_run: FlowRun, state: State[Any
 
 
 def find_supervised(root: Path, flow_run: str) -> RunPaths | None:
-    """The run under `root` that the flow run was the last to take up, or None."""
+    """Return the run under `root` whose last supervisor was this flow run, or None."""
     for paths in list_runs(root):
         taken = [e for e in load_events(paths) if e.kind is EventKind.SUPERVISED]
         if taken and taken[-1].data.get("flow_run") == flow_run:

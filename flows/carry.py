@@ -1,4 +1,4 @@
-"""Carrying one run from where disk says that it stands to its end. No Prefect here."""
+"""Supervision of one run from its state on disk to its end. This module does not use Prefect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.workers import runs
 
 
 def carry(paths: RunPaths, log: logging.Logger) -> RunHistory:
-    """Supervise the run until it has ended, and log how; returns its last history."""
+    """Supervise the run until it has ended, log its summary, and return its last history."""
     redactor = Redactor()
     redacted = redactor.log(log)
     with redactor.errors(), Index() as index:
@@ -38,10 +38,10 @@ def carry(paths: RunPaths, log: logging.Logger) -> RunHistory:
 
 
 def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
-    """True when the run has had an attempt and has not ended: it must be carried on.
+    """Return whether the run has had an attempt and has not ended.
 
-    What a new run would be refused for, such as a scheduler or a database that is away just now,
-    is no reason to leave it alone.
+    Such a run must be supervised even if checks for a new run would fail, for example because the
+    scheduler or the database is unavailable.
     """
     paths = RunPaths(root / run) if run else runs.newest_generation(root, spec.name)
     if paths is None or not paths.spec.is_file():
@@ -53,9 +53,9 @@ def is_under_way(root: Path, spec: RunSpec, run: str | None) -> bool:
 def given_spec(
     spec: Mapping[str, Any] | str, overrides: Sequence[str], root: Path, run: str | None
 ) -> RunSpec:
-    """The spec that a flow was given; the recorded one of a run that exists is read as recorded.
+    """Return the flow's spec. If it is the recorded spec of an existing run, do not validate it.
 
-    So rules that became stricter since do not keep a run from being taken up again. Raises
+    Stricter rules of a newer version therefore do not prevent a run's supervision. Raises
     `SpecError`.
     """
     if run is not None and not overrides:
@@ -66,9 +66,9 @@ def given_spec(
 
 
 def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
-    """The folder of the run: the one named, else the one that `spec` attaches to or creates.
+    """Return the folder of `run`, or of the run that `spec` attaches to or creates.
 
-    Raises `RunConflictError` when the run named was created with another spec.
+    Raises `RunConflictError` if `run` was created with another spec.
     """
     if run is None:
         return runs.attach_or_create(spec, root, created_by="flow")[0]
@@ -76,7 +76,7 @@ def take_up(spec: RunSpec, root: Path, run: str | None) -> RunPaths:
     record = read_document(RunRecord, paths.spec)
     if record is None or not runs.is_same_spec(record, spec):
         raise RunConflictError(
-            f"{run}: created with another spec than the one given ({spec.digest[:12]}); leave "
-            f"the run out to create a new one, or give the spec in {paths.spec}"
+            f"{run} was created with another spec than the given one ({spec.digest[:12]}). Leave "
+            f"`run` out to create a new run, or use the spec in {paths.spec}."
         )
     return paths

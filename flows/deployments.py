@@ -1,6 +1,6 @@
-"""The Prefect side of a submission: the deployment, its work pool, and one flow run of it.
+"""Prefect's side of a submission: the deployment, its work pool and the flow run.
 
-Every call to the API is bounded, and every refusal says which command mends it.
+Every call to the API has a timeout, and every error names the command that fixes it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DEPLOYMENT: Final = "holdfast"
 POOL: Final = "holdfast"
 POOL_TYPE: Final = "process"
 API_S_MAX: Final = 10.0
-# A server whose SQLite is busy answers 503: the client asks again after 2, 4 and 8 seconds.
+# A server whose SQLite is busy responds with 503: the client retries after 2, 4 and 8 seconds.
 RETRIES_MAX: Final = 3
 WORKERS_MAX: Final = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowRunStarted:
-    """A flow run that Prefect took; `warning` says why it may not start soon."""
+    """A flow run that Prefect accepted. `warning` is the reason why it may not start soon."""
 
     id: str
     name: str
@@ -43,7 +43,7 @@ class FlowRunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceReport:
-    """What stands at the API: the deployment's pool, and how many of its workers are alive."""
+    """The deployment's work pool, and the number of its workers that are online."""
 
     url: str
     pool: str | None
@@ -51,23 +51,23 @@ class ServiceReport:
 
 
 def api_url() -> str | None:
-    """The Prefect API of the environment or the active profile; None: there is none."""
+    """Return the URL of the Prefect API from the environment or the active profile, or None."""
     url: str | None = PREFECT_API_URL.value()
     return url
 
 
 def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) -> FlowRunStarted:
-    """Create a flow run of the deployment with the flow's `parameters`; returns at once.
+    """Create a flow run of the deployment with these `parameters`. Returns at once.
 
-    Raises `ServiceError` when the API cannot be reached within `API_S_MAX` seconds, has no such
-    deployment, or refuses the parameters.
+    Raises `ServiceError` if the API cannot be reached within `API_S_MAX` seconds, has no such
+    deployment, or rejects the parameters.
     """
     with open_client() as client:
         deployment = _read_deployment(client)
         if deployment.paused:
             raise ServiceError(
                 f"deployment {FLOW}/{DEPLOYMENT} is paused; "
-                f"`prefect deployment resume {FLOW}/{DEPLOYMENT}` lets it run"
+                f"resume it with `prefect deployment resume {FLOW}/{DEPLOYMENT}`"
             )
         flow_run = client.create_flow_run_from_deployment(
             deployment.id, parameters=parameters, name=name
@@ -76,7 +76,7 @@ def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) ->
         warning = None
         if pool and not _live_workers(client, pool):
             warning = (
-                f"no worker polls pool {pool}; the run waits until one does: "
+                f"no worker polls pool {pool}, so the run waits; start a worker: "
                 f"`prefect worker start --pool {pool}`"
             )
         return FlowRunStarted(
@@ -85,7 +85,7 @@ def submit_to_prefect(parameters: dict[str, Any], *, name: str | None = None) ->
 
 
 def check_service() -> ServiceReport:
-    """What a submission would meet. Raises `ServiceError` when it could not be made."""
+    """Check the service without submitting. Raises `ServiceError` if a submission would fail."""
     with open_client() as client:
         deployment = _read_deployment(client)
         pool = deployment.work_pool_name
@@ -94,14 +94,14 @@ def check_service() -> ServiceReport:
 
 
 def flow_run_state(flow_run: str) -> tuple[str, bool]:
-    """A flow run's state in Prefect's word, and True when it is final. Raises `ServiceError`."""
+    """Return the name of a flow run's state, and whether it is final. Raises `ServiceError`."""
     with open_client() as client:
         state = client.read_flow_run(UUID(flow_run)).state
         return (str(state.name), state.is_final()) if state else ("Unknown", False)
 
 
 def read_secret_block(name: str) -> Any:
-    """The value in the `Secret` block `name`. Raises `ServiceError` when it cannot be read."""
+    """Return the value of the `Secret` block `name`. Raises `ServiceError` if it is unreadable."""
     with open_client() as client:
         try:
             block = client.read_block_document_by_name(name, "secret", include_secrets=True)
@@ -113,9 +113,9 @@ def read_secret_block(name: str) -> Any:
 
 
 def deploy(pool: str = POOL) -> str:
-    """Create the work pool, when it is missing, and the deployment; returns the latter's name.
+    """Create the work pool, if it is missing, and the deployment; return the deployment's name.
 
-    Running it again brings the deployment up to date. Raises `ServiceError`.
+    A second call updates the deployment. Raises `ServiceError`.
     """
     from prefect.deployments.runner import RunnerDeployment
     from prefect.types.entrypoint import EntrypointType
@@ -131,38 +131,38 @@ def deploy(pool: str = POOL) -> str:
             client.create_work_pool(
                 WorkPoolCreate(name=pool, type=POOL_TYPE, base_job_template=template)
             )
-    # A module entry point runs the installed package; a file one would put its folder on the path.
+    # A module entry point runs the installed package. A file would add its folder to `sys.path`.
     deployment = train.to_deployment(
         name=DEPLOYMENT,
         work_pool_name=pool,
         entrypoint_type=EntrypointType.MODULE_PATH,
-        description="Carries one training job to its end over preemptions and failures.",
+        description="Runs one training job to its end, over preemptions and failures.",
     )
     assert isinstance(deployment, RunnerDeployment), "called outside of any event loop"
-    with _said():
+    with _translate_errors():
         deployment.apply()
     return f"{FLOW}/{DEPLOYMENT}"
 
 
 @contextmanager
 def open_client() -> Iterator[SyncPrefectClient]:
-    """A client of the API, once it has answered; its errors come out as `ServiceError`."""
+    """Yield a client after a health check of the API. Its errors become `ServiceError`."""
     url = api_url()
     if not url:
         raise ServiceError(
-            "PREFECT_API_URL is not set; start a server (`prefect server start`) and set "
-            "PREFECT_API_URL=http://127.0.0.1:4200/api, or leave it out and run locally"
+            "PREFECT_API_URL is not set. Start a server (`prefect server start`) and set "
+            "PREFECT_API_URL=http://127.0.0.1:4200/api, or run without Prefect."
         )
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
-        _said(),
+        _translate_errors(),
         get_client(sync_client=True, httpx_settings={"timeout": API_S_MAX}) as client,
     ):
         failure = client.api_healthcheck()
         if failure is not None:
             raise ServiceError(
-                f"Prefect's API at {url} does not answer ({failure or type(failure).__name__}); "
-                "start it with `prefect server start`, or set PREFECT_API_URL to where it is"
+                f"Prefect's API at {url} does not answer ({failure or type(failure).__name__}). "
+                "Start it with `prefect server start`, or set PREFECT_API_URL to its address."
             )
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES_MAX}):
             yield client
@@ -179,21 +179,21 @@ def _read_deployment(client: SyncPrefectClient) -> Any:
 
 
 def _live_workers(client: SyncPrefectClient, pool: str) -> int:
-    # Both given: the client would send null for them, which the server's FastAPI may refuse.
+    # Pass both arguments: the client would send null for them, which the server may reject.
     workers = client.read_workers_for_work_pool(pool, offset=0, limit=WORKERS_MAX)
     return sum(worker.status is WorkerStatus.ONLINE for worker in workers)
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """Turn the client's errors into one that says where it happened and what Prefect said."""
+def _translate_errors() -> Iterator[None]:
+    """Turn the client's errors into a `ServiceError` with the URL and Prefect's message."""
     try:
         yield
     except PrefectHTTPStatusError as error:
-        said = error.response.text[:500]
-        raise ServiceError(f"Prefect at {api_url()} refused: {said}") from error
+        text = error.response.text[:500]
+        raise ServiceError(f"Prefect at {api_url()} refused the request: {text}") from error
     except httpx.HTTPError as error:
         raise ServiceError(
-            f"Prefect's API at {api_url()} cannot be used ({type(error).__name__}: {error}); see "
-            "that `prefect server start` runs there"
+            f"Prefect's API at {api_url()} cannot be used ({type(error).__name__}: {error}). "
+            "Check that `prefect server start` is running there."
         ) from error

@@ -1,8 +1,8 @@
-"""`python -m holdfast.flows.detached RUN_DIRECTORY`: the supervision of one run, in one process.
+"""`python -m holdfast.flows.detached RUN_DIRECTORY`: supervise one run in this process.
 
-Without a Prefect API there is no flow run to show, so the supervisor runs by itself: no server, no
-database of Prefect's, and nothing that outlives this process when it is killed. With `--flow`, and
-an API in the environment, the run is carried by Prefect's flow `train` instead.
+It is used without a Prefect API. It needs no server and no database of Prefect, and nothing
+remains if the process is killed. With `--flow` and an API in the environment, Prefect's flow
+`train` supervises the run instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USAGE: Final = "usage: python -m holdfast.flows.detached [--flow] RUN_DIRECTORY"
 
 
 def main(arguments: list[str]) -> int:
-    """0 when the run completed, 1 when it failed or was cancelled, 2 for a wrong call."""
+    """Return 0 if the run completed, 1 if it failed or was cancelled, 2 for a wrong call."""
     match arguments:
         case [flag, directory] if flag == FLOW:
             return run_flow(Path(directory))
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def supervise(directory: Path) -> int:
-    """Carry the run to its end in this process; its exit status."""
+    """Supervise the run until its end; return the exit status."""
     from holdfast.flows.carry import carry
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -41,7 +41,7 @@ def supervise(directory: Path) -> int:
 
 
 def run_flow(directory: Path) -> int:
-    """Run Prefect's flow to its end in this process; its exit status."""
+    """Run Prefect's flow until its end; return the exit status."""
     from holdfast.flows.start import flow_parameters
     from holdfast.flows.train import train
 

@@ -1,4 +1,4 @@
-"""The lock on a run that the supervising flow holds; it is free as soon as its holder is dead."""
+"""The lock that a run's supervisor holds. The kernel releases it when the supervisor dies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FlowLock:
-    """An exclusive `flock` on a run's `flow.lock`, taken when it can be had, never waited for."""
+    """An exclusive `flock` on a run's `flow.lock`, taken without waiting."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -16,7 +16,7 @@ class FlowLock:
         self._handle: int | None = None
 
     def __enter__(self) -> FlowLock:
-        # Close-on-exec, or a job started from here would keep the lock for its whole life.
+        # Close on exec, because a job started from here would otherwise keep the lock.
         self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         return self
 
@@ -26,7 +26,7 @@ class FlowLock:
         self._handle, self.is_held = None, False
 
     def try_take(self) -> bool:
-        """True when this process holds the lock now; False when another one does."""
+        """Try to take the lock; return False if another process holds it."""
         assert self._handle is not None, "use the lock in a with statement"
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

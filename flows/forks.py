@@ -1,4 +1,4 @@
-"""Beginning a run: what must hold before it, and a fork from a committed checkpoint."""
+"""The checks before a run starts, and forks from a committed checkpoint."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def fork_run(
     root: Path | None = None,
     writer: str = "cli",
 ) -> RunPaths:
-    """Create the run `name` from the committed checkpoint `directory` of `parent`; not started.
+    """Create the run `name` from the committed checkpoint `directory` of `parent`.
 
-    It lies under `root`, the parent's unless given. Raises `RunConflictError` for a name in use,
-    `NotFoundError` or `CheckpointError` for a checkpoint that cannot be begun from, and what
-    `check_everything` raises.
+    The run is not started. Its folder is under `root`, by default the parent's root. Raises
+    `RunConflictError` for a name in use, `NotFoundError` or `CheckpointError` for a checkpoint that
+    does not exist or is not committed, and the errors of `check_everything`.
     """
     manifest = committed_manifest(parent, directory)
     spec = load_spec({**load_history(parent).record.spec, "name": name}, overrides)
     home = root or parent.directory.parent
     if newest_generation(home, spec.name) is not None:
         raise RunConflictError(
-            f"{spec.name}: there is a run of this name under {home}; give another --name"
+            f"a run with the name {spec.name} exists under {home}; choose another --name"
         )
     check_everything(spec, home)
     require(spec)
@@ -55,9 +55,9 @@ def fork_run(
 
 
 def check_everything(spec: RunSpec, root: Path) -> None:
-    """Find what would refuse the run later: cluster, program, root, database, Prefect.
+    """Check cluster, program, root, database and Prefect before a run is created.
 
-    Raises the error of the first part that has problems; nothing has been created then.
+    Raises the error of the first check that fails.
     """
     check(spec, root)
     open_database().close()
@@ -68,16 +68,16 @@ def check_everything(spec: RunSpec, root: Path) -> None:
 
 
 def committed_manifest(paths: RunPaths, directory: str) -> Manifest:
-    """The manifest of a checkpoint that can be begun from.
+    """Return the manifest of a committed checkpoint.
 
-    Raises `NotFoundError` when there is no such directory and `CheckpointError` when it was
-    never committed.
+    Raises `NotFoundError` if there is no such directory, and `CheckpointError` if it was never
+    committed.
     """
     folder = paths.checkpoint(directory)
     if not folder.is_dir():
         known = [path.name for path in paths.list_checkpoints()[-5:]]
         raise NotFoundError(
-            f"{paths.name} has no checkpoint {directory}; the newest there are: "
+            f"{paths.name} has no checkpoint {directory}; its newest checkpoints: "
             f"{', '.join(known) or 'none'}"
         )
     manifest = read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Bringing the index up to date beside the supervision: a slow database delays no decision."""
+"""Index updates in a thread, so that a slow database does not delay supervision."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FINISH_S_MAX: Final = 120.0
 
 
 class Ingestion:
-    """Ingests one run in a thread of its own, which lives while there is something to do.
+    """Ingests one run in a separate thread, which ends when there is nothing to do.
 
-    `failed` is called in that thread with the error of an ingest that failed, `succeeded` after
-    one that did not.
+    That thread calls `failed` with the error of a failed ingest, and `succeeded` after a
+    successful one.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Ingestion:
         self._thread: threading.Thread | None = None
 
     def ask(self) -> None:
-        """Have the run ingested as it is from now on; returns at once."""
+        """Request an ingest of the run's current state. Returns at once."""
         with self._lock:
             self._is_wanted = True
             if self._thread is None:
@@ -45,7 +45,7 @@ class Ingestion:
                 self._thread.start()
 
     def finish(self) -> None:
-        """Ingest the run's last state and wait for it, `FINISH_S_MAX` seconds at most."""
+        """Ingest the run's last state, and wait for it for at most `FINISH_S_MAX` seconds."""
         self.ask()
         thread = self._thread
         if thread is not None:
@@ -55,14 +55,14 @@ class Ingestion:
         while self._take():
             try:
                 self._index.update(self._paths)
-            # The index follows what is on disk; whatever it cannot do now it can do later.
+            # Disk is the truth, so a failed update can be repeated later.
             except (HoldfastError, OSError) as error:
                 self._failed(error)
             else:
                 self._succeeded()
 
     def _take(self) -> bool:
-        """True when an ingest is wanted; else this thread has ended its work."""
+        """Return whether an ingest is wanted. If not, mark this thread as ended."""
         with self._lock:
             if not self._is_wanted:
                 self._thread = None

@@ -1,7 +1,6 @@
-"""Nodes whose heartbeats stop: told by the supervisor, without waiting for the scheduler.
+"""Report nodes whose heartbeats stop, without waiting for the scheduler.
 
-What to do about a node is the agents' business, who talk to each other, and the scheduler's. This
-is for people, and for the journal.
+The agents and the scheduler react to a lost node. The supervisor only logs and journals it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ NAMED_MAX: Final = 16
 
 
 class NodeWatch:
-    """Watches the heartbeats of the live attempt; `look` is called at every turn."""
+    """Watches the heartbeats of the live attempt. The supervisor calls `look` at every turn."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -25,25 +24,25 @@ class NodeWatch:
         self._are_clocks_checked = False
 
     def look(self, attempt: AttemptPaths, heartbeat_s: float, journal: JournalWriter) -> list[str]:
-        """Journal which nodes fell silent or are heard again; returns it in words."""
+        """Journal which nodes became silent or are heard again; return messages about it."""
         if self._watch is None or self._number != attempt.number:
             self._watch = HeartbeatWatch(attempt, heartbeat_s)
             self._number, self._are_clocks_checked = attempt.number, False
         silent, again = self._watch.look()
         for names, is_silent in ((silent, True), (again, False)):
             if names:
-                told = sorted(names)[:NAMED_MAX]
-                facts = {"attempt": attempt.number, "nodes": told, "count": len(names)}
+                shown = sorted(names)[:NAMED_MAX]
+                facts = {"attempt": attempt.number, "nodes": shown, "count": len(names)}
                 journal.append(EventKind.NODE_SILENT, durable=False, silent=is_silent, **facts)
-        problems = self._look_at_clocks(attempt)
+        problems = self._check_clocks(attempt)
         for text in problems:
             journal.append(EventKind.NOTE, durable=False, attempt=attempt.number, text=text)
-        words = [f"no heartbeat any more of {_some(silent)}"] if silent else []
-        words += [f"heartbeats again of {_some(again)}"] if again else []
-        return words + problems
+        messages = [f"no more heartbeats from {_some(silent)}"] if silent else []
+        messages += [f"heartbeats again from {_some(again)}"] if again else []
+        return messages + problems
 
-    def _look_at_clocks(self, attempt: AttemptPaths) -> list[str]:
-        """What is wrong with the nodes' clocks; looked at once, when there are heartbeats."""
+    def _check_clocks(self, attempt: AttemptPaths) -> list[str]:
+        """Return problems with the nodes' clocks. Checks once, with the first heartbeats."""
         if self._are_clocks_checked:
             return []
         beats = read_heartbeats(attempt)

@@ -1,7 +1,6 @@
-"""From what a person gives (a file or a table, and overrides) to a `RunSpec`. No Prefect here.
+"""Build a `RunSpec` from a file or a table, and overrides. This module does not use Prefect.
 
-All problems are found before the first is told: unknown keys, wrong values and overrides that
-cannot be meant come back together in one `SpecError`.
+One `SpecError` reports all problems together: unknown keys, wrong values and invalid overrides.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ def load_spec(
     overrides: Sequence[str] = (),
     base: Path | None = None,
 ) -> RunSpec:
-    """The `RunSpec` that `source` and `overrides` (`a.b.c=value`) say together.
+    """Return the `RunSpec` of `source` with the `overrides` (`a.b.c=value`) applied.
 
-    `source` is a TOML or YAML file, or the table itself. The working directory becomes absolute:
-    relative to the file's folder, or to `base` (the current directory unless given) for a table.
-    Raises `SpecError` with every problem found.
+    `source` is a TOML or YAML file, or a table. The working directory becomes absolute. A relative
+    one starts at the file's folder or, for a table, at `base` (by default, the current directory).
+    Raises `SpecError` with every problem.
     """
     if isinstance(source, Mapping):
         table, origin = copy.deepcopy(dict(source)), "the spec"
@@ -62,49 +61,49 @@ def load_spec(
 
 
 def resolve_directory(spec: RunSpec, folder: Path) -> RunSpec:
-    """`spec` with its working directory absolute, links resolved as `os.getcwd` would say it."""
+    """Return `spec` with an absolute working directory, with links resolved as by `os.getcwd`."""
     directory = (folder / Path(spec.launch.working_directory).expanduser()).resolve()
     launch = spec.launch.model_copy(update={"working_directory": str(directory)})
     return spec.model_copy(update={"launch": launch})
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:
-    """The table in a TOML or YAML file; `SpecError` names the line that cannot be read."""
+    """Return the table in a TOML or YAML file. Raises `SpecError` with the line of an error."""
     kind = path.suffix.lower()
     if kind not in _TOML | _YAML:
         raise SpecError(f"{path}: ends in {kind or 'nothing'}; expected .toml, .yaml or .yml")
     try:
-        # Links are followed: which file this is, is the caller's own word.
+        # Links are followed, because the caller chose the path.
         text = read_bounded(path.resolve(), SPEC_BYTES_MAX).decode("utf-8")
     except FileNotFoundError as error:
         raise SpecError(
-            f"{path}: no such file; give the path of a run spec (a relative path counts from "
-            f"the current directory, {Path.cwd()})"
+            f"{path}: no such file. Expected the path of a run spec; a relative path starts at "
+            f"the current directory, {Path.cwd()}."
         ) from error
     except ForeignFileError as error:
         raise SpecError(f"{path}: {error.problem}; expected a run spec") from error
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        # Links that lead in a circle are a RuntimeError.
+        # A loop of symbolic links raises RuntimeError.
         raise SpecError(f"{path}: cannot be read: {error}") from error
     try:
         table = _parse_toml(path, text) if kind in _TOML else _parse_yaml(path, text)
     except RecursionError as error:
         raise SpecError(f"{path}: nested too deep; expected a run spec") from error
     if not isinstance(table, dict):
-        raise SpecError(f"{path}: holds a {type(table).__name__}; expected a table of keys")
+        raise SpecError(f"{path}: contains a {type(table).__name__}; expected a table of keys")
     return table
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """The keys and the value of `a.b.c=value`; the value is read as TOML, else it is a string.
+    """Return the keys and the value of `a.b.c=value`. A value that is not TOML is a string.
 
-    Raises `SpecError` when there is no `=` or a key is empty.
+    Raises `SpecError` if there is no `=` or a key is empty.
     """
     name, equals, given = text.partition("=")
     keys = [part.strip() for part in name.split(".")]
     if not equals or not all(keys):
         raise SpecError(
-            f"--set {text}: expected key=value, with dots between the levels, such as "
+            f"--set {text}: expected key=value with dots between the levels, such as "
             "--set resources.nodes=2"
         )
     value = _toml_value(given.strip())
@@ -120,13 +119,13 @@ def _toml_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     value = table["value"]
-    # A second line, or a date, is not what anybody means by one plain value.
+    # A value with a second line, or a date, is read as a string.
     plain = len(table) == 1 and isinstance(value, bool | int | float | str | list | dict)
     return value if plain else text
 
 
 def _apply(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Set every override in `table`; returns a line for each that cannot be set."""
+    """Set every override in `table`; return a line for each that cannot be set."""
     problems = []
     for text in overrides:
         try:
@@ -150,7 +149,7 @@ def _parse_toml(path: Path, text: str) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{path}: not TOML: {error}; mend that line") from error
+        raise SpecError(f"{path}: not TOML: {error}; fix that line") from error
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
@@ -159,23 +158,24 @@ def _parse_yaml(path: Path, text: str) -> Any:
         values = _count_values(tree, {})
         if values > YAML_VALUES_MAX:
             raise SpecError(
-                f"{path}: its aliases make {values:.3g} values of it, expected at most "
-                f"{YAML_VALUES_MAX}; write them out, or leave them away"
+                f"{path}: its aliases expand to {values:.3g} values; expected at most "
+                f"{YAML_VALUES_MAX}. Remove aliases."
             )
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise SpecError(f"{path}: not YAML: {error.problem}{place}; mend that line") from error
+        raise SpecError(f"{path}: not YAML: {error.problem}{place}; fix that line") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # A date that no calendar has is a ValueError.
-        raise SpecError(f"{path}: not YAML: {error}; mend that line") from error
+        # An impossible date raises ValueError.
+        raise SpecError(f"{path}: not YAML: {error}; fix that line") from error
 
 
 def _count_values(node: Any, known: dict[int, float]) -> float:
-    """How many values a YAML tree has once its aliases are written out; one in itself has no end.
+    """Return the number of values in a YAML tree after its aliases are expanded.
 
-    Each node is counted once: an alias of an alias doubles with every level.
+    The result is infinite for a node that contains itself. `known` has the counts so far, because
+    nested aliases double the number with each level.
     """
     if not isinstance(node, yaml.CollectionNode):
         return 1

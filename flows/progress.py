@@ -1,4 +1,4 @@
-"""Where a run is just now, in one line, from its history and its agents' heartbeats."""
+"""A run's progress in one line, from its history and its agents' heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.workers.heartbeats import NodeBeat, newest_step, read_heartbeats
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """One line for people, and a `key` that changes when something else than the step did."""
+    """One line of text, and a `key` that changes with everything but the step."""
 
     text: str
     key: tuple[object, ...]
@@ -20,14 +20,14 @@ class Progress:
 
 
 def describe_progress(history: RunHistory) -> Progress:
-    """What the run is doing. Reads the heartbeats of a live attempt."""
+    """Return the run's progress. Reads the heartbeats of a live attempt."""
     name, last = history.paths.name, history.last_attempt
     if last is None or last.state.is_terminal:
         number = last.number if last else 0
-        words = f"{name}: {history.state}"
+        text = f"{name}: {history.state}"
         if last is not None:
-            words += f" after attempt {last.number} ({_ending(last)})"
-        return Progress(text=words, key=(history.state, number))
+            text += f" after attempt {last.number} ({_ending(last)})"
+        return Progress(text=text, key=(history.state, number))
     beats = read_heartbeats(history.paths.attempt(last.number))
     return _of_attempt(history, last, beats)
 
@@ -48,13 +48,13 @@ def _of_attempt(history: RunHistory, last: AttemptView, beats: list[NodeBeat]) -
 
 
 def _common_phase(beats: list[NodeBeat]) -> str:
-    """The phase that most ranks are in, in lower case."""
+    """Return the phase that most ranks are in, in lower case."""
     phases = Counter(rank.phase.lower() for beat in beats for rank in beat.ranks)
     return phases.most_common(1)[0][0] if phases else ""
 
 
 def _committed_step(history: RunHistory) -> int | None:
-    """The newest step that the program reported as committed."""
+    """Return the newest step that the journal records as committed."""
     steps = [
         int(event.data["step"])
         for event in history.events

@@ -1,4 +1,4 @@
-"""What supervision shows to people and to Prefect, without the run's secrets."""
+"""Redaction of a run's secrets in the supervisor's logs, messages and errors."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 class Redactor:
     """Hides one run's secrets in texts, log lines and errors.
 
-    It keeps the values that it has seen, since those that are recorded for a run are deleted when
-    the run ends.
+    It keeps all values that it has seen, because the recorded values are deleted when the run ends.
     """
 
     def __init__(self) -> None:
         self._values: tuple[str, ...] = ()
 
     def learn(self, spec: Mapping[str, Any], paths: RunPaths | None = None) -> None:
-        """Take in the values in `spec`, and those it refers to that can be read for `paths`."""
+        """Add the values in `spec`, and its references that can be read for `paths`."""
         referred = referred_secrets(spec, paths) if paths else ()
         self._values = longest_first({*self._values, *secrets_of(spec), *referred})
 
     def text(self, text: str) -> str:
-        """`text` without the secrets."""
+        """Return `text` without the secrets."""
         return redact_text(text, self._values)
 
     def log(self, log: Log) -> RedactedLog:
-        """A log whose lines go to `log` without the secrets."""
+        """Return a log that forwards its lines to `log` without the secrets."""
         return RedactedLog(log, self)
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Hide the secrets in the errors that leave the block, and in their causes."""
+        """Hide the secrets in errors that leave the block, and in their causes."""
         try:
             yield
         except Exception as error:
@@ -48,7 +47,7 @@ class Redactor:
             for link in links:
                 self._hide_in(link)
             if any(map(self._shows, links)):
-                # Its text comes from elsewhere than its arguments.
+                # The error's text does not come from its arguments.
                 raise _replacement(error, self.text(str(error))) from None
             raise
 
@@ -71,14 +70,14 @@ class RedactedLog(logging.LoggerAdapter[Any]):
         self._redactor = redactor
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Write one line."""
+        """Log one line."""
         if self.isEnabledFor(level):
             line = str(msg) % args if args else str(msg)
             self.logger.log(level, "%s", self._redactor.text(line), **kwargs)
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """The error, what led to it, and the members of groups, each once."""
+    """Yield the error, its causes and contexts, and the members of groups, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -92,9 +91,9 @@ def _links(error: BaseException) -> Iterator[BaseException]:
             waiting += link.exceptions
 
 
-def _replacement(error: Exception, words: str) -> Exception:
-    """An error with these words: of the same type where that is one of Holdfast's."""
+def _replacement(error: Exception, text: str) -> Exception:
+    """Return an error with this text, of the same type if that is one of Holdfast's."""
     if isinstance(error, HoldfastError):
         with contextlib.suppress(TypeError):
-            return type(error)(words)
-    return HoldfastError(f"{type(error).__name__}: {words}")
+            return type(error)(text)
+    return HoldfastError(f"{type(error).__name__}: {text}")

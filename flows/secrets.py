@@ -1,7 +1,7 @@
-"""The submitter's side of secrets: values that a node cannot read are recorded for the run.
+"""The submitter's side of secrets: record the values that a node cannot read itself.
 
-`from_env` is taken from the environment of whoever submits, and a Prefect block from the server.
-What was recorded once stays in use when a later supervisor has no value, and is deleted when the
+`from_env` is read from the environment of the user who submits, and a Prefect block from the
+server. A recorded value stays in use if a later supervisor has no value. It is deleted when the
 run has ended (`contracts.secrets`).
 """
 
@@ -37,7 +37,7 @@ from holdfast.contracts.spec import RunSpec
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Whether a reference has a value here. `is_final` says that no node can know better."""
+    """Whether a reference has a value here. Unless `is_final`, a node may still have one."""
 
     name: str
     reference: SecretReference
@@ -49,7 +49,7 @@ class ReferenceCheck:
 
 
 def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[ReferenceCheck]:
-    """Look for the value of every reference; `known` are values that were recorded before."""
+    """Look up the value of every reference. `known` are the values recorded before."""
     found = []
     is_local = spec.resources.executor == "local"
     for name, reference in references_in(spec.environment).items():
@@ -64,7 +64,7 @@ def examine(spec: RunSpec, known: Mapping[str, str] | None = None) -> list[Refer
 
 
 def require(spec: RunSpec, earlier: RunPaths | None = None) -> list[str]:
-    """Check that every reference has a value; returns warnings about files of other nodes.
+    """Check that every reference has a value; return warnings about files that only nodes have.
 
     `earlier` is a run of the same name, to which the spec may attach. Raises `PreflightError`.
     """
@@ -74,16 +74,16 @@ def require(spec: RunSpec, earlier: RunPaths | None = None) -> list[str]:
     if problems:
         listing = "".join(f"\n  - {problem}" for problem in problems)
         raise PreflightError(
-            f"run {spec.name} cannot start, secrets have no value; nothing was queued:{listing}",
+            f"run {spec.name} cannot start: secrets have no value. Nothing was queued:{listing}",
             problems,
         )
     return [f"{check}; the node must be able to read it" for check in missing]
 
 
 def require_again(paths: RunPaths) -> None:
-    """Check that a run that is to go on still has its secrets. Raises `PreflightError`.
+    """Check that a run that is to continue still has its secrets. Raises `PreflightError`.
 
-    Another user's run is not looked at: whoever owns it has them.
+    Another user's run is not checked, because only its owner can read its secrets.
     """
     if is_mine(paths.directory.resolve()):
         found = read_document(RunRecord, paths.spec)
@@ -92,16 +92,16 @@ def require_again(paths: RunPaths) -> None:
 
 
 def plain_secret_warnings(spec: RunSpec) -> list[str]:
-    """A line for each key of the spec that looks as if it held a secret in plain text."""
+    """Return a warning for each key of the spec that looks like a secret in plain text."""
     return [
-        f"{place} looks like a secret in plain text, which is stored with the run; give a "
-        f"variable of `environment` a reference instead: {FORMS}"
+        f"{place} looks like a secret in plain text, which is stored with the run; use a "
+        f"reference in a variable of `environment` instead: {FORMS}"
         for place in places_of_secrets(spec.given)
     ]
 
 
 def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
-    """The values that were recorded for a live run of one's own."""
+    """Return the recorded values of one of the caller's runs; none if they cannot be read."""
     try:
         if not is_mine(paths.directory.resolve()):
             return {}
@@ -111,7 +111,7 @@ def recorded(paths: RunPaths, spec: RunSpec) -> dict[str, str]:
 
 
 def report(paths: RunPaths, spec: RunSpec) -> list[str]:
-    """A line for each reference of a run of one's own: whether it has a value here."""
+    """Return a line for each reference of one of the caller's runs: whether it has a value."""
     if not is_mine(paths.directory.resolve()):
         return []
     return [str(check) for check in examine(spec, recorded(paths, spec))]
@@ -120,9 +120,9 @@ def report(paths: RunPaths, spec: RunSpec) -> list[str]:
 def record(paths: RunPaths, *, refresh: bool) -> None:
     """Record the values that nodes cannot read, for the run's next attempt.
 
-    With `refresh` the caller's environment replaces what was recorded, else it only adds to it;
-    Prefect's blocks are always read again. Raises `SecretError` when a variable has no value, here
-    or recorded.
+    With `refresh`, the caller's environment replaces recorded values; otherwise it only adds
+    missing ones. Prefect's blocks are always read again. Raises `SecretError` if a reference has
+    no value, neither here nor recorded.
     """
     found = read_document(RunRecord, paths.spec)
     if found is None:
@@ -152,26 +152,26 @@ def record(paths: RunPaths, *, refresh: bool) -> None:
 
 
 def forget(paths: RunPaths) -> None:
-    """Delete the run's recorded values once it has ended for good."""
+    """Delete the run's recorded values if it has ended."""
     forget_record(paths, lambda: not load_history(paths).state.is_live)
 
 
 def _look_up(reference: SecretReference) -> str:
-    """The value of a reference, here and now. Raises `SecretError`."""
+    """Return the current value of a reference. Raises `SecretError`."""
     if reference.kind == FROM_FILE:
         return read_secret_file(reference.source)
     if reference.kind == PREFECT_SECRET:
         return check_value(_load_block(reference.source))
     if reference.source not in os.environ:
         raise SecretError(
-            f"the variable {reference.source} is not set here; set it, and submit or relaunch "
-            "the run from that shell"
+            f"the variable {reference.source} is not set here; set it, then submit or relaunch "
+            "the run from the same shell"
         )
     return check_value(os.environ[reference.source])
 
 
 def _load_block(name: str) -> str:
-    """The value of a `Secret` block of the configured Prefect API."""
+    """Return the value of a `Secret` block of the configured Prefect API."""
     from holdfast.flows.start import has_service
 
     if not has_service():

@@ -1,4 +1,4 @@
-"""What is wrong with a spec, in one line per problem: where, given, expected, what to do."""
+"""Problems with a spec, one line each: key, given value, expected value, what to do."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NEAR: Final = 0.6
 
 
 def drop_unknown_keys(table: dict[str, Any], model: type[BaseModel], where: str = "") -> list[str]:
-    """Take the keys out of `table` that `model` does not have, at every level of the spec.
+    """Remove the keys from `table` that `model` does not have, at every level of the spec.
 
-    Returns a line for each, with the nearest known key, so that the rest can still be checked.
+    Returns a line for each, with the most similar known key. The rest can then be checked.
     """
     problems = []
     for key in list(table):
@@ -34,23 +34,23 @@ def drop_unknown_keys(table: dict[str, Any], model: type[BaseModel], where: str 
 
 
 def describe_error(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """One of pydantic's errors as where, given, expected and what to do."""
+    """Return one of pydantic's errors as a line: key, given, expected and what to do."""
     is_key = "[key]" in error["loc"]
     where = ".".join(str(part) for part in (error["loc"][:-2] if is_key else error["loc"]))
     if error["type"] == "missing":
-        return f"{where}: missing; expected {_field_words(where, model)}; add it to the spec"
+        return f"{where}: missing; expected {_field_description(where, model)}; add it to the spec"
     if error["type"] == "value_error":
         text = error["msg"].removeprefix("Value error, ")
         return f"{where}: {text}" if where else text
     given = shorten(error["input"])
     expected = _expected(error)
     near = _nearest_choice(error)
-    step = "mend the key" if is_key else f"mend it or --set {where}=…"
+    step = "fix the key" if is_key else f"fix it or use --set {where}=…"
     return f"{where}: given {given}; expected {expected}{near}; {step}"
 
 
 def is_answered(error: ErrorDetails, problems: Sequence[str]) -> bool:
-    """True for a missing key that one of `problems` already takes a misspelt one for."""
+    """Return whether one of `problems` already suggests this missing key for a misspelt one."""
     where = ".".join(map(str, error["loc"]))
     return error["type"] == "missing" and any(
         line.endswith(f"did you mean {where}?") for line in problems
@@ -58,29 +58,29 @@ def is_answered(error: ErrorDetails, problems: Sequence[str]) -> bool:
 
 
 def shorten(value: Any) -> str:
-    """`value` as JSON for a message, cut to `GIVEN_CHARACTERS_MAX` characters."""
+    """Return `value` as JSON for a message, cut to `GIVEN_CHARACTERS_MAX` characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= GIVEN_CHARACTERS_MAX else f"{text[: GIVEN_CHARACTERS_MAX - 1]}…"
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The member of `known` that `word` was most likely meant to be, or None."""
+    """Return the member of `known` that is most similar to `word`, or None."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=_NEAR)
     return found[0] if found else None
 
 
 def _advice(key: str, model: type[BaseModel], where: str) -> str:
-    """What to write instead of `key`: the same key of another table, else the nearest here."""
+    """Suggest a key for `key`: the same one in another table, else the most similar one here."""
     known = sorted(model.model_fields)
     if places := _places(key, model):
         return f"did you mean {where}{places[0]}?"
     if close := nearest(key, known):
         return f"did you mean {where}{close}?"
-    return f"known here: {', '.join(known)}"
+    return f"known keys: {', '.join(known)}"
 
 
 def _places(key: str, model: type[BaseModel], where: str = "") -> list[str]:
-    """Where below `model` a field with the name `key` stands, as dotted names."""
+    """Return the dotted names of the fields below `model` that are named `key`."""
     found = []
     for name, field in model.model_fields.items():
         if name == key and where:
@@ -91,12 +91,12 @@ def _places(key: str, model: type[BaseModel], where: str = "") -> list[str]:
 
 
 def _part(annotation: Any) -> type[BaseModel] | None:
-    """The model behind a field, when the field is a table of the spec."""
+    """Return the model of a field that is a table of the spec, else None."""
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     return annotation if is_model else None
 
 
-def _field_words(where: str, model: type[BaseModel]) -> str:
+def _field_description(where: str, model: type[BaseModel]) -> str:
     field = model.model_fields.get(where)
     if where == "command":
         return 'the program\'s own argv, such as ["train.py"]'
@@ -114,9 +114,9 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def _nearest_choice(error: ErrorDetails) -> str:
-    """For a word out of a fixed set, the nearest member as a question."""
+    """Return a suggestion if the expected value is one of a fixed set."""
     context: Mapping[str, Any] = error.get("ctx") or {}
     choices = [part.strip("' ") for part in str(context.get("expected", "")).split(",")]
-    choices = [word.strip("' ") for part in choices for word in part.split("' or '")]
+    choices = [choice.strip("' ") for part in choices for choice in part.split("' or '")]
     close = nearest(str(error["input"]), choices) if isinstance(error["input"], str) else None
     return f" (did you mean {close}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Starting a flow for a run: by Prefect's deployment, or a supervisor here as a process."""
+"""Start a supervisor for a run: a flow run of Prefect's deployment, or a local process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_TAIL_BYTES: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A flow on its way: `flow_run` of Prefect's deployment, or `process` on this machine."""
+    """A started supervisor: `flow_run` of Prefect's deployment, or `process` on this machine."""
 
     flow_run: str | None = None
     url: str | None = None
@@ -30,7 +30,7 @@ class Started:
     log: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The facts for `--json`."""
+        """Return the facts for `--json`."""
         return {
             "flow_run": self.flow_run,
             "url": self.url,
@@ -40,7 +40,7 @@ class Started:
 
 
 def has_service() -> bool:
-    """True when a Prefect API is configured, by the environment or the active profile."""
+    """Return whether the environment or the active profile configures a Prefect API."""
     if os.environ.get("PREFECT_API_URL"):
         return True
     from holdfast.flows.deployments import api_url
@@ -49,11 +49,11 @@ def has_service() -> bool:
 
 
 def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
-    """Start a flow that carries the run at `paths` on, with the spec it was created with.
+    """Start a supervisor for the run at `paths`, with the spec that it was created with.
 
-    Without `preflight` Prefect's flow checks nothing before it submits. A supervisor that is
-    started here never checks.
-    Raises `ServiceError` when a Prefect API is configured and cannot be used.
+    Without `preflight`, Prefect's flow runs no checks before it submits. A local supervisor never
+    runs them.
+    Raises `ServiceError` if a Prefect API is configured and cannot be used.
     """
     if not has_service():
         return start_here(paths)
@@ -65,11 +65,11 @@ def start_flow(paths: RunPaths, *, preflight: bool = True) -> Started:
 
 
 def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = False) -> Started:
-    """Start a flow for a run that is to go on, unless one is there: then its word suffices.
+    """Start a supervisor for a run that is to continue, unless it has one.
 
-    The values of secrets are recorded first; with `refresh` the caller's environment replaces
-    earlier ones. Raises `SpecError` for another user's run, whose command would run as the caller,
-    and `SecretError` when a secret has no value.
+    The values of secrets are recorded first. With `refresh`, the caller's environment replaces
+    recorded values. Raises `SpecError` for another user's run, whose command would run as the
+    caller, and `SecretError` if a secret has no value.
     """
     is_own = is_mine(paths.directory.resolve()) and is_mine(paths.spec)
     if is_own:
@@ -78,15 +78,15 @@ def start_if_alone(paths: RunPaths, *, preflight: bool = True, refresh: bool = F
         return Started()
     if not is_own:
         raise SpecError(
-            f"run {paths.name} belongs to another user, whose command would run as you; its owner "
-            "relaunches it, or fork one of its checkpoints after a look at its spec "
-            f"(`holdfast show {paths.name} --json`)"
+            f"run {paths.name} belongs to another user, whose command would run as you. Ask its "
+            "owner to relaunch it, or read its spec "
+            f"(`holdfast show {paths.name} --json`) and fork one of its checkpoints."
         )
     return start_flow(paths, preflight=preflight)
 
 
 def flow_parameters(paths: RunPaths) -> dict[str, Any]:
-    """The parameters of the flow `train` for a run that exists."""
+    """Return the parameters of the flow `train` for an existing run."""
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(f"{paths.directory}: no run here (no spec.json)")
@@ -94,7 +94,7 @@ def flow_parameters(paths: RunPaths) -> dict[str, Any]:
 
 
 def start_here(paths: RunPaths) -> Started:
-    """Start a supervisor in a session of its own, which outlives this process and its terminal."""
+    """Start a supervisor in its own session, so that it outlives this process and its terminal."""
     with open(paths.flow_log, "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.flows.detached", str(paths.directory)],
@@ -107,7 +107,7 @@ def start_here(paths: RunPaths) -> Started:
 
 
 def log_tail(path: Path) -> str:
-    """The last `LOG_TAIL_BYTES` bytes of a flow's log, for a message."""
+    """Return the last `LOG_TAIL_BYTES` bytes of a supervisor's log, for a message."""
     if not path.exists():
         return ""
     with open(path, "rb") as stream:

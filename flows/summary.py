@@ -1,4 +1,4 @@
-"""A run in a few lines: for a flow's result, for its log and for people who wait."""
+"""A short summary of a run, for the flow's result, its log and `--wait`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADINGS = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job")
 
 
 def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
-    """The run as plain data: its state, the last step that any rank finished, each attempt."""
+    """Return the run's state, its attempts, and the last step that any rank finished."""
     last = history.last_attempt
     return {
         "run": history.paths.name,
@@ -39,7 +39,7 @@ def summarize(history: RunHistory, reason: str) -> dict[str, Any]:
 
 
 def end_reason(history: RunHistory) -> str:
-    """Why a run ended, in one line without secrets: its last decision, its last attempt's cause."""
+    """Return the reason of the last decision and the last attempt's cause, without secrets."""
     last = history.last_attempt
     decision = history.last_decision
     reason = str(decision["reason"]) if decision else history.state.value
@@ -50,7 +50,7 @@ def end_reason(history: RunHistory) -> str:
 
 
 def table_of_attempts(history: RunHistory) -> list[str]:
-    """The attempts as lines of equal columns, a heading first."""
+    """Return the attempts as the lines of a table, with a heading."""
     rows = [HEADINGS, *(_cells(attempt) for attempt in history.attempts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     return [

@@ -1,8 +1,8 @@
-"""The supervisor: watch one run, decide what comes next, and act, until the run has ended.
+"""The supervisor: watch one run, decide what to do next, and do it, until the run has ended.
 
-All that it knows is on disk and with the scheduler, so a supervisor that dies loses nothing: the
-next one reads the same history and goes on. One at a time acts on a run (`flow.lock`); a second
-one follows until it is free.
+Its whole state is on disk and in the scheduler, so a supervisor that dies loses nothing. The next
+one reads the same history and continues. One supervisor at a time acts on a run (`flow.lock`). A
+second one follows the run until the lock is free.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ JOURNAL: Final = "flow"
 
 
 class Submit(Protocol):
-    """Submits the next attempt of the run at `paths`; the flow makes a task of it."""
+    """Submits the next attempt of the run at `paths`. The flow uses a Prefect task."""
 
     def __call__(
         self, paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
@@ -77,7 +77,7 @@ class Submit(Protocol):
 
 
 def submit_next(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]) -> AttemptPaths:
-    """Submit the next attempt as disk says that the run stands, and journal it."""
+    """Submit the next attempt from the run's state on disk, and journal it."""
     history = load_history(paths)
     with JournalWriter(paths.journal_of(JOURNAL)) as journal:
         return submit_attempt(
@@ -93,7 +93,7 @@ def submit_next(paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[st
 
 @dataclass
 class Supervisor:
-    """One process's supervision of one run. Times are seconds of the monotonic clock."""
+    """Supervises one run in this process. Times are seconds of the monotonic clock."""
 
     paths: RunPaths
     index: Index
@@ -103,7 +103,7 @@ class Supervisor:
     redactor: Redactor = field(default_factory=Redactor)
     is_acting: bool = False
     _progress: tuple[object, float] = (None, 0.0)
-    _said: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     _absences: Absences = field(default_factory=Absences)
     _failing_since: float | None = None
     _ingestion: Ingestion = field(init=False)
@@ -117,14 +117,14 @@ class Supervisor:
         self._ingestion = Ingestion(
             self.index,
             self.paths,
-            failed=lambda error: self._say_once(
-                "database", "not ingested now, again later: %s", error
+            failed=lambda error: self._warn_once(
+                "database", "the index was not updated; trying again later: %s", error
             ),
-            succeeded=lambda: self._said.discard("database"),
+            succeeded=lambda: self._warned.discard("database"),
         )
 
     def run(self) -> RunHistory:
-        """Supervise, or follow whoever does, until the run has ended; returns its last history.
+        """Supervise the run, or follow its supervisor, until it has ended; return its history.
 
         Raises `ServiceError` after `SUPERVISION_S_MAX` seconds.
         """
@@ -139,16 +139,16 @@ class Supervisor:
                     return self._finish()
                 time.sleep(wait_s)
         raise ServiceError(
-            f"{self.paths.name}: supervised for {SUPERVISION_S_MAX:.0f} s, the longest there is; "
-            "submit the same spec again to go on"
+            f"{self.paths.name} has not ended within {SUPERVISION_S_MAX:.0f} s, the limit of one "
+            "supervisor. Submit the same spec again to start another."
         )
 
     def _turn(self, lock: FlowLock, journal: JournalWriter) -> float | None:
-        """Look once and act once: the seconds until the next turn, None at the run's end.
+        """Observe and act once. Return the seconds until the next turn, or None at the run's end.
 
-        A shared file system can be away or full for a while: only turns that fail for
-        `FAILING_S_MAX` seconds end the supervision. The index is brought up to date last, and
-        beside the next turns.
+        A shared file system can be unavailable or full for a while, so supervision ends only
+        after `FAILING_S_MAX` seconds of failing turns. The index is updated last, in a thread of
+        its own.
         """
         try:
             if not self.is_acting and (lock.is_held or lock.try_take()):
@@ -162,18 +162,18 @@ class Supervisor:
             self._failing_since = self._failing_since or now
             if now - self._failing_since > FAILING_S_MAX:
                 raise
-            self._say_once(
-                "storage", "storage fails; looking again every %.0f s: %s", FAILURE_WAIT_S, error
+            self._warn_once(
+                "storage", "storage fails; trying again every %.0f s: %s", FAILURE_WAIT_S, error
             )
             return FAILURE_WAIT_S
         self._failing_since = None
-        self._said.discard("storage")
+        self._warned.discard("storage")
         self._ingestion.ask()
         return wait_s
 
     def _take_up(self, journal: JournalWriter) -> None:
-        """Begin to act: what the last one to hold the lock left half told is told first."""
-        # The last supervisor may have run on another host.
+        """Become the acting supervisor, and complete the journal of the one before."""
+        # The previous supervisor may have run on another host.
         for directory in (self.paths.attempts, self.paths.journal):
             refresh(directory)
         with contextlib.suppress(OSError):
@@ -186,8 +186,10 @@ class Supervisor:
         self.log.info("supervising %s at %s", self.paths.name, self.paths.directory)
 
     def _prune(self, history: RunHistory) -> None:
-        """Apply the spec's keep rules when something was committed or deleted since, and now and
-        then: a time to live runs out, a reader ends."""
+        """Apply the spec's keep rules if checkpoints have changed, and every `PRUNE_S` seconds.
+
+        The latter notices that a time to live has passed or a reader has finished.
+        """
         if not self.is_acting or not history.spec.checkpoint.keep.is_limited:
             return
         now, committed = time.monotonic(), committed_names(self.paths)
@@ -198,19 +200,21 @@ class Supervisor:
                 committed -= {one.name}
                 self.log.info("deleted %s: %s", one.name, one.reason)
         except HoldfastError as error:
-            self.log.warning("not pruned: %s", error)
-        # What was committed meanwhile was not judged: the next turn prunes again.
+            self.log.warning("checkpoints were not pruned: %s", error)
+        # If a checkpoint was committed meanwhile, the next turn prunes again.
         self._pruned_at = committed
         self._prune_again_at = now + PRUNE_S
 
     def _follow(self, history: RunHistory) -> float | None:
-        """The turn of a supervisor that another one keeps from acting."""
-        self._say_once("follow", "another flow supervises %s; following it", self.paths.name)
+        """Log progress while another supervisor acts. Return the seconds until the next turn."""
+        self._warn_once(
+            "follow", "another supervisor acts on %s; following the run", self.paths.name
+        )
         self._log_progress(history)
         return history.spec.supervision.poll_s if history.state.is_live else None
 
     def _act(self, history: RunHistory, journal: JournalWriter) -> float | None:
-        """One turn: the seconds until the next one, or None when the run has ended."""
+        """Act once. Return the seconds until the next turn, or None if the run has ended."""
         poll_s = history.spec.supervision.poll_s
         try:
             last = history.last_attempt
@@ -220,50 +224,51 @@ class Supervisor:
                 self._tend(history, journal)
                 wait_s = poll_s
         except SchedulerUnavailableError as error:
-            self._say_once("scheduler", "the scheduler does not answer; waiting: %s", error)
+            self._warn_once("scheduler", "the scheduler does not respond; waiting: %s", error)
             return poll_s
         except RunConflictError as error:
-            # A file system may show another supervisor's attempt late: look again.
-            self._say_once("conflict", "%s", error)
+            # A file system may show another supervisor's attempt late, so try again.
+            self._warn_once("conflict", "%s", error)
             return poll_s
         except SchedulerError as error:
-            self._say_once(str(error), "%s", error)
+            self._warn_once(str(error), "%s", error)
             return poll_s
-        self._said.discard("scheduler")
+        self._warned.discard("scheduler")
         return wait_s
 
     def _tend(self, history: RunHistory, journal: JournalWriter) -> None:
-        """See to a live attempt: finish a submission that was cut short, tell how it goes."""
+        """Manage a live attempt: complete its submission, log problems and progress, grow it."""
         attempt = self.paths.list_attempts()[-1]
         if is_unsubmitted(attempt):
             self._submit_again(history, attempt, journal)
-        for words in end_duplicates(attempt, journal):
-            self.log.warning("%s", words)
-        for words in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
-            self.log.warning("%s", words)
+        for message in end_duplicates(attempt, journal):
+            self.log.warning("%s", message)
+        for message in self._nodes.look(attempt, history.spec.supervision.heartbeat_s, journal):
+            self.log.warning("%s", message)
         self._log_progress(history)
         self._grow(history)
 
     def _submit_again(
         self, history: RunHistory, attempt: AttemptPaths, journal: JournalWriter
     ) -> None:
-        """Finish a submission: look for its job, and submit it when there is certainly none.
+        """Complete a submission: search for its job, and submit it if there certainly is none.
 
-        What an operator asked for meanwhile, or a refusal that will not pass, ends the attempt.
+        An operator's request or a permanent refusal ends the attempt instead.
         """
         asked = history.pending_request
         if asked is not None and has_no_job(attempt):
-            words = f"{asked['action']} by {asked.get('by') or 'somebody'} before it was submitted"
+            by = asked.get("by") or "an operator"
+            evidence = f"{asked['action']} by {by} before the job was submitted"
             state, cause = AttemptState.CANCELLED, Cause.OPERATOR
-            if end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=words):
+            if end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence):
                 return
         tried = read_document(SubmissionTry, attempt.submitting)
         if tried is not None and tried.refused:
             wait_s = wait_after_refusal(tried, now=time.time())
             if wait_s is None:
-                words = f"the scheduler refused the job {tried.refusals} times: {tried.refused}"
+                evidence = f"the scheduler refused the job {tried.refusals} times: {tried.refused}"
                 state, cause = AttemptState.FAILED, Cause.INFRASTRUCTURE
-                end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=words)
+                end_unsubmitted(attempt, journal, state=state, cause=cause, evidence=evidence)
                 return
             if wait_s > 0:
                 return
@@ -273,7 +278,7 @@ class Supervisor:
             abandon_reservation(attempt, journal)
 
     def _grow(self, history: RunHistory) -> None:
-        """Have the attempt give way to a larger one when the spec says so and there is room."""
+        """Relaunch the attempt on more GPUs if the spec allows it and they are free."""
         last, spec = history.last_attempt, history.spec
         if not spec.elastic.grow or last is None or last.state is not AttemptState.RUNNING:
             self._capacity = None
@@ -288,11 +293,11 @@ class Supervisor:
         if self._capacity is None or not is_due(history, self._capacity, now=now):
             return
         gpus, self._capacity = self._capacity.gpus, None
-        said = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
-        self.log.info("there is room for %d GPUs: %s", gpus, said)
+        message = operator.request(self.paths, "relaunch", by=GROWER, gpus=gpus, writer=JOURNAL)
+        self.log.info("%d GPUs are available: %s", gpus, message)
 
     def _decide(self, history: RunHistory, journal: JournalWriter) -> float | None:
-        """Act on a run that has no live attempt, as the policy decides."""
+        """Apply the policy's decision to a run that has no live attempt."""
         executor = executor_for(history.spec.resources.executor)
         now = time.time()
         capacity = executor.capacity(
@@ -302,7 +307,7 @@ class Supervisor:
         due_s = _due_s(history, decision, now)
         if decision.action == "relaunch" and due_s <= 0:
             decision = self._if_possible(history, decision)
-        # The reason quotes evidence, and goes from here into journals, requests and Prefect.
+        # The reason quotes evidence, and is written to the journal, the request and Prefect.
         decision = replace(decision, reason=self.redactor.text(decision.reason))
         self._record(history, decision, journal)
         poll_s = history.spec.supervision.poll_s
@@ -317,12 +322,12 @@ class Supervisor:
         return min(poll_s, SOON_S)
 
     def _if_possible(self, history: RunHistory, decision: Decision) -> Decision:
-        """The decision, once the next attempt's secrets are recorded; else to wait.
+        """Record the next attempt's secrets and return `decision`; return a wait if that fails.
 
-        A run that only a newer version understands waits for a supervisor of that version.
+        A run that needs a newer version waits for a supervisor of that version.
         """
-        if words := why_not_submitted(history.record):
-            return Decision(action="wait", reason=words)
+        if problem := why_not_submitted(history.record):
+            return Decision(action="wait", reason=problem)
         try:
             secrets.record(self.paths, refresh=False)
         except SecretError as error:
@@ -330,7 +335,7 @@ class Supervisor:
         return decision
 
     def _record(self, history: RunHistory, decision: Decision, journal: JournalWriter) -> None:
-        """Journal a decision, once: waiting on is the same decision."""
+        """Journal a decision, unless it equals the last one."""
         facts: dict[str, Any] = {
             "action": decision.action,
             "gpus": decision.gpus,
@@ -348,9 +353,9 @@ class Supervisor:
     def _record_end(self, decision: Decision, journal: JournalWriter) -> None:
         history = load_history(self.paths)
         last = history.last_asked.number if history.last_asked else 0
-        told = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
+        ends = [e for e in history.events if e.kind is EventKind.RUN_ENDED]
         facts: dict[str, Any] = {"state": history.state, "after_attempt": last}
-        if told and facts.items() <= told[-1].data.items():
+        if ends and facts.items() <= ends[-1].data.items():
             return
         journal.append(EventKind.RUN_ENDED, reason=decision.reason, **facts)
 
@@ -360,23 +365,23 @@ class Supervisor:
         return load_history(self.paths)
 
     def _log_progress(self, history: RunHistory) -> None:
-        """Say where the live attempt is, when it changed its phase or `PROGRESS_S` passed."""
+        """Log the live attempt's progress if its phase changed or `PROGRESS_S` have passed."""
         progress = describe_progress(history)
         changed = progress.key != self._progress[0]
         if changed or time.monotonic() - self._progress[1] >= PROGRESS_S:
             self.log.info("%s", progress.text)
             self._progress = (progress.key, time.monotonic())
 
-    def _say_once(self, topic: str, text: str, *values: object) -> None:
-        if topic not in self._said:
-            self._said.add(topic)
+    def _warn_once(self, topic: str, text: str, *values: object) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             self.log.warning(text, *values)
 
 
 def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
-    """Seconds until the decision may be acted on: its delay counts from the attempt's end.
+    """Return the seconds until the decision takes effect. Its delay starts at the attempt's end.
 
-    So a supervisor that was started again in between waits no longer than the first would have.
+    A supervisor that restarts in between therefore does not wait longer.
     """
     last = history.last_asked
     began = last.ended_at if last and last.ended_at else now
@@ -384,7 +389,7 @@ def _due_s(history: RunHistory, decision: Decision, now: float) -> float:
 
 
 def held_after_end(executor: Executor, run: RunPaths, history: RunHistory) -> dict[str, int]:
-    """GPUs by host that the last attempt's job has left, but not yet given back."""
+    """Return the GPUs by host that the last attempt's job has not released yet."""
     last = history.last_asked
     if last is None or last.request is None:
         return {}

@@ -1,7 +1,7 @@
-"""The Prefect flow `train`: one run, from its spec to its end, over all of its attempts.
+"""The Prefect flow `train`: supervise one run over all of its attempts.
 
-Prefect shows and schedules it; it owns nothing. The same parameters again, whether by hand, by an
-automation or after a crash, take the same run up where disk says that it stands.
+Prefect schedules and displays the flow, but holds no state of the run. A flow run with the same
+parameters, started by hand, by an automation or after a crash, continues from the state on disk.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from holdfast.workers.runs import newest_generation
     name="submit attempt",
     task_run_name="attempt with {gpus} GPUs",
     retries=0,
-    # A second relaunch with the same arguments is another attempt, whatever the server's settings.
+    # A relaunch with the same arguments is another attempt, so results must not be cached.
     cache_policy=NO_CACHE,
     persist_result=False,
 )
 def submit_attempt(
     paths: RunPaths, *, gpus: int, reason: str, exclude: Sequence[str]
 ) -> AttemptPaths:
-    """Submit one attempt. A task so that the page shows it; Prefect never tries it again."""
+    """Submit one attempt. It is a task so that Prefect's UI shows it; Prefect never retries it."""
     redactor = Redactor()
     record = read_document(RunRecord, paths.spec)
     if record is not None:
@@ -60,12 +60,12 @@ def train(
     run: str | None = None,
     preflight: bool = True,
 ) -> dict[str, Any] | State[Any]:
-    """Carry a run to its end and return its summary.
+    """Supervise a run until its end and return its summary.
 
-    `spec` is a run spec or the absolute path of one, `overrides` are `a.b.c=value`, `root` is
-    where runs live and `run` names the very folder to take up again, when there is one already.
-    Without `preflight` nothing is checked before the first attempt is queued.
-    Raises `RunFailedError` when the run failed; a cancelled run gives the state Cancelled.
+    `spec` is a run spec or the absolute path of one. `overrides` are `a.b.c=value`. `root` is the
+    folder that contains the runs. `run` is the name of an existing run's folder, to resume its
+    supervision. Without `preflight`, no checks run before the first attempt is queued.
+    Raises `RunFailedError` if the run failed. A cancelled run returns the state Cancelled.
     """
     redactor = Redactor()
     log = redactor.log(get_run_logger())
@@ -95,7 +95,7 @@ def train(
 
 
 def conclude(history: RunHistory, log: Log, redactor: Redactor) -> dict[str, Any] | State[Any]:
-    """Tell how the run ended, in the log and in the form that Prefect understands."""
+    """Log how the run ended, and return its summary, or the state Cancelled, to Prefect."""
     log = redactor.log(log)
     for line in table_of_attempts(history):
         log.info("%s", line)

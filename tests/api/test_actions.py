@@ -136,7 +136,7 @@ def test_a_fork_from_here_changes_sizes_and_never_programs(api: httpx.Client) ->
     for key in ("command", "launch.python", "checkpoint.mirror", "supervision.notices_url"):
         told = post(api, path, 422, name="gpt-c", set={key: "/bin/sh"})
         assert "holdfast fork --set" in told["message"]
-    assert "there is a run of this name" in post(api, path, 409, name="gpt-b")["message"]
+    assert "a run with the name gpt-b exists" in post(api, path, 409, name="gpt-b")["message"]
     assert post(api, path, 422, name="../gpt-c")["code"] == "invalid"
 
 

@@ -107,7 +107,7 @@ def test_an_outage_of_the_database_does_not_stop_the_supervision(
         thread.join(WAIT_S)
     assert not thread.is_alive()
     assert load_history(paths).state is RunState.COMPLETED
-    assert caplog.text.count("not ingested now") == 1
+    assert caplog.text.count("the index was not updated") == 1
     for name in file.parent.glob("holdfast.db*"):
         name.unlink()
     with Index() as later:
@@ -125,7 +125,7 @@ def test_a_second_supervisor_follows_until_the_first_is_gone(
         assert lock.try_take()
         assert is_supervised(paths.flow_lock)
         thread, supervisor = supervise_in_thread(paths, index)
-        wait_for("the follower", lambda: "another flow supervises" in caplog.text)
+        wait_for("the follower", lambda: "another supervisor acts on" in caplog.text)
         assert not supervisor.is_acting
         assert not paths.list_attempts()
     thread.join(WAIT_S)

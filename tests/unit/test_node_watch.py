@@ -42,8 +42,8 @@ def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
     told = {at: said for at, said in enumerate(words) if said}
     assert list(told) == [0, 4 + silent_beats + 1, 15]
     assert [text.split()[-3:] for text in told[0]] == [["one", "is", "wrong"]] * 2
-    assert told[8] == ["no heartbeat any more of node-0001"]
-    assert told[15] == ["heartbeats again of node-0001"]
+    assert told[8] == ["no more heartbeats from node-0001"]
+    assert told[15] == ["heartbeats again from node-0001"]
     events, _ = read_journal(tmp_path / "flow.jsonl")
     silences = [event.data for event in events if event.kind is EventKind.NODE_SILENT]
     assert [one["silent"] for one in silences] == [True, False]

@@ -94,7 +94,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str], str]] = [
         "resources.gpus_per_nod: unknown key; did you mean resources.gpus_per_node?",
     ),
     ({"partition": "a"}, [], "partition: unknown key; did you mean resources.partition?"),
-    ({"zzz": 1}, [], "zzz: unknown key; known here: checkpoint, command, config"),
+    ({"zzz": 1}, [], "zzz: unknown key; known keys: checkpoint, command, config"),
     ({"checkpoint": {"keep": {"lats": 3}}}, [], "did you mean checkpoint.keep.last?"),
     ({"resources": {"nodes": 0}}, [], "resources.nodes: given 0; expected greater than or equal"),
     ({"resources": {"executor": "slurn"}}, [], "expected 'local' or 'slurm' (did you mean slurm?)"),
@@ -135,7 +135,7 @@ def test_all_mistakes_come_at_once() -> None:
         ("spec.ini", "x", "expected .toml, .yaml or .yml"),
         ("spec.toml", 'name = "a"\ncommand == 3', "line 2"),
         ("spec.yaml", "name: a\ncommand: [x\nother: 1", "at line 3"),
-        ("spec.yaml", "- 1\n- 2\n", "holds a list; expected a table"),
+        ("spec.yaml", "- 1\n- 2\n", "contains a list; expected a table"),
         ("spec.yaml", "name: !!python/object/apply:os.getcwd []\n", "not YAML"),
     ],
 )
