@@ -181,5 +181,5 @@ def test_other_options_of_sbatch_are_taken(option: str) -> None:
 
 
 def test_a_heterogeneous_job_is_refused() -> None:
-    with pytest.raises(ValidationError, match="a job of equal nodes"):
+    with pytest.raises(ValidationError, match="does not start heterogeneous jobs"):
         Launch(srun=("--het-group=0",))

@@ -222,7 +222,7 @@ def test_where_the_services_are() -> None:
 
 @pytest.mark.parametrize("url", ["https://a", "a:80", "http://", "http://a b", "file:///x"])
 def test_an_address_that_cannot_be_meant_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="expected an address"):
+    with pytest.raises(ValueError, match="expected an HTTP address"):
         Supervision(notices_url=url)
 
 

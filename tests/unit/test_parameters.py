@@ -100,7 +100,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str], str]] = [
     ({"resources": {"executor": "slurn"}}, [], "expected 'local' or 'slurm' (did you mean slurm?)"),
     ({"resources": [1]}, [], "resources: given [1]; expected a table of keys"),
     ({"supervision": {"budgets": {"hangs": 1}}}, [], "did you mean hang?"),
-    ({"checkpoint": {"interval": "often"}}, [], "expected steps (50), seconds"),
+    ({"checkpoint": {"interval": "often"}}, [], "expected steps (50), a time above 0"),
     ({"environment": {"A-B": "1"}}, [], "expected names such as OMP_NUM_THREADS"),
     ({"name": "a b"}, [], "expected up to 100 letters"),
     ({"elastic": {"on_preemption": [3], "max_gpus": 2}}, [], "lie outside elastic"),

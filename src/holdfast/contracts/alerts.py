@@ -1,4 +1,4 @@
-"""What the watches over ranks, nodes and saves noticed, from the journal, for people. Pure."""
+"""Alerts for people about ranks, nodes and saves, computed from the journal. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.contracts.journal import Event, EventKind
 
 SHOWN_MAX: Final = 8
 FAILED_SAVES_MAX: Final = 10
-# The kinds of lines that are looked at here.
+# The kinds of journal lines that this module reads.
 KINDS: Final = (
     EventKind.SAVE_FAILED,
     EventKind.HANG_SUSPECTED,
@@ -23,34 +23,35 @@ KINDS: Final = (
 
 
 def noticed(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The newest `SHOWN_MAX` hangs, slow ranks, silent nodes, bad losses and restarts in place.
+    """Return the newest `SHOWN_MAX` alerts, oldest first.
 
-    Of repeated silences of the same ranks only the last one is included.
+    Alerts are hangs, slow ranks, silent nodes, bad losses and restarts in place. Repeated silences
+    of the same ranks count as one alert, the last one.
 
     Each has `kind`, `attempt`, `at` (Unix seconds), `text` and `dumps` (paths in the run's folder).
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     crashed: dict[Any, dict[str, Any]] = {}
     for event in events:
-        words = _words(event) or _restart_words(event, crashed)
-        if words:
+        text = _alert_text(event) or _restart_text(event, crashed)
+        if text:
             facts = event.data
             dumps = list(facts.get("dumps", ()))
-            # A silence that proved to be a hang is told as that alone.
-            key = (facts.get("attempt"), *(dumps or (event.kind, event.time, words)))
+            # A confirmed hang has the dumps of the suspected one and replaces it.
+            key = (facts.get("attempt"), *(dumps or (event.kind, event.time, text)))
             found.pop(key, None)
             found[key] = {
                 "kind": str(event.kind),
                 "attempt": facts.get("attempt"),
                 "at": event.time,
-                "text": words,
+                "text": text,
                 "dumps": dumps,
             }
     return list(found.values())[-SHOWN_MAX:]
 
 
 def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The last `FAILED_SAVES_MAX` saves that were not committed, and why; `at` is Unix seconds."""
+    """Return the last `FAILED_SAVES_MAX` failed saves with their errors; `at` is Unix seconds."""
     found = {
         str(event.data["checkpoint"]): {
             "checkpoint": event.data["checkpoint"],
@@ -64,8 +65,11 @@ def failed_saves(events: Iterable[Event]) -> list[dict[str, Any]]:
     return list(found.values())[-FAILED_SAVES_MAX:]
 
 
-def _restart_words(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
-    """The words for a restart in place; `crashed` has the last launch that failed, by attempt."""
+def _restart_text(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
+    """Return the text for a restart in place, else an empty string.
+
+    `crashed` maps each attempt to its last crashed launch. The function updates it.
+    """
     facts = event.data
     if event.kind is EventKind.LAUNCH_ENDED and facts.get("ending") == "crashed":
         crashed[facts.get("attempt")] = facts
@@ -79,17 +83,17 @@ def _restart_words(event: Event, crashed: dict[Any, dict[str, Any]]) -> str:
     return f"launch {before.get('launch')} crashed{at} and was restarted in place"
 
 
-def _words(event: Event) -> str:
+def _alert_text(event: Event) -> str:
     facts = event.data
     if event.kind is EventKind.HANG_SUSPECTED:
-        return f"silent ranks were looked into: {facts['finding']}"
+        return f"silent ranks were examined: {facts['finding']}"
     if event.kind is EventKind.HANG_CONFIRMED:
         return f"hung and ended: {facts['finding']}"
     if event.kind is EventKind.STRAGGLER:
-        slow = f"rank {facts['rank']} is slow: {facts['own_s']:.3g} s of its own in a step"
+        slow = f"rank {facts['rank']} is slow: {facts['own_s']:.3g} s of its own work per step"
         return f"{slow}, its peers {facts['peers_s']:.3g} s"
     if event.kind is EventKind.NODE_SILENT:
-        state = "no heartbeat any more" if facts["silent"] else "heartbeats again"
+        state = "heartbeats stopped" if facts["silent"] else "heartbeats resumed"
         return f"{state}: {', '.join(facts['nodes'])}"
     if event.kind is EventKind.NUMERICS:
         return f"{facts['action']}: {facts['reason']}"

@@ -1,34 +1,34 @@
-"""Every error that Holdfast raises on purpose.
+"""The exceptions that Holdfast raises.
 
 HoldfastError
-├── SpecError (ValueError)               a run spec, override or argument that cannot be meant
+├── SpecError (ValueError)               a run spec, override or argument is invalid
 ├── PreflightError (RuntimeError)        something the run needs is missing; nothing was queued
 ├── RunConflictError (RuntimeError)      the name belongs to another live run
-├── RequestConflictError (RuntimeError)  another operator has just asked for something else
-├── RunFailedError (RuntimeError)        a run ended failed, with its cause
+├── RequestConflictError (RuntimeError)  another operator's request is pending
+├── RunFailedError (RuntimeError)        a run ended as failed, with its cause
 ├── NotFoundError (LookupError)          no such run, attempt or checkpoint
-├── UnreadableRunError (ValueError)      a run's folder that cannot be read or believed
-├── ForeignFileError (ValueError)        a link, a pipe, a device or a huge file where none may be
-├── IllegalTransitionError (RuntimeError) a state change that the transition table does not have
+├── UnreadableRunError (ValueError)      a run's folder is unreadable or its files are invalid
+├── ForeignFileError (ValueError)        a link, pipe, device or huge file instead of a normal file
+├── IllegalTransitionError (RuntimeError) a state change that the transition table does not allow
 ├── CheckpointError (RuntimeError)
 │   ├── DamagedCheckpointError           bytes on disk differ from the manifest
-│   ├── KeyMismatchError                 the keys saved and the keys wanted differ
-│   ├── MirrorError                      the mirror refused, or did not answer in time
+│   ├── KeyMismatchError                 the saved keys and the requested keys differ
+│   ├── MirrorError                      the mirror refused a request, or did not answer in time
 │   └── SaveError                        a save did not become durable
-├── SchedulerError (RuntimeError)        the scheduler refused, with its own words
-│   ├── SubmissionRefusedError           the scheduler refused a job, for now or for good
+├── SchedulerError (RuntimeError)        the scheduler refused a request, with its own message
+│   ├── SubmissionRefusedError           the scheduler refused a job, for now or permanently
 │   └── SchedulerUnavailableError        the scheduler did not answer: the state is unknown
-├── NoticeError (RuntimeError)           a cloud's metadata service answered nonsense, or nothing
-├── SecretError (RuntimeError)           a reference to a secret has no value, or a wrong one
-├── NumericsError (ArithmeticError)      the loss is not finite, or far above what it was
+├── NoticeError (RuntimeError)           a cloud's metadata service gave no valid answer
+├── SecretError (RuntimeError)           a reference to a secret has no value, or an invalid one
+├── NumericsError (ArithmeticError)      the loss is not finite, or far above earlier losses
 ├── LineageError (RuntimeError)          the database cannot be used
 │   └── DamagedIndexError                its SQLite file is damaged
-├── QueryError (ValueError)              a page, a sort or a filter that nothing can answer
-├── ServiceError (RuntimeError)          Prefect cannot be reached or refused
-├── SessionError (RuntimeError)          a program uses its Session as it must not
-└── AgreementError (RuntimeError)        ranks could not agree on a step in time
+├── QueryError (ValueError)              an invalid page, sort or filter in a query
+├── ServiceError (RuntimeError)          Prefect cannot be reached, or refused a request
+├── SessionError (RuntimeError)          a program uses its Session in a wrong way
+└── AgreementError (RuntimeError)        the ranks did not agree on a step in time
 
-A message says what was given, what was expected and what to do next.
+Each message states what was given, what was expected and what to do next.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from typing import Final
 
 
 class HoldfastError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is meant for people."""
+    """Base class of Holdfast's exceptions. `str(error)` is a message for the user."""
 
 
 class SpecError(HoldfastError, ValueError):
-    """A run spec, override or argument that cannot be meant; `problems` lists every one found."""
+    """A run spec, override or argument is invalid. `problems` lists every problem found."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class SpecError(HoldfastError, ValueError):
 
 
 class PreflightError(HoldfastError, RuntimeError):
-    """Something the run needs is missing; nothing was queued."""
+    """Something the run needs is missing. Nothing was queued."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -59,11 +59,11 @@ class PreflightError(HoldfastError, RuntimeError):
 
 
 class RunConflictError(HoldfastError, RuntimeError):
-    """The name belongs to another live run, or to one that only `relaunch` continues."""
+    """The name belongs to another live run, or to a run that only `relaunch` continues."""
 
 
 class RequestConflictError(HoldfastError, RuntimeError):
-    """An operator's request is still under way: `by` asked for `action` at `at`, Unix seconds."""
+    """Another request is pending: `by` requested `action` at `at` (Unix seconds)."""
 
     def __init__(self, message: str, *, by: str, action: str, at: float) -> None:
         super().__init__(message)
@@ -73,18 +73,18 @@ class RequestConflictError(HoldfastError, RuntimeError):
 
 
 class RunFailedError(HoldfastError, RuntimeError):
-    """A run that was waited for ended failed; the message carries the cause."""
+    """A run that the caller waited for ended as failed. The message contains the cause."""
 
 
 class NotFoundError(HoldfastError, LookupError):
-    """No run, attempt or checkpoint answers to what was given."""
+    """There is no run, attempt or checkpoint with the given name."""
 
 
 class UnreadableRunError(HoldfastError, ValueError):
-    """A run's folder that cannot be read, or whose files cannot be believed."""
+    """A run's folder cannot be read, or its files have invalid contents."""
 
 
-# What files in a run's folder can raise that nobody foresaw, when it is read as a run's.
+# The unexpected exceptions that damaged files in a run's folder can cause.
 _UNFORESEEN: Final = (
     *(ValueError, LookupError, TypeError, AttributeError),
     *(ArithmeticError, RecursionError, MemoryError),
@@ -93,9 +93,9 @@ _UNFORESEEN: Final = (
 
 @contextlib.contextmanager
 def reading_run(directory: object) -> Iterator[None]:
-    """Turn whatever a run's own files make the block raise into `UnreadableRunError`.
+    """Convert unexpected exceptions of the block into `UnreadableRunError`.
 
-    Errors of Holdfast itself and of the operating system stay what they are.
+    Exceptions of Holdfast and of the operating system are raised unchanged.
     """
     try:
         yield
@@ -104,12 +104,12 @@ def reading_run(directory: object) -> Iterator[None]:
     except _UNFORESEEN as error:
         raise UnreadableRunError(
             f"{directory}: cannot be read as a run: {type(error).__name__}: {error}; restore the "
-            "file that is damaged, or move the folder out of the root"
+            "damaged file, or move the folder out of the root"
         ) from error
 
 
 class ForeignFileError(HoldfastError, ValueError):
-    """A link, a pipe, a device or a huge file at `path`, where an ordinary file is expected."""
+    """A link, pipe, device or huge file is at `path`. A regular file was expected."""
 
     def __init__(self, path: object, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
@@ -117,15 +117,15 @@ class ForeignFileError(HoldfastError, ValueError):
 
 
 class IllegalTransitionError(HoldfastError, RuntimeError):
-    """A state change that the transition table does not have."""
+    """A state change that the transition table does not allow."""
 
 
 class CheckpointError(HoldfastError, RuntimeError):
-    """A checkpoint could not be written, read or believed."""
+    """A checkpoint could not be written, read or verified."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Bytes on disk differ from the manifest; `damaged` holds a line for each file."""
+    """Bytes on disk differ from the manifest. `damaged` has a line for each file."""
 
     def __init__(self, message: str, damaged: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -133,7 +133,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class KeyMismatchError(CheckpointError):
-    """The keys saved and the keys wanted differ; `missing`, `extra` and `reshaped` name them."""
+    """Saved and requested keys differ. `missing`, `extra` and `reshaped` list them."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class KeyMismatchError(CheckpointError):
 
 
 class MirrorError(CheckpointError):
-    """The mirror refused, or did not answer in time; `is_passing` says that it may yet do so."""
+    """The mirror refused or did not answer in time. With `is_passing`, a retry may succeed."""
 
     def __init__(self, message: str, *, is_passing: bool = False) -> None:
         super().__init__(message)
@@ -158,15 +158,15 @@ class MirrorError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A save did not become durable; the checkpoint before it still stands."""
+    """A save did not become durable. The previous checkpoint remains valid."""
 
 
 class SchedulerError(HoldfastError, RuntimeError):
-    """The scheduler refused a request; the message carries its own words."""
+    """The scheduler refused a request. The message contains the scheduler's own message."""
 
 
 class SubmissionRefusedError(SchedulerError):
-    """The scheduler refused a job; `may_pass` says that it may take the same job later."""
+    """The scheduler refused a job. With `may_pass`, it may accept the same job later."""
 
     def __init__(self, message: str, *, may_pass: bool = False) -> None:
         super().__init__(message)
@@ -174,40 +174,40 @@ class SubmissionRefusedError(SchedulerError):
 
 
 class SchedulerUnavailableError(SchedulerError):
-    """The scheduler did not answer. A job's state is then unknown, never absent."""
+    """The scheduler did not answer. The job may still exist: its state is unknown."""
 
 
 class NoticeError(HoldfastError, RuntimeError):
-    """A cloud's metadata service answered what cannot be meant, or not in time."""
+    """A cloud's metadata service sent an invalid answer, or none in time."""
 
 
 class SecretError(HoldfastError, RuntimeError):
-    """A reference to a secret that has no value, or one that cannot be used; never the value."""
+    """A reference to a secret has no usable value. The message never contains the value."""
 
 
 class NumericsError(HoldfastError, ArithmeticError):
-    """The loss is not finite, or far above what it was, and training must not simply go on."""
+    """The loss is not finite, or is far above earlier losses, and training must stop."""
 
 
 class LineageError(HoldfastError, RuntimeError):
-    """The lineage database cannot be used as it is."""
+    """The lineage database cannot be used in its present state."""
 
 
 class DamagedIndexError(LineageError):
-    """The SQLite file of the index is damaged, or is no database."""
+    """The SQLite file of the index is damaged, or is not a database."""
 
 
 class QueryError(HoldfastError, ValueError):
-    """A question to the index that cannot be meant: a broken cursor, a page without an end."""
+    """A query of the index is invalid, such as one with a broken cursor or an unlimited page."""
 
 
 class ServiceError(HoldfastError, RuntimeError):
-    """Prefect cannot be reached, or refused what was asked."""
+    """Prefect cannot be reached, or refused a request."""
 
 
 class SessionError(HoldfastError, RuntimeError):
-    """A program uses its Session as it must not, such as two of them at a time."""
+    """A program uses its Session in a wrong way, such as two sessions at the same time."""
 
 
 class AgreementError(HoldfastError, RuntimeError):
-    """Ranks could not agree on a step, or were left waiting for an answer, within the bound."""
+    """The ranks did not agree on a step, or did not answer, within the time limit."""

@@ -1,4 +1,4 @@
-"""How often a run has failed without a warning, as its own journals tell."""
+"""The rate of failures without a warning, computed from a run's journals."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import dataclass
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.states import Cause
 
-# These come with a warning: a last checkpoint is made, and nothing is lost.
+# These causes come with a warning, so a last checkpoint is saved and nothing is lost.
 ANNOUNCED = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
 
 
 @dataclass(frozen=True)
 class Failures:
-    """`count` unannounced failures in `trained_s` seconds of launches that are over."""
+    """`count` failures without a warning in `trained_s` seconds of ended launches."""
 
     count: int
     trained_s: float
 
 
 def observe_failures(events: Iterable[Event], current: tuple[int, int]) -> Failures:
-    """Fold the run's journals; `current` is the (attempt, launch) that runs now.
+    """Return the failures in a run's journals. `current`, (attempt, launch), is left out.
 
-    A launch failed when its agent says that it crashed. Where no agent was left to say so,
-    the attempt's cause decides, and without one whether the program itself said that it left.
+    A launch counts as failed when its agent recorded a crash. If the agent recorded nothing, the
+    launch did not fail when the program recorded that it left. Otherwise the attempt's cause
+    decides.
     """
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     crashed: dict[tuple[int, int], bool] = {}

@@ -1,7 +1,7 @@
-"""`RunSpec`: what a person asks for, validated on construction and frozen after it.
+"""`RunSpec`: the description of a run, validated on construction and then frozen.
 
-A spec says what to run and within which bounds. It never says where a run stands: that is on
-disk (`history`). The digest of the spec is the identity that re-attachment compares.
+A spec defines what to run and within which limits. It does not contain the state of a run, which
+is on disk (`history`). A supervisor compares the spec's digest to recognise its run.
 """
 
 from __future__ import annotations
@@ -30,44 +30,43 @@ _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Launch(SpecPart):
-    """How the program is started on a node."""
+    """How a node starts the program."""
 
     python: str = Field(
-        default="", description="interpreter of the job's environment; empty: the agent's own"
+        default="", description="Python interpreter of the job. Empty: the agent's own"
     )
     setup: tuple[str, ...] = Field(
-        default=(), description="shell lines run before the program, such as `module load cuda`"
+        default=(), description="shell lines to run first, such as `module load cuda`"
     )
     container: tuple[str, ...] = Field(
-        default=(), description="srun arguments that choose a container, such as --container-image"
+        default=(), description="srun arguments that select a container, such as --container-image"
     )
-    srun: tuple[str, ...] = Field(default=(), description="further arguments for srun")
+    srun: tuple[str, ...] = Field(default=(), description="further srun arguments")
     working_directory: str = Field(
-        default=".", description="where the program runs; relative to the spec's own folder"
+        default=".", description="working directory, relative to the folder of the spec"
     )
     code: Literal["in_place", "snapshot"] = Field(
-        default="in_place", description="run the code where it lies, or from a copy in the run"
+        default="in_place", description="run the code where it is, or a copy of it in the run"
     )
 
     @field_validator("container", "srun")
     @classmethod
     def _one_component(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        several = [word for word in value if word.startswith(("--het-group", "--pack-group"))]
+        several = [option for option in value if option.startswith(("--het-group", "--pack-group"))]
         if several and not is_recorded(info):
             raise ValueError(
-                f"{several[0]!r}: expected a job of equal nodes; Holdfast starts no heterogeneous "
-                "jobs, so leave the option out"
+                f"{several[0]!r}: Holdfast does not start heterogeneous jobs; leave the option out"
             )
         return value
 
 
 class Resources(SpecPart):
-    """What the first attempt asks for."""
+    """The resources of the first attempt."""
 
     executor: Literal["local", "slurm"] = "local"
     nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     gpus_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
-        default=1, description="ranks per node; on a machine without GPUs these are CPU ranks"
+        default=1, description="ranks per node. On a machine without GPUs, these are CPU ranks"
     )
     cpus_per_gpu: Annotated[int, Field(ge=1)] | None = None
     memory_gb_per_node: Annotated[float, Field(gt=0)] | None = None
@@ -76,15 +75,15 @@ class Resources(SpecPart):
     qos: str | None = None
     constraint: str | None = None
     time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="minutes; None leaves it to the partition"
+        default=None, description="time limit of one attempt in minutes. None: the partition's"
     )
     gres: str | None = Field(
-        default=None, description="Slurm GRES for each node instead of gpu:<gpus_per_node>"
+        default=None, description="Slurm GRES of each node, instead of gpu:<gpus_per_node>"
     )
     extra: dict[str, str | int | bool] = Field(
         default_factory=dict,
-        description="further sbatch options by their long names, such as reservation or nodelist; "
-        "those that Holdfast sets by itself are refused",
+        description="further sbatch options by their long names, such as reservation or nodelist. "
+        "Options that Holdfast sets itself are refused",
     )
 
     @field_validator("extra")
@@ -104,23 +103,23 @@ class Elastic(SpecPart):
     min_gpus: Annotated[int, Field(ge=1)] | None = None
     max_gpus: Annotated[int, Field(ge=1)] | None = None
     choices: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="allowed counts; empty: all that the nodes can be cut into"
+        default=(), description="allowed counts. Empty: all counts that fill nodes"
     )
     on_preemption: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         default=(),
-        description="GPU counts after the 1st, 2nd, … preemption; the last one repeats",
+        description="GPU counts after the 1st, 2nd, … preemption. The last one repeats",
     )
     grow: bool = Field(
         default=False,
-        description="save, stop and go on at more GPUs when a running attempt could have them",
+        description="if more GPUs become free, save, stop and relaunch with them",
     )
     grow_after_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="seconds that GPUs must have been free before that"
+        default=600.0, description="seconds for which more GPUs must have been free"
     )
 
 
 class KeepBest(SpecPart):
-    """The checkpoints whose logged metric was best; one without the metric is not among them."""
+    """The checkpoints with the best logged metric. One without the metric does not count."""
 
     metric: Annotated[str, Field(min_length=1)]
     n: Annotated[int, Field(ge=1)] = 1
@@ -128,9 +127,10 @@ class KeepBest(SpecPart):
 
 
 class Keep(SpecPart):
-    """Which committed checkpoints are kept; see `contracts.keep_rules` for what each key does.
+    """The rules for which committed checkpoints are kept, see `contracts.keep_rules`.
 
-    Without any key all are. Pins, what is in use or being read, and the newest always are.
+    Without any key, all checkpoints are kept. Pinned checkpoints, those in use or being read, and
+    the newest one are always kept.
     """
 
     last: Annotated[int, Field(ge=1)] | None = None
@@ -138,14 +138,14 @@ class Keep(SpecPart):
     every_steps: Annotated[int, Field(ge=1)] | None = None
     every_hours: Annotated[float, Field(gt=0)] | None = None
     ttl: str | None = Field(
-        default=None, description="how long what no other rule keeps may stay: `12h`, `7d`"
+        default=None, description="keep every checkpoint that is younger: `12h`, `7d`"
     )
 
     @field_validator("ttl")
     @classmethod
     def _ttl_is_a_duration(cls, value: str | None) -> str | None:
         if value is not None and not _seconds(value):
-            raise ValueError(f"{value!r}: expected a time to live such as '12h' or '7d'")
+            raise ValueError(f"{value!r}: expected a duration such as '12h' or '7d'")
         return value
 
     @property
@@ -155,34 +155,34 @@ class Keep(SpecPart):
 
     @property
     def is_limited(self) -> bool:
-        """True when any rule is given: what none of them keeps is then deleted."""
+        """True when a rule is given. Checkpoints that no rule keeps are then deleted."""
         rules = (self.last, self.best, self.every_steps, self.every_hours, self.ttl)
         return any(rule is not None for rule in rules)
 
 
 class Checkpointing(SpecPart):
-    """When a checkpoint is taken and which are kept."""
+    """When the run saves, where its checkpoints go and which of them are kept."""
 
     interval: StrictInt | str = Field(
-        default="auto", description="steps (50), seconds (`300s`, `10m`, `1h`) or `auto`"
+        default="auto", description="steps (50), time (`300s`, `10m`, `1h`) or `auto`"
     )
     keep: Keep = Keep()
     budget: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
-        default=None, description="most bytes that the run's checkpoints may take (`500GB`)"
+        default=None, description="most space that the run's checkpoints may take (`500GB`)"
     )
     mirror: str | None = Field(
         default=None,
-        description="where every checkpoint is copied to: an fsspec URL such as s3://bucket/prefix "
-        "or file:///shared/directory; credentials come by environment, never from here",
+        description="fsspec URL that every checkpoint is copied to, such as s3://bucket/prefix or "
+        "file:///shared/directory. Set credentials in the environment",
     )
     local: str | None = Field(
         default=None,
-        description="a directory on the node's own disk that files are written to first; the "
-        "mirror then holds what counts",
+        description="directory on each node's own disk that files are written to first. The "
+        "mirror then holds the durable copy",
     )
     snapshots: Annotated[StrictInt, Field(ge=1)] | Literal["auto", "off"] = Field(
         default="auto",
-        description="steps between copies in memory, which a crash of the program does not lose",
+        description="steps between copies in memory, which survive a crash of the program",
     )
     staging: Literal["memory"] = Field(
         default="memory", description="where a step is staged before it is written"
@@ -196,7 +196,7 @@ class Checkpointing(SpecPart):
                 raise ValueError(f"{value} steps: expected 1 or more")
         elif value != "auto" and not _seconds(value):
             raise ValueError(
-                f"{value!r}: expected steps (50), seconds ('300s', '10m', more than 0) or 'auto'"
+                f"{value!r}: expected steps (50), a time above 0 ('300s', '10m') or 'auto'"
             )
         return value
 
@@ -225,19 +225,19 @@ class Checkpointing(SpecPart):
             raise ValueError(f"local {self.local!r}: expected an absolute path on the nodes")
         if self.local is not None and self.mirror is None:
             raise ValueError(
-                "local without mirror: what lies on one node's disk alone is lost with the node; "
-                "give checkpoint.mirror as well"
+                "checkpoint.local is set without checkpoint.mirror: files on a node's disk are "
+                "lost with the node; set checkpoint.mirror too"
             )
         return self
 
     @property
     def interval_steps(self) -> int | None:
-        """The interval in steps, when that is how it was given."""
+        """The interval in steps; None unless it was given in steps."""
         return self.interval if isinstance(self.interval, int) else None
 
     @property
     def interval_s(self) -> float | None:
-        """The interval in seconds, when that is how it was given."""
+        """The interval in seconds; None unless it was given as a time."""
         return _seconds(str(self.interval))
 
 
@@ -250,73 +250,76 @@ NumericsAction = Literal["stop", "skip", "rollback", "warn"]
 
 
 class Numerics(SpecPart):
-    """What is done about a loss that is not finite, or far above what it was."""
+    """The action after a loss that is not finite, or is far above the losses before it."""
 
     on_nan: NumericsAction = Field(
-        default="stop", description="after a loss that is NaN or infinite"
+        default="stop", description="action after a loss that is NaN or infinite"
     )
-    on_spike: NumericsAction = Field(default="warn", description="after a loss above the limit")
-    metric: str = Field(default="loss", description="the logged metric that is watched")
+    on_spike: NumericsAction = Field(
+        default="warn", description="action after a loss above the limit"
+    )
+    metric: str = Field(default="loss", description="logged metric to watch")
     window: Annotated[int, Field(ge=8)] = Field(
-        default=100, description="losses that the limit is computed from"
+        default=100, description="number of losses that the limit is computed from"
     )
     spike_mads: Annotated[float, Field(gt=0)] = Field(
         default=20.0,
-        description="the limit: so many median absolute deviations above the window's median",
+        description="the limit, as median absolute deviations above the window's median",
     )
     margin_steps: Annotated[int, Field(ge=1)] = Field(
-        default=10, description="steps that lie at least between a rollback's target and the loss"
+        default=10, description="least number of steps between a rollback's target and the loss"
     )
     skip_steps: Annotated[int, Field(ge=1)] = Field(
         default=10,
-        description="steps of data passed over: around the loss by a rollback, after it by a skip",
+        description="steps of data to skip: around the loss in a rollback, after it in a skip",
     )
     changes_max: Annotated[int, Field(ge=0)] = Field(
-        default=5, description="rollbacks and skips of a run, until an operator relaunches it"
+        default=5, description="most rollbacks and skips of a run until an operator relaunches it"
     )
 
 
 class Supervision(SpecPart):
-    """How an attempt is watched, and how often each cause is forgiven."""
+    """How Holdfast watches an attempt, and how often it relaunches after each cause."""
 
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     poll_s: Annotated[float, Field(gt=0)] = 5.0
     grace_s: Annotated[float, Field(gt=0)] = Field(
-        default=30.0, description="seconds between a preemption signal and the kill"
+        default=30.0, description="seconds between the signal of a preemption and the kill"
     )
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
-        default="auto", description="whose interruption notices the nodes listen for"
+        default="auto", description="cloud whose interruption notices the nodes listen for"
     )
     notices_url: str = Field(
-        default="", description="where they are served instead of the cloud's own address"
+        default="", description="address of the notices. Empty: the cloud's own"
     )
     flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
         default=1800.0,
-        description="the longest that a stop without a deadline, or a save, may take",
+        description="longest time that a save, or a stop without a deadline, may take",
     )
     join_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="the longest that node 0 and the other nodes wait to meet"
+        default=300.0, description="longest time that the nodes of a job wait for each other"
     )
     ports: str = Field(
         default="any",
         pattern=r"^(any|\d{1,5}-\d{1,5})$",
-        description="ports between nodes, for the agents and for torchrun, as 40000-40063",
+        description="ports between nodes, for the agents and torchrun, such as 40000-40063",
     )
     restarts_in_place: Annotated[int, Field(ge=0)] = Field(
         default=3, description="restarts of torchrun inside one attempt"
     )
     standby_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
         default=3.0,
-        description="seconds of training after which a second torchrun loads and then waits",
+        description="seconds of training after which the warm standby starts",
     )
-    hangs: bool = Field(default=True, description="whether silent ranks are looked into and ended")
+    hangs: bool = Field(default=True, description="examine silent ranks and end those that hang")
     silence_s: dict[SilentPhase, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
-        description="silence per phase before which nothing is ended; see `workers.agent.silence`",
+        description="seconds of silence per phase before a rank may be ended, see "
+        "`workers.agent.silence`",
     )
     numerics: Numerics = Numerics()
     budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict, description="relaunches forgiven per cause; see `workers.policy`"
+        default_factory=dict, description="relaunches allowed per cause, see `workers.policy`"
     )
     backoff_s: Annotated[float, Field(ge=0)] = 10.0
     attempts_max: Annotated[int, Field(ge=1)] = 1000
@@ -325,7 +328,7 @@ class Supervision(SpecPart):
     @classmethod
     def _notices_url_is_plain_http(cls, value: str) -> str:
         if value and not _PLAIN_HTTP.fullmatch(value):
-            raise ValueError(f"{value!r}: expected an address such as http://169.254.169.254")
+            raise ValueError(f"{value!r}: expected an HTTP address such as http://169.254.169.254")
         return value
 
     @field_validator("ports")
@@ -334,12 +337,12 @@ class Supervision(SpecPart):
         if value != "any":
             first, last = map(int, value.split("-"))
             if not 1 <= first <= last <= 65535:
-                raise ValueError(f"ports {value!r}: expected first-last within 1 to 65535")
+                raise ValueError(f"ports {value!r}: expected FIRST-LAST between 1 and 65535")
         return value
 
     @property
     def port_range(self) -> range | None:
-        """The ports that nodes may use between them; None for any."""
+        """The ports that nodes may use to reach each other; None for any."""
         if self.ports == "any":
             return None
         first, last = map(int, self.ports.split("-"))
@@ -347,20 +350,20 @@ class Supervision(SpecPart):
 
 
 class Cost(SpecPart):
-    """Prices, for the accounts."""
+    """Prices of GPU time."""
 
     gpu_hour: Annotated[float, Field(ge=0)] | None = None
     on_demand_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="the price without preemptions, to compare with"
+        default=None, description="price of a GPU hour that is never preempted, for comparison"
     )
     currency: str = "USD"
 
 
 class RunSpec(SpecPart):
-    """One training job a person cares about, from first step to last.
+    """One training job, from its first step to its last.
 
-    `command` is the program's own argv for torchrun: a script and its arguments, or `-m` and a
-    module. `config` is the program's business: it reaches it unread (`holdfast.trainer.config`).
+    `command` holds the arguments for torchrun: a script and its arguments, or `-m` and a module.
+    The program gets `config` unchanged, as `holdfast.trainer.config`.
     """
 
     name: str
@@ -379,7 +382,7 @@ class RunSpec(SpecPart):
     def _name_is_a_file_name(cls, value: str) -> str:
         if not RUN_NAME.fullmatch(value) or "." in value:
             raise ValueError(
-                f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', beginning "
+                f"{value[:120]!r}: expected up to 100 letters, digits, '-' and '_', starting "
                 "with a letter or digit"
             )
         return value
@@ -399,11 +402,11 @@ class RunSpec(SpecPart):
         low, high = self.gpus_min, self.gpus_max
         if low > high:
             raise ValueError(
-                f"elastic.min_gpus {low} is above elastic.max_gpus {high}; the one that was not "
-                "given is the smallest or largest of all counts in the spec"
+                f"elastic.min_gpus {low} is above elastic.max_gpus {high}; the default of each is "
+                "the smallest or largest GPU count in the spec"
             )
         if self.resources.executor == "local" and self.resources.nodes > 1:
-            raise ValueError("the local executor has one node; give resources.nodes = 1")
+            raise ValueError("the local executor has one node; set resources.nodes = 1")
         for count in (self.gpus, *self.elastic.choices, *self.elastic.on_preemption):
             if not low <= count <= high:
                 raise ValueError(f"{count} GPUs lie outside elastic {low} to {high}")
@@ -412,41 +415,41 @@ class RunSpec(SpecPart):
 
     @property
     def gpus(self) -> int:
-        """GPUs (ranks) of the first attempt."""
+        """The number of GPUs (ranks) of the first attempt."""
         return self.resources.nodes * self.resources.gpus_per_node
 
     @property
     def gpus_min(self) -> int:
-        """The fewest GPUs that a relaunch may use; the first attempt's count unless given."""
+        """The fewest GPUs that a relaunch may use; by default the smallest count in the spec."""
         smallest = min((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
         return self.elastic.min_gpus or smallest
 
     @property
     def gpus_max(self) -> int:
-        """The most GPUs that a relaunch may use; the first attempt's count unless given."""
+        """The most GPUs that a relaunch may use; by default the largest count in the spec."""
         largest = max((self.gpus, *self.elastic.choices, *self.elastic.on_preemption))
         return self.elastic.max_gpus or largest
 
     @property
     def given(self) -> dict[str, Any]:
-        """The keys that a person gave, without any default."""
+        """The keys that the user gave, without the defaults."""
         return self.model_dump(mode="json", exclude_unset=True)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the whole spec with its defaults, as this version of Holdfast has them."""
+        """SHA-256 of the whole spec, with the defaults of this version of Holdfast."""
         return document_digest(self.model_dump(mode="json"))
 
 
 def _seconds(text: str) -> float | None:
-    """A duration such as `10m`; None for anything else, and for more than 30 years."""
+    """Return a duration such as `10m` in seconds; None if invalid or longer than 30 years."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _SECONDS[match[2]] if match else inf
     return seconds if seconds <= SECONDS_MAX else None
 
 
 def _size_bytes(text: str) -> int | None:
-    """`500GB` in powers of 1000, `500GiB` in powers of 1024; None for anything else."""
+    """Return a size in bytes; None if invalid. `GB` is a power of 1000, `GiB` of 1024."""
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
@@ -455,9 +458,9 @@ def _size_bytes(text: str) -> int | None:
 
 
 def split_gpus(gpus: int, gpus_per_node: int) -> tuple[int, int]:
-    """(nodes, GPUs per node) for `gpus` on nodes that have `gpus_per_node` each.
+    """Return (nodes, GPUs per node) for `gpus` on nodes that have `gpus_per_node` each.
 
-    Raises `ValueError` when they do not fill whole nodes.
+    Raises `ValueError` when the GPUs do not fill whole nodes.
     """
     if gpus <= gpus_per_node:
         return 1, gpus
