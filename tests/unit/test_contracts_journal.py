@@ -63,7 +63,7 @@ def test_a_torn_line_is_passed_over_and_the_next_stands_alone(
         stream.truncate(path.stat().st_size - cut_bytes)
     events, offset = read_journal(path)
     assert [event.data["text"] for event in events] == ["a"]
-    with pytest.warns(UserWarning, match=r"flow.jsonl: its last line was cut short"):
+    with pytest.warns(UserWarning, match=r"flow.jsonl: a crash cut off the last line"):
         write(path, "c")
     # A line that lost its newline alone was whole after all.
     expected = ["b", "c"] if cut_bytes == 1 else ["c"]
@@ -105,7 +105,7 @@ def test_a_line_over_the_bound_is_said_and_not_believed(
     with pytest.warns(UserWarning, match="passed over"):
         assert read_journal(path)[1] == offset, "it may still get its end"
     size = path.stat().st_size
-    with JournalWriter(path) as writer, pytest.raises(ValueError, match="say less"):
+    with JournalWriter(path) as writer, pytest.raises(ValueError, match="shorten its data"):
         writer.append(EventKind.NOTE, text="b" * bound)
     assert path.stat().st_size == size
 

@@ -161,7 +161,7 @@ def test_equal_documents_have_equal_digests(document: dict[str, int | str]) -> N
         ("gpus-per-node", "resources.gres such as"),
         ("clusters", "on a host of that cluster"),
         ("array", "one run for each member"),
-        ("requeue", "only the flow relaunches"),
+        ("requeue", "only the supervisor relaunches"),
         ("signal", "supervision.grace_s"),
         ("J", "the long name"),
         ("job_name", "the long name"),

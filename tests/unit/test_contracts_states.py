@@ -77,5 +77,5 @@ def test_terminal_and_live_are_what_the_tables_say() -> None:
 
 
 def test_the_refusal_of_an_ended_attempt_says_so() -> None:
-    with pytest.raises(IllegalTransitionError, match="nothing: it has ended"):
+    with pytest.raises(IllegalTransitionError, match="no other state, because it has ended"):
         check_attempt_move(AttemptState.LOST, AttemptState.RUNNING)

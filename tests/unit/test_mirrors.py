@@ -30,7 +30,7 @@ from holdfast.workers.agent.flusher_supervisor import build_environment
         ("/shared/place", "expected a URL"),
         ("s3:/bucket", "expected a URL"),
         ("s3://", "expected a bucket"),
-        ("s3://key:secret@bucket", "must not hold credentials"),
+        ("s3://key:secret@bucket", "must not contain credentials"),
         ("s3://bucket?versions=1", "expected no `?`"),
     ],
 )

@@ -1,9 +1,12 @@
-"""The documents of one attempt: what was asked, who runs it, and how it ended.
+"""The JSON documents of a run and of its attempts. Times are Unix seconds.
 
-`request.json` is written before anything is queued, `submission.json` once the scheduler took
-the job, `claim.json` by the agent of node 0, `stop.json` by whoever wants the attempt to end,
-`outcome.json` by the agent of node 0 when it has ended. `submitting.json` is written before each
-submission, `missing.json` while an ending is doubted. Times are Unix seconds.
+- `request.json` is written before anything is queued.
+- `submitting.json` is written before each submission.
+- `submission.json` is written once the scheduler has accepted the job.
+- `claim.json` is created by the agent of node 0 before it trains.
+- `stop.json` is a request to end the attempt.
+- `missing.json` is written while the job or its outcome cannot be found.
+- `outcome.json` is written by the agent of node 0 when the attempt has ended.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from holdfast.contracts.states import AttemptState, Cause
 
 
 class Document(BaseModel):
-    """A JSON document on disk; keys that a newer version added are passed over."""
+    """A JSON document on disk. Keys of newer versions are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -55,12 +58,12 @@ class Document(BaseModel):
 
 
 class RunRecord(Document):
-    """`spec.json`: the identity of a run and the spec it was created with."""
+    """`spec.json`: the identity of a run, and the spec that it was created with."""
 
     format: int = 1
-    uid: Uid = Field(description="identity of the run in every database, 32 hexadecimal digits")
+    uid: Uid = Field(description="unique id of the run, 32 hexadecimal digits")
     run: Annotated[str, Field(pattern=f"^{RUN_NAME.pattern}$")] = Field(
-        description="the folder's name: the spec's name, with .r2, .r3 … if taken"
+        description="name of the run's folder: the spec's name, with .r2, .r3 … if it was taken"
     )
     name: Annotated[str, Field(pattern=f"^{RUN_NAME.pattern}$")]
     root: FilePath
@@ -69,31 +72,34 @@ class RunRecord(Document):
     spec: dict[str, Any]
     spec_digest: Name
     given: dict[str, Any] | None = Field(
-        default=None, description="the part of the spec that a person gave, without defaults"
+        default=None, description="the keys that the user gave, without defaults"
     )
-    forked_from: Name | None = Field(default=None, description="id of the checkpoint it began from")
+    forked_from: Name | None = Field(
+        default=None, description="id of the checkpoint that the fork started from"
+    )
     forked_path: FilePath | None = Field(default=None, description="that checkpoint's directory")
-    forked_uid: Uid | None = Field(default=None, description="uid of the run it was forked from")
+    forked_uid: Uid | None = Field(default=None, description="uid of the run that was forked")
 
 
 class Provenance(Document):
-    """What an attempt was submitted with, so that two can be compared; digests are SHA-256."""
+    """Digests of an attempt's inputs, to compare attempts. All digests are SHA-256."""
 
-    code_commit: Name | None = Field(default=None, description="git's commit of the code's folder")
+    code_commit: Name | None = Field(default=None, description="git commit of the code's folder")
     code_digest: Name | None = Field(
-        default=None, description="of what differs from the commit; None when nothing does"
+        default=None, description="digest of the changes since the commit; None without changes"
     )
     config_digest: Name | None = None
     data_digest: Name | None = Field(
-        default=None, description="of `data` in the config and its files"
+        default=None, description="digest of `data` in the config and of the files it names"
     )
     environment_digest: Name | None = Field(
-        default=None, description="of the environment, the interpreter, set-up and container"
+        default=None,
+        description="digest of the environment, interpreter, setup lines and container",
     )
 
 
 class Request(Document):
-    """`request.json`: one submission as plain data; `holdfast submit --dry-run` prints it."""
+    """`request.json`: one submission as plain data. `holdfast submit --dry-run` prints it."""
 
     run_uid: Uid
     run: Name
@@ -117,67 +123,69 @@ class Request(Document):
     checkpoint_local: FilePath = ""
     checkpoint_snapshots: Step | Name = "auto"
     command_digest: Name
-    scheduler: dict[str, Any] = Field(description="the executor's own parameters, as handed over")
+    scheduler: dict[str, Any] = Field(description="the parameters passed to the executor")
     created_at: Moment
-    reason: Text = Field(description="why this attempt exists: first, or the decision's words")
+    reason: Text = Field(description="why the attempt was made: `first`, or the decision's reason")
     provenance: Provenance = Provenance()
 
     @property
     def world_size(self) -> int:
-        """Ranks of the attempt."""
+        """The number of ranks of the attempt."""
         return self.nodes * self.gpus_per_node
 
     @property
     def tiers(self) -> Tiers:
-        """Where its checkpoints lie besides the run's folder."""
+        """The mirror and the node-local tier of its checkpoints."""
         return Tiers(mirror=self.checkpoint_mirror, local=self.checkpoint_local)
 
 
 class Submission(Document):
-    """`submission.json`: the scheduler took the job."""
+    """`submission.json`: the scheduler accepted the job."""
 
     job_id: Name
     executor: Name
     submitted_at: Moment
-    pid: Number | None = Field(default=None, description="local executor: the job's session leader")
+    pid: Number | None = Field(
+        default=None, description="local executor: process id of the job's session leader"
+    )
     process_started_at: Moment | None = None
     boot_id: Name | None = None
-    host: Name | None = Field(default=None, description="local executor: the machine it runs on")
+    host: Name | None = Field(default=None, description="local executor: host that runs the job")
 
 
 class SubmissionTry(Document):
-    """`submitting.json`: the scheduler was asked to take the job; what it said when it refused.
+    """`submitting.json`: a request to the scheduler to accept the job, and its refusal if any.
 
-    Written before each submission. Without a `refused` and without a submission nobody knows
-    whether the scheduler took the job.
+    It is written before each submission. If `refused` is empty and there is no submission, the
+    scheduler may or may not have accepted the job.
     """
 
-    count: Number = Field(description="how often the scheduler was asked, this time included")
+    count: Number = Field(description="number of submissions so far, including this one")
     host: Name
     tried_at: Moment
-    refused: Text = Field(default="", description="the scheduler's words, when it refused")
-    may_pass: bool = Field(default=False, description="the scheduler may take the job later")
-    refusals: Number = Field(default=0, description="how often it refused")
-    refused_since: Moment | None = Field(default=None, description="the first of these refusals")
+    refused: Text = Field(default="", description="the scheduler's message if it refused the job")
+    may_pass: bool = Field(default=False, description="the scheduler may accept the job later")
+    refusals: Number = Field(default=0, description="number of refusals")
+    refused_since: Moment | None = Field(default=None, description="time of the first refusal")
 
     @property
     def may_have_duplicates(self) -> bool:
-        """True when the scheduler may hold several jobs of the attempt."""
+        """True when the scheduler may have several jobs of the attempt."""
         return self.count - self.refusals > 1
 
 
 class Missing(Document):
-    """`missing.json`: since when the job, or the outcome of a job that ended, was not found."""
+    """`missing.json`: since when a job, or the outcome of an ended job, could not be found."""
 
     what: Name
     since: Moment
 
 
 class Claim(Document):
-    """`claim.json`: the agent of node 0 runs this attempt, created exclusively.
+    """`claim.json`, created exclusively: the agent of node 0 runs this attempt.
 
-    A claim that `is_closed` belongs to nobody: the attempt ended before any job had claimed it,
-    and a job that starts after that must not run it.
+    A claim with `is_closed` belongs to no job. The attempt ended before a job claimed it, and a job
+    that starts later must not run it.
     """
 
     job_id: Name
@@ -190,13 +198,13 @@ class Claim(Document):
 
 
 class StopFile(Document):
-    """`stop.json`: end the attempt after one last checkpoint."""
+    """`stop.json`: a request to end the attempt after one last checkpoint."""
 
     action: Name = Field(description="pause, stop, cancel, relaunch or drain")
     by: Name
     requested_at: Moment
     deadline_s: Seconds | None = Field(
-        default=None, description="seconds from the request; None: as long as the flush takes"
+        default=None, description="seconds from the request; None: no limit for the last flush"
     )
     detail: Text = ""
 
@@ -216,10 +224,10 @@ class LaunchRecord(Document):
 
 
 class Outcome(Document):
-    """`outcome.json`: how the attempt ended as node 0's agent saw it."""
+    """`outcome.json`: how the attempt ended, as recorded by node 0's agent."""
 
     attempt: Number | None = Field(
-        default=None, description="whose outcome it is; earlier versions did not say"
+        default=None, description="number of the attempt; earlier versions left it out"
     )
     state: AttemptState
     cause: Cause | None = None
@@ -233,12 +241,12 @@ class Outcome(Document):
     last_step: Step | None = Field(default=None, description="last step that any rank finished")
     committed_step: Step | None = None
     started_at: Moment
-    stop_requested_at: Moment | None = Field(default=None, description="when the signal came")
-    stop_committed_at: Moment | None = Field(default=None, description="when the final flush held")
+    stop_requested_at: Moment | None = Field(default=None, description="time of the stop request")
+    stop_committed_at: Moment | None = Field(default=None, description="time of the last commit")
     ended_at: Moment
-    traceback: Text | None = Field(default=None, description="of the first failing rank")
+    traceback: Text | None = Field(default=None, description="traceback of the first failed rank")
     failed_rank: Number | None = None
-    failed_host: Name | None = Field(default=None, description="where that rank ran")
+    failed_host: Name | None = Field(default=None, description="host of the first failed rank")
     launches: tuple[LaunchRecord, ...] = ()
 
 
@@ -246,9 +254,10 @@ D = TypeVar("D", bound=Document)
 
 
 def read_document(kind: type[D], path: Path) -> D | None:
-    """The document at `path`, or None when there is none; `HoldfastError` when it is damaged.
+    """Return the document at `path`, or None if it does not exist.
 
-    A link, a pipe or a huge file is a `ForeignFileError`.
+    Raises `HoldfastError` for a damaged document, and its subclass `ForeignFileError` for a link, a
+    pipe or a huge file.
     """
     try:
         content = read_bounded(path, below=folder_of(path))
@@ -261,12 +270,12 @@ def read_document(kind: type[D], path: Path) -> D | None:
         where = ".".join(map(str, first["loc"])) or "the document"
         raise HoldfastError(
             f"{path}: not a {kind.__name__}: {where}: {first['msg']}; "
-            "restore the file or remove the attempt's folder after saving its checkpoints"
+            "restore the file, or save the run's checkpoints and delete the attempt's folder"
         ) from error
 
 
 def read_outcome(paths: AttemptPaths) -> Outcome | None:
-    """How the attempt ended; None while it has not, or where another attempt's outcome lies there.
+    """Return how the attempt ended; None without an outcome, or with another attempt's outcome.
 
     Raises `HoldfastError` when it is damaged.
     """
@@ -275,7 +284,7 @@ def read_outcome(paths: AttemptPaths) -> Outcome | None:
 
 
 def read_claim(paths: AttemptPaths) -> Claim | None:
-    """The claim of the job that runs the attempt; None while there is none, or a closed one.
+    """Return the claim of the job that runs the attempt; None without a claim or if it is closed.
 
     Raises `HoldfastError` when it is damaged.
     """
@@ -284,7 +293,7 @@ def read_claim(paths: AttemptPaths) -> Claim | None:
 
 
 def close_claim(paths: AttemptPaths) -> bool:
-    """Keep every job from claiming the attempt from now on; False when one already has."""
+    """Prevent jobs from claiming the attempt. Return False if a job has already claimed it."""
     closed = Claim(
         job_id="",
         pid=0,
@@ -298,7 +307,7 @@ def close_claim(paths: AttemptPaths) -> bool:
 
 
 def job_of(submission: Submission | None, claim: Claim | None) -> Submission | None:
-    """The job that runs the attempt: the one that claimed it, else the one that was submitted."""
+    """Return the job that runs the attempt: the claiming job, else the submitted one."""
     if claim is None or (submission is not None and submission.job_id == claim.job_id):
         return submission
     if submission is None or submission.executor == "local":
@@ -307,16 +316,16 @@ def job_of(submission: Submission | None, claim: Claim | None) -> Submission | N
 
 
 def is_of(outcome: Outcome, number: int) -> bool:
-    """True unless it says that it is another attempt's."""
+    """Return False if the outcome names another attempt than `number`."""
     return outcome.attempt in {None, number}
 
 
 def write_document(path: Path, document: Document) -> None:
-    """Replace `path` by `document`, durably."""
+    """Replace `path` with `document`, durably."""
     content = to_json(document.model_dump(mode="json"))
     write_bytes(path, content, below=folder_of(path))
 
 
 def create_document(path: Path, document: Document) -> bool:
-    """Create `path`, durably and exclusively; False when it exists already."""
+    """Create `path` durably and exclusively. Return False if it already exists."""
     return create_bytes(path, to_json(document.model_dump(mode="json")))

@@ -1,7 +1,7 @@
-"""Bounds on every number and text that comes from a file, whoever wrote it.
+"""Bounds on every number and text that Holdfast reads from a file.
 
-Each is far above what any cluster has, and low enough for every column, sum and clock that the
-value reaches.
+Each bound is far above what any cluster needs, and low enough for every database column, sum and
+clock that uses the value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 INTEGER_MAX: Final = 2**63 - 1
-# The end of the year 9999 without its last days: later times have no local date.
+# The end of the year 9999 without its last days. Later times have no local date.
 TIME_MAX: Final = 253_402_000_000.0
 SECONDS_MAX: Final = 1e9
 BYTES_MAX: Final = 2**50
@@ -27,18 +27,18 @@ PATH_CHARACTERS_MAX: Final = 8192
 TEXT_CHARACTERS_MAX: Final = 4 * 1024 * 1024
 DEPTH_MAX: Final = 64
 UID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# As `create_run` makes them.
+# The form that `create_run` generates.
 MADE_UID: Final = re.compile(r"[0-9a-f]{32}")
 
-# Unix seconds, and seconds that pass.
+# A point in Unix time, and a duration.
 Moment = Annotated[float, Field(ge=0, le=TIME_MAX)]
 Seconds = Annotated[float, Field(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Field(ge=0, le=INTEGER_MAX)]
 ByteCount = Annotated[int, Field(ge=0, le=BYTES_MAX)]
-# -1 stands for no step yet.
+# -1 means that there is no step yet.
 Step = Annotated[int, Field(ge=-1, le=STEP_MAX)]
 Ranks = Annotated[int, Field(ge=0, le=RANKS_MAX)]
-# Of attempts, launches, nodes and processes; exit codes are negative for signals.
+# Numbers of attempts, launches, nodes and processes. Exit codes of signals are negative.
 Number = Annotated[int, Field(ge=-NUMBER_MAX, le=NUMBER_MAX)]
 Name = Annotated[str, Field(max_length=NAME_CHARACTERS_MAX)]
 FilePath = Annotated[str, Field(max_length=PATH_CHARACTERS_MAX)]
@@ -49,13 +49,12 @@ _LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
 
 
 def has_long_number(content: bytes) -> bool:
-    """True when JSON may hold an integer of more than 64 bits; looking costs next to
-    nothing."""
+    """True when JSON may contain an integer of more than 64 bits. A cheap first check."""
     return _LONG_NUMBER.search(content) is not None
 
 
 def problem_with_numbers(value: Any, depth: int = 0) -> str | None:
-    """What is wrong with a document of any shape: integers beyond 64 bits, or too deep nesting."""
+    """Return the problem with a nested document, or None: a too large integer or deep nesting."""
     if depth > DEPTH_MAX:
         return f"nested more than {DEPTH_MAX} deep"
     if type(value) is int and abs(value) > INTEGER_MAX:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, told what it need not look at."""
+"""Settings of Python's garbage collector that avoid needless passes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 
 def return_free_memory() -> None:
-    """Have the collector pass over what is there now, which stays until the process ends.
+    """Collect garbage, then exclude all present objects from later collections.
 
-    For a program that has imported what it needs and begins its work. A full pass looks at every
-    object of every module: a tenth of a second, in the midst of some answer, again and again.
+    Call this once a program has imported its modules. Otherwise each full pass scans every object
+    of every module, which delays an answer by a tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -19,16 +19,16 @@ def return_free_memory() -> None:
 
 @contextlib.contextmanager
 def pause_collection() -> Iterator[None]:
-    """Keep the collector from looking while many objects are made that stay.
+    """Pause the garbage collector while the block creates many objects that stay.
 
-    Each pass would look at all of them, and at all else in the process, and find nothing to free:
-    half of the time that reading a large file takes. Where the collector is off, it stays off.
+    Each pass would scan all objects of the process and free none of them. That takes half of the
+    time for reading a large file. If the collector was off before, it stays off.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        # Of several threads at once, the one that found it on turns it on: it is never left off.
+        # With several threads, the one that found the collector on turns it on again.
         if was_on:
             gc.enable()

@@ -1,7 +1,7 @@
-"""What the facts of a journal line must be for those who read them.
+"""Checks of the facts (the `data`) of journal lines.
 
-A line is data of whoever wrote it. Readers index it, compare it and compute with it, so a line
-whose facts have other types than its kind has is damage, as a torn line is.
+Other users may have written a line. Readers index its facts, compare them and compute with them, so
+a line with facts of a wrong type counts as damaged and is skipped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _TEXT: Final = frozenset(
     }
 )
 _TEXTS: Final = frozenset({"evidence", "hosts", "excluded", "skipped", "exclude", "dumps"})
-_WORDS_OF_STATE: Final = frozenset(AttemptState)
-# Facts that must be there, by kind.
+_STATES: Final = frozenset(AttemptState)
+# Required facts, by kind.
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "attempt_state": ("state",),
     "attempt_ended": ("state",),
@@ -51,17 +51,17 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def problem_with_facts(kind: str, facts: Mapping[str, Any]) -> str | None:
-    """What is wrong with the facts of a line of `kind`, in words; None when nothing is."""
+    """Return the problem with the facts of a line of `kind` as text, or None."""
     for name in _NEEDED.get(kind, ()):
         if facts.get(name) is None:
             return f"{name} is missing"
     for name, value in facts.items():
         if value is not None and not _fits(name, value):
-            return f"{name} is a {type(value).__name__} that cannot be meant"
+            return f"{name} has an invalid value of type {type(value).__name__}"
     if kind == "node_silent" and not _are_texts(facts["nodes"]):
-        return "nodes is no list of names"
-    if kind in {"attempt_state", "attempt_ended"} and facts["state"] not in _WORDS_OF_STATE:
-        return "state is no state of an attempt"
+        return "nodes is not a list of names"
+    if kind in {"attempt_state", "attempt_ended"} and facts["state"] not in _STATES:
+        return "state is not a state of an attempt"
     return None
 
 

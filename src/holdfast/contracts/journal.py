@@ -1,9 +1,9 @@
-"""The journal: append-only JSON lines beside the run, one file per writer.
+"""The journal: append-only JSON lines in the run's folder, one file per writer.
 
-Each line is numbered (launch, sequence): the launch counts the writer's openings of
-its file, the sequence its lines since then. A line torn by a crash is the last one and is
-passed over; the next writer starts on a line of its own. SQL is fed from these lines, so
-whatever must survive the database is a line first.
+Each line has two numbers. `launch` counts how often the writer has opened its file, `sequence`
+counts the lines since then. A crash can cut off only the last line. Readers skip such a line, and
+the next writer starts a new one. The SQL index is built from the journals, so every fact that must
+survive the database is written to a journal first.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from holdfast.contracts.paths import folder_of
 from holdfast.contracts.reading import is_mine, open_beneath, open_regular
 
 TAIL_BYTES: Final = 64 * 1024
-# Far above what any writer says; a longer line is not ours and would only fill memory.
+# Far above what Holdfast writes. A longer line comes from elsewhere and would fill the memory.
 LINE_BYTES_MAX: Final = 16 * 1024 * 1024
-# A year of lines, one a minute, has a thousandth of this.
+# A journal with a line per minute has a thousandth of this after a year.
 JOURNAL_BYTES_MAX: Final = 512 * 1024 * 1024
+# In another user's folder, whose owner may hold the lock on purpose.
 FOREIGN_LOCK_S: Final = 2.0
-# A line is written in milliseconds; a process that was stopped may be continued within this time.
+# A write takes milliseconds, but a process that holds the lock may have been suspended.
 OWN_LOCK_S: Final = 60.0
 _APPEND: Final = os.O_RDWR | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
-# Who asks when it is no person but the policy of growing.
+# The requester when the grow policy, and not a person, relaunches a run.
 GROWER: Final = "elastic.grow"
 
 
 class EventKind(StrEnum):
-    """What a line can say; the keys of its `data` stand beside each."""
+    """The kinds of journal lines. The comment of each lists the keys of its `data`."""
 
-    SUPERVISED = "supervised"  # host, pid, flow_run: a flow took the run up
+    SUPERVISED = "supervised"  # host, pid, flow_run: a supervisor started to watch the run
     ATTEMPT_RESERVED = "attempt_reserved"  # attempt, gpus, nodes, reason
     ATTEMPT_SUBMITTED = "attempt_submitted"  # attempt, job_id
     ATTEMPT_STATE = "attempt_state"  # attempt, state, detail
@@ -59,17 +60,17 @@ class EventKind(StrEnum):
     CHECKPOINT_DELETED = "checkpoint_deleted"  # checkpoint, reason, by
     FORKED = "forked"  # checkpoint, into_uid, into_run
     EXPORTED = "exported"  # checkpoint, format, path
-    # skip: data passed over from then on, pairs [first_step, steps].
+    # skip: the data to skip from now on, as pairs [first_step, steps].
     ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip, step, reason
     NUMERICS = "numerics"  # problem, step, loss, rank, window, median, limit, action, reason, skip
     CLAIMED = "claimed"  # job_id, host, pid
     LAUNCH_STARTED = "launch_started"  # launch, world_size
     LAUNCH_ENDED = "launch_ended"  # launch, ending, last_step, trained_until
-    SIGNAL = "signal"  # source, name, detail: something asked the attempt to stop
+    SIGNAL = "signal"  # source, name, detail: a request to stop the attempt
     NOTICE = "notice"  # cloud, notice, host, deadline, detail: a cloud's interruption notice
     STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
     STOP_FAILED = "stop_failed"  # reason, newest_step
-    # Where training goes on; with world_size and argv besides.
+    # Where training continues. Also has world_size and argv.
     RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, restored, load_s
     STAGED = "staged"  # checkpoint, step, bytes, blocked_s, reason
     COMMITTED = "committed"  # checkpoint, step, bytes, flush_s
@@ -79,17 +80,17 @@ class EventKind(StrEnum):
     FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
     VERIFIED = "verified"  # checkpoint, ok, by, bytes, damaged: every byte was read
     NODE_LOST = "node_lost"  # node, host
-    GOODPUT = "goodput"  # attempt, and where its time went (`contracts.goodput`)
+    GOODPUT = "goodput"  # attempt, and how it spent its time (`contracts.goodput`)
     HANG_SUSPECTED = "hang_suspected"  # launch, silent, finding, dumps
     HANG_CONFIRMED = "hang_confirmed"  # launch, reason, silent, finding, dumps
     STRAGGLER = "straggler"  # launch, rank, own_s, peers_s, step_s
-    NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or came again
+    NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or resumed
     AUDIT = "audit"  # action, by, role, address, token, outcome, and the action's own facts
     NOTE = "note"  # text
 
 
 class Event(BaseModel):
-    """One line. `time` is Unix seconds by the writer's clock; numbers, not times, give order."""
+    """One line. `time` is in Unix seconds of the writer's clock. The numbers give the order."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -97,7 +98,7 @@ class Event(BaseModel):
     launch: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     time: float
-    # A newer program's kinds are kept, and mean nothing here.
+    # Kinds of newer versions are kept as strings. This version does not use them.
     kind: Annotated[
         EventKind | Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")],
         Field(union_mode="left_to_right"),
@@ -106,10 +107,10 @@ class Event(BaseModel):
 
 
 class JournalWriter:
-    """Appends to one journal file; safe for several processes that share a writer's name.
+    """Appends lines to one journal file. Several processes may share a writer's name.
 
-    Each append holds an exclusive lock for the time of one write, and looks at the last line
-    again when somebody else has written since.
+    Each append holds an exclusive lock for one write. It reads the last line again if another
+    process has written since.
     """
 
     def __init__(self, path: Path) -> None:
@@ -124,16 +125,16 @@ class JournalWriter:
         self._sequence = 0
 
     def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
-        """Write one line and, unless told otherwise, wait until it is durable.
+        """Write one line and, with `durable`, wait until it is on disk.
 
-        Raises `ValueError` for a line that no reader would believe, and `OSError` as writing does:
-        a `TimeoutError` where another process keeps the file locked.
+        Raises `ValueError` for an invalid line, `OSError` if the write fails, and its subclass
+        `TimeoutError` if another process keeps the file locked.
         """
         lock_s = OWN_LOCK_S if self._is_own else FOREIGN_LOCK_S
         if not wait_for_lock(self._handle, lock_s):
             raise TimeoutError(
-                f"{self.path}: locked by another process for {lock_s:.0f} s; a process that writes "
-                "it hangs, or the file system's lock service does"
+                f"{self.path}: locked by another process for {lock_s:.0f} s; find the process that "
+                "writes to this file and hangs, or check the file system's lock service"
             )
         try:
             prefix = self._catch_up()
@@ -146,12 +147,12 @@ class JournalWriter:
                 data=data,
             )
             line = json.dumps(event.model_dump(mode="json"), ensure_ascii=False)
-            # A traceback may name a file whose name is no UTF-8: the line is worth more than it.
+            # A traceback may contain a file name that is not UTF-8. The line is still written.
             content = f"{prefix}{line}\n".encode(errors="replace")
             if len(content) > LINE_BYTES_MAX:
                 raise ValueError(
                     f"{self.path}: a line of {len(content)} bytes ({kind}), expected at most "
-                    f"{LINE_BYTES_MAX}; say less in it"
+                    f"{LINE_BYTES_MAX}; shorten its data"
                 )
             written = os.write(self._handle, content)
             if written != len(content):
@@ -165,7 +166,7 @@ class JournalWriter:
         return event
 
     def close(self) -> None:
-        """Give the file back; the writer cannot be used after it."""
+        """Close the file. The writer cannot be used afterwards."""
         os.close(self._handle)
 
     def __enter__(self) -> JournalWriter:
@@ -175,7 +176,7 @@ class JournalWriter:
         self.close()
 
     def _catch_up(self) -> str:
-        """Number the next line after the last one; returns what must precede it."""
+        """Set the number of the next line. Return the text that must precede the line."""
         size = os.fstat(self._handle).st_size
         if size == self._size_seen:
             return ""
@@ -185,14 +186,14 @@ class JournalWriter:
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
         if torn:
             warnings.warn(
-                f"{self.path}: its last line was cut short by a crash, and stays as it is; the "
-                "next one stands alone",
+                f"{self.path}: a crash cut off the last line; it stays as it is, and a new line "
+                "follows it",
                 stacklevel=3,
             )
         return "\n" if torn else ""
 
     def _last_event(self, size: int) -> Event | None:
-        """The newest whole line, however many torn ones follow it."""
+        """Return the newest complete line, even if incomplete lines follow it."""
         reach = TAIL_BYTES
         while True:
             start = max(0, size - reach)
@@ -203,11 +204,11 @@ class JournalWriter:
 
 
 def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """The events of a journal from byte `offset` on, and the offset after the last whole line.
+    """Return the events of a journal from byte `offset`, and the offset after the last whole line.
 
-    One line at a time is in memory. One of more than `LINE_BYTES_MAX` is damage: a warning names
-    its place, and it is passed over as a torn one is. Raises `ForeignFileError` for what is no
-    journal: a link, a pipe, a device, a file of more than `JOURNAL_BYTES_MAX`.
+    Only one line at a time is in memory. A line of more than `LINE_BYTES_MAX` is damaged. It is
+    skipped, with a warning that gives its position. Raises `ForeignFileError` for a link, a pipe, a
+    device or a file of more than `JOURNAL_BYTES_MAX`.
     """
     with open_journal(path) as stream:
         return ([], offset) if stream is None else read_lines(stream, path, offset)
@@ -215,7 +216,7 @@ def read_journal(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 @contextlib.contextmanager
 def open_journal(path: Path) -> Iterator[BinaryIO | None]:
-    """A journal opened for reading, None when there is none. Raises as `read_journal` does."""
+    """Open a journal for reading; yields None if it does not exist. Raises like `read_journal`."""
     try:
         handle = open_regular(path, below=folder_of(path))
     except FileNotFoundError:
@@ -228,7 +229,7 @@ def open_journal(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], int]:
-    """`read_journal` of a journal that is open; `path` is its name."""
+    """Return the same as `read_journal` for an open journal. `path` is its name."""
     events: list[Event] = []
     stream.seek(offset)
     while line := stream.readline(LINE_BYTES_MAX + 1):
@@ -242,7 +243,7 @@ def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], 
         else:
             warnings.warn(
                 f"{path}: the line at byte {offset} has {length} bytes, expected at most "
-                f"{LINE_BYTES_MAX}; it is damaged and passed over",
+                f"{LINE_BYTES_MAX}; it is damaged and was skipped",
                 stacklevel=2,
             )
         offset += length
@@ -250,10 +251,10 @@ def read_lines(stream: BinaryIO, path: Path, offset: int) -> tuple[list[Event], 
 
 
 def _open_for_appending(path: Path) -> tuple[int, bool]:
-    """(descriptor, whether the folder is one's own) of a journal, which is made if need be.
+    """Return (descriptor, whether this user owns the folder) of a journal. Create it if needed.
 
-    In another user's folder nothing but that folder's own file is written to, and its owner, who
-    may hold the lock, is not waited for.
+    In another user's folder, only a regular file with one name is opened, because a second name
+    could be that of a file elsewhere.
     """
     below = folder_of(path)
     try:
@@ -262,18 +263,16 @@ def _open_for_appending(path: Path) -> tuple[int, bool]:
         handle = open_beneath(path, _APPEND | os.O_CREAT, below=below)
         fsync_directory(path.parent)
     found, is_own = os.fstat(handle), is_mine(below)
-    # A second name of a file may be of one that lies elsewhere.
     if stat.S_ISREG(found.st_mode) and (is_own or found.st_nlink == 1):
         return handle, is_own
     os.close(handle)
-    raise ForeignFileError(path, "not a regular file with one name, so nothing is written to it")
+    raise ForeignFileError(
+        path, "not a regular file with a single name, so Holdfast does not write to it"
+    )
 
 
 def _parse(content: bytes) -> Iterator[Event]:
-    """The events in `content`.
-
-    Lines that were torn, cut by its edges, or have facts that cannot be meant, are passed over.
-    """
+    """Yield the events in `content`. Incomplete lines and lines with invalid facts are skipped."""
     for line in content.split(b"\n"):
         if not line.strip():
             continue

@@ -1,8 +1,8 @@
-"""The keep rules: which checkpoints of a branch a rule keeps, and its reason in words. Pure.
+"""The keep rules: which checkpoints of a branch are kept, with the reasons as text. Pure functions.
 
-Each rule is one function from the branch, oldest first, to the names that it keeps. A rule that
-was not given keeps nothing; when none was given, all is kept. Both retention, which deletes, and
-lineage, which explains, ask here, so that they cannot disagree.
+Each rule is a function from the branch, oldest first, to the names that it keeps. A rule that is
+not set keeps nothing. If no rule is set, all checkpoints are kept. Retention, which deletes, and
+lineage, which explains, both use this module, so their answers agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOUR_S: Final = 3600.0
 
 
 class Candidate(Protocol):
-    """What the rules look at in a checkpoint; a `Manifest` is one. Times are Unix seconds."""
+    """The facts of a checkpoint that the rules use, such as a `Manifest`. Times: Unix seconds."""
 
     @property
     def name(self) -> str: ...
@@ -35,10 +35,10 @@ Rule = Callable[[Sequence[Candidate], Keep, float], dict[str, str]]
 def kept_by_rules(
     branch: Sequence[Candidate], keep: Keep, *, now: float
 ) -> dict[str, tuple[str, ...]]:
-    """The reasons for each checkpoint that a rule keeps, by name; `branch` is oldest step first.
+    """Return the reasons for each checkpoint that a rule keeps, by name.
 
-    `branch` holds what may be resumed from: no rolled back and no damaged ones. `now` is Unix
-    seconds.
+    `branch` contains the checkpoints that a run can resume from, oldest step first, without rolled
+    back and damaged ones. `now` is in Unix seconds.
     """
     if not keep.is_limited:
         return {one.name: ("all",) for one in branch}
@@ -50,24 +50,24 @@ def kept_by_rules(
 
 
 def why_not_kept(one: Candidate, keep: Keep) -> str:
-    """Why no rule keeps `one`, by naming every rule there is."""
-    said = []
+    """Return why no rule keeps `one`, with a reason for each rule that is set."""
+    reasons = []
     if keep.last:
-        said.append(f"not among the last {keep.last}")
+        reasons.append(f"not among the last {keep.last}")
     if keep.best:
-        has_it = keep.best.metric in one.metrics
-        said.append(
+        has_metric = keep.best.metric in one.metrics
+        reasons.append(
             f"not among the best {keep.best.n} by {keep.best.metric}"
-            if has_it
+            if has_metric
             else f"without {keep.best.metric}"
         )
     if keep.every_steps:
-        said.append(f"not the first of {_count(keep.every_steps, 'step')}")
+        reasons.append(f"not the first of {_count(keep.every_steps, 'step')}")
     if keep.every_hours:
-        said.append(f"not the first of {keep.every_hours:g} h")
+        reasons.append(f"not the first of {keep.every_hours:g} h")
     if keep.ttl:
-        said.append(f"older than {keep.ttl}")
-    return ", ".join(said)
+        reasons.append(f"older than {keep.ttl}")
+    return ", ".join(reasons)
 
 
 def _last(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
@@ -77,7 +77,7 @@ def _last(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]
 
 
 def _best(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
-    """The best by the metric; of equals the older one, so that a tie deletes nothing."""
+    """Keep the best by the metric. With equal values, the older checkpoint ranks first."""
     if keep.best is None:
         return {}
     metric, n = keep.best.metric, keep.best.n
@@ -95,22 +95,22 @@ def _best(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]
 
 
 def _every_steps(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
-    """The first at or after each multiple: intervals by the clock rarely meet one exactly."""
+    """Keep the first at or after each multiple. Time intervals rarely hit a multiple exactly."""
     every = keep.every_steps
     if every is None:
         return {}
     reached = [one for one in branch if one.step >= every]
-    words = f"every {_count(every, 'step')}"
-    return dict.fromkeys(_firsts(reached, lambda one: one.step // every), words)
+    reason = f"every {_count(every, 'step')}"
+    return dict.fromkeys(_firsts(reached, lambda one: one.step // every), reason)
 
 
 def _every_hours(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
-    """The first of each stretch of so many hours, counted from 1970 so that stretches stay."""
+    """Keep the first of each period. Periods are counted from 1970, so that they do not move."""
     if keep.every_hours is None:
         return {}
-    stretch_s = keep.every_hours * HOUR_S
-    words = f"every {keep.every_hours:g} h"
-    return dict.fromkeys(_firsts(branch, lambda one: int(one.committed_at // stretch_s)), words)
+    period_s = keep.every_hours * HOUR_S
+    reason = f"every {keep.every_hours:g} h"
+    return dict.fromkeys(_firsts(branch, lambda one: int(one.committed_at // period_s)), reason)
 
 
 def _ttl(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
@@ -123,13 +123,13 @@ def _ttl(branch: Sequence[Candidate], keep: Keep, now: float) -> dict[str, str]:
 RULES: Final[tuple[Rule, ...]] = (_last, _best, _every_steps, _every_hours, _ttl)
 
 
-def _firsts(branch: Sequence[Candidate], part_of: Callable[[Candidate], int]) -> list[str]:
-    """The names of the first checkpoint in each part that `part_of` tells apart."""
+def _firsts(branch: Sequence[Candidate], period_of: Callable[[Candidate], int]) -> list[str]:
+    """Return the name of the first checkpoint in each period; `period_of` returns its number."""
     first: dict[int, str] = {}
     for one in branch:
-        first.setdefault(part_of(one), one.name)
+        first.setdefault(period_of(one), one.name)
     return list(first.values())
 
 
-def _count(number: int, thing: str) -> str:
-    return thing if number == 1 else f"{number} {thing}s"
+def _count(number: int, unit: str) -> str:
+    return unit if number == 1 else f"{number} {unit}s"

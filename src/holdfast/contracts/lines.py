@@ -1,6 +1,7 @@
-"""One TCP connection between two nodes: JSON messages behind their length, every wait bounded.
+"""A TCP connection between two nodes that carries JSON messages with a length prefix.
 
-The other end may be slow, stopped in the middle of a message, or no node of ours at all.
+Every wait has a limit, because the other end may be slow, stop in the middle of a message, or not
+be a node of this attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MESSAGE_BYTES_MAX: Final = 64 << 20
 CHUNK_BYTES: Final = 1 << 18
 SEND_TIMEOUT_S: Final = 30.0
 _LENGTH: Final = struct.Struct(">I")
-# A node that lost its power sends no farewell: the kernel asks, and gives up after about 25 s.
+# A node that loses power does not close its connection. The kernel detects this after about 25 s.
 _OPTIONS: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -29,10 +30,10 @@ _OPTIONS: Final = (
 
 
 class Line:
-    """A connected socket, from here on this object's; one thread at a time uses it."""
+    """A connected socket, owned by this object. Only one thread at a time may use it."""
 
     def __init__(self, connected: socket.socket, *, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
-        """`bytes_max` is the longest message that is taken from the other end."""
+        """Take over a socket. `bytes_max` is the longest message accepted from the other end."""
         for level, option, value in _OPTIONS:
             connected.setsockopt(level, option, value)
         connected.setblocking(False)
@@ -41,7 +42,7 @@ class Line:
         self.bytes_max = bytes_max
 
     def send(self, message: dict[str, Any], timeout: Timeout | None = None) -> None:
-        """Send one message; raises `OSError` when the other end is gone or takes nothing."""
+        """Send one message. Raises `OSError` if the other end is gone or reads nothing."""
         timeout = timeout or Timeout(SEND_TIMEOUT_S)
         content = json.dumps(message).encode()
         left = memoryview(_LENGTH.pack(len(content)) + content)
@@ -51,15 +52,16 @@ class Line:
             except BlockingIOError:
                 if timeout.is_over:
                     raise TimeoutError(
-                        f"{len(left)} bytes were not taken within {timeout.seconds:.0f} s"
+                        f"the other end did not read {len(left)} bytes within "
+                        f"{timeout.seconds:.0f} s"
                     ) from None
                 self._wait(select.POLLOUT, timeout)
 
     def receive(self, timeout: Timeout) -> dict[str, Any] | None:
-        """The next message, or None when none was complete in time.
+        """Return the next message, or None if none was complete in time.
 
-        Raises `EOFError` at the end, `OSError` when the connection breaks, and `ValueError` for
-        what is no message or is longer than `bytes_max`.
+        Raises `EOFError` when the other end closed the connection, `OSError` when the connection
+        breaks, and `ValueError` for an invalid message or one longer than `bytes_max`.
         """
         while (message := self._next()) is None:
             try:
@@ -70,12 +72,12 @@ class Line:
                 self._wait(select.POLLIN, timeout)
                 continue
             if not chunk:
-                raise EOFError("the other end hung up")
+                raise EOFError("the other end closed the connection")
             self._taken += chunk
         return message
 
     def is_quiet(self) -> bool:
-        """True while the other end has neither said anything new nor hung up."""
+        """Return True if the other end has sent nothing new and has not closed the connection."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -85,12 +87,12 @@ class Line:
         return False
 
     def hang_up(self) -> None:
-        """End the conversation, from any thread; the one that waits in `receive` sees the end."""
+        """Shut the connection down, from any thread. A thread in `receive` gets `EOFError`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and let the socket go. What was sent before is still delivered."""
+        """Shut the connection down and close the socket. Messages already sent still arrive."""
         self.hang_up()
         self._socket.close()
 
@@ -99,7 +101,7 @@ class Line:
             return None
         (size,) = _LENGTH.unpack_from(self._taken)
         if size > self.bytes_max:
-            raise ValueError(f"a message of {size} bytes: expected {self.bytes_max} or less")
+            raise ValueError(f"a message of {size} bytes: expected at most {self.bytes_max}")
         end = _LENGTH.size + size
         if len(self._taken) < end:
             return None
@@ -110,11 +112,11 @@ class Line:
         except RecursionError:
             message = None
         if not isinstance(message, dict):
-            raise ValueError("a message that is no JSON object")
+            raise ValueError("a message that is not a JSON object")
         return message
 
     def _wait(self, event: int, timeout: Timeout) -> None:
-        """Wait for the socket a while; the caller looks at its timeout again."""
+        """Wait for the socket for at most `LOOK_S`. The caller then checks its timeout."""
         with contextlib.suppress(InterruptedError):
             waiter = select.poll()
             waiter.register(self._socket, event)

@@ -1,9 +1,9 @@
-"""Where the copies of a run's checkpoints lie besides its folder, and the record of each copy.
+"""Locations of mirrored and node-local checkpoints, and the record of each mirrored copy.
 
-A mirror is a directory or an object store, named by a URL. Under it each run has a place of its
-own, named after its folder and identity; in it a checkpoint is committed exactly when its manifest
-is there, as on disk. With a node-local tier a node writes to its own disk first, and the run's
-folder holds no more than the manifest of what the mirror has.
+A mirror is a directory or an object store, given as a URL. Each run has its own location in it,
+named after the run's folder and uid. A mirrored checkpoint is committed once its manifest is in the
+mirror, as on disk. With a node-local tier, each node writes to its own disk first, and the run's
+folder contains only the manifests of mirrored checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 class MirrorRecord(BaseModel):
-    """`mirrored.json` beside a manifest: the mirror has the whole checkpoint. Unix seconds."""
+    """`mirrored.json`, beside a manifest: the mirror has the whole checkpoint. Unix seconds."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -40,24 +40,21 @@ class MirrorRecord(BaseModel):
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of a job's checkpoints besides the run's folder, as its environment names them.
-
-    Empty strings mean that there is none.
-    """
+    """The mirror and the node-local tier of a job's checkpoints. An empty string means none."""
 
     mirror: str = ""
     local: str = ""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Tiers:
-        """As the agent, or whoever starts the program by hand, said."""
+        """Return the tiers that the environment variables set."""
         return cls(
             mirror=variables.get(environment.CHECKPOINT_MIRROR, ""),
             local=variables.get(environment.CHECKPOINT_LOCAL, ""),
         )
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that tell a program of these tiers."""
+        """Return the environment variables that pass these tiers to a program."""
         named = {
             environment.CHECKPOINT_MIRROR: self.mirror,
             environment.CHECKPOINT_LOCAL: self.local,
@@ -65,48 +62,48 @@ class Tiers:
         return {name: value for name, value in named.items() if value}
 
     def location(self, run: str, run_uid: str) -> str:
-        """The URL of a run's place in the mirror."""
+        """Return the URL of a run's location in the mirror."""
         return f"{self.mirror.rstrip('/')}/{place_of(run, run_uid)}"
 
     def node_folder(self, run: str, run_uid: str) -> RunPaths | None:
-        """The run's folder on the node's own disk, or None without such a tier."""
+        """Return the run's folder on the node's own disk, or None without a node-local tier."""
         return RunPaths(Path(self.local) / place_of(run, run_uid)) if self.local else None
 
 
 def files_directory(table: Mapping[str, Any], directory: Path) -> Path:
-    """Where a slot's table says that a checkpoint's files go: `directory`, or the node's own."""
+    """Return where a slot's table puts a checkpoint's files: `directory` or the node-local tier."""
     folder = table.get("node_folder")
     return RunPaths(Path(folder)).checkpoint(directory.name) if folder else directory
 
 
 def place_of(run: str, run_uid: str) -> str:
-    """The name of a run where runs of several roots meet: its folder's and its identity's."""
+    """Return a run's name where runs of several roots are together: its folder's name and uid."""
     return f"{run}.{run_uid}"
 
 
 def checkpoint_folder(name: str) -> str:
-    """Under which key a checkpoint's files lie within the run's place in the mirror."""
+    """Return the key of a checkpoint's folder, relative to the run's location in the mirror."""
     return f"checkpoints/{name}"
 
 
 def checkpoint_key(name: str, path: str = MANIFEST) -> str:
-    """Where a file of a checkpoint lies within the run's place in the mirror."""
+    """Return the key of a checkpoint's file, relative to the run's location in the mirror."""
     return f"{checkpoint_folder(name)}/{path}"
 
 
 def tombstone_key(name: str) -> str:
-    """Where the manifest of a deleted checkpoint lies within the run's place in the mirror."""
+    """Return the key of a deleted checkpoint's manifest, relative to the run's location."""
     return f"tombstones/{name}.json"
 
 
 def problem_with_mirror(url: str) -> str | None:
-    """What is wrong with the URL of a mirror, in words; None when nothing is."""
+    """Return the problem with the URL of a mirror as text, or None."""
     parts = urlsplit(url)
     if not parts.scheme or not _SCHEME.fullmatch(parts.scheme) or "://" not in url:
         return f"{url!r}: expected a URL such as s3://bucket/prefix or file:///shared/directory"
     if "@" in parts.netloc:
-        # The URL itself would bring the secret into specs and journals.
-        return "a mirror's URL must not hold credentials; give them by environment (AWS_…)"
+        # Specs and journals contain the URL, and with it the secret.
+        return "a mirror's URL must not contain credentials; set them in the environment (AWS_…)"
     if parts.query or parts.fragment:
         return f"{url!r}: expected no `?` or `#` in a mirror's URL"
     if not parts.netloc and not parts.path.startswith("/"):
@@ -115,12 +112,12 @@ def problem_with_mirror(url: str) -> str | None:
 
 
 def write_record(directory: Path, record: MirrorRecord) -> None:
-    """Note beside a checkpoint's manifest that the mirror has it all."""
+    """Record beside a checkpoint's manifest that the mirror has the whole checkpoint."""
     write_bytes(directory / MIRRORED, to_json(record.model_dump(mode="json")))
 
 
 def read_record(directory: Path) -> MirrorRecord | None:
-    """What is known of the mirrored copy; None when there is none, or none that can be read."""
+    """Return the record of the mirrored copy, or None if there is none that can be read."""
     try:
         content = read_bounded(directory / MIRRORED, below=directory.parent)
         return MirrorRecord.model_validate_json(content)

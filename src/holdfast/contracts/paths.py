@@ -1,4 +1,4 @@
-"""Every name that Holdfast puts on disk, and the parsing of those that carry numbers."""
+"""The names of all files and folders that Holdfast creates, and the parsing of numbered names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REMOVING = ".removing"
 MIRRORED = "mirrored.json"
 FETCHING = "fetching.json"
 
-# One spelling for each: `step-000000007` would be read as a directory that is not there.
-# No number has more digits than every column and clock can hold.
+# Each number has exactly one spelling, so `step-000000007` is not accepted for `step-00000007`.
+# The digits are limited to what database columns can store.
 _CHECKPOINT = re.compile(
     r"step-([0-9]{8}|[1-9][0-9]{8,14})\.a([0-9]{4}|[1-9][0-9]{4,8})"
     r"\.l([0-9]{2}|[1-9][0-9]{2,8})"
@@ -33,19 +33,19 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def holdfast_home() -> Path:
-    """`$HOLDFAST_HOME`, or `~/.holdfast`: this person's database and settings."""
+    """Return `$HOLDFAST_HOME` or `~/.holdfast`, the folder of a user's database and settings."""
     return Path(os.environ.get("HOLDFAST_HOME") or "~/.holdfast").expanduser()
 
 
 def default_root() -> Path:
-    """`$HOLDFAST_ROOT`, or `runs` under the home: where runs live unless a root is named."""
+    """Return the default root of runs: `$HOLDFAST_ROOT`, or `runs` in the Holdfast home."""
     given = os.environ.get("HOLDFAST_ROOT")
     return Path(given).expanduser().absolute() if given else holdfast_home() / "runs"
 
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """What a checkpoint directory's name says: its step and who wrote it."""
+    """The parts of a checkpoint directory's name: its step, attempt and launch."""
 
     step: int
     attempt: int
@@ -56,18 +56,18 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, name: str) -> CheckpointName | None:
-        """The parts of `name`, or None when it is not a checkpoint directory's name."""
+        """Return the parts of `name`, or None if it is not the name of a checkpoint directory."""
         match = _CHECKPOINT.fullmatch(name)
         return cls(int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def lease_path(checkpoint: Path, holder: str) -> Path:
-    """The file that says `holder` reads the directory `checkpoint`; it lies beside it."""
+    """Return the path of `holder`'s lease on the directory `checkpoint`, beside that directory."""
     return checkpoint.with_name(f"{checkpoint.name}{READING}{holder}")
 
 
 def list_leases(checkpoint: Path) -> list[Path]:
-    """Every lease on the directory `checkpoint`, expired or not."""
+    """Return every lease on the directory `checkpoint`, expired or not."""
     prefix = f"{checkpoint.name}{READING}"
     try:
         with os.scandir(checkpoint.parent) as entries:
@@ -77,13 +77,13 @@ def list_leases(checkpoint: Path) -> list[Path]:
 
 
 def checkpoint_id(run: str, directory_name: str) -> str:
-    """The name of a checkpoint for people and the API: `<run>:<directory name>`."""
+    """Return a checkpoint's id, `<run>:<directory name>`."""
     return f"{run}:{directory_name}"
 
 
 @dataclass(frozen=True)
 class AttemptPaths:
-    """The files of one attempt, under `<root>/<run>/attempts/<NNNN>`."""
+    """The files of one attempt, in `<root>/<run>/attempts/<NNNN>`."""
 
     directory: Path
 
@@ -101,12 +101,12 @@ class AttemptPaths:
 
     @property
     def submitting(self) -> Path:
-        """How often, when and from where the scheduler was asked to take the job."""
+        """The count, time and host of the job's submissions."""
         return self.directory / "submitting.json"
 
     @property
     def missing(self) -> Path:
-        """Since when something that should be there has been looked for in vain."""
+        """The time since which an expected job or outcome could not be found."""
         return self.directory / "missing.json"
 
     @property
@@ -127,7 +127,7 @@ class AttemptPaths:
 
     @property
     def ending_lock(self) -> Path:
-        """Held while somebody writes the attempt's one `attempt_ended` line."""
+        """The lock for writing the attempt's single `attempt_ended` line."""
         return self.directory / ".ending.lock"
 
     @property
@@ -143,7 +143,7 @@ class AttemptPaths:
         return self.directory / "dumps"
 
     def dump(self, node: int, number: int) -> Path:
-        """A node's proof of the attempt's `number`-th suspicion of a hang: stacks of its ranks."""
+        """Return the folder of a node's rank stacks for the attempt's `number`-th suspected hang."""
         return self.dumps / f"node-{node:04d}-{number:02d}"
 
     @property
@@ -154,11 +154,11 @@ class AttemptPaths:
         return self.logs / f"node-{node:04d}"
 
     def rank_log(self, node: int, launch: int, rank: int, stream: str = "stdout") -> Path:
-        """The output of one rank; `stream` is `stdout` or `stderr`."""
+        """Return the log of one rank's output. `stream` is `stdout` or `stderr`."""
         return self.node_logs(node) / f"l{launch:02d}" / f"rank-{rank:05d}.{stream}.log"
 
     def flusher_log(self, node: int) -> Path:
-        """What a node's flusher says, where no agent gathers it."""
+        """Return the log of a node's flusher where no agent collects its output."""
         return self.node_logs(node) / "flusher.log"
 
     def node_journal(self, node: int) -> Path:
@@ -166,28 +166,28 @@ class AttemptPaths:
 
     @property
     def rank_journal(self) -> Path:
-        """Rank 0's lines: resumed, staged, committed."""
+        """Rank 0's journal, such as the lines `resumed`, `staged` and `committed`."""
         return self.journal / "rank0.jsonl"
 
     def heartbeat(self, node: int) -> Path:
         return self.heartbeats / f"node-{node:04d}.json"
 
     def mirror_journal(self, node: int) -> Path:
-        """What became of the copies that a node's flusher sent to the mirror."""
+        """Return the journal of the copies that a node's flusher sent to the mirror."""
         return self.journal / f"mirror-{node:04d}.jsonl"
 
     def launch(self, number: int) -> Path:
-        """A folder whose exclusive creation takes a launch number."""
+        """Return the folder of a launch. Its exclusive creation reserves the launch number."""
         return self.directory / "launches" / f"{number:02d}"
 
     def flusher_address(self, launch: int, node: int) -> Path:
-        """The file by which a flusher without an agent is found; the next launch looks for it."""
+        """Return the file by which the next launch finds a flusher that has no agent."""
         return self.launch(launch) / f"flusher-{node:04d}.address"
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run, under `<root>/<run>`."""
+    """The files of one run, in `<root>/<run>`."""
 
     directory: Path
 
@@ -201,7 +201,7 @@ class RunPaths:
 
     @property
     def reserve(self) -> Path:
-        """Bytes of no meaning; they are deleted when a request finds the disk full."""
+        """Reserved disk space. It is deleted if the disk is full when an operator's request comes."""
         return self.directory / "reserve"
 
     @property
@@ -210,22 +210,22 @@ class RunPaths:
 
     @property
     def operator_lock(self) -> Path:
-        """Held while an operator looks whether another one's request is under way, and asks."""
+        """The lock for checking for a pending request and writing a new one."""
         return self.directory / "operator.lock"
 
     @property
     def private(self) -> Path:
-        """A folder for the run's user alone."""
+        """A folder that only the run's user can read."""
         return self.directory / "private"
 
     @property
     def secrets(self) -> Path:
-        """The values of the spec's references that were resolved at submission; 0600."""
+        """The values of secret references that were resolved at submission. Mode 0600."""
         return self.private / "secrets.json"
 
     @property
     def flow_log(self) -> Path:
-        """The output of a flow that was started here and not by a Prefect worker."""
+        """The output of a supervisor that was not started by a Prefect worker."""
         return self.directory / "flow.log"
 
     @property
@@ -240,12 +240,12 @@ class RunPaths:
         return self.directory / "metrics"
 
     def metrics_of(self, attempt: int, launch: int) -> Path:
-        """What the program logged in one launch, as JSON lines."""
+        """Return the file of the metrics that the program logged in one launch, as JSON lines."""
         return self.metrics / f"a{attempt:04d}.l{launch:02d}.jsonl"
 
     @property
     def stop_file(self) -> Path:
-        """Its existence stops a program that runs without an agent."""
+        """If this file exists, a program that runs without an agent stops."""
         return self.directory / "stop"
 
     @property
@@ -262,12 +262,12 @@ class RunPaths:
 
     @property
     def fetched(self) -> Path:
-        """Copies from the mirror of checkpoints whose own directory here is damaged."""
+        """Copies from the mirror of checkpoints whose directories in the run are damaged."""
         return self.directory / "fetched"
 
     @property
     def exports(self) -> Path:
-        """Checkpoints in other forms, where nobody named another place for them."""
+        """The default folder of exported checkpoints."""
         return self.directory / "exports"
 
     @property
@@ -288,36 +288,36 @@ class RunPaths:
         return self.tombstones / f"{name}.json"
 
     def list_attempts(self) -> list[AttemptPaths]:
-        """The attempts that were reserved, in order of number."""
+        """Return the reserved attempts, in order of number."""
         return [self.attempt(n) for n in sorted(map(int, _names(self.attempts, _ATTEMPT)))]
 
     def list_checkpoint_names(self) -> list[CheckpointName]:
-        """The names of all checkpoint directories, committed or not, oldest step first."""
+        """Return the names of all checkpoint directories, committed or not, oldest step first."""
         found = (CheckpointName.parse(name) for name in _names(self.checkpoints, _CHECKPOINT))
         known = (name for name in found if name is not None)
         return sorted(known, key=lambda name: (name.step, name.attempt, name.launch))
 
     def list_checkpoints(self) -> list[Path]:
-        """All checkpoint directories, committed or not, oldest step first."""
+        """Return all checkpoint directories, committed or not, oldest step first."""
         return [self.checkpoint(name) for name in self.list_checkpoint_names()]
 
     def removing(self, name: CheckpointName | str) -> Path:
-        """Where a deleted checkpoint's directory lies while its files are removed."""
+        """Return the path of a deleted checkpoint's directory while its files are removed."""
         return self.checkpoints / f"{name}{REMOVING}"
 
     def list_removing(self) -> list[Path]:
-        """What deletions that were cut short have left."""
+        """Return the directories that interrupted deletions left behind."""
         return [self.checkpoints / name for name in sorted(_names(self.checkpoints, _REMOVING))]
 
     def list_journals(self) -> list[Path]:
-        """Every journal of the run: its own writers' and each attempt's nodes'."""
+        """Return every journal of the run: those of the run and those of each attempt."""
         own = sorted(self.journal.glob("*.jsonl"))
         return own + [p for a in self.list_attempts() for p in sorted(a.journal.glob("*.jsonl"))]
 
 
 @dataclass(frozen=True)
 class HeldRun(RunPaths):
-    """A run whose folders of checkpoints and tombstones are held open, see `hold`."""
+    """A run with its checkpoint and tombstone folders held open, see `hold`."""
 
     held_checkpoints: Path
     held_tombstones: Path
@@ -333,9 +333,9 @@ class HeldRun(RunPaths):
 
 @contextlib.contextmanager
 def hold(paths: RunPaths) -> Iterator[HeldRun]:
-    """The run with the folders that a deletion changes, whatever is put in their place meanwhile.
+    """Hold open the folders that a deletion changes, so that replacing one has no effect.
 
-    A link in the place of one is a `ForeignFileError`, unless it is one's own.
+    Raises `ForeignFileError` if another user's link is in the place of a folder.
     """
     with contextlib.ExitStack() as stack:
         held = [
@@ -352,7 +352,7 @@ def _hold(folder: Path, paths: RunPaths) -> contextlib.AbstractContextManager[Pa
 
 
 def folder_of(path: Path) -> Path:
-    """The run's folder that a journal or document lies in by its name; else its own folder."""
+    """Return the run's folder of a journal or document, judged by its path; else its own folder."""
     for up in (1, 2):
         if len(path.parents) > up + 1 and path.parents[up].name == "attempts":
             return path.parents[up + 1]
@@ -361,17 +361,17 @@ def folder_of(path: Path) -> Path:
 
 
 def precedence(paths: RunPaths) -> tuple[bool, int]:
-    """Sorts folders that have the same uid: the lesser one is the run that the uid means.
+    """Return a sort key for folders with the same uid. The lowest one is the real run.
 
-    Anybody can write another run's uid into a spec, and a copy of a folder has it too. One's own
-    folder comes first, then the one whose spec has been there longer: its time of change is set by
-    the file system. Raises `OSError` when there is no spec.
+    Any user can write another run's uid into a spec, and a copied folder has it too. This user's
+    folder comes first, then the folder with the oldest spec. The file system sets that time
+    (`ctime`), so it cannot be forged. Raises `OSError` if there is no spec.
     """
     return not is_mine(paths.directory), paths.spec.lstat().st_ctime_ns
 
 
 def list_runs(root: Path) -> list[RunPaths]:
-    """The runs under `root`: the folders that hold a `spec.json` that one may see, by name."""
+    """Return the runs in `root`, by name: the folders with a `spec.json` visible to this user."""
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
@@ -380,7 +380,7 @@ def list_runs(root: Path) -> list[RunPaths]:
 
 
 def has_spec(directory: Path) -> bool:
-    """True when something called `spec.json` can be seen in `directory`, whatever it is."""
+    """Return True if `directory` has an entry `spec.json` of any type."""
     try:
         (directory / "spec.json").lstat()
     except OSError:
@@ -389,9 +389,9 @@ def has_spec(directory: Path) -> bool:
 
 
 def _names(directory: Path, pattern: re.Pattern[str]) -> list[str]:
-    """The folders in `directory` that are called so; links are none of them.
+    """Return the names of the folders in `directory` that match `pattern`, without links.
 
-    `directory` itself may be a link of one's own, to another disk say, and of nobody else.
+    `directory` itself may be a link, such as one to another disk, if it belongs to this user.
     """
     if not directory.is_dir() or (directory.is_symlink() and not is_mine(directory)):
         return []

@@ -1,4 +1,4 @@
-"""Reading again what storage refused for a moment: a few times, then it counts."""
+"""Retries of reads that failed with an error that may be temporary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 READ_WAITS_S: Final = (0.05, 0.5)
-"""Seconds before the second and the third try."""
+"""Seconds before the second and the third attempt."""
 
-# A server that restarts, a path that fails over, a handle that a rename made stale.
+# Causes: a server that restarts, a path that fails over, a file handle that a rename made stale.
 _MAY_PASS: Final = frozenset(
     {
         errno.EAGAIN,
@@ -25,7 +25,7 @@ _MAY_PASS: Final = frozenset(
 
 
 def read_again(read: Callable[[], T]) -> T:
-    """What `read` returns, called again after errors that can pass; the last error is raised."""
+    """Return the result of `read()`, retried after temporary errors. Raises the last error."""
     for wait_s in READ_WAITS_S:
         try:
             return read()

@@ -1,8 +1,9 @@
-"""References to secrets in a spec's environment, and the values that they stand for.
+"""References to secrets in a spec's environment, and their values.
 
-A reference never contains the value, so specs, requests, rows, parameters and journals may hold it.
-The agent reads a file's value on its node. Values that the submitter resolves (`from_env`,
-`prefect_secret`) wait in one private file of the run, which only the run's user can read.
+A reference never contains the value. Specs, requests, database rows, parameters and journals may
+therefore contain it. The agent reads `from_file` values on its node. The submitting process
+resolves `from_env` and `prefect_secret` and records the values in one private file of the run. Only
+the run's user can read that file.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _SOURCES: Final = {
 
 @dataclass(frozen=True)
 class SecretReference:
-    """Where a variable's value is found: `kind` is one of `KINDS`, `source` a path or a name."""
+    """The source of a variable's value. `kind` is one of `KINDS`, `source` is a path or a name."""
 
     kind: str
     source: str
@@ -59,22 +60,24 @@ class SecretReference:
         return f'{{{self.kind} = "{self.source}"}}'
 
     def to_json(self) -> dict[str, str]:
-        """The table as it stands in a spec."""
+        """Return the reference as a table of a spec."""
         return {self.kind: self.source}
 
 
 def parse_value(given: Any) -> str | SecretReference:
-    """A variable's value in a spec: a string, or a reference. The error never has the value.
+    """Return a variable's value in a spec: a string or a reference.
 
-    Raises `ValueError`.
+    Raises `ValueError`, with a message that never contains the value.
     """
     if isinstance(given, str | SecretReference):
         if isinstance(given, str) and len(given) > TEXT_CHARACTERS_MAX:
-            raise ValueError(f"given {len(given)} characters; expected {TEXT_CHARACTERS_MAX}")
+            raise ValueError(
+                f"given {len(given)} characters; expected at most {TEXT_CHARACTERS_MAX}"
+            )
         return given
     if not isinstance(given, Mapping):
         kind = type(given).__name__
-        raise ValueError(f"given a value of type {kind}; expected a string, in quotes, or {FORMS}")
+        raise ValueError(f"given a value of type {kind}; expected a quoted string, or {FORMS}")
     if len(given) != 1:
         keys = ", ".join(map(str, given)) or "none"
         raise ValueError(f"given a table with the keys {keys}; expected exactly one: {FORMS}")
@@ -83,7 +86,7 @@ def parse_value(given: Any) -> str | SecretReference:
         raise ValueError(f"given a table with the unknown key {kind!s:.80}; expected {FORMS}")
     pattern, expected = _SOURCES[kind]
     if not isinstance(source, str) or not pattern.fullmatch(source):
-        # Whatever stands here may be the secret itself.
+        # The message leaves the value out, because it may be the secret itself.
         raise ValueError(f"{kind} is not {expected}; expected {FORMS}")
     return SecretReference(kind, source)
 
@@ -98,21 +101,24 @@ EnvironmentValue = Annotated[
 
 
 def references_in(environment: Mapping[str, str | SecretReference]) -> dict[str, SecretReference]:
-    """The variables whose values are references."""
+    """Return the variables whose values are references."""
     return {name: one for name, one in environment.items() if isinstance(one, SecretReference)}
 
 
 def plain_part(environment: Mapping[str, str | SecretReference]) -> dict[str, str]:
-    """The variables whose values stand in the spec itself."""
+    """Return the variables whose values are in the spec itself."""
     return {name: one for name, one in environment.items() if isinstance(one, str)}
 
 
 def check_value(value: str) -> str:
-    """`value` if a variable can have it. Raises `SecretError`, which does not have it."""
+    """Return `value` if it is valid for an environment variable.
+
+    Raises `SecretError`, with a message that does not contain the value.
+    """
     if not value:
         raise SecretError("is empty; expected the secret's value")
     if "\0" in value:
-        raise SecretError("contains a NUL byte, which no environment variable can hold")
+        raise SecretError("contains a NUL byte, which an environment variable cannot contain")
     size = len(os.fsencode(value))
     if size > VALUE_BYTES_MAX:
         raise SecretError(f"has {size} bytes; expected at most {VALUE_BYTES_MAX}")
@@ -120,10 +126,10 @@ def check_value(value: str) -> str:
 
 
 def read_secret_file(source: str) -> str:
-    """The value in a private file, without its trailing newline.
+    """Return the value in a private file, without its trailing newline.
 
-    Links are followed. Raises `SecretError` unless it is a regular file that belongs to this user
-    or root and that nobody else may read.
+    Symbolic links are followed. Raises `SecretError` unless the file is a regular file that belongs
+    to this user or root and gives others no permissions.
     """
     try:
         path = Path(source).expanduser().resolve()
@@ -131,8 +137,8 @@ def read_secret_file(source: str) -> str:
     except ForeignFileError as error:
         raise SecretError(f"{error.problem}; expected a regular file") from error
     except (OSError, RuntimeError, ValueError) as error:
-        words = getattr(error, "strerror", None) or type(error).__name__
-        raise SecretError(f"cannot be read here ({words})") from error
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise SecretError(f"cannot be read here ({reason})") from error
     with open(handle, "rb") as stream:
         _check_private(os.fstat(handle))
         content = stream.read(VALUE_BYTES_MAX + 3)
@@ -141,20 +147,20 @@ def read_secret_file(source: str) -> str:
 
 
 def _check_private(status: os.stat_result) -> None:
-    """Raise `SecretError` for a file that is another user's, or that others may use."""
+    """Raise `SecretError` if a file belongs to another user, or gives others permissions."""
     if status.st_uid not in {os.geteuid(), 0}:
         raise SecretError(f"belongs to user {status.st_uid}; expected a file of your own")
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
-        raise SecretError(f"has mode {mode:04o}, so others can use it; run `chmod 600` on it")
+        raise SecretError(f"has mode {mode:04o}, so others can access it; run `chmod 600` on it")
 
 
 def resolve_environment(
     environment: Mapping[str, str | SecretReference], paths: RunPaths
 ) -> dict[str, str]:
-    """The environment with the value of every reference, read on this machine now.
+    """Return the environment with the value of every reference, as read on this machine now.
 
-    Raises `SecretError` that names every variable and reference without a value.
+    Raises `SecretError` with the name of every variable and reference that has no value.
     """
     values, problems = resolve(references_in(environment), paths)
     if problems:
@@ -165,7 +171,7 @@ def resolve_environment(
 def resolve(
     references: Mapping[str, SecretReference], paths: RunPaths
 ) -> tuple[dict[str, str], list[str]]:
-    """The values that can be read here, and a line for each variable that has none."""
+    """Return the values that can be read here, and a line for each variable without a value."""
     values: dict[str, str] = {}
     problems: list[str] = []
     recorded: Mapping[str, str] | None = None
@@ -177,8 +183,8 @@ def resolve(
             recorded = read_record(paths, references) if recorded is None else recorded
             if name not in recorded:
                 raise SecretError(
-                    "was not recorded for this run; submit or relaunch it from a shell where it "
-                    "has a value"
+                    "was not recorded for this run; submit or relaunch the run from a shell where "
+                    "the variable has a value"
                 )
             values[name] = check_value(recorded[name])
         except SecretError as error:
@@ -187,21 +193,21 @@ def resolve(
 
 
 def describe(name: str, reference: SecretReference, error: object) -> str:
-    """One line about a reference that has no value; in words that no redaction hides."""
+    """Return one line about a reference without a value, in a form that redaction does not hide."""
     return f"environment.{name} ({reference}): {error}"
 
 
 def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> dict[str, str]:
-    """The recorded values of `references`, by variable; empty when nothing was recorded.
+    """Return the recorded values of `references` by variable; empty if none were recorded.
 
-    Raises `SecretError` for a file that is not this user's private one.
+    Raises `SecretError` if the file is damaged or is not private to this user.
     """
     try:
         handle = open_regular(paths.secrets, below=paths.directory)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ForeignFileError) as error:
-        raise SecretError(f"the recorded values cannot be read: {error}; remove it") from error
+        raise SecretError(f"the recorded values cannot be read: {error}; delete them") from error
     with open(handle, "rb") as stream:
         try:
             _check_private(os.fstat(handle))
@@ -215,7 +221,7 @@ def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> d
             if name in references and entry["reference"] == references[name].to_json()
         }
     except (ValueError, LookupError, TypeError, AttributeError):
-        # The error of the parser may quote the content.
+        # The parser's error is not chained, because it may quote the content.
         raise SecretError(
             f"{paths.secrets} is damaged; delete it, and relaunch the run from a shell where the "
             "variables are set"
@@ -226,13 +232,13 @@ def read_record(paths: RunPaths, references: Mapping[str, SecretReference]) -> d
 def write_record(
     paths: RunPaths, references: Mapping[str, SecretReference], values: Mapping[str, str]
 ) -> None:
-    """Replace the run's recorded values, durably, in a file that only this user can read."""
+    """Replace the run's recorded values durably, in a file that only this user can read."""
     with contextlib.suppress(FileExistsError):
         paths.private.mkdir(mode=0o700)
     with held_folder(paths.private, below=paths.directory) as folder:
         status = os.stat(folder)
         if status.st_uid != os.geteuid():
-            raise SecretError(f"{paths.private} belongs to user {status.st_uid}; remove it")
+            raise SecretError(f"{paths.private} belongs to user {status.st_uid}; delete it")
         os.chmod(folder, 0o700)
         entries = {
             name: {"reference": references[name].to_json(), "value": value}
@@ -243,10 +249,11 @@ def write_record(
 
 
 def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
-    """Delete the recorded values of a run for which `is_over()` is true.
+    """Delete the recorded values of a run if `is_over()` is true.
 
-    It is asked while no operator can ask for anything, so that the values that a relaunch records
-    are not deleted. A file system that refuses is asked again by whoever looks at the run next.
+    `is_over()` is called while the operator lock is held, so that values that a relaunch records at
+    the same time are not deleted. If the file system refuses, the next process that reads the run
+    tries again.
     """
     if not os.path.lexists(paths.private) or not is_mine(paths.directory.resolve()):
         return
@@ -262,38 +269,39 @@ def forget_record(paths: RunPaths, is_over: Callable[[], bool]) -> None:
 def _empty(paths: RunPaths) -> None:
     with held_folder(paths.private, below=paths.directory) as folder:
         for name in os.listdir(folder):
-            # A crash may have left a temporary name beside the file.
+            # A crash may have left a temporary file beside the record.
             if name.lstrip(".").startswith(paths.secrets.name):
                 (folder / name).unlink(missing_ok=True)
     paths.private.rmdir()
 
 
 def known_secrets(spec: Mapping[str, Any], paths: RunPaths) -> tuple[str, ...]:
-    """The values to mask in a run's output: those in its spec, and those it refers to.
+    """Return the values to mask in a run's output, longest first.
 
-    Of the latter, those that can be read here; longest first, none shorter than
-    `SECRET_CHARACTERS_MIN`.
+    These are the secrets in the spec, and the referenced secrets that can be read here. Values
+    shorter than `SECRET_CHARACTERS_MIN` are left out.
     """
     return longest_first({*secrets_of(spec), *referred_secrets(spec, paths)})
 
 
 def longest_first(values: Iterable[str]) -> tuple[str, ...]:
-    """The values that are long enough to be told from other text."""
+    """Return the values that are long enough to differ from other text, longest first."""
     kept = {value for value in values if len(value) >= SECRET_CHARACTERS_MIN}
     return tuple(sorted(kept, key=len, reverse=True))
 
 
 def hide(text: str, values: Iterable[str]) -> str:
-    """`text` with every one of `values` hidden."""
+    """Return `text` with each of `values` hidden."""
     for value in values:
         text = text.replace(value, HIDDEN)
     return text
 
 
 def referred_secrets(spec: Mapping[str, Any], paths: RunPaths) -> list[str]:
-    """The values of a run's references that can be read here.
+    """Return the values of a run's references that can be read here.
 
-    None for another user's run, whose references would name files and variables of the reader.
+    Returns none for another user's run: its references could name files and variables of the
+    reading user.
     """
     environment = spec.get("environment")
     references: dict[str, SecretReference] = {}

@@ -1,4 +1,4 @@
-"""Which sbatch options a spec may add, and what to write instead of those that it may not."""
+"""The sbatch options that a spec must not contain, and what to use instead of each."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ _LONG_NAME: Final = re.compile(r"[a-z][a-z0-9-]+")
 _BY_GRES: Final = "set resources.gpus_per_node, or resources.gres such as 'gpu:h100:8'"
 _BY_CPUS: Final = "set resources.cpus_per_gpu"
 _BY_MEMORY: Final = "set resources.memory_gb_per_node"
-_ONE_TASK: Final = "leave it out: Holdfast starts one task on each node, and torchrun the ranks"
-_FILES: Final = "leave it out: the run's folder holds the output, see holdfast logs"
-_RELAUNCH: Final = "leave it out: only the flow relaunches a run"
-# Options that Holdfast sets, or without which it would lose its own job.
+_ONE_TASK: Final = (
+    "leave it out: Holdfast starts one task on each node, and torchrun starts the ranks"
+)
+_FILES: Final = "leave it out: Holdfast writes the output to the run's folder, see holdfast logs"
+_RELAUNCH: Final = "leave it out: only the supervisor relaunches a run"
+# Options that Holdfast sets itself, or that would make Holdfast lose its job.
 REFUSED: Final[Mapping[str, str]] = {
     "job-name": "leave it out: Holdfast finds its jobs by their name",
-    "clusters": "leave it out: submit on a host of that cluster, into a HOLDFAST_ROOT of its own",
-    "cluster-constraint": "leave it out: a job that another cluster takes cannot be watched",
+    "clusters": "leave it out: submit on a host of that cluster, with its own HOLDFAST_ROOT",
+    "cluster-constraint": "leave it out: Holdfast cannot watch a job on another cluster",
     "array": "leave it out: a run is one job; submit one run for each member of a sweep",
     "requeue": _RELAUNCH,
     "no-requeue": _RELAUNCH,
-    "no-kill": "leave it out: Holdfast always sets it, so that the other nodes save",
-    "kill-on-bad-exit": "leave it out: the other nodes save when one of them fails",
+    "no-kill": "leave it out: Holdfast always sets it, so that the other nodes can save",
+    "kill-on-bad-exit": "leave it out: the other nodes must save when one of them fails",
     "signal": "set supervision.grace_s",
     "partition": "set resources.partition",
     "account": "set resources.account",
@@ -46,7 +48,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "ntasks-per-gpu": _ONE_TASK,
     "ntasks-per-core": _ONE_TASK,
     "ntasks-per-socket": _ONE_TASK,
-    "exclude": "leave it out: Holdfast excludes nodes that failed; use nodelist",
+    "exclude": "leave it out: Holdfast excludes failed nodes; to choose nodes, use nodelist",
     "output": _FILES,
     "error": _FILES,
     "input": _FILES,
@@ -63,7 +65,8 @@ REFUSED: Final[Mapping[str, str]] = {
     "uid": "leave it out: a run belongs to the user who submits it",
     "gid": "leave it out: a run belongs to the user who submits it",
 }
-# With these Holdfast could not find its job, or there would be several. No version submits them.
+# With these, Holdfast could not find its job, or there would be several jobs. They are refused in
+# recorded specs too.
 LOSES_JOB: Final = (
     *("job-name", "clusters", "cluster-constraint", "array", "requeue"),
     *("wrap", "wait", "test-only", "parsable", "quiet"),
@@ -71,10 +74,10 @@ LOSES_JOB: Final = (
 
 
 def problem_with_option(name: str, among: Iterable[str] = REFUSED) -> str:
-    """Why `resources.extra` may not hold the sbatch option `name`; empty when it may.
+    """Return why `resources.extra` must not contain the sbatch option `name`; empty if it may.
 
-    sbatch takes any unique beginning of a long name, so beginnings of refused names are refused.
-    `among` are the names that are refused: `REFUSED` in new specs, `LOSES_JOB` in recorded ones.
+    sbatch accepts unique abbreviations of long names, so prefixes of refused names are refused too.
+    `among` are the refused names: `REFUSED` for new specs, `LOSES_JOB` for recorded ones.
     """
     if not _LONG_NAME.fullmatch(name):
         return f"option {name!r}: expected the long name of an sbatch option, such as 'reservation'"

@@ -1,4 +1,4 @@
-"""What all parts of a run spec share: rules for new specs, and how recorded ones are read."""
+"""The base class of all parts of a run spec: checks for new specs, and reading of recorded ones."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 
 from holdfast.contracts.spec_values import problem_with_value
 
-# The context in which documents are validated that Holdfast itself wrote.
+# The validation context for documents that Holdfast itself recorded.
 RECORDED: Final[Mapping[str, Any]] = {"is_recorded": True}
-# What the program or a shell reads, which may be of several lines.
+# Keys that the program or a shell reads. Their values may have several lines.
 _SEVERAL_LINES: Final = frozenset({"command", "environment", "config", "setup"})
 
 
 def is_recorded(info: ValidationInfo) -> bool:
-    """True when Holdfast recorded the document, and nobody gives it just now."""
+    """True when Holdfast recorded the document, as opposed to new input from a user."""
     return info.context is RECORDED
 
 
 class SpecPart(BaseModel):
-    """A frozen, keyword-only part of a spec that refuses keys it does not know.
+    """A frozen, keyword-only part of a spec that refuses unknown keys.
 
-    What Holdfast recorded earlier is read with `RECORDED` as the context. The rules for
-    new specs do not apply then, because a run must survive an upgrade that makes them stricter.
-    Types and bounds apply always.
+    Recorded specs are read with `RECORDED` as the context. The rules for new specs then do not
+    apply, because a run must survive an upgrade that makes them stricter. Types and bounds always
+    apply, and keys of newer versions are ignored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", str_strip_whitespace=False)
 
     @classmethod
     def read(cls, recorded: Any) -> Self:
-        """The part of a spec that some version of Holdfast recorded. Raises `ValueError`."""
+        """Return a part that some version of Holdfast recorded. Raises `ValueError`."""
         return cls.model_validate(recorded, context=RECORDED)
 
     @model_validator(mode="before")
@@ -54,7 +54,7 @@ class SpecPart(BaseModel):
 
 
 def unknown_keys(recorded: Mapping[str, Any], model: type[SpecPart], where: str = "") -> list[str]:
-    """The dotted names of the keys of a recorded spec that this version of Holdfast lacks."""
+    """Return the dotted names of the keys in a recorded spec that this version does not know."""
     found = []
     for key, value in recorded.items():
         field = model.model_fields.get(key)

@@ -1,4 +1,4 @@
-"""What no value of a run spec may be, in whatever key: it would end a script's line, or a clock."""
+"""Checks for every value of a run spec: no control characters, and bounded numbers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _NEVER: Final = re.compile(r"[\x00\ud800-\udfff]")
 def problem_with_value(
     value: Any, *, several_lines: bool, any_float: bool = False, depth: int = 0
 ) -> str | None:
-    """What is wrong with a value of a spec, in words; None when nothing is.
+    """Return the problem with a value of a spec as text, or None.
 
-    Texts reach sbatch scripts, command lines, terminals and databases. So they hold no control
-    characters; those of `several_lines` may hold all but NUL. `any_float` is for numbers that only
-    the program reads. Parts of the spec check themselves.
+    Strings reach sbatch scripts, command lines, terminals and databases, so they must not contain
+    control characters. With `several_lines` only NUL and lone surrogates are refused. `any_float`
+    allows any number, for values that only the program reads. Nested models are not checked here,
+    because they check themselves.
     """
     if isinstance(value, BaseModel):
         return None
@@ -55,4 +56,4 @@ def _problem_with_text(text: str, refused: re.Pattern[str]) -> str | None:
     if match is None:
         return None
     given = ascii(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS])
-    return f"{given}: holds the control character {match[0]!a}; take it out"
+    return f"{given}: contains the control character {match[0]!a}; remove it"

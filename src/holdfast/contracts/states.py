@@ -1,4 +1,4 @@
-"""The states of attempts and runs, the causes of endings, and the moves that are legal."""
+"""The states of attempts and runs, the causes of endings, and the allowed transitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.contracts.errors import IllegalTransitionError
 
 
 class AttemptState(StrEnum):
-    """Where one scheduler job of a run stands."""
+    """The state of one scheduler job of a run."""
 
     CREATED = "created"
     SUBMITTED = "submitted"
@@ -26,12 +26,12 @@ class AttemptState(StrEnum):
 
     @property
     def is_terminal(self) -> bool:
-        """True when no further move is legal."""
+        """True when no further transition is allowed."""
         return not ATTEMPT_MOVES[self]
 
 
 class RunState(StrEnum):
-    """Where a run stands, over all its attempts."""
+    """The state of a run, over all its attempts."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -43,12 +43,12 @@ class RunState(StrEnum):
 
     @property
     def is_live(self) -> bool:
-        """True while a supervisor is expected to carry the run on."""
+        """True while a supervisor is expected to continue the run."""
         return self in {RunState.QUEUED, RunState.RUNNING, RunState.WAITING, RunState.PAUSED}
 
 
 class Cause(StrEnum):
-    """Why an attempt ended; decided from records, never from an exit code alone."""
+    """Why an attempt ended. The cause comes from records, never from an exit code alone."""
 
     PREEMPTION = "preemption"
     TIME_LIMIT = "time_limit"
@@ -68,7 +68,7 @@ _A = AttemptState
 _ENDED_ALIVE = frozenset(
     {_A.COMPLETED, _A.PREEMPTED, _A.TIMED_OUT, _A.FAILED, _A.HUNG, _A.NODE_FAILED, _A.CANCELLED}
 )
-# Any live state may be found ended: the supervisor can be away while all of it happens.
+# Any live state may be followed by any ending: the supervisor may miss the states in between.
 ATTEMPT_MOVES: dict[AttemptState, frozenset[AttemptState]] = {
     _A.CREATED: frozenset({_A.SUBMITTED, _A.PENDING, _A.RUNNING, _A.STOPPING, _A.LOST})
     | _ENDED_ALIVE,
@@ -85,7 +85,7 @@ RUN_MOVES: dict[RunState, frozenset[RunState]] = {
     _R.RUNNING: frozenset(set(_R) - {_R.RUNNING}),
     _R.WAITING: frozenset(set(_R) - {_R.WAITING}),
     _R.PAUSED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED, _R.FAILED}),
-    # `relaunch` takes an ended run up again; a completed run stays completed.
+    # `relaunch` continues a failed or cancelled run; a completed run stays completed.
     _R.COMPLETED: frozenset(),
     _R.FAILED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING, _R.CANCELLED}),
     _R.CANCELLED: frozenset({_R.QUEUED, _R.RUNNING, _R.WAITING}),
@@ -111,4 +111,4 @@ def check_run_move(old: RunState, new: RunState) -> None:
 
 
 def _listing(states: frozenset[AttemptState] | frozenset[RunState]) -> str:
-    return ", ".join(sorted(states)) or "nothing: it has ended"
+    return ", ".join(sorted(states)) or "no other state, because it has ended"
