@@ -102,7 +102,7 @@ def test_a_line_over_the_bound_is_said_and_not_believed(
     assert offset == path.stat().st_size
     with path.open("ab") as stream:
         stream.write(b"x" * (2 * bound))
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="was skipped"):
         assert read_journal(path)[1] == offset, "it may still get its end"
     size = path.stat().st_size
     with JournalWriter(path) as writer, pytest.raises(ValueError, match="shorten its data"):

@@ -143,7 +143,7 @@ class AttemptPaths:
         return self.directory / "dumps"
 
     def dump(self, node: int, number: int) -> Path:
-        """Return the folder of a node's rank stacks for the attempt's `number`-th suspected hang."""
+        """Return the folder of a node's rank stacks for the `number`-th suspected hang."""
         return self.dumps / f"node-{node:04d}-{number:02d}"
 
     @property
@@ -201,7 +201,7 @@ class RunPaths:
 
     @property
     def reserve(self) -> Path:
-        """Reserved disk space. It is deleted if the disk is full when an operator's request comes."""
+        """A file that reserves disk space. A request that finds the disk full deletes it."""
         return self.directory / "reserve"
 
     @property
