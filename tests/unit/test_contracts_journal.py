@@ -80,7 +80,7 @@ def test_numbers_go_on_after_torn_lines_longer_than_the_tail(
     write(path, "b" * 1000)
     with open(path, "ab") as stream:
         stream.write(b'{"writer": "x' * 50 + b"\n" + b"\xff\x00" * 300 + b"\n" + b'{"wri')
-    with pytest.warns(UserWarning, match="cut short"):
+    with pytest.warns(UserWarning, match="a crash cut off the last line"):
         write(path, "c")
     assert numbers(path) == [(1, 0), (2, 0), (3, 0)]
 

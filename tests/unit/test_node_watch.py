@@ -85,4 +85,4 @@ def test_show_tells_what_was_noticed_and_a_hang_once() -> None:
     assert found[4]["text"] == "stop: the loss of step 9 is nan"
     assert found[1]["text"] == "rank 3 is slow: 0.9 s of its own work per step, its peers 0.4 s"
     assert (found[2]["text"], found[2]["dumps"]) == ("hung and ended: rank 1 is missing", second)
-    assert found[3]["text"] == "no heartbeat any more: node-0003"
+    assert found[3]["text"] == "heartbeats stopped: node-0003"

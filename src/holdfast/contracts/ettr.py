@@ -1,7 +1,7 @@
-"""What share of its time a run will train, from calibrated costs and a list of faults. Pure.
+"""Prediction of a run's ETTR from calibrated costs and a list of faults. Pure functions.
 
-docs/goodput.md derives the formula. Nothing measured under the faults goes into it, so that a
-measured ETTR can be held against it.
+docs/goodput.md derives the formula. It uses no measurement from a run with faults, so a measured
+ETTR can be compared with it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of a run without faults, in seconds: a step, what a save holds it up, a commit after the
-    last step, a start up to the load, a load."""
+    """The costs of a run without faults, in seconds.
+
+    `step_s` is a step and `blocked_s` the time for which a save blocks training. `flush_s` is the
+    commit after the last step, `start_s` the start up to the load and `load_s` the load.
+    """
 
     step_s: float
     blocked_s: float
@@ -24,10 +27,11 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """An interruption. `wait_s` passes before its attempt's successor starts: queue and back-off.
+    """An interruption. `wait_s` is the queue time and back-off before the next attempt starts.
 
-    An announced one is met with a commit and loses nothing. Any other is noticed after
-    `detection_s`, and training goes on from a state that is `interval_steps` steps old at most.
+    After an announced fault, the run commits a last step and loses nothing. Any other fault is
+    detected after `detection_s`. Training then continues from a state that is at most
+    `interval_steps` steps old.
     """
 
     is_announced: bool
@@ -38,7 +42,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A fault that interrupts nothing: for `held_s` seconds no step goes on."""
+    """A fault that stops training for `held_s` seconds without ending the attempt."""
 
     held_s: float
 
@@ -51,10 +55,10 @@ def predict_ettr(
     save_steps: int,
     queued_s: float = 0.0,
 ) -> float:
-    """Productive over wall time of a run of `steps` steps that saves every `save_steps` of them.
+    """Return the predicted ETTR of a run of `steps` steps that saves every `save_steps` steps.
 
-    `queued_s` passes before the first start. Raises `ValueError` for a run without steps or
-    saves.
+    `queued_s` is the queue time before the first start. Raises `ValueError` for a run without steps
+    or saves.
     """
     if steps < 1 or save_steps < 1:
         raise ValueError(
@@ -72,8 +76,8 @@ def predict_ettr(
 
 
 def _lost_s(fault: Fault, costs: Costs) -> float:
-    """Seconds that the end of an attempt costs, on average over the moments of a fault."""
+    """Return the average seconds that the end of an attempt costs."""
     if fault.is_announced:
         return costs.blocked_s + costs.flush_s
-    # It comes anywhere between two saved states: half of the interval is trained again.
+    # The fault happens at a random time between two saves, so half an interval is trained again.
     return fault.detection_s + fault.interval_steps / 2 * costs.step_s

@@ -1,18 +1,18 @@
-"""Where a run's time went: every second of it in one part, from its journal alone. Pure.
+"""The account of a run's wall time in nine parts, computed from its journal alone. Pure functions.
 
-    queued     the scheduler has the attempt and no node yet
-    starting   the attempt has its nodes, and its programs report no step yet
+    queued     the attempt waits in the scheduler's queue
+    starting   the attempt has its nodes, but no rank has reported a step yet
     loading    ranks restore the state
-    training   reported steps that were not lost since: productive
-    lost       steps that were trained again, or that no checkpoint kept when the last attempt ended
-    blocked    training is held up by saves
-    hung       ranks are silent, until they were ended for it
-    flushing   training is over and its last state is on its way to storage
-    stopped    no attempt has the run: waiting, paused, between attempts
+    training   reported steps that were not lost later: productive time
+    lost       steps that were trained again, or that are in no checkpoint after the last attempt
+    blocked    a save blocks training
+    hung       ranks are silent, until Holdfast ended them
+    flushing   training is over, and the last state is being written to storage
+    stopped    no attempt runs: waiting, paused or between attempts
 
-A cursor goes through the run's attempts and launches in their order and never back, so that the
-parts add up to the whole whatever the clocks of several machines say. ETTR, the effective training
-time ratio, is productive time over wall time, queueing included (arXiv 2410.21680).
+A cursor moves through the run's attempts and launches in order and never goes back. So the parts
+add up to the wall time even if the clocks of the machines differ. ETTR, the effective training
+time ratio, is productive time divided by wall time, including the queue (arXiv 2410.21680).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PARTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The account of a run: durations in seconds, steps in optimizer steps.
+    """The account of a run. Durations are in seconds, steps are optimizer steps.
 
-    What preemptions cost is the GPU time of the last flush of each preempted attempt, of the
-    steps that it lost and of the next attempt's start and load. `on_demand_cost` is the price of
-    all other GPU time without preemptions; `saved` is it less `cost`.
+    The cost of preemptions is the GPU time of the last flush of each preempted attempt, of the
+    steps that it lost, and of the next attempt's start and load. `on_demand_cost` is the on-demand
+    price of all other GPU time. `saved` is `on_demand_cost` minus `cost`.
     """
 
     total_s: float
@@ -68,7 +68,7 @@ class Goodput:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Of one GPU for an hour: as paid, and where nothing is ever preempted."""
+    """The price of one GPU hour: the price paid, and the price without preemptions."""
 
     gpu_hour: float | None = None
     on_demand_per_gpu_hour: float | None = None
@@ -77,10 +77,10 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One launch of torchrun. Unix seconds; None for what nobody told.
+    """One launch of torchrun. Times are Unix seconds; None means unknown.
 
-    State is restored from `loads_from` to `trained_from`, ranks train until `hangs_from` or
-    `trained_until`; `held` are the spans in which saves held them up.
+    Ranks restore their state from `loads_from` to `trained_from`. They train until `hangs_from` or
+    `trained_until`. `held` are the periods in which saves blocked training.
     """
 
     started_at: float | None = None
@@ -96,7 +96,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One attempt. Unix seconds."""
+    """One attempt. Times are Unix seconds."""
 
     world_size: int
     is_preempted: bool = False
@@ -111,7 +111,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Segment:
-    """A time in which one attempt, by its place among the spans, did one thing; Unix seconds."""
+    """A period of one part in one attempt. `span` is the attempt's index. Times: Unix seconds."""
 
     span: int
     part: str
@@ -121,9 +121,9 @@ class Segment:
 
 @dataclass(kw_only=True)
 class _Leg:
-    """Steps trained without a break, and the seconds that they took.
+    """The steps of one launch, and the seconds that they took.
 
-    `pieces` are the times of it, without those in which a save held training up.
+    `pieces` are the periods of training, without those in which a save blocked it.
     """
 
     span: int
@@ -137,7 +137,7 @@ class _Leg:
 
 @dataclass(kw_only=True)
 class _Account:
-    """The parts so far, of all and by attempt, and the cursor, Unix seconds."""
+    """The parts so far, in total and by attempt, and the cursor in Unix seconds."""
 
     cursor: float
     until: float
@@ -147,9 +147,9 @@ class _Account:
     segments: list[Segment] = field(default_factory=list)
 
     def go_to(self, moment: float | None, part: str, limit: float | None = None) -> float:
-        """Give `part` the time up to `moment`, not beyond `limit`; nothing when it is past.
+        """Add the time up to `moment`, but not beyond `limit`, to `part`. Return the seconds added.
 
-        Returns the seconds given.
+        Adds nothing if `moment` is before the cursor.
         """
         if moment is None or math.isnan(moment):
             return 0.0
@@ -166,7 +166,7 @@ class _Account:
     def split(
         self, held: Sequence[tuple[float, float]], span: int, began_at: float
     ) -> list[tuple[float, float]]:
-        """The times of training from `began_at` to the cursor, without what saves `held` up."""
+        """Return the periods of training from `began_at` to the cursor, without those in `held`."""
         pieces = []
         for low, high in held:
             if high - low < self.blocked_s_min:
@@ -184,7 +184,7 @@ class _Account:
 
 
 def prices_of(spec: Mapping[str, Any]) -> Prices:
-    """The prices in a run's spec as plain data."""
+    """Return the prices in a run's spec, given as plain data."""
     cost = spec.get("cost") or {}
     return Prices(**{key: cost[key] for key in Prices.__dataclass_fields__ if key in cost})
 
@@ -197,10 +197,10 @@ def account(
     prices: Prices | None = None,
     safe_step: int | None = None,
 ) -> Goodput:
-    """The account from `created_at` to `until`, the end of an ended run or now; Unix seconds.
+    """Return the account from `created_at` to `until` (the run's end, or now), in Unix seconds.
 
     `spans` are the attempts in order of number. `safe_step` is the newest committed step, 0 without
-    a checkpoint: once the last attempt has ended, the steps after it are lost. None is unknown.
+    a checkpoint, None if unknown. Once the last attempt has ended, the steps after it are lost.
     """
     kept, legs = _fold(spans, created_at, until, safe_step=safe_step)
     total_s = kept.until - created_at
@@ -229,16 +229,16 @@ def segments(
     blocked_s_min: float = 0.0,
     safe_step: int | None = None,
 ) -> list[Segment]:
-    """The same account as `account`, as the times that each part took, in order of attempts.
+    """Return the periods behind `account`, in order of attempts.
 
-    Times between attempts are left out. Saves that held training up for less than `blocked_s_min`
-    seconds are shown as the training that they interrupted.
+    Times between attempts are left out. Saves that blocked training for less than `blocked_s_min`
+    seconds count as training.
     """
     kept, legs = _fold(spans, created_at, until, blocked_s_min, safe_step)
     found = list(kept.segments)
     for leg in legs:
         left_s = leg.lost_s
-        # What was trained again is the end of it.
+        # The lost steps are the last ones of the leg.
         for began, ended in reversed(leg.pieces):
             cut = max(began, ended - left_s)
             left_s -= ended - cut
@@ -257,13 +257,13 @@ def _fold(
     blocked_s_min: float = 0.0,
     safe_step: int | None = None,
 ) -> tuple[_Account, list[_Leg]]:
-    """Move one cursor through all attempts; the account and the legs of training in it."""
-    # A run whose clocks contradict each other has lasted for as long as any of them says.
+    """Move one cursor through all attempts. Return the account and its legs of training."""
+    # If clocks contradict each other, the run must not end before it was created.
     kept = _Account(cursor=created_at, until=max(created_at, until), blocked_s_min=blocked_s_min)
     legs: list[_Leg] = []
-    is_told = any(one.trained_from is not None for span in spans for one in span.launches)
+    has_times = any(one.trained_from is not None for span in spans for one in span.launches)
     for number, given in enumerate(spans):
-        span = replace(given, launches=_launches(given, is_told=is_told))
+        span = replace(given, launches=_launches(given, has_times=has_times))
         kept.go_to(_first(span.submitted_at, span.started_at), "stopped")
         kept.by_span.append(dict.fromkeys(PARTS, 0.0))
         legs += _walk(kept, span, number)
@@ -274,16 +274,17 @@ def _fold(
     return kept, legs
 
 
-def _launches(span: Span, *, is_told: bool) -> tuple[Launch, ...]:
-    """The attempt's launches, each with the time from which it trained.
+def _launches(span: Span, *, has_times: bool) -> tuple[Launch, ...]:
+    """Return the attempt's launches, each with the time at which training started.
 
-    `is_told` when any of the run says so. Else a launch that reports steps trained from its start,
-    and one that reports none, as of a program without a session, never trained.
+    With `has_times`, some launch of the run recorded that time. Otherwise a launch with steps
+    trained from its start, and a launch without steps, as of a program without a session, never
+    trained.
     """
     begins = span.started_at
     if not span.launches and span.last_step is not None:
         return (Launch(trained_from=begins, resumed_step=span.resumed_step),)
-    if is_told:
+    if has_times:
         return span.launches
     return tuple(
         replace(one, trained_from=_first(one.started_at, begins))
@@ -294,7 +295,7 @@ def _launches(span: Span, *, is_told: bool) -> tuple[Launch, ...]:
 
 
 def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
-    """Move the cursor through one attempt; returns its legs."""
+    """Move the cursor through one attempt. Return its legs."""
     begins = _first(span.started_at, span.ended_at, kept.until)
     kept.go_to(begins, "queued")
     if span.started_at is None:
@@ -307,7 +308,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
         limit = min(ends, over if over is not None else ends)
         kept.go_to(launch.started_at, "starting", limit)
         if launch.trained_from is None:
-            # It never trained: all that it did was begin.
+            # The launch never trained.
             kept.go_to(limit, "starting", limit)
         else:
             kept.go_to(launch.loads_from, "starting", limit)
@@ -335,7 +336,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
                 trained_s=trained_s - held_s,
             )
         )
-    # With no launch told of, what is known is that it began; else the rest is its end.
+    # Without a recorded launch, the attempt only started. Otherwise the rest is its last flush.
     kept.go_to(ends, "flushing" if span.launches else "starting", ends)
     return legs
 
@@ -343,7 +344,7 @@ def _walk(kept: _Account, span: Span, number: int) -> list[_Leg]:
 def _overlaps(
     held: Sequence[tuple[float, float]], low: float, high: float
 ) -> list[tuple[float, float]]:
-    """The times between `low` and `high` that any of the spans `held` covers, each once."""
+    """Return the union of the periods in `held`, limited to `low` to `high`."""
     found, reached = [], low
     for begin, end in sorted(held):
         begin, end = max(begin, reached), min(end, high)
@@ -354,11 +355,11 @@ def _overlaps(
 
 
 def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
-    """Give each leg what of it was lost: the last of its steps, at its own pace.
+    """Set the lost steps and seconds of each leg: its last steps, at its average pace.
 
-    `safe_step` is where a next launch would resume; None while the last one goes on.
+    `safe_step` is the step that a next launch would resume from, or None while the run continues.
     """
-    # Steps on the run's present branch, oldest first: (leg, after its first, up to its last).
+    # Steps on the run's current branch, oldest first: (leg, step before its first, its last step).
     branch: list[tuple[_Leg, int, int]] = []
 
     def go_back(to: int | None) -> None:
@@ -384,14 +385,14 @@ def _find_lost(legs: Sequence[_Leg], safe_step: int | None) -> None:
 
 
 def _held_s(parts: Mapping[str, float]) -> float:
-    """Seconds for which an attempt held its GPUs."""
+    """Return the seconds for which an attempt held its GPUs."""
     return sum(seconds for part, seconds in parts.items() if part not in {"queued", "stopped"})
 
 
 def _preemption_gpu_s(
     spans: Sequence[Span], by_span: Sequence[Mapping[str, float]], legs: Sequence[_Leg]
 ) -> float:
-    """GPU seconds that would not have been spent without preemptions."""
+    """Return the GPU seconds that preemptions cost, see `Goodput`."""
     total_s = 0.0
     for number, span in enumerate(spans):
         if span.is_preempted:
@@ -417,7 +418,7 @@ def _costs(hours: float, preempted_hours: float, prices: Prices) -> dict[str, An
 
 
 def _first(*times: float | None) -> float | None:
-    """The first time that is known."""
+    """Return the first time that is not None."""
     return next((time for time in times if time is not None), None)
 
 

@@ -1,7 +1,7 @@
-"""What disk knows of a run, folded into one value. Decisions, SQL and people all read this.
+"""The history of a run, computed from its files. Decisions, the SQL index and the CLI use it.
 
-Pure but for `load_history`, which reads. Order between writers is by attempt number and never
-by clocks: a request of an operator names the last attempt that existed when it was made.
+Only the `load_…` functions read files. Attempt numbers order the events of different writers, never
+clocks: an operator's request contains the last attempt that existed when it was made.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ OPERATOR_GOES_ON = frozenset({"resume", "relaunch"})
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptView:
-    """One attempt as its documents and the journal tell it. Times are Unix seconds."""
+    """One attempt, from its documents and the journal. Times are Unix seconds."""
 
     number: int
     state: AttemptState
     request: Request | None
     job_id: str | None
-    # Why the scheduler does not run it yet, in its own words.
+    # The scheduler's reason for not accepting the job yet.
     waits_for: str = ""
     cause: Cause | None = None
     evidence: tuple[str, ...] = ()
@@ -58,33 +58,33 @@ class AttemptView:
 
     @property
     def world_size(self) -> int:
-        """Ranks that were asked for; 0 when the request never became durable."""
+        """The number of requested ranks; 0 if the request never became durable."""
         return self.request.world_size if self.request else 0
 
     @property
     def was_submitted(self) -> bool:
-        """False when the flow ended before it could ask for the job: nothing was tried."""
+        """False if the supervisor ended before it could submit the job."""
         is_trace = self.request is None and self.job_id is None
         return not (is_trace and self.state is AttemptState.LOST)
 
     @property
     def may_lack_steps(self) -> bool:
-        """True for a completed attempt whose agent did not see the program do all its steps.
+        """True for a completed attempt whose agent could not confirm that all steps ran.
 
-        The program had no Session, closed it early, or had not said how many steps there are.
+        The program had no Session, closed it early, or did not set the number of steps.
         """
         is_completed = self.state is AttemptState.COMPLETED
         return is_completed and self.outcome is not None and bool(self.outcome.evidence)
 
     @property
     def traceback(self) -> str | None:
-        """The first failing rank's traceback, when there is one."""
+        """The traceback of the first failed rank, or None."""
         return self.outcome.traceback if self.outcome else self.facts.get("traceback")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHistory:
-    """One run: its identity, its attempts in order, and every journal line in order of time."""
+    """One run: its identity, its attempts in order, and all journal lines in order of time."""
 
     paths: RunPaths
     record: RunRecord
@@ -98,13 +98,13 @@ class RunHistory:
 
     @property
     def last_asked(self) -> AttemptView | None:
-        """The newest attempt but for those whose flow ended before it could ask for the job."""
+        """The newest attempt that a supervisor could submit, see `AttemptView.was_submitted`."""
         asked = [attempt for attempt in self.attempts if attempt.was_submitted]
         return asked[-1] if asked else None
 
     @property
     def pending_request(self) -> dict[str, Any] | None:
-        """The newest request of an operator that no attempt has answered yet."""
+        """The newest operator request that no later attempt has answered."""
         last = self.last_asked.number if self.last_asked else 0
         return next(
             (
@@ -118,7 +118,7 @@ class RunHistory:
 
     @property
     def last_decision(self) -> dict[str, Any] | None:
-        """The decision taken after the last attempt, if there is one."""
+        """The decision after the last attempt, or None."""
         last = self.last_asked.number if self.last_asked else 0
         return next(
             (
@@ -135,7 +135,7 @@ class RunHistory:
 
 
 def takes_up_completed(request: Mapping[str, Any] | None) -> bool:
-    """True for a `relaunch` that was asked for when the run was completed already."""
+    """Return True for a `relaunch` that was requested when the run was already completed."""
     if request is None or not request.get("of_completed"):
         return False
     return bool(request["action"] == "relaunch")
@@ -146,7 +146,7 @@ def fold_run_state(
     request: dict[str, Any] | None,
     decision: dict[str, Any] | None,
 ) -> RunState:
-    """Where a run stands; a table over the last attempt, the operator's word and the decision."""
+    """Return the state of a run from its last attempt, the operator's request and the decision."""
     action = request["action"] if request else None
     last = attempts[-1] if attempts else None
     if last and last.state is AttemptState.CREATED and last.waits_for:
@@ -170,7 +170,7 @@ def fold_run_state(
 
 
 def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
-    """Directory names that rollbacks took off the run's current branch."""
+    """Return the directory names that rollbacks removed from the run's current branch."""
     return frozenset(
         name
         for event in events
@@ -182,32 +182,34 @@ def excluded_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 def goes_on_after_numerics(
     events: Iterable[Event], attempt: int, launch: int | None = None
 ) -> bool:
-    """True when the ranks' last word on a bad loss, in an attempt or in one launch of it, was
-    to train on from an earlier checkpoint."""
+    """Return True if the last action after a bad loss was a rollback.
+
+    Looks at one launch of an attempt, or at the whole attempt if `launch` is None.
+    """
     return _last_on_numerics(events, attempt, launch).get("action") == "rollback"
 
 
 def stopped_for_numerics(events: Iterable[Event], attempt: int, launch: int) -> str:
-    """Why, when the ranks' last word in a launch was to stop for a bad loss; else empty."""
-    said = _last_on_numerics(events, attempt, launch)
-    return str(said.get("reason")) if said.get("action") == "stop" else ""
+    """Return the reason if the last action after a bad loss in a launch was to stop; else empty."""
+    last = _last_on_numerics(events, attempt, launch)
+    return str(last.get("reason")) if last.get("action") == "stop" else ""
 
 
 def _last_on_numerics(
     events: Iterable[Event], attempt: int, launch: int | None
 ) -> Mapping[str, Any]:
-    said = [
+    found = [
         event.data
         for event in events
         if event.kind is EventKind.NUMERICS
         and event.data.get("attempt") == attempt
         and launch in {None, event.data.get("launch")}
     ]
-    return said[-1] if said else {}
+    return found[-1] if found else {}
 
 
 def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
-    """Directory names that are pinned, by the last word on each."""
+    """Return the directory names of pinned checkpoints. The last event of each one decides."""
     pinned: dict[str, bool] = {}
     for event in events:
         if event.kind in {EventKind.PINNED, EventKind.UNPINNED}:
@@ -216,7 +218,7 @@ def pinned_checkpoints(events: Iterable[Event]) -> frozenset[str]:
 
 
 def load_events(paths: RunPaths) -> tuple[Event, ...]:
-    """Every whole line of every journal of the run, by time, writer and number."""
+    """Return every complete line of all journals of the run, by time, writer and number."""
     return _in_order(event for path in paths.list_journals() for event in read_journal(path)[0])
 
 
@@ -225,16 +227,16 @@ def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:
-    """Read a run from disk. Raises `NotFoundError` when no run was created there, and
-    `UnreadableRunError` where its files cannot be believed.
+    """Read a run from disk.
 
-    Of journals that this process has read before, only what was added is read. `events` are all
-    lines as `load_events` gives them, where somebody has read them already.
+    Of journals that this process has read before, only new lines are read. Pass the result of
+    `load_events` as `events` to avoid reading the journals. Raises `NotFoundError` if there is no
+    run, and `UnreadableRunError` if its files have invalid contents.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
-            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists the runs"
         )
     check_identity(paths, record)
     with reading_run(paths.directory):
@@ -252,11 +254,11 @@ def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunH
 
 
 def check_identity(paths: RunPaths, record: RunRecord) -> None:
-    """Raise `UnreadableRunError` for a spec that says that it is another folder's."""
+    """Raise `UnreadableRunError` if a folder contains the spec of another run."""
     if record.run not in {paths.name, paths.directory.resolve().name}:
         raise UnreadableRunError(
-            f"{paths.spec}: the spec of run {record.run!r} lies in the folder {paths.name!r}; give "
-            f"the folder its name back, or move it out of the root"
+            f"{paths.spec}: the spec of run {record.run!r} is in the folder {paths.name!r}; rename "
+            f"the folder to {record.run!r}, or move it out of the root"
         )
 
 
@@ -294,35 +296,35 @@ def _view(paths: AttemptPaths, events: Sequence[Event]) -> AttemptView:
     )
 
 
-def _cause(word: str | None) -> Cause | None:
-    """The cause that a line names; one that this version does not know is unknown."""
-    if not word:
+def _cause(name: str | None) -> Cause | None:
+    """Return the cause with this name; `UNKNOWN` for a name that this version does not know."""
+    if not name:
         return None
-    return Cause(word) if word in _CAUSES else Cause.UNKNOWN
+    return Cause(name) if name in _CAUSES else Cause.UNKNOWN
 
 
 def _waits_for(own: Sequence[Event]) -> str:
-    """Why the scheduler did not take the job when it was last asked."""
-    said = [e.data for e in own if e.kind is EventKind.ATTEMPT_STATE]
-    is_refused = bool(said) and said[-1]["state"] == AttemptState.CREATED
-    return str(said[-1].get("detail") or "") if is_refused else ""
+    """Return why the scheduler refused the job at its last submission; empty if it did not."""
+    states = [e.data for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    is_refused = bool(states) and states[-1]["state"] == AttemptState.CREATED
+    return str(states[-1].get("detail") or "") if is_refused else ""
 
 
 def _state(
     own: Sequence[Event], ended: Event | None, submission: Submission | None, claim: Claim | None
 ) -> AttemptState:
-    """The newest thing known: an ending, then a stop, then a claim, then the scheduler's word."""
+    """Return the attempt's state by an ending, else a stop, else a claim, else the scheduler."""
     if ended:
         return AttemptState(ended.data["state"])
-    said = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
-    # What was said before the scheduler took the job tells nothing of the job.
-    said = [state for state in said if state != AttemptState.CREATED]
-    # A scheduler that takes a job down does not take that back.
-    is_stopping = AttemptState.STOPPING in said
+    states = [e.data["state"] for e in own if e.kind is EventKind.ATTEMPT_STATE]
+    # `CREATED` was recorded before the scheduler accepted the job.
+    states = [state for state in states if state != AttemptState.CREATED]
+    # A scheduler that ends a job does not change its mind.
+    is_stopping = AttemptState.STOPPING in states
     if is_stopping or any(e.kind is EventKind.SIGNAL for e in own):
         return AttemptState.STOPPING
     if claim:
         return AttemptState.RUNNING
-    if said:
-        return AttemptState(said[-1])
+    if states:
+        return AttemptState(states[-1])
     return AttemptState.SUBMITTED if submission else AttemptState.CREATED

@@ -1,8 +1,8 @@
-"""Journals that this process has read before: only what was added to them is read again.
+"""A cache of journals, so that this process reads only the lines added since its last read.
 
-A server and a supervisor look at the same runs all the time, and one command reads a run's
-journals several times. Lines are only ever added to a journal, so what was read stays right as long
-as the file is the same one and has not shrunk. Any doubt, and the file is read from the start.
+A server and a supervisor read the same runs again and again, and one command reads a run's journals
+several times. Journals are append-only, so cached lines stay valid while the file is the same one
+and does not shrink. If any check fails, the file is read from the start.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import BinaryIO, Final
 
 from holdfast.contracts.journal import Event, open_journal, read_lines
 
-# Bytes of journals; their events take about ten times as many in memory.
+# Bytes of journal files. Their events take about ten times as much memory.
 KEPT_BYTES_MAX: Final = 8 * 1024 * 1024
-# Of what was read, compared with the file as it is now. Each line has its own time and number.
+# The last bytes that were read, compared with the file. Each line has its own time and number.
 SAMPLE_BYTES: Final = 1024
 
 
@@ -34,7 +34,7 @@ class _Kept:
 
 
 class JournalCache:
-    """The events of journals, the least recently read ones given up first. Safe for threads."""
+    """The events of journals. Drops the least recently read ones first. Thread-safe."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -43,7 +43,7 @@ class JournalCache:
         self._lock = threading.Lock()
 
     def read(self, path: Path) -> tuple[Event, ...]:
-        """All events of a journal, as `read_journal` gives them. Raises what it raises."""
+        """Return all events of a journal. Raises like `read_journal`."""
         with self._lock:
             kept = self._kept.get(path)
         try:
@@ -56,7 +56,7 @@ class JournalCache:
         return found.events if found else ()
 
     def forget(self, path: Path) -> None:
-        """Read a journal from the start the next time."""
+        """Drop a journal, so that the next read starts at its beginning."""
         self._put(path, None)
 
     def _put(self, path: Path, found: _Kept | None) -> None:
@@ -94,7 +94,7 @@ def _read(stream: BinaryIO, path: Path, kept: _Kept | None) -> _Kept:
 
 
 def _sample(stream: BinaryIO, offset: int) -> bytes:
-    """The last bytes before `offset`."""
+    """Return the last bytes before `offset`."""
     begin = max(0, offset - SAMPLE_BYTES)
     return os.pread(stream.fileno(), offset - begin, begin)
 

@@ -1,8 +1,8 @@
-"""Memory that is there before it is needed: pages taken and mapped ahead of the first copy.
+"""Allocation of memory pages ahead of their first use.
 
-A page that is touched for the first time costs a trap, and a fresh one must be cleared: many times
-the copy itself. The system calls here do that ahead, in pieces, without the interpreter's lock, so
-that a background thread can do it while training runs.
+The first access to a page costs a page fault, and the kernel must clear a new page. Both together
+take many times as long as the copy itself. The system calls here do this work in advance, in pieces
+and without the GIL, so that a background thread can do it during training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterator
 from typing import Final
 
-# In pieces: the kernel holds the address space while it works, and training also maps memory.
+# The kernel locks the address space during each call, and training also maps memory.
 PIECE_BYTES: Final = 16 * 1024 * 1024
 MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; mmap does not name it
 
@@ -22,11 +22,11 @@ _libc.madvise.restype = ctypes.c_int
 
 
 def populate(mapping: mmap.mmap, start: int, stop: int) -> Iterator[int]:
-    """Make bytes `start` to `stop` of a writable mapping present, without changing them.
+    """Allocate bytes `start` to `stop` of a writable mapping, without changing their contents.
 
-    Yields the offset that is reached, after each piece. Huge pages are asked for, and small ones
-    taken where the kernel gives none. Ends early, yielding no more, when the kernel declines:
-    memory ran out, the file was cut short, or the call is not known; nothing is lost then.
+    Yields the offset reached after each piece. Asks for huge pages and accepts small ones. Ends
+    early, without an error, if the kernel refuses: memory is short, the file was truncated, or the
+    kernel does not support the call.
     """
     held = ctypes.c_char.from_buffer(mapping)
     address = ctypes.addressof(held)
@@ -39,5 +39,5 @@ def populate(mapping: mmap.mmap, start: int, stop: int) -> Iterator[int]:
                 return
             yield at + size
     finally:
-        # Until then the mapping cannot be closed under our feet.
+        # While this reference exists, the mapping cannot be closed.
         del held

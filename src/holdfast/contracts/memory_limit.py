@@ -1,4 +1,4 @@
-"""How much memory this process may still take, by the limits of its control groups."""
+"""The memory that this process may still allocate within the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 _OWN_GROUPS: Final = Path("/proc/self/cgroup")
 _MOUNT: Final = Path("/sys/fs/cgroup")
-# (limit, usage, what of the usage is page cache) by the version of control groups.
+# (limit, usage, the parts of the usage that are page cache) by cgroup version.
 _NAMES: Final = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file total_active_file"),
     2: ("memory.max", "memory.current", "inactive_file active_file"),
@@ -16,10 +16,10 @@ _NAMES: Final = {
 
 
 def group_room(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> int | None:
-    """Bytes that the process's control groups leave it, the page cache counted as free.
+    """Return the bytes that the process may still allocate, or None without a limit.
 
-    The least of all groups above it, of version 1 and 2; None where none has a limit. A job of
-    Slurm or a container has one far below the machine's memory.
+    This is the minimum over all its cgroups and their parents, of versions 1 and 2. The page cache
+    counts as free. A Slurm job or a container has a limit far below the machine's memory.
     """
     rooms = [
         room
@@ -31,7 +31,7 @@ def group_room(own_groups: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> int | No
 
 
 def _groups(own_groups: Path, mount: Path) -> Iterator[tuple[int, Path, Path]]:
-    """(version, folder of the group, folder of the topmost one) of each hierarchy of memory."""
+    """Yield (version, folder of the cgroup, folder of the top one) of each memory hierarchy."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -41,18 +41,18 @@ def _groups(own_groups: Path, mount: Path) -> Iterator[tuple[int, Path, Path]]:
         if not controllers:
             yield 2, mount / path.lstrip("/"), mount
         elif "memory" in controllers.split(","):
-            # In a container the path may be the host's; its own group is then the topmost.
+            # In a container, the path may be that of the host. The top cgroup is then its own.
             yield 1, mount / "memory" / path.lstrip("/"), mount / "memory"
 
 
 def _room_in(folder: Path, version: int) -> int | None:
-    """What one group leaves; None where it has no limit, or says nothing."""
+    """Return the bytes that one cgroup leaves; None if it has no limit or cannot be read."""
     limit_name, usage_name, cache_names = _NAMES[version]
     try:
         limit, usage = (int((folder / name).read_text()) for name in (limit_name, usage_name))
         rows = [line.split() for line in (folder / "memory.stat").read_text().splitlines()]
     except (OSError, ValueError):
-        # Without a limit version 2 says `max`.
+        # Without a limit, the file of version 2 contains `max`.
         return None
     cache = sum(int(row[1]) for row in rows if row and row[0] in cache_names.split())
     return max(0, limit - usage + cache)

@@ -1,6 +1,6 @@
-"""From journal lines to the launches that `goodput` accounts for. Pure.
+"""Conversion of journal lines to the launches that `goodput` accounts for. Pure functions.
 
-SQL and disk both have the lines; each gives them as `Mark`s, so that both tell the same.
+The SQL index and the disk both provide the lines as `Mark`s, so both give the same account.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Mark:
 def launches_of(
     marks: Iterable[Mark], records: Iterable[tuple[int, int, Mapping[str, Any]]] = ()
 ) -> dict[int, tuple[Launch, ...]]:
-    """By attempt, its launches in order; `marks` in order of time. Nonsense is passed over.
+    """Return the launches of each attempt, in order. Invalid marks are ignored.
 
-    `records` are (attempt, launch, facts) of the launches that an outcome or an index knows;
-    they stand for what no line said.
+    `marks` are in order of time. `records` are (attempt, launch, facts) of the launches in an
+    outcome or in the index. They supply facts that no line contains.
     """
     found: defaultdict[int, dict[int, Launch]] = defaultdict(dict)
     held: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -52,18 +52,18 @@ def launches_of(
         own = found[mark.attempt]
         number = _whole(mark.data.get("launch"))
         if number is None:
-            # The agents' agreement names no launch: it is about the newest.
+            # The agents' `stop_agreed` line has no launch. It is about the newest one.
             number = max(own, default=None)
         if number is None:
             continue
         launch = own.get(number, Launch())
         if _is_hold(mark):
-            # Gathered aside: a long run has tens of thousands, and a launch is made again by a
-            # line.
+            # Collected in a list: a long run has tens of thousands of them, and updating a launch
+            # copies it.
             held[mark.attempt, number].extend(_hold(mark))
             own[number] = launch
         else:
-            own[number] = _tell(launch, mark)
+            own[number] = _update(launch, mark)
     for attempt, number, facts in records:
         launch = found[attempt].get(number, Launch())
         missing: dict[str, Any] = {
@@ -80,7 +80,7 @@ def launches_of(
 
 
 def spans_of(history: RunHistory) -> list[Span]:
-    """The attempts of a run as disk tells them, in order."""
+    """Return the attempts of a run in order, from disk."""
     marks = (
         Mark(event.data["attempt"], str(event.kind), event.time, event.data)
         for event in history.events
@@ -108,15 +108,15 @@ def spans_of(history: RunHistory) -> list[Span]:
 
 
 def safe_step_of(history: RunHistory) -> int:
-    """The newest step that an attempt of the run committed, as disk tells it; 0 for none."""
-    told = [view.facts.get("committed_step") for view in history.attempts]
-    told += [view.outcome.committed_step for view in history.attempts if view.outcome]
-    told += [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
-    return max((step for value in told if (step := _whole(value)) is not None), default=0)
+    """Return the newest step that an attempt of the run committed, from disk; 0 for none."""
+    steps = [view.facts.get("committed_step") for view in history.attempts]
+    steps += [view.outcome.committed_step for view in history.attempts if view.outcome]
+    steps += [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
+    return max((step for value in steps if (step := _whole(value)) is not None), default=0)
 
 
-def _tell(launch: Launch, mark: Mark) -> Launch:
-    """The launch with what one line says of it; the first word on each fact stands."""
+def _update(launch: Launch, mark: Mark) -> Launch:
+    """Return the launch with the facts of one line. Facts that are already set stay."""
     data, time = mark.data, mark.time
     if mark.kind == EventKind.LAUNCH_STARTED:
         return replace(launch, started_at=_known(launch.started_at, time))
@@ -129,7 +129,7 @@ def _tell(launch: Launch, mark: Mark) -> Launch:
             resumed_step=_known(launch.resumed_step, _whole(data.get("step"))),
         )
     if mark.kind == EventKind.STAGED:
-        # A final one: what comes after the last step belongs to the end of the attempt.
+        # A final save: the time after the last step belongs to the end of the attempt.
         return replace(launch, trained_until=time - _seconds(data.get("blocked_s")))
     if mark.kind == EventKind.STOP_AGREED:
         return replace(launch, trained_until=_known(launch.trained_until, time))
@@ -149,12 +149,12 @@ def _tell(launch: Launch, mark: Mark) -> Launch:
 
 
 def _is_hold(mark: Mark) -> bool:
-    """True for a save while training goes on, which only holds it up."""
+    """Return True for a save that only blocks training, which then continues."""
     return mark.kind == EventKind.STAGED and mark.data.get("reason") != FINAL
 
 
 def _hold(mark: Mark) -> list[tuple[float, float]]:
-    """The span for which a save held training up, if it did."""
+    """Return the period for which a save blocked training, if any."""
     began = mark.time - _seconds(mark.data.get("blocked_s"))
     return [(began, mark.time)] if began < mark.time else []
 
@@ -168,7 +168,7 @@ def _whole(value: object) -> int | None:
 
 
 def _seconds(value: object) -> float:
-    """`value` as a duration or time, 0 for what is none."""
+    """Return `value` as a duration or time; 0 if it is neither."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return float(value) if 0 <= value < math.inf else 0.0
