@@ -70,7 +70,7 @@ def test_a_lost_nodes_part_may_be_as_late_as_the_file_system(
 ) -> None:
     assert commit_of_two(tmp_path / "in-time", delay_s - 2, mounted, monkeypatch, [1]).step == 1
     assert has_manifest(tmp_path / "in-time", 1)
-    with pytest.raises(SaveError, match=r"nodes \[1\] went down before all of it was written"):
+    with pytest.raises(SaveError, match=r"nodes \[1\] were lost before they wrote all"):
         commit_of_two(tmp_path / "late", delay_s + 3, mounted, monkeypatch, [1])
     assert not has_manifest(tmp_path / "late", 1)
 
@@ -81,7 +81,7 @@ def test_a_living_nodes_part_may_take_as_long_as_a_flush(
 ) -> None:
     monkeypatch.setenv(FLUSH_TIMEOUT, str(timeout_s))
     assert commit_of_two(tmp_path / "in-time", timeout_s - 2, NETWORK, monkeypatch, []).step == 1
-    with pytest.raises(SaveError, match=rf"nodes \[1\] within {timeout_s} s"):
+    with pytest.raises(SaveError, match=rf"nodes \[1\] wrote no parts within {timeout_s} s"):
         commit_of_two(tmp_path / "late", timeout_s + 3, NETWORK, monkeypatch, [])
 
 
@@ -99,5 +99,5 @@ def test_a_list_of_snapshots_may_be_as_late_as_the_file_system(
 
     longest_s = LISTS_WAIT_S + delay_s
     assert common_step(RunPaths(tmp_path / "in-time"), longest_s - 2) == 7
-    with pytest.raises(SaveError, match=r"nodes \[1\] did not say within"):
+    with pytest.raises(SaveError, match=r"nodes \[1\] did not list their snapshots within"):
         common_step(RunPaths(tmp_path / "late"), longest_s + 3)

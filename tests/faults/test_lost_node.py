@@ -94,11 +94,11 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_to
     wait_until_written(slots)
     assert not has_committed(slots)
     error = answer["failed"][-1]["error"]
-    assert "nodes [0] went down" in error
-    assert "ranks 0 to 1 are missing, so nothing is committed" in error
+    assert "nodes [0] were lost before they wrote all their files" in error
+    assert "Missing: ranks 0 to 1. Nothing was committed" in error
     shards = (
-        ".metadata, __0_0.distcp, train_state.json with rng.rank0 and 2 keys more; "
-        "pp1/__1_0.distcp with rng.rank1 and 2 keys more"
+        ".metadata, __0_0.distcp, train_state.json with rng.rank0 and 2 more keys; "
+        "pp1/__1_0.distcp with rng.rank1 and 2 more keys"
     )
     assert error.endswith(f"Lost: {shards}")
     assert all(slot.error == error for slot in slots)
@@ -107,7 +107,7 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_to
         rank.snapshot(3, b"content")
         rank.close()
     error = two[1].flusher_supervisor.drain(lost=[0])["failed"][-1]["error"]
-    assert error.endswith(f"nodes [0] are lost, and with them {shards}")
+    assert error.endswith(f"nodes [0] are lost, together with {shards}")
     assert believed_step(two[1].run) == 1
 
 

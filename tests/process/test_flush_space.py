@@ -48,10 +48,10 @@ def test_what_fits(
     found = find_shortage(need, free=free, total=total, budget=budget, taken=taken)
     assert (found.errno if found else None) == code
     if code == errno.EDQUOT:
-        assert f"step 7 needs {40 * GB} bytes, and {taken} of checkpoint.budget's" in str(found)
+        assert f"step 7 needs {40 * GB} bytes, but the run's checkpoints use {taken} of" in str(found)
     elif code:
         assert f"step 7 needs {10 * GB} bytes here" in str(found)
-        assert f"{free} are free" in str(found)
+        assert f"{free} bytes are free" in str(found)
 
 
 def test_a_supervisor_that_is_gone_is_not_waited_for() -> None:
@@ -151,7 +151,7 @@ def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
         slot = rank.stage(3, bytes(10 * KB), slot=1)
         wait_for(slot, SlotState.FAILED)
         assert "Disk quota exceeded: step 3 needs 10000 bytes" in slot.error
-        assert "of checkpoint.budget's 25000 are taken" in slot.error
+        assert "of the 25000 bytes of checkpoint.budget" in slot.error
         flusher_supervisor.free_space = lambda: remove(checkpoint(run, 1))
         wait_for(rank.stage(4, bytes(10 * KB)), SlotState.DONE)
         rank.close()

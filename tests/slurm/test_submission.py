@@ -161,7 +161,7 @@ def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node
         problems = {str(event.data["error"]) for event in run.events(EventKind.SAVE_FAILED)}
         assert len(problems) == 1 or (node == 0 and not problems)
         for problem in problems:
-            assert f"nodes [{node}] are lost, and with them " in problem
+            assert f"nodes [{node}] are lost, together with " in problem
             for rank in (2 * node, 2 * node + 1):
                 # The first rank writes what there is but once as well.
                 assert re.search(rf"__{rank}_0\.distcp(, \S+)* with ", problem)

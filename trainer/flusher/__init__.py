@@ -1,4 +1,4 @@
-"""`python -m holdfast.trainer.flusher`: the process of each node that makes staged steps durable.
+"""The flusher, `python -m holdfast.trainer.flusher`: writes and commits the steps of one node.
 
-Free of torch, so that it starts in a fraction of a second, and outside of torchrun's group, so that
-it outlives the ranks."""
+It does not import torch, so it starts in a fraction of a second. It runs outside torchrun's process
+group, so it outlives the ranks."""

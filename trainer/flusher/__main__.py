@@ -15,17 +15,17 @@ from holdfast.trainer.mirror.worker import start_mirror
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, leave the starter's session and serve."""
+    """Parse the command line, leave the parent's session and serve."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.flusher")
-    help_text = "inherited file that takes the name of the socket it listens on"
+    help_text = "inherited file to which the socket's name is written"
     parser.add_argument("--address-fd", type=int, required=True, help=help_text)
-    parser.add_argument("--node", type=int, required=True, help="this node's number, from 0")
-    parser.add_argument("--nodes", type=int, required=True, help="nodes of the attempt")
+    parser.add_argument("--node", type=int, required=True, help="number of this node, from 0")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes of the attempt")
     parser.add_argument("--supervisor-fd", type=int, help="inherited socket to the supervisor")
-    parser.add_argument("--budget", type=int, help="most bytes that all checkpoints may take")
-    parser.add_argument("--run", type=Path, help="the run, for copies left by an earlier flusher")
+    parser.add_argument("--budget", type=int, help="byte limit for all checkpoints of the run")
+    parser.add_argument("--run", type=Path, help="run folder; resumes unfinished mirror copies")
     given = parser.parse_args(argv)
     with contextlib.suppress(OSError):
         os.setsid()

@@ -1,8 +1,8 @@
-"""The commit of a written step: parts of the nodes, the manifest, then `latest`.
+"""Commit a written step: the nodes' part files, the manifest, then `latest`.
 
-Each node leaves a part file that says what it wrote. Node 0 writes the manifest when all parts
-are there; the lowest node that is left does so where node 0 is gone. Whoever tries to, one alone
-succeeds, for the manifest's name is taken exclusively, and the others report the same commit.
+Each node writes a part file that lists what it wrote. Node 0 writes the manifest when all parts
+are there. If node 0 is lost, the lowest remaining node does. Several nodes may try at once: the
+manifest is created exclusively, so one node succeeds and the others report the same commit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POLL_S: Final = 0.002
 POLL_SLOW_S: Final = 0.05
 OVERTAKEN_CHECK_S: Final = 0.5
 LOOK_RETRY_S: Final = 10.0
-# Without a word from the agents: when the other nodes try to commit, the lower ones earlier.
+# When the other nodes try to commit if no agent reports a lost node. Lower nodes try earlier.
 TAKEOVER_S: Final = 30.0
 TAKEOVER_STAGGER_S: Final = 1.0
 FAILED_PART: Final = "failed.json"
@@ -46,34 +46,35 @@ NODES_NAMED_MAX: Final = 16
 _PART = re.compile(r"node-(\d{4,})\.json")
 
 
-def nobody() -> frozenset[int]:
-    """The nodes known to be gone, where nobody knows of any."""
+def no_lost_nodes() -> frozenset[int]:
+    """Return an empty set: the default of `PeerState.lost`."""
     return frozenset()
 
 
 @dataclass(frozen=True)
 class PeerState:
-    """What is known of the other nodes while a step waits for them.
+    """What this node knows of the other nodes while a step waits for them.
 
-    `abandoned` gives a reason once nobody wants the step any more, `lost` the nodes that are gone.
+    `abandoned` returns the reason why the step was given up, or None. `lost` returns the lost
+    nodes.
     """
 
     abandoned: Callable[[], str | None]
-    lost: Callable[[], Collection[int]] = nobody
+    lost: Callable[[], Collection[int]] = no_lost_nodes
 
 
 def commit_alone(run: RunPaths, directory: Path, part: dict[str, Any]) -> Manifest:
-    """Commit a step that one node wrote; raises `SaveError` or `OSError` when it is not."""
+    """Commit a step that one node wrote. Raises `SaveError` or `OSError` if the commit fails."""
     return _write_manifest(run, directory, [part])
 
 
 def commit_together(
     run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
 ) -> Manifest:
-    """Leave this node's part and see the step committed, by this node or by another.
+    """Write this node's part and wait until this node or another commits the step.
 
-    Raises `SaveError` when it cannot be, which says what is missing, and `OSError` when storage
-    refuses.
+    Raises `SaveError` with what is missing if the step cannot be committed, and `OSError` if
+    storage fails.
     """
     make_directory(directory / PARTS)
     write_bytes(directory / PARTS / part_name(part["node"]), to_json(part))
@@ -81,10 +82,10 @@ def commit_together(
 
 
 def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
-    """Make sure of a commit that a flusher before this one had made, and finish what follows it.
+    """Make durable a commit that an earlier flusher wrote, then update `latest` and clean up.
 
-    Raises `OSError` when storage refuses. A node that `is_alone` then takes the manifest back,
-    for it may not outlast a power cut; where there are others, one of them may have been sure.
+    Raises `OSError` if storage fails. With `is_alone`, the manifest is then removed, because it
+    might not survive a power cut. On several nodes another node may have made it durable already.
     """
     try:
         fsync_directory(directory)
@@ -97,10 +98,10 @@ def accept_commit(run: RunPaths, directory: Path, *, is_alone: bool) -> None:
 
 
 def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> None:
-    """Tell the other nodes that this one will not deliver the step; best effort by nature.
+    """Report to the other nodes that this node will not deliver the step, if storage allows.
 
-    `for_all` says that nobody else will commit it either. Where storage is full even this may
-    fail, and the others then find out by waiting.
+    `for_all` means that no other node will commit the step either. If this write fails too, for
+    example because storage is full, the other nodes find out by their timeout.
     """
     names = [part_name(node)] + ([FAILED_PART] if for_all else [])
     with contextlib.suppress(OSError):
@@ -109,15 +110,15 @@ def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> 
             write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
 
 
-def leave_word(table: dict[str, Any], reason: str) -> None:
-    """Tell other nodes, where there are some, that the step of `table` ends incomplete here."""
+def report_incomplete(table: dict[str, Any], reason: str) -> None:
+    """Report to the other nodes, if any, that the step of `table` stays incomplete on this node."""
     if table["nodes"] > 1:
         directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
         leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
 
 
 def committer_of(nodes: int, lost: Collection[int]) -> int | None:
-    """The node that writes the manifest: the lowest that is left, None when none is."""
+    """Return the node that writes the manifest: the lowest one not lost, None if all are lost."""
     return min(set(range(nodes)) - set(lost), default=None)
 
 
@@ -126,20 +127,20 @@ def part_name(node: int) -> str:
 
 
 def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, Any]]) -> Manifest:
-    """Commit: the manifest, durable under its own name. Raises `SaveError` if a rank is absent."""
+    """Write the manifest durably, which commits. Raises `SaveError` if a rank is missing."""
     ranks = sorted(rank for part in parts for rank in part["ranks"])
     world_size = parts[0]["world_size"]
     facts = next((part["manifest"] for part in parts if part["manifest"]), None)
     if ranks != list(range(world_size)) or facts is None:
         raise SaveError(
-            f"{directory.name}: ranks {ranks} were staged, expected 0 to {world_size - 1}; "
-            "every rank must save the same step"
+            f"{directory.name}: ranks {ranks} were staged, but ranks 0 to {world_size - 1} were "
+            "expected. Save the same step on every rank"
         )
     counts = Counter(file["path"] for part in parts for file in part["files"])
     if twice := [path for path, count in counts.items() if count > 1]:
         raise SaveError(
-            f"{directory.name}: {twice[0]} was written by several ranks, expected one each; "
-            "give every rank its own"
+            f"{directory.name}: several ranks wrote {twice[0]}, but each file must have one "
+            "writer. Give each rank a file of its own"
         )
     staged_at = max(part["staged_at"] for part in parts)
     manifest = Manifest(
@@ -157,36 +158,36 @@ def _write_manifest(run: RunPaths, directory: Path, parts: Sequence[dict[str, An
 
 
 def _accept_theirs(directory: Path, ours: Manifest) -> Manifest:
-    """The manifest that another node wrote of the same files in the same moment."""
+    """Return the manifest that another node wrote of the same files at the same time."""
     theirs = read_manifest(directory)
     if theirs is None or set(theirs.files) != set(ours.files):
         raise SaveError(
-            f"{directory}: somebody else committed other files there meanwhile; nothing was "
-            "replaced. Two programs must not write the same attempt and launch of a run"
+            f"{directory}: another process committed other files there at the same time. Nothing "
+            "was replaced. Two programs must not write the same attempt and launch of a run"
         )
     fsync_directory(directory)
     return theirs
 
 
 def _tidy(run: RunPaths, directory: Path) -> None:
-    """What follows a commit and can no longer fail it."""
+    """Move `latest` and remove the parts. Errors here cannot undo the commit."""
     _move_latest(run, directory.name)
     shutil.rmtree(directory / PARTS, ignore_errors=True)
 
 
 def _move_latest(run: RunPaths, name: str) -> None:
-    """Point `latest` at the newest commit, for people; resume never reads it."""
+    """Point `latest` at the newest commit, for people. Resume never reads it."""
     temporary = run.checkpoints / ".latest.tmp"
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(name)
         os.replace(temporary, run.latest)
     except OSError as error:
-        print(f"holdfast flusher: {name} is committed, `latest` stays: {error}", file=sys.stderr)
+        print(f"holdfast flusher: {name} is committed; no new `latest`: {error}", file=sys.stderr)
 
 
 class _Wait:
-    """The bounded wait for other nodes, by looking at the shared directory."""
+    """A bounded wait for other nodes, which polls the shared directory."""
 
     def __init__(
         self, run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
@@ -197,18 +198,18 @@ class _Wait:
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
         self._lost_since: dict[int, float] = {}
         self._refused_since: float | None = None
-        # Shared directories show another node's files late; after this long no more will come.
+        # A shared directory may show another node's files late, at most after this time.
         self._lost_grace_s = delay_s(directory)
 
     def for_commit(self) -> Manifest:
-        """The manifest, whoever writes it; `SaveError` when there will be none."""
+        """Return the manifest, whoever writes it. Raises `SaveError` if there will be none."""
         node, nodes = self._own["node"], self._own["nodes"]
         while True:
             committer = committer_of(nodes, self._lost_nodes())
             gathers = node == committer or self._is_due_to_take_over()
             manifest = self._look(gathers)
             if manifest is not None:
-                # Its writer makes it durable and may die in between.
+                # The node that wrote it may die before it calls fsync.
                 fsync_directory(self._directory)
                 return manifest
             if len(self._parts) == nodes:
@@ -220,7 +221,7 @@ class _Wait:
             self._pause(missing if committer in {node, None} else [committer])
 
     def _look(self, gathers: bool) -> Manifest | None:
-        """What the directory holds by now; storage may refuse to say for `LOOK_RETRY_S`."""
+        """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
             manifest = read_manifest(self._directory)
             if manifest is None:
@@ -241,7 +242,7 @@ class _Wait:
         return bool(waited_s > TAKEOVER_S + TAKEOVER_STAGGER_S * self._own["node"])
 
     def _gather(self) -> None:
-        """Read the parts that are new; `SaveError` when one says that its node has failed."""
+        """Read the new parts. Raises `SaveError` if one reports that its node failed."""
         for name in _list(self._directory / PARTS):
             match = _PART.fullmatch(name)
             if match is None or int(match[1]) in self._parts:
@@ -258,14 +259,14 @@ class _Wait:
             raise SaveError(f"node {failed['node']}: {failed['error']}")
 
     def _lost_nodes(self) -> list[int]:
-        """The nodes known to be gone; from when on is noted."""
+        """Return the lost nodes, and record when each was first reported lost."""
         lost = sorted(self._others.lost())
         for node in lost:
             self._lost_since.setdefault(node, time.monotonic())
         return lost
 
     def _raise_if_lost(self) -> None:
-        """End the wait for parts that will not come any more."""
+        """Raise `SaveError` if lost nodes left no part and none can appear any more."""
         late = time.monotonic() - self._lost_grace_s
         gone = [n for n, t in self._lost_since.items() if n not in self._parts and t < late]
         if gone:
@@ -274,8 +275,8 @@ class _Wait:
             gone = [node for node in gone if node not in self._parts]
         if gone:
             raise SaveError(
-                f"{self._directory.name}: {_name_nodes(gone)} went down before all of it was "
-                f"written; {self._name_missing_ranks()} are missing, so nothing is committed"
+                f"{self._directory.name}: {_name_nodes(gone)} were lost before they wrote all "
+                f"their files. Missing: {self._name_missing_ranks()}. Nothing was committed"
                 f"{self._name_lost_shards(gone)}"
             )
 
@@ -294,9 +295,9 @@ class _Wait:
         if waited > self._peers_wait_s:
             self._gather()
             raise SaveError(
-                f"{self._directory.name}: nothing from {_name_nodes(missing)} within "
-                f"{self._peers_wait_s:.0f} s, {self._name_missing_ranks()}; expected their parts "
-                "on the shared directory. Is it shared, and are those nodes alive?"
+                f"{self._directory.name}: {_name_nodes(missing)} wrote no parts within "
+                f"{self._peers_wait_s:.0f} s. Missing: {self._name_missing_ranks()}. Check that "
+                "all nodes mount the same directory and that those nodes are alive"
             )
         if reason := self._others.abandoned():
             raise SaveError(f"{self._directory.name}: {reason}")
@@ -306,13 +307,13 @@ class _Wait:
             overtaken = [node for node in missing if self._is_overtaken(node)]
             if overtaken:
                 raise SaveError(
-                    f"{self._directory.name}: {_name_nodes(overtaken)} went on to a later step "
-                    "without it"
+                    f"{self._directory.name}: {_name_nodes(overtaken)} continued with a later "
+                    "step and did not write this one"
                 )
         time.sleep(POLL_S if waited < 1.0 else POLL_SLOW_S)
 
     def _is_overtaken(self, node: int) -> bool:
-        """True when `node` has left a part for a later step: it writes steps in order."""
+        """Return True if `node` wrote a part of a later step. Each node writes steps in order."""
         own = CheckpointName.parse(self._directory.name)
         for other in self._run.list_checkpoints():
             name = CheckpointName.parse(other.name)
@@ -325,7 +326,7 @@ class _Wait:
 
 
 def _list(directory: Path) -> list[str]:
-    """Names in `directory`; none when whoever committed has removed it."""
+    """Return the names in `directory`, none if the committing node has removed it."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -339,7 +340,7 @@ def _name_nodes(nodes: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Collection[int]) -> str:
-    """`0 to 3, 8` for {0, 1, 2, 3, 8}."""
+    """Format numbers as ranges: `0 to 3, 8` for {0, 1, 2, 3, 8}."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and found[-1][-1] == number - 1:

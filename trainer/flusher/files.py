@@ -1,7 +1,7 @@
-"""Making a staged step durable: each file once, then the commit.
+"""Write the files of a staged step durably, then commit the step.
 
-The order is what a power cut may not break: bytes, fsync, rename, fsync of the directories, and
-only then the manifest, which `commit` writes.
+The order makes the commit safe against a power cut: bytes, fsync, rename, fsync of the directories,
+and only then the manifest, which `commit` writes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WRITERS_MAX: Final = 4
 
 @dataclass(frozen=True)
 class Image:
-    """One rank's sealed slot: its table, and the memory that the table's offsets count in."""
+    """One rank's sealed slot: its table, and the memory that the table's offsets refer to."""
 
     table: dict[str, Any]
     data: memoryview
@@ -46,7 +46,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Committed:
-    """What became durable; `flush_s` is from the last seal to the last data fsync."""
+    """A committed step. `flush_s` runs from the last seal to the last fsync of data."""
 
     step: int
     checkpoint: str
@@ -57,12 +57,12 @@ class Committed:
 def commit_step(
     images: Sequence[Image], *, resumed: bool, peers: PeerState, space_guard: SpaceGuard
 ) -> Committed:
-    """Write one step of this node and see it committed.
+    """Write one step of this node and wait until it is committed.
 
-    `resumed` says that a flusher before this one had begun it, so that its files may be there.
-    `space_guard` is asked before anything is written, `peers` while waiting for other nodes. Raises
-    `OSError` when storage refuses and `SaveError` when the step cannot be committed; the directory
-    then stays without a manifest, which is to say it does not count.
+    `resumed` means that an earlier flusher began the step, so some of its files may exist.
+    `space_guard` checks for space before anything is written. `peers` is used while the step
+    waits for other nodes. Raises `OSError` if storage fails and `SaveError` if the step cannot be
+    committed. The directory then has no manifest and does not count as a checkpoint.
     """
     table = images[0].table
     run = RunPaths(Path(table["run_directory"]))
@@ -73,7 +73,7 @@ def commit_step(
     try:
         done = _refuse_or_accept_existing(run, directory, images, resumed)
     except OSError as error:
-        _tell_others(directory, table, error, peers)
+        _report_failure(directory, table, error, peers)
         raise
     if done is not None:
         return done
@@ -89,18 +89,18 @@ def commit_step(
         else:
             manifest = commit_together(run, directory, part, peers)
     except (OSError, SaveError) as error:
-        # Another node may commit what this one has written, however this one's wait ended.
+        # If the wait for other nodes failed, another node may still commit this node's files.
         if is_alone or not has_written:
             _discard(directory, images, written)
-        _tell_others(directory, table, error, peers)
+        _report_failure(directory, table, error, peers)
         raise
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 
-def _tell_others(
+def _report_failure(
     directory: Path, table: dict[str, Any], error: Exception, peers: PeerState
 ) -> None:
-    """Tell the other nodes, where there are some, that this one will not deliver the step."""
+    """Report to the other nodes, if any, that this node will not deliver the step."""
     if table["nodes"] > 1:
         for_all = table["node"] == committer_of(table["nodes"], peers.lost())
         leave_failure(directory, table["node"], str(error), for_all=for_all)
@@ -115,9 +115,9 @@ def _write_with_retry(
     written: list[Path],
     space_guard: SpaceGuard,
 ) -> list[FileEntry]:
-    """Write all files; when space runs out, try once more after the supervisor has freed some.
+    """Write all files. If space runs out, try once more after the supervisor has freed some.
 
-    `directory` is the checkpoint's, `files` the one that its files go to, mostly the same.
+    `directory` is the checkpoint. `files` is where its files go, usually the same directory.
     """
     tables = [image.table for image in images]
     need = Need.of_tables(tables)
@@ -135,19 +135,19 @@ def _write_with_retry(
             raise
         _discard(directory, images, written)
         written.clear()
-        freed, words = space_guard.ask(need, problem)
+        freed, advice = space_guard.ask(need, problem)
         if not freed:
-            raise with_advice(problem, words) from problem
+            raise with_advice(problem, advice) from problem
     try:
         return try_it()
     except OSError as problem:
-        raise with_advice(problem, words) from problem
+        raise with_advice(problem, advice) from problem
 
 
 def _make_way(run: RunPaths, directory: Path) -> None:
-    """The step's directory, durable under its name.
+    """Create the step's directory and make its name durable.
 
-    Those above it may have been made by somebody who died before he could say so to the disk.
+    Another process may have created the parent directories and died before their fsync.
     """
     make_directory(directory)
     for parent in (run.checkpoints, run.directory):
@@ -155,9 +155,9 @@ def _make_way(run: RunPaths, directory: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the manifest's temporary names that a flusher left when it was killed.
+    """Remove temporary manifest files that a killed flusher left.
 
-    Only where nobody else commits: another node's would still be needed.
+    Call this only where no other node commits: its temporary file would still be needed.
     """
     with contextlib.suppress(OSError):
         for path in directory.glob(f".{MANIFEST}.*"):
@@ -165,10 +165,10 @@ def _sweep(directory: Path) -> None:
 
 
 def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) -> None:
-    """Remove what was written of a step that failed: the next one needs the room."""
+    """Remove the files of a failed step, because the next step needs the space."""
     with contextlib.suppress(OSError):
         if (directory / MANIFEST).exists():
-            # It could not be taken back, so what it names stays too.
+            # The manifest could not be removed, so the files that it lists stay too.
             return
         for path in written:
             path.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) 
 def _refuse_or_accept_existing(
     run: RunPaths, directory: Path, images: Sequence[Image], resumed: bool
 ) -> Committed | None:
-    """None when the way is free; the commit itself when a flusher before us had finished it."""
+    """Return the commit that an earlier flusher finished, or None if the step is not committed."""
     manifest = read_manifest(directory)
     if manifest is None:
         return None
@@ -191,7 +191,7 @@ def _refuse_or_accept_existing(
     ours = {f["path"]: f["bytes"] for image in images for f in image.table["files"]}
     if not resumed or any(listed.get(path) != size for path, size in ours.items()):
         raise SaveError(
-            f"{directory} is a committed checkpoint already and is never overwritten; two "
+            f"{directory} is already a committed checkpoint and is never overwritten. Two "
             "programs must not write the same attempt and launch of a run"
         )
     accept_commit(run, directory, is_alone=images[0].table["nodes"] == 1)
@@ -201,9 +201,9 @@ def _refuse_or_accept_existing(
 def _write_files(
     directory: Path, images: Sequence[Image], resumed: bool, written: list[Path]
 ) -> list[FileEntry]:
-    """Write every file of every image, at most `WRITERS_MAX` at once, and fsync all names.
+    """Write every file of every image, at most `WRITERS_MAX` at once, and fsync the folders.
 
-    What came to bear its name is added to `written`, also when the whole fails.
+    Each finished file is added to `written`, also if the function fails later.
     """
     work = [(image, f["path"], f["offset"], f["bytes"]) for image in images for f in _files(image)]
     parents = sorted(_folders(directory, images))
@@ -225,10 +225,10 @@ def _write_files(
 
 
 def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecksum:
-    """Write `path` durably under a name of its own first; returns what its bytes sum to."""
+    """Write `path` durably through a temporary file and return the checksum of its bytes."""
     if not replace and path.exists():
         raise SaveError(
-            f"{path} exists already and is never overwritten; two programs must not write the "
+            f"{path} already exists and is never overwritten. Two programs must not write the "
             "same attempt and launch of a run"
         )
     checksum = FileChecksum(len(content))
@@ -243,7 +243,7 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecks
         os.fsync(handle)
         os.rename(temporary, path)
     except OSError as error:
-        # What is half-written only takes room that the next save may need.
+        # A partial file would only use space that the next save may need.
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OSError(error.errno, f"{error.strerror}: {path}") from error
@@ -253,7 +253,7 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecks
 
 
 def _folders(directory: Path, images: Sequence[Image]) -> set[Path]:
-    """The folders that the files of these images lie in, the checkpoint's own among them."""
+    """Return the folders of these images' files, including the checkpoint's own."""
     return {(directory / f["path"]).parent for image in images for f in _files(image)} | {directory}
 
 
@@ -263,7 +263,7 @@ def _files(image: Image) -> list[dict[str, Any]]:
 
 
 def _make_part(images: Sequence[Image], entries: Sequence[FileEntry]) -> dict[str, Any]:
-    """What this node has to say for the manifest; `manifest` comes from rank 0's table."""
+    """Return this node's part of the manifest. `manifest` comes from rank 0's table."""
     tables = [image.table for image in images]
     return {
         "node": tables[0]["node"],

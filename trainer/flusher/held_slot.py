@@ -1,4 +1,4 @@
-"""A staging slot as the flusher holds it, and what it says at one moment."""
+"""A staging slot that the flusher holds, and its view at one moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.trainer.flusher.plan import SlotKey, SlotView
 
 @dataclass
 class HeldSlot:
-    """A slot whose descriptor we hold; `resumed` marks one that an earlier flusher had begun."""
+    """A slot that the flusher holds by its descriptor. `resumed`: an earlier flusher began it."""
 
     handle: int
     slot: Slot
@@ -19,10 +19,10 @@ class HeldSlot:
     is_orphan: bool = False
 
     def view(self, key: SlotKey, *, is_deserted: bool = False) -> SlotView:
-        """What the slot says now; one that is sealed and cannot be read becomes FAILED.
+        """Return the slot's present content. A sealed slot that cannot be read becomes FAILED.
 
-        A living rank may overwrite a snapshot at any moment, so its table is read only when the
-        caller says that no rank is left.
+        A living rank may overwrite a snapshot at any moment. The table of a snapshot is therefore
+        read only with `is_deserted`, when no rank is left.
         """
         state, step = self.slot.state, self.slot.step
         is_readable = state is SlotState.SEALED or (state is SlotState.SNAPSHOT and is_deserted)
@@ -41,7 +41,7 @@ class HeldSlot:
                 is_former=self.is_orphan,
             )
         except (ValueError, KeyError) as error:
-            self.slot.fail(f"its table cannot be read: {error}")
+            self.slot.fail(f"the slot's table cannot be read: {error}")
             return self._bare_view(key, SlotState.FAILED, step)
 
     def _bare_view(self, key: SlotKey, state: SlotState, step: int) -> SlotView:

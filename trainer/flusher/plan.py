@@ -1,8 +1,8 @@
-"""Which staged steps to write and which to give up: a pure function of what the slots say.
+"""Decide which staged steps to write and which to give up: a pure function of the slots.
 
-A step is written when every local rank has sealed it, whether or not a rank still lives. It is
-given up when one of them never will: it ended, had no free slot, went on to a later step, or
-belongs to a launch that is over.
+A step is written when every local rank has sealed it, even if all ranks are dead. A step is given
+up when one rank will never seal it: the rank ended, had no free slot, continued with a later step,
+or belongs to an earlier launch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _HAS_STEP = frozenset(SlotState) - {SlotState.EMPTY}
 
 @dataclass(frozen=True, kw_only=True)
 class SlotView:
-    """One slot at one moment. The names of a step are known once it is sealed.
+    """One slot at one moment. Its checkpoint and local rank are known once it is sealed.
 
-    Its rank will not fill one that `is_former` again: it has others, or it is gone.
+    `is_former`: the rank will not fill this slot again, because it has new slots or is gone.
     """
 
     key: SlotKey
@@ -50,9 +50,9 @@ class StepGroup:
 
 @dataclass(frozen=True)
 class Departures:
-    """Why a rank, named (launch, local rank), may never seal a step.
+    """Why a rank may never seal a step. Each key is (launch, local rank).
 
-    `skipped` has the newest step that a rank passed over for want of a slot.
+    `skipped` has the newest step that a rank skipped because it had no free slot.
     """
 
     gone: Collection[tuple[int, int]] = ()
@@ -62,14 +62,14 @@ class Departures:
 
 @dataclass(frozen=True)
 class FlushPlan:
-    """`ready` in the order to write them; `dead` with the reason for people."""
+    """`ready` in write order; `dead` with the reason why each was given up."""
 
     ready: tuple[StepGroup, ...]
     dead: tuple[tuple[StepGroup, str], ...]
 
 
 def plan(views: Sequence[SlotView], departures: Departures) -> FlushPlan:
-    """Sort the sealed steps into those to write, those to give up, and those to wait for."""
+    """Sort the sealed steps into steps to write, steps to give up, and steps to wait for."""
     members: dict[tuple[int, int, str], list[SlotView]] = {}
     for view in views:
         if view.state is SlotState.SEALED and view.local_rank is not None:
@@ -92,9 +92,9 @@ def _why_never(
     views: Sequence[SlotView],
     departures: Departures,
 ) -> str | None:
-    """Why the step can never be complete, or None while it still can."""
+    """Return why the step can never be complete, or None while it still can."""
     for local in sorted(rank for rank in missing if rank is not None):
-        # Steps come in order, so who skipped a later one is past this one too.
+        # A rank takes steps in order: if it skipped a later step, it will not seal this one.
         if departures.skipped.get((group.launch, local), -1) >= group.step:
             return f"local rank {local} had no free slot at step {group.step}"
         if (group.launch, local) in departures.gone:
@@ -106,7 +106,7 @@ def _why_never(
                 if v.launch == group.launch
                 and v.local_rank == local
                 and v.state in _HAS_STEP
-                # What an engine before this one saved says nothing about this one's steps.
+                # Slots of an earlier engine say nothing about the steps of the present one.
                 and not v.is_former
             ),
             default=group.step,

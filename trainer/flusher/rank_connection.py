@@ -1,4 +1,4 @@
-"""A rank as the flusher sees it: its connection, who it said it is, and how its death is told."""
+"""A rank's connection to the flusher, and how the flusher detects the rank's death."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.trainer.flusher.plan import SlotKey
 
 @dataclass
 class RankConnection:
-    """A connected rank, as its hello said; `process` is a descriptor that tells its death."""
+    """A connected rank, as its `hello` describes it. `process` is the rank's pidfd, if any."""
 
     connection: socket.socket
     process: int | None
@@ -23,9 +23,9 @@ class RankConnection:
 
 
 def open_process(connection: socket.socket) -> int | None:
-    """A descriptor that becomes readable when the peer's process ends, where the kernel has it.
+    """Return a descriptor that becomes readable when the peer's process ends, None if unsupported.
 
-    A rank's forked children hold its socket open, so the socket alone may tell too late.
+    A rank's forked children keep its socket open, so the socket alone may report the end too late.
     """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     try:

@@ -1,9 +1,9 @@
-"""What is saved of a crash: the newest step that every rank of every node had sealed in memory.
+"""Salvage after a crash: commit the newest step that all ranks of all nodes have sealed in memory.
 
-Snapshots are overwritten while ranks live, so they are looked at once all ranks of the node are
-gone. Several nodes agree on one step by small files in the launch's folder: each lists what
-it has, all read all lists, and so all come to the same answer. A node that does not answer in time
-leaves the others without one: nothing is committed by some nodes alone.
+Living ranks overwrite their snapshots, so the flusher reads snapshots only when all ranks of the
+node are gone. Several nodes agree on one step through small files in the launch's folder. Each node
+writes a list of its steps and reads all lists, so all nodes reach the same answer. If a node does
+not write its list in time, nothing is committed: a step is never committed by some nodes alone.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ POLL_S: Final = 0.02
 
 @dataclass(frozen=True)
 class Salvage:
-    """What one node has of a crashed launch.
+    """The snapshots of a crashed launch on one node.
 
-    `groups` are its complete snapshots, newest first; `slots` every slot with a snapshot, which
-    are released once it is decided which of them is committed.
+    `groups` are the complete snapshots, newest first. `slots` are all slots with a snapshot. They
+    are released when the step to commit has been chosen.
     """
 
     launch: int
@@ -42,7 +42,7 @@ class Salvage:
 
 
 def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) -> Salvage:
-    """The snapshots that are worth something: of all local ranks, after `committed_step`."""
+    """Return the snapshots that all local ranks have and that are newer than `committed_step`."""
     snapshots = [v for v in views if v.state is SlotState.SNAPSHOT and v.launch == launch]
     members: dict[tuple[int, str], list[SlotView]] = {}
     for view in snapshots:
@@ -57,7 +57,7 @@ def find_salvage(views: Sequence[SlotView], launch: int, committed_step: int) ->
 
 
 def newest_common(lists: Sequence[Collection[int]]) -> int | None:
-    """The newest step that is in every list."""
+    """Return the newest step that is in every list, or None."""
     common = set(lists[0]).intersection(*lists[1:]) if lists else set()
     return max(common, default=None)
 
@@ -70,11 +70,12 @@ def agree(
     lost: Callable[[], Collection[int]] = frozenset,
     timeout_s: float | None = None,
 ) -> int | None:
-    """The step that all nodes commit, None when they have none in common.
+    """Return the step that all nodes commit, None when they have none in common.
 
-    `table` is any sealed slot's. Raises `SaveError` when a node says nothing within `timeout_s`
-    seconds (unless given, `LISTS_WAIT_S` more than the file system can be late), is among the
-    `lost`, or `abandoned` gives a reason, and `OSError` when the folder cannot be used.
+    `table` is the table of any sealed slot. `timeout_s` defaults to `LISTS_WAIT_S` plus the delay
+    of the file system. Raises `SaveError` if a node writes no list in time, if a node without a
+    list is in `lost`, or if `abandoned` returns a reason. Raises `OSError` if the folder is not
+    usable.
     """
     node, nodes = int(table["node"]), int(table["nodes"])
     if nodes == 1:
@@ -95,14 +96,14 @@ def agree(
             return newest_common([found for found in lists.values() if found is not None])
         reason = abandoned()
         if missing := sorted(set(silent) & set(lost())):
-            held = name_shards(folder, missing) or "what they held"
-            reason = f"nodes {missing} are lost, and with them {held}"
+            held = name_shards(folder, missing) or "their shards"
+            reason = f"nodes {missing} are lost, together with {held}"
         if reason is None and time.monotonic() > give_up:
-            reason = f"nodes {silent} did not say within {timeout_s:.0f} s what they hold"
+            reason = f"nodes {silent} did not list their snapshots within {timeout_s:.0f} s"
         if reason is not None:
-            # Whoever comes later must not count on this node.
+            # Nodes that read the lists later must not count on this node.
             _write_list(folder, node, ())
-            raise SaveError(f"the snapshots in memory are given up: {reason}")
+            raise SaveError(f"the snapshots in memory were given up: {reason}")
         time.sleep(POLL_S)
 
 

@@ -1,11 +1,12 @@
-"""The flusher: one small process per node that makes staged steps durable.
+"""The flusher: one small process per node that writes and commits staged steps.
 
     python -m holdfast.trainer.flusher --address-fd FD --node I --nodes N
                                        [--supervisor-fd FD] [--run DIR]
 
-It knows bytes and files, not tensors, and outlives the ranks: what they sealed is committed even
-when all of them are dead. One thread talks (`contracts.wire`), another writes. Slots are looked at
-in shared memory, so a message that got lost costs a moment and never a checkpoint.
+It handles bytes and files, not tensors. It outlives the ranks: a step that they sealed is committed
+even if all of them are dead. One thread handles messages (`contracts.wire`), another one writes.
+The flusher polls the slots in shared memory, so a lost message costs a delay and never a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, Final
 from holdfast.contracts import wire
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
-from holdfast.trainer.flusher.commit import PeerState, leave_word
+from holdfast.trainer.flusher.commit import PeerState, report_incomplete
 from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
 from holdfast.trainer.flusher.plan import (
@@ -53,7 +54,7 @@ IDLE_S: Final = 60.0
 LINGER_S: Final = 5.0
 # torchrun gives the ranks of a failed program 30 s before it kills them.
 SNAPSHOT_LINGER_S: Final = 60.0
-# With supervisor and ranks gone, the longest that copies to the mirror are waited for.
+# After the supervisor and the ranks are gone: the longest wait for copies to the mirror.
 MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
 ERROR_BYTES_MAX: Final = 500
@@ -62,7 +63,7 @@ IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.S
 
 @dataclass(frozen=True)
 class Finished:
-    """The writer's word on one step."""
+    """The result of one step, as the writer thread reports it."""
 
     group: StepGroup
     committed: Committed | None
@@ -71,7 +72,7 @@ class Finished:
 
 
 class Flusher:
-    """Holds the slots of one node's ranks and sees each complete step through."""
+    """Holds the slots of one node's ranks, and writes and commits each complete step."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Flusher:
         budget: int | None,
         mirror: MirrorWorker,
     ) -> None:
-        """`budget` is the most bytes that the run's checkpoints may take."""
+        """`budget` is the byte limit for all checkpoints of the run."""
         self._mirror = mirror
         self._supervisor = supervisor
         self._space_guard = SpaceGuard(budget, self._ask_for_space)
@@ -113,7 +114,7 @@ class Flusher:
         self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
 
     def run(self) -> None:
-        """Serve until the supervisor hung up and all sealed steps are written, or all are gone."""
+        """Serve until the supervisor has hung up and all sealed steps are written."""
         self._writer.start()
         while not self._is_over():
             for key, _ in self._selector.select(TICK_S):
@@ -126,7 +127,7 @@ class Flusher:
         self._work.put(None)
         self._allocator.stop()
 
-    # --- conversations --------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------
 
     def _watch(self, source: socket.socket | int, act: Callable[[], object]) -> None:
         self._selector.register(source, selectors.EVENT_READ, act)
@@ -154,9 +155,9 @@ class Flusher:
                 os.close(descriptor)
             self._answer_rank(peer, message)
         except (OSError, ValueError, KeyError) as error:
-            # A rank that talks nonsense must not take the others' checkpoints along. It may live
-            # and still use its slots, so these stay as they are; it is free to call again.
-            _say(f"rank {peer.rank} is cut off: {type(error).__name__}: {error}")
+            # An invalid message from one rank must not harm the checkpoints of the others. The
+            # rank may still use its slots, so they stay as they are, and it may connect again.
+            _log(f"rank {peer.rank} was disconnected: {type(error).__name__}: {error}")
             self._drop(peer)
 
     def _answer_rank(self, peer: RankConnection, message: dict[str, Any]) -> None:
@@ -179,7 +180,7 @@ class Flusher:
             self._work.put(shards)
 
     def _give_slots(self, peer: RankConnection, data_bytes: int, used_bytes: int) -> None:
-        """New slots for a rank; those it had before are let go once they are written."""
+        """Give a rank new slots. Its earlier slots are released once they are written."""
         for key in peer.slots:
             self._held[key].is_orphan = True
         self._skipped.pop((peer.launch, peer.local_rank), None)
@@ -196,7 +197,7 @@ class Flusher:
         self._allocator.begin([self._held[key].slot for key in keys], used_bytes)
 
     def _hang_up(self, peer: RankConnection) -> None:
-        """A rank is gone: what it sealed stays, what it did not seal is worth nothing."""
+        """Handle the end of a rank: its sealed slots stay, its unsealed ones are released."""
         if peer not in self._peers:
             return
         self._drop(peer)
@@ -220,7 +221,7 @@ class Flusher:
         try:
             heard = wire.receive(self._supervisor)
         except (OSError, ValueError) as error:
-            _say(f"the supervisor is cut off: {error}")
+            _log(f"the supervisor was disconnected: {error}")
             heard = None
         if heard is None:
             self._selector.unregister(self._supervisor)
@@ -241,7 +242,7 @@ class Flusher:
             self._drains_mirror = bool(message.get("mirror"))
 
     def _adopt(self, key: SlotKey, handle: int) -> None:
-        """Take back a slot that a flusher before this one held."""
+        """Take over a slot that an earlier flusher held."""
         if key in self._held or os.fstat(handle).st_size <= DATA_OFFSET:
             os.close(handle)
             return
@@ -257,10 +258,10 @@ class Flusher:
         try:
             wire.send(self._supervisor, kind, descriptors=descriptors, **data)
         except (OSError, ValueError) as error:
-            _say(f"the supervisor did not take `{kind}`: {error}")
+            _log(f"cannot send `{kind}` to the supervisor: {error}")
 
     def _ask_for_space(self, need: Need, problem: str) -> bool:
-        """Asked by the writer's thread: a packet is sent whole or not at all."""
+        """Ask the supervisor for space, from the writer thread. Packets are sent whole or not."""
         error = wire.clip(problem, wire.MESSAGE_BYTES_MAX // 2)
         self._tell_supervisor("full", step=need.step, bytes=need.step_bytes, error=error)
         return self._supervisor is not None
@@ -277,8 +278,8 @@ class Flusher:
             self._work.put((group, None))
         if not found.dead:
             return
-        # A rank may have sealed while its slots were being read one after the other: only what
-        # a second look confirms is given up.
+        # A rank may have sealed a slot while the slots were read one after the other. Give up
+        # only steps that a second plan gives up too.
         confirmed = {group for group, _ in self._plan().dead}
         for group, reason in found.dead:
             if group in confirmed:
@@ -299,7 +300,7 @@ class Flusher:
         return [held.view(key) for key, held in self._held.items() if key not in self._busy]
 
     def _salvage(self) -> None:
-        """Hand over what dead ranks left in memory, once everything else of theirs is done."""
+        """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
         snapshots = self._snapshots()
         if not snapshots or self._busy or self._finished or self._plan().ready:
             return
@@ -317,11 +318,11 @@ class Flusher:
             self._work.put(found)
 
     def _snapshots(self) -> set[int]:
-        """Launches of which snapshots are in memory."""
+        """Return the launches that have snapshots in memory."""
         return {key[0] for key, held in self._held.items() if held.slot.state is SlotState.SNAPSHOT}
 
     def _is_deserted(self, launch: int) -> bool:
-        """True when no rank of it is left on this node, so that nobody overwrites a snapshot."""
+        """Return True if this node has no rank of the launch, so its snapshots cannot change."""
         if any(peer.launch == launch for peer in self._peers):
             return False
         is_ended = self._drain_by is not None or (self._was_supervised and self._supervisor is None)
@@ -347,12 +348,12 @@ class Flusher:
                     is_salvaged=result.is_salvaged,
                 )
             else:
-                _say(f"{name} is not committed: {result.error}")
+                _log(f"{name} is not committed: {result.error}")
                 error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
                 self._tell_supervisor("failed", step=step, checkpoint=name, error=error)
 
     def _answer_drain(self) -> None:
-        """Answer a supervisor that waits once nothing complete is left to write, or time is up."""
+        """Answer the supervisor's drain request when all is written or its time limit passed."""
         if self._drain_by is None or self._finished:
             return
         unmirrored = self._mirror.unfinished if self._drains_mirror else []
@@ -376,15 +377,15 @@ class Flusher:
         self._results.clear()
 
     def _release_orphans(self) -> None:
-        """Give back the memory of slots that no rank will fill again.
+        """Free the memory of slots that no rank will fill again.
 
-        The file is cut short, which frees its pages although the supervisor holds it too.
+        The file is truncated, which frees its pages although the supervisor holds it too.
         """
         for key, held in list(self._held.items()):
             is_old = held.is_orphan or key[0] < self._newest_launch
             kept = held.slot.state in {SlotState.SEALED, SlotState.FLUSHING}
             if held.slot.state is SlotState.SNAPSHOT:
-                # What a later launch began without is of no use any more.
+                # A later launch began without these snapshots, so they are of no use.
                 kept = key[0] >= self._newest_launch
             if not is_old or kept or key in self._busy:
                 continue
@@ -412,7 +413,7 @@ class Flusher:
             return True
         return now - self._alone_since > linger_s
 
-    # --- the writer's thread --------------------------------------------------------------
+    # --- writer thread --------------------------------------------------------------------
 
     def _write_steps(self) -> None:
         while (item := self._work.get()) is not None:
@@ -431,7 +432,7 @@ class Flusher:
         try:
             images = [Image(held.slot.table, held.slot.data) for held in slots]
             if given_up is not None:
-                leave_word(images[0].table, given_up)
+                report_incomplete(images[0].table, given_up)
                 committed, error = None, given_up
             else:
                 resumed = any(held.resumed for held in slots)
@@ -446,8 +447,8 @@ class Flusher:
         except (OSError, HoldfastError) as problem:
             committed, error = None, str(problem)
         except Exception as problem:
-            # The edge of the writer's thread: a bug in one step must fail that step and not
-            # leave every later one waiting for a thread that is gone.
+            # A bug in one step must fail that step only. If the writer thread ended, every later
+            # step would wait for ever.
             committed, error = None, f"{type(problem).__name__}: {problem}"
         for held in slots:
             held.resumed = False
@@ -458,10 +459,10 @@ class Flusher:
         return Finished(group, committed, error)
 
     def _write_salvage(self, found: Salvage) -> Finished:
-        """Commit the newest snapshot that all nodes have, and let the others go."""
+        """Commit the newest snapshot that all nodes have, and release the others."""
         newest = max((self._held[key].slot.step for key in found.slots), default=0)
         nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
-        result = Finished(nothing, None, "not every rank of every node had sealed it")
+        result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
         try:
             table = self._held[found.slots[0]].slot.table
             steps = [group.step for group in found.groups]
@@ -487,5 +488,5 @@ class Flusher:
         return reason
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"holdfast flusher: {text}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""What each node's ranks write, left where the others can read it, so that a loss has names.
+"""Lists of what each node's ranks write, so that the error for a lost node can name its shards.
 
-Nobody but a node itself knows what its ranks write: plans are made without telling everybody. So
-each leaves a list in the launch's folder as soon as its ranks have planned. Where a node is
-lost, the others say by its list which files and keys went with it.
+Only a node itself knows what its ranks write, because ranks plan a save without exchanging plans.
+Each node therefore writes a list into the launch's folder as soon as its ranks have planned. If a
+node is lost, the others read from its list which files and keys are lost too.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ RANKS_NAMED_MAX: Final = 4
 
 @dataclass(frozen=True)
 class ShardList:
-    """What all ranks of one node write, by rank; `folder` is the launch's."""
+    """What all ranks of one node write, by rank. `folder` is the launch's folder."""
 
     folder: Path
     node: int
     shards: Mapping[int, Mapping[str, Any]]
 
     def leave(self) -> None:
-        """Write the list, in place of an older one.
+        """Write the list in place of an earlier one.
 
-        Nothing but the words of an error depends on it, so storage may refuse it.
+        Only the text of an error depends on it, so a failed write is logged and not raised.
         """
         shards = [{"rank": rank, **shard} for rank, shard in sorted(self.shards.items())]
         try:
@@ -40,45 +40,46 @@ class ShardList:
             content = to_json({"node": self.node, "shards": shards})
             write_bytes(_path(self.folder, self.node), content)
         except OSError as error:
-            print(f"holdfast flusher: no list of shards: {error}", file=sys.stderr, flush=True)
+            text = f"holdfast flusher: the list of shards was not written: {error}"
+            print(text, file=sys.stderr, flush=True)
 
 
 class ShardLists:
-    """What the ranks of this node have told of their plans, until all of them have."""
+    """Collects the reports of this node's ranks until every rank has reported its plan."""
 
     def __init__(self) -> None:
-        self._told: dict[Path, dict[int, dict[str, Any]]] = {}
+        self._reports: dict[Path, dict[int, dict[str, Any]]] = {}
 
     def hear(self, rank: int, message: Mapping[str, Any]) -> ShardList | None:
-        """Take what a rank writes by its new plan; the whole list once all ranks have told."""
+        """Record what a rank writes by its new plan. Return the list once all have reported."""
         folder = Path(message["folder"])
-        # Of a launch that is over nobody will ask.
-        told = self._told.get(folder, {})
-        told[rank] = {key: message[key] for key in ("files", "keys", "keys_total")}
-        self._told = {folder: told}
-        if len(told) < message["local_ranks"]:
+        # Reports of an earlier launch are dropped.
+        reports = self._reports.get(folder, {})
+        reports[rank] = {key: message[key] for key in ("files", "keys", "keys_total")}
+        self._reports = {folder: reports}
+        if len(reports) < message["local_ranks"]:
             return None
-        return ShardList(folder, message["node"], dict(told))
+        return ShardList(folder, message["node"], dict(reports))
 
 
 def launch_folder(run: RunPaths, checkpoint: str) -> Path:
-    """The folder of the launch that `checkpoint` is of; `SaveError` when that is no name."""
+    """Return the folder of the launch that wrote `checkpoint`. Raises `SaveError` if malformed."""
     name = CheckpointName.parse(checkpoint)
     if name is None:
-        raise SaveError(f"a slot names the checkpoint {checkpoint!r}, which is no name")
+        raise SaveError(f"a slot names the checkpoint {checkpoint!r}, which is not a valid name")
     return run.attempt(name.attempt).launch(name.launch)
 
 
 def name_shards(folder: Path, nodes: Collection[int]) -> str:
-    """What the ranks of these nodes write, in words; empty where they have left no list.
+    """Describe what the ranks of these nodes write. Empty if these nodes left no list.
 
-    As `__2_0.distcp with model.a, model.b and 9 keys more; __3_0.distcp with model.c`.
+    Example: `__2_0.distcp with model.a, model.b and 9 more keys; __3_0.distcp with model.c`.
     """
     shards = [shard for node in sorted(nodes) for shard in _read(folder, node)]
-    words = [_in_words(shard) for shard in shards[:RANKS_NAMED_MAX]]
+    texts = [_describe(shard) for shard in shards[:RANKS_NAMED_MAX]]
     if len(shards) > RANKS_NAMED_MAX:
-        words.append(f"and those of {len(shards) - RANKS_NAMED_MAX} more ranks")
-    return "; ".join(words)
+        texts.append(f"and those of {len(shards) - RANKS_NAMED_MAX} more ranks")
+    return "; ".join(texts)
 
 
 def _read(folder: Path, node: int) -> list[dict[str, Any]]:
@@ -89,12 +90,12 @@ def _read(folder: Path, node: int) -> list[dict[str, Any]]:
     return found
 
 
-def _in_words(shard: Mapping[str, Any]) -> str:
+def _describe(shard: Mapping[str, Any]) -> str:
     files = ", ".join(shard["files"]) or f"no file of rank {shard['rank']}"
     if not shard["keys"]:
         return files
     left = shard["keys_total"] - len(shard["keys"])
-    return f"{files} with {', '.join(shard['keys'])}" + (f" and {left} keys more" if left else "")
+    return f"{files} with {', '.join(shard['keys'])}" + (f" and {left} more keys" if left else "")
 
 
 def _path(folder: Path, node: int) -> Path:

@@ -1,8 +1,8 @@
-"""Checks before a step is written: free space of the storage, and what is left of the budget.
+"""Space checks before a step is written: free space on storage, and the checkpoint budget.
 
-When it does not fit, the flusher supervisor is asked to free what the keep rules allow, once, and
-the wait for its answer is bounded. The last percent of a disk (at most `MARGIN_BYTES_MAX`) is left
-to journals, logs and manifests: a save that fills it would take the run's own words along.
+If a step does not fit, the space guard asks the flusher supervisor once to delete checkpoints that
+the keep rules allow, and waits a bounded time. It keeps the last percent of a disk (at most
+`MARGIN_BYTES_MAX`) free for journals, logs and manifests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @dataclass(frozen=True)
 class Need:
-    """What a step takes: `bytes` on this node, `step_bytes` on all nodes together, about."""
+    """The approximate size of a step: `bytes` on this node, `step_bytes` on all nodes together."""
 
     step: int
     bytes: int
@@ -32,7 +32,7 @@ class Need:
 
     @classmethod
     def of_tables(cls, tables: Sequence[dict[str, Any]]) -> Need:
-        """The need of one node's slot tables; nodes hold about equal shares of a step."""
+        """Return the need of one node's slot tables. Nodes hold about equal shares of a step."""
         size = sum(file["bytes"] for table in tables for file in table["files"])
         return cls(tables[0]["step"], size, size * tables[0]["nodes"])
 
@@ -40,29 +40,29 @@ class Need:
 def find_shortage(
     need: Need, *, free: int | None, total: int, budget: int | None, taken: int
 ) -> OSError | None:
-    """Why the step does not fit, or None. Pure; all in bytes, `free` None where none can say."""
+    """Return an error if the step does not fit. Sizes in bytes; `free` is None if unknown."""
     margin = min(MARGIN_BYTES_MAX, total // 100)
     if free is not None and need.bytes + margin > free:
         return OSError(
             errno.ENOSPC,
-            f"{os.strerror(errno.ENOSPC)}: step {need.step} needs {need.bytes} bytes here and "
-            f"{margin} in reserve, {free} are free",
+            f"{os.strerror(errno.ENOSPC)}: step {need.step} needs {need.bytes} bytes here and a "
+            f"reserve of {margin} bytes, but {free} bytes are free",
         )
     if budget is not None and taken + need.step_bytes > budget:
         return OSError(
             errno.EDQUOT,
-            f"{os.strerror(errno.EDQUOT)}: step {need.step} needs {need.step_bytes} bytes, and "
-            f"{taken} of checkpoint.budget's {budget} are taken by the run's checkpoints",
+            f"{os.strerror(errno.EDQUOT)}: step {need.step} needs {need.step_bytes} bytes, but "
+            f"the run's checkpoints use {taken} of the {budget} bytes of checkpoint.budget",
         )
     return None
 
 
 class SpaceGuard:
-    """Checks for room, and asks the flusher supervisor for more; one step at a time."""
+    """Checks for space and asks the flusher supervisor for more, for one step at a time."""
 
     def __init__(self, budget: int | None, ask_supervisor: Callable[[Need, str], bool]) -> None:
-        """`ask_supervisor` sends the question and says whether there is a flusher supervisor to
-        answer it."""
+        """`ask_supervisor` sends the request. It returns False if there is no flusher supervisor
+        to answer."""
         self._budget = budget
         self._ask_supervisor = ask_supervisor
         self._sizes: dict[str, int] = {}
@@ -71,7 +71,7 @@ class SpaceGuard:
         self._answer: dict[str, Any] | None = None
 
     def check(self, run: RunPaths, directory: Path, need: Need, *, node: int) -> None:
-        """Raise `OSError` (ENOSPC, EDQUOT) when the step will not fit. Node 0 minds the budget."""
+        """Raise `OSError` (ENOSPC, EDQUOT) if the step will not fit. Node 0 checks the budget."""
         free, total = _space_at(directory)
         budget = self._budget if node == 0 else None
         taken = self._taken(run, directory.name) if budget is not None else 0
@@ -80,34 +80,34 @@ class SpaceGuard:
             raise shortage
 
     def ask(self, need: Need, problem: OSError) -> tuple[int, str]:
-        """(bytes that were freed, the supervisor's words); waits `ANSWER_WAIT_S` at most."""
+        """Return (freed bytes, the supervisor's explanation). Waits at most `ANSWER_WAIT_S`."""
         with self._answered:
             self._asked_step, self._answer = need.step, None
             if not self._ask_supervisor(need, str(problem)):
-                return 0, "nobody is there to free room"
+                return 0, "no supervisor is connected that could free space"
             self._answered.wait_for(
                 lambda: self._answer is not None or self._asked_step is None, ANSWER_WAIT_S
             )
             answer, self._asked_step = self._answer, None
         if answer is None:
-            return 0, f"no answer within {ANSWER_WAIT_S:.0f} s to the question for room"
+            return 0, f"the supervisor did not answer within {ANSWER_WAIT_S:.0f} s"
         return int(answer["freed_bytes"]), str(answer["detail"])
 
     def hear(self, message: dict[str, Any]) -> None:
-        """The flusher supervisor's answer; one to an earlier question is passed over."""
+        """Take the flusher supervisor's answer. An answer to an earlier request is ignored."""
         with self._answered:
             if message["step"] == self._asked_step:
                 self._answer = message
                 self._answered.notify_all()
 
     def hang_up(self) -> None:
-        """The flusher supervisor is gone: wait no longer."""
+        """End the wait: the flusher supervisor is gone."""
         with self._answered:
             self._asked_step = None
             self._answered.notify_all()
 
     def _taken(self, run: RunPaths, besides: str) -> int:
-        """Bytes of the run's checkpoints but one; a committed one's size is looked up once."""
+        """Return the bytes of the run's other checkpoints. Sizes of committed ones are cached."""
         sizes = {}
         for directory in [*run.list_checkpoints(), *run.list_removing()]:
             name = directory.name
@@ -121,13 +121,13 @@ class SpaceGuard:
         return sum(sizes.values())
 
 
-def with_advice(problem: OSError, words: str) -> OSError:
-    """The same error with what the flusher supervisor said of it."""
-    return OSError(problem.errno, f"{problem.strerror}; {words}")
+def with_advice(problem: OSError, advice: str) -> OSError:
+    """Return the same error with the flusher supervisor's explanation."""
+    return OSError(problem.errno, f"{problem.strerror}; {advice}")
 
 
 def _space_at(directory: Path) -> tuple[int | None, int]:
-    """(free bytes, all bytes) of the storage that will hold `directory`."""
+    """Return (free bytes, total bytes) of the storage that will hold `directory`."""
     place = directory
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -140,7 +140,7 @@ def _space_at(directory: Path) -> tuple[int | None, int]:
 
 
 def _bytes_below(directory: Path) -> int:
-    """Bytes of all files in a directory; what vanishes meanwhile counts for nothing."""
+    """Return the bytes of all files in a directory. Files that vanish meanwhile count as zero."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
