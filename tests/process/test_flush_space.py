@@ -48,7 +48,8 @@ def test_what_fits(
     found = find_shortage(need, free=free, total=total, budget=budget, taken=taken)
     assert (found.errno if found else None) == code
     if code == errno.EDQUOT:
-        assert f"step 7 needs {40 * GB} bytes, but the run's checkpoints use {taken} of" in str(found)
+        expected = f"step 7 needs {40 * GB} bytes, but the run's checkpoints use {taken} of"
+        assert expected in str(found)
     elif code:
         assert f"step 7 needs {10 * GB} bytes here" in str(found)
         assert f"{free} bytes are free" in str(found)
