@@ -288,10 +288,10 @@ def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
         engine.prepare(state)
         said = engine.wait_for_metadata()
     assert said is not None
-    assert "could not be made beside training: MemoryError: 1.6 GB" in said
+    assert "could not be built in the background: MemoryError: 1.6 GB" in said
     assert engine.changes(state) == said
     assert engine.snapshot(state, {}, step=1, **FACTS) is False
-    with pytest.raises(SaveError, match=r"MemoryError: 1\.6 GB; where memory was short"):
+    with pytest.raises(SaveError, match=r"MemoryError: 1\.6 GB\. If memory was short"):
         engine.save(state, {}, step=1, **FACTS)
     with pytest.raises(SaveError, match=r"no rank saves, because of rank 0: \.metadata could not"):
         engine.prepare(state)
@@ -354,7 +354,7 @@ def test_nobody_listening_is_said_with_the_name(
     monkeypatch.setattr(
         "holdfast.trainer.staging.stage.FlusherConnection.connect.__defaults__", (0.05,)
     )
-    with pytest.raises(SaveError, match="no flusher is found by holdfast-test-nobody"):
+    with pytest.raises(SaveError, match="no flusher answered at holdfast-test-nobody"):
         engine.save(make_state(), {}, step=1, **FACTS)
     engine.close()
 

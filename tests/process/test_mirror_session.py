@@ -84,7 +84,7 @@ def test_nothing_is_begun_anew_while_the_mirror_cannot_be_asked(tmp_path: Path) 
     (tmp_path / "mirror").write_text("not a directory")
     tiers = {CHECKPOINT_MIRROR: f"no-such-scheme://{tmp_path}/mirror"}
     said = train(tmp_path / "run", 4, tiers, is_ok=False)
-    assert "what the mirror has is not known" in said
+    assert "the mirror's contents are unknown" in said
     assert not (tmp_path / "run" / "records").exists()
 
 

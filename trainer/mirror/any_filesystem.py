@@ -1,7 +1,8 @@
-"""A mirror on any other file system that fsspec knows, by what all of them can do.
+"""A mirror on any other fsspec file system. It uses only what all fsspec file systems support.
 
-Such a store may show an object before it is whole, and may not create exclusively. So a file is
-sent under another name, read back and compared, and then moved; a manifest, too, is read back.
+Such a store may show an object before it is complete, and may not support exclusive creation. A
+file is therefore written under a temporary name, read back and compared, and then moved. So is a
+manifest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast.trainer.mirror.store import (
     PART_BYTES,
     EntryCheck,
     checked_parts,
-    telling,
+    wrap_errors,
 )
 
 T = TypeVar("T")
@@ -30,19 +31,19 @@ CALLS_AT_ONCE = 8
 
 
 class FsspecStore:
-    """Any fsspec file system. Its calls run in threads, so that each can be given up."""
+    """Any fsspec file system. Its calls run in threads, so that each can time out."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        # Options that a library wants beyond its environment have no place in a spec.
-        with telling(url, "opening", ImportError, ValueError, OSError, is_passing=False):
+        # A spec has no place for library options beyond those of the environment.
+        with wrap_errors(url, "opening", ImportError, ValueError, OSError, is_passing=False):
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="mirror")
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
         target = self._at(key)
         temporary = f"{target}{UNFINISHED}"
-        self._call(f"making room for {key}", self._make_parent, target)
+        self._call(f"creating the folder of {key}", self._make_parent, target)
         stream = self._call(f"writing {key}", self._fs.open, temporary, "wb")
         try:
             for part in checked_parts(path, entry):
@@ -55,23 +56,24 @@ class FsspecStore:
         except BaseException:
             self._forget(stream, temporary)
             raise
-        self._call(f"naming {key}", self._fs.mv, temporary, target)
+        self._call(f"renaming {key}", self._fs.mv, temporary, target)
 
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._at(key)
-        self._call(f"making room for {key}", self._make_parent, target)
+        self._call(f"creating the folder of {key}", self._make_parent, target)
         if self._call(f"looking for {key}", self._fs.exists, target):
             return False
         temporary = f"{target}{UNFINISHED}"
         self._call(f"writing {key}", self._fs.pipe_file, temporary, content)
         if self._call(f"reading {key} back", self._fs.cat_file, temporary) != content:
-            raise MirrorError(f"{self._url}: {key} was read back different", is_passing=True)
-        self._call(f"naming {key}", self._fs.mv, temporary, target)
+            error = f"{self._url}: {key} was written, but other bytes were read back"
+            raise MirrorError(error, is_passing=True)
+        self._call(f"renaming {key}", self._fs.mv, temporary, target)
         return True
 
     def put(self, key: str, content: bytes) -> None:
         target = self._at(key)
-        self._call(f"making room for {key}", self._make_parent, target)
+        self._call(f"creating the folder of {key}", self._make_parent, target)
         self._call(f"writing {key}", self._fs.pipe_file, target, content)
 
     def read(self, key: str) -> bytes | None:
@@ -106,15 +108,15 @@ class FsspecStore:
             self._call(f"deleting {name}", self._remove, name)
         return len(doomed)
 
-    # --- inside ---------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------
 
     def _at(self, key: str) -> str:
         return f"{self._root.rstrip('/')}/{key}"
 
     def _call(self, doing: str, act: Callable[..., T], *given: Any) -> T:
-        """Run one call, for `CALL_TIMEOUT_S` at most; what hangs keeps its thread, not us."""
+        """Run one call for at most `CALL_TIMEOUT_S`. A call that hangs only blocks its thread."""
         errors = (OSError, FutureTimeoutError, ValueError, NotImplementedError)
-        with telling(self._url, doing, *errors):
+        with wrap_errors(self._url, doing, *errors):
             return self._pool.submit(act, *given).result(CALL_TIMEOUT_S)
 
     def _pieces_of(self, name: str, key: str) -> Iterator[bytes]:
@@ -149,7 +151,7 @@ class FsspecStore:
             return
 
     def _forget(self, stream: Any, name: str) -> None:
-        """Leave nothing of an upload that failed, as far as the store lets us."""
+        """Remove the rest of a failed upload, as far as the store allows."""
         for act in (stream.close, lambda: self._remove(name)):
             try:
                 self._call("clearing up", act)

@@ -1,4 +1,4 @@
-"""What is in a run's mirror, and what to do with it, from outside of a job:
+"""List, verify, delete, fetch and push the checkpoints of a run's mirror, from outside a job:
 
     python -m holdfast.trainer.mirror LOCATION list
     python -m holdfast.trainer.mirror LOCATION verify NAME
@@ -6,9 +6,9 @@
     python -m holdfast.trainer.mirror LOCATION fetch NAME --into DIRECTORY
     python -m holdfast.trainer.mirror LOCATION push DIRECTORY
 
-LOCATION is a run's place in the mirror, as `mirrored.json` and the journal name it. Answers with
-one JSON object on standard output; exit status 1 and `error` in it when something failed. Needs
-fsspec, and s3fs for S3, but no torch.
+LOCATION is the URL of a run in the mirror, as in `mirrored.json` and the journal. Each command
+prints one JSON object. On failure the object has `error` and the exit status is 1. The commands
+need fsspec, and s3fs for S3, but not torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.trainer.mirror.upload import Retries, commit, missing_files, read_
 
 
 def list_committed(store: Store) -> dict[str, Any]:
-    """Every checkpoint in the mirror, oldest first, and whether it is committed there."""
+    """Return every checkpoint in the mirror, oldest first, and whether it is committed there."""
     retries, found = Retries(), []
     for name in list_remote(store, retries=retries):
         content = retries.do(store.read, checkpoint_key(str(name)))
@@ -42,9 +42,9 @@ def list_committed(store: Store) -> dict[str, Any]:
 
 
 def delete(store: Store, names: list[str]) -> dict[str, Any]:
-    """Remove checkpoints, each one's manifest first: what a crash leaves is no checkpoint.
+    """Remove checkpoints, manifest first, so that a crash in between leaves no checkpoint.
 
-    The manifest stays as a tombstone. Harmless when repeated, and for names that are not there.
+    The manifest stays as a tombstone. You may repeat the call or name absent checkpoints.
     """
     retries, freed = Retries(), 0
     for name in map(str, map(_parse, names)):
@@ -60,7 +60,7 @@ def delete(store: Store, names: list[str]) -> dict[str, Any]:
 
 
 def verify(store: Store, name: str) -> dict[str, Any]:
-    """Read every byte of a checkpoint in the mirror and compare it with its manifest."""
+    """Read every byte of a checkpoint in the mirror and compare it with the manifest."""
     retries, damaged = Retries(), []
     remote = _remote(store, name)
     sizes = retries.do(store.sizes, checkpoint_folder(name))
@@ -79,14 +79,15 @@ def verify(store: Store, name: str) -> dict[str, Any]:
 
 
 def push(store: Store, directory: Path) -> dict[str, Any]:
-    """Copy a committed checkpoint to the mirror; goes on with what an earlier try left."""
+    """Copy a committed checkpoint to the mirror, and continue an earlier unfinished copy."""
     upload, retries = read_upload(directory, None), Retries()
     if upload is None:
-        raise NotFoundError(f"{directory}: no committed checkpoint here")
+        raise NotFoundError(f"{directory}: no committed checkpoint in this directory")
     sent = send_files(store, upload, retries=retries)
     missing = missing_files(store, upload, retries=retries)
     if missing:
-        raise MirrorError(f"{directory}: neither here nor in the mirror: {', '.join(missing[:5])}")
+        absent = ", ".join(missing[:5])
+        raise MirrorError(f"{directory}: files are neither here nor in the mirror: {absent}")
     commit(store, upload, retries=retries)
     return {"pushed": upload.name, "bytes": sent}
 
@@ -108,7 +109,7 @@ def _remote(store: Store, name: str) -> Remote:
 def _parse(name: str) -> CheckpointName:
     parsed = CheckpointName.parse(name)
     if parsed is None:
-        raise MirrorError(f"{name!r}: expected a checkpoint's directory name, step-….a….i…")
+        raise MirrorError(f"{name!r}: expected a checkpoint directory name like step-….a….l…")
     return parsed
 
 
@@ -128,9 +129,9 @@ def _act(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, act, and print the answer; returns the exit status."""
+    """Parse the command line, run the command, print the answer and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.mirror")
-    parser.add_argument("location", help="a run's place in its mirror, as a URL")
+    parser.add_argument("location", help="URL of the run in its mirror")
     acts = parser.add_subparsers(dest="act", required=True)
     acts.add_parser("list")
     acts.add_parser("verify").add_argument("name")

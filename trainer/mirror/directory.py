@@ -1,6 +1,6 @@
-"""A mirror that is a directory of a shared file system: `file:///shared/directory`.
+"""A mirror in a directory of a shared file system: `file:///shared/directory`.
 
-Nothing appears under its own name before it is durable, and new names are made exclusively.
+A file gets its own name only when it is durable, and new names are created exclusively.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from holdfast.contracts.durable import (
 from holdfast.contracts.errors import MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.reading import is_mine
-from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, telling
+from holdfast.trainer.mirror.store import PART_BYTES, checked_parts, wrap_errors
 
-# What is being written; left behind only by a crash.
+# The suffix of a file that is being written. Only a crash leaves such a file.
 UNFINISHED = ".uploading"
 
 
@@ -32,17 +32,17 @@ class DirectoryStore:
     def __init__(self, url: str) -> None:
         self._url = url
         self._root = Path(unquote(urlsplit(url).path))
-        # In a directory that many users write, somebody else may have been here first.
+        # Where many users can write, another user may have created the directory first.
         if self._root.exists() and not is_mine(self._root):
             raise MirrorError(
-                f"{url}: belongs to another user, so nothing there is believed; name a mirror that "
-                "others cannot write, or move that directory away"
+                f"{url}: belongs to another user, so it is not trusted. Name a mirror that others "
+                "cannot write, or move that directory away"
             )
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
         target = self._root / key
         temporary = target.with_name(f"{target.name}{UNFINISHED}")
-        with telling(self._url, f"writing {key}", OSError):
+        with wrap_errors(self._url, f"writing {key}", OSError):
             make_directory(target.parent)
             try:
                 with open(temporary, "wb", buffering=0) as stream:
@@ -57,18 +57,18 @@ class DirectoryStore:
 
     def put_new(self, key: str, content: bytes) -> bool:
         target = self._root / key
-        with telling(self._url, f"creating {key}", OSError):
+        with wrap_errors(self._url, f"creating {key}", OSError):
             make_directory(target.parent)
             return create_bytes(target, content)
 
     def put(self, key: str, content: bytes) -> None:
         target = self._root / key
-        with telling(self._url, f"writing {key}", OSError):
+        with wrap_errors(self._url, f"writing {key}", OSError):
             make_directory(target.parent)
             write_bytes(target, content)
 
     def read(self, key: str) -> bytes | None:
-        with telling(self._url, f"reading {key}", OSError):
+        with wrap_errors(self._url, f"reading {key}", OSError):
             try:
                 return (self._root / key).read_bytes()
             except (FileNotFoundError, NotADirectoryError):
@@ -76,7 +76,7 @@ class DirectoryStore:
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
         with (
-            telling(self._url, f"reading {key}", OSError),
+            wrap_errors(self._url, f"reading {key}", OSError),
             open(self._root / key, "rb", buffering=0) as stream,
         ):
             while piece := stream.read(PART_BYTES):
@@ -84,26 +84,26 @@ class DirectoryStore:
 
     def sizes(self, prefix: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        with telling(self._url, f"listing {prefix}", OSError):
+        with wrap_errors(self._url, f"listing {prefix}", OSError):
             for folder, _, names in os.walk(self._root / prefix):
                 for name in names:
                     path = Path(folder) / name
                     if not name.endswith(UNFINISHED):
-                        # A file may go while it is looked at.
+                        # The file may be deleted between the listing and `stat`.
                         with contextlib.suppress(FileNotFoundError):
                             key = path.relative_to(self._root).as_posix()
                             found[key] = path.stat().st_size
         return found
 
     def folders(self, prefix: str) -> list[str]:
-        with telling(self._url, f"listing {prefix}", OSError):
+        with wrap_errors(self._url, f"listing {prefix}", OSError):
             try:
                 return sorted(e.name for e in os.scandir(self._root / prefix) if e.is_dir())
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def delete(self, keys: Sequence[str]) -> None:
-        with telling(self._url, "deleting", OSError):
+        with wrap_errors(self._url, "deleting", OSError):
             parents = set()
             for key in keys:
                 path = self._root / key
@@ -114,7 +114,7 @@ class DirectoryStore:
 
     def abort_uploads(self, prefix: str) -> int:
         count = 0
-        with telling(self._url, f"clearing {prefix}", OSError):
+        with wrap_errors(self._url, f"clearing {prefix}", OSError):
             place = self._root / prefix
             folder = place if place.is_dir() else place.parent
             for path in sorted(folder.rglob(f"*{UNFINISHED}")):
@@ -124,7 +124,7 @@ class DirectoryStore:
         return count
 
     def _remove_if_empty(self, folder: Path) -> None:
-        """Directories are no objects: an empty one goes with its last file."""
+        """Remove empty directories, because an object store would not have them either."""
         while folder != self._root:
             try:
                 folder.rmdir()

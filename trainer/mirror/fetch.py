@@ -1,4 +1,4 @@
-"""A checkpoint's way back from the mirror: each file checked while it is written, manifest last.
+"""Fetch a checkpoint from the mirror: check each file as it is written, write the manifest last.
 
 Until the manifest is there the directory does not count, and a fetch that was cut off goes on
 with the files that are whole.
@@ -29,7 +29,7 @@ FILES_AT_ONCE: Final = 4
 
 @dataclass(frozen=True)
 class Remote:
-    """A checkpoint that the mirror has committed; `content` is its manifest's own bytes."""
+    """A checkpoint that is committed in the mirror. `content` is the manifest file's bytes."""
 
     manifest: Manifest
     content: bytes
@@ -41,7 +41,7 @@ class Remote:
 
 
 def list_remote(store: Store, *, retries: Retries) -> list[CheckpointName]:
-    """Names of checkpoints that have files in the mirror, committed or not, oldest first."""
+    """Return the checkpoints with files in the mirror, committed or not, oldest first."""
     found = retries.do(store.folders, "checkpoints")
     return sorted(n for n in map(CheckpointName.parse, found) if n is not None)
 
@@ -49,9 +49,9 @@ def list_remote(store: Store, *, retries: Retries) -> list[CheckpointName]:
 def read_remote(
     store: Store, name: CheckpointName, run_uid: str | None, *, retries: Retries
 ) -> Remote | None:
-    """What the mirror has under `name`; None when it was never committed there.
+    """Return the checkpoint `name` of the mirror, or None if it was never committed there.
 
-    Raises `DamagedCheckpointError` when its manifest is not one of that name and run.
+    Raises `DamagedCheckpointError` if its manifest belongs to another name or run.
     """
     content = retries.do(store.read, checkpoint_key(str(name)))
     if content is None:
@@ -60,11 +60,11 @@ def read_remote(
         remote = Remote(Manifest.model_validate_json(content), content)
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
-        raise _unbelievable(name, f"no manifest that can be read: {problem}") from error
+        raise _damaged(name, f"its manifest cannot be read: {problem}") from error
     if remote.name != name or remote.manifest.name != str(name):
-        raise _unbelievable(name, f"the manifest of {remote.manifest.name}")
+        raise _damaged(name, f"it has the manifest of {remote.manifest.name}")
     if run_uid is not None and remote.manifest.run_uid != run_uid:
-        raise _unbelievable(name, "the manifest of another run")
+        raise _damaged(name, "it has the manifest of another run")
     return remote
 
 
@@ -76,7 +76,7 @@ def newest_remote(
     without: Collection[str],
     retries: Retries,
 ) -> tuple[Remote | None, list[str]]:
-    """The newest believable checkpoint of the mirror, and a line for each that was passed over."""
+    """Return the newest valid checkpoint of the mirror, and a line for each one skipped."""
     skipped: list[str] = []
     for name in reversed(list_remote(store, retries=retries)):
         if newer_than is not None and name <= newer_than:
@@ -95,11 +95,11 @@ def newest_remote(
 
 
 def fetch(store: Store, remote: Remote, directory: Path, *, url: str, retries: Retries) -> int:
-    """Bring a checkpoint to `directory`; returns the bytes that were read from the mirror.
+    """Fetch a checkpoint into `directory` and return the bytes that were read from the mirror.
 
-    Files that are there and whole stay as they are. Raises `MirrorError` or
-    `DamagedCheckpointError` when the mirror does not have what its manifest says, `OSError` when
-    it cannot be written here; the directory then has no manifest and does not count.
+    Complete files stay as they are. Raises `MirrorError` or `DamagedCheckpointError` if the mirror
+    does not have what its manifest lists, and `OSError` if a file cannot be written here. The
+    directory then has no manifest and does not count as a checkpoint.
     """
     began = time.monotonic()
     make_directory(directory)
@@ -125,7 +125,7 @@ def fetch(store: Store, remote: Remote, directory: Path, *, url: str, retries: R
 
 
 def _bring(store: Store, remote: Remote, entry: FileEntry, directory: Path) -> int:
-    """One file, written beside its name and given it when every block was right."""
+    """Fetch one file under a temporary name and rename it when every block is correct."""
     target = directory / entry.path
     if _is_whole(target, entry):
         return 0
@@ -144,7 +144,7 @@ def _bring(store: Store, remote: Remote, entry: FileEntry, directory: Path) -> i
 
 
 def _is_whole(path: Path, entry: FileEntry) -> bool:
-    """True when every byte of the file at `path` is as committed."""
+    """Return True if the file at `path` has exactly the committed bytes."""
     try:
         if path.stat().st_size != entry.bytes:
             return False
@@ -158,7 +158,7 @@ def _is_whole(path: Path, entry: FileEntry) -> bool:
     return True
 
 
-def _unbelievable(name: CheckpointName, problem: str) -> DamagedCheckpointError:
+def _damaged(name: CheckpointName, problem: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{name} in the mirror: {problem}; it is not used", damaged=[problem]
+        f"{name} in the mirror is not used: {problem}", damaged=[problem]
     )

@@ -1,7 +1,8 @@
-"""Resume when the newest checkpoint is not here: the newest of what is here and in the mirror.
+"""Resume from the newest checkpoint of the run's folder and the mirror.
 
-What only the mirror has is fetched to the run's folder, or with a node-local tier to each node's
-own, and then loaded as any other. One process of a folder does it, while its peers wait.
+A checkpoint that only the mirror has is fetched first: to the run's folder, or to each node's disk
+if there is a node-local tier. It is then loaded like any other. One process per folder fetches it
+while its peers wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from holdfast.trainer.mirror.fetch import Remote, fetch, newest_remote, read_rem
 from holdfast.trainer.mirror.store import Store, open_store
 from holdfast.trainer.mirror.upload import Retries
 
-# So many checkpoints of the mirror may turn out damaged before the resume gives up on it.
+# After so many damaged checkpoints in the mirror, the resume stops looking there.
 CANDIDATES_MAX: Final = 10
 
 Journal = Callable[..., None]
@@ -36,7 +37,7 @@ Journal = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """One look for a newer checkpoint in the mirror than the one that was found here."""
+    """A search of the mirror for a checkpoint that is newer than the one found here."""
 
     run: RunPaths
     run_uid: str
@@ -46,7 +47,7 @@ class Search:
     journal: Journal
 
     def choose(self) -> Choice:
-        """What to resume from: the newest believable checkpoint of all tiers, which then is here.
+        """Return the newest valid checkpoint of all tiers, after fetching it if necessary.
 
         Raises as `newest` and `resume.choose` do.
         """
@@ -55,24 +56,24 @@ class Search:
         if not self.tiers.local:
             return self.newest(choose(self.run, passing_over=self.passed))
         found = self.newest(self._newest_on_node())
-        # The run's folder has manifests alone then, but a fork's first parent may be elsewhere.
+        # The run's folder then has manifests only, but a fork's first parent may be elsewhere.
         return found if found.manifest else choose(self.run, passing_over=self.passed)
 
     def newest(self, here: Choice) -> Choice:
-        """`here`, or a newer checkpoint of the mirror, which then is here.
+        """Return `here`, or a newer checkpoint of the mirror after fetching it.
 
-        Raises `MirrorError` when the mirror cannot be asked and there is nothing here: to begin
-        from nothing might throw away what it has.
+        Raises `MirrorError` if the mirror does not answer and there is no checkpoint here. A start
+        at step 0 could then lose the progress that the mirror holds.
         """
         try:
             return self._newest(here)
         except MirrorError as error:
             if here.manifest is None:
                 raise MirrorError(
-                    f"{error}; there is no checkpoint here, and what the mirror has is not known. "
-                    "Mend the mirror, or take checkpoint.mirror away to begin at step 0"
+                    f"{error}; there is no checkpoint here, and the mirror's contents are unknown. "
+                    "Repair the mirror, or remove checkpoint.mirror to begin at step 0"
                 ) from error
-            line = f"what the mirror has is not known: {error}"
+            line = f"the mirror's contents are unknown: {error}"
             return dataclasses.replace(here, skipped=(*here.skipped, line))
 
     def _newest(self, here: Choice) -> Choice:
@@ -81,26 +82,26 @@ class Search:
         store = retries.do(open_store, url)
         without = set(excluded_checkpoints(load_events(self.run)))
         without |= {path.stem for path in self.run.tombstones.glob("*.json")}
-        newer_than, said = _name_of(here, self.run_uid), list(here.skipped)
+        newer_than, lines = _name_of(here, self.run_uid), list(here.skipped)
         for _ in range(CANDIDATES_MAX):
             remote, skipped = newest_remote(
                 store, self.run_uid, newer_than=newer_than, without=without, retries=retries
             )
-            said += [line for line in skipped if line not in said]
+            lines += [line for line in skipped if line not in lines]
             if remote is None:
-                return dataclasses.replace(here, skipped=tuple(said))
+                return dataclasses.replace(here, skipped=tuple(lines))
             directory = self._destination(remote.name)
             without.add(str(remote.name))
             if str(directory) in self.passed:
-                said.append(f"{remote.name} of the mirror: {self.passed[str(directory)]}")
+                lines.append(f"{remote.name} in the mirror: {self.passed[str(directory)]}")
                 continue
             try:
                 self._bring(store, remote, directory, url, retries)
             except DamagedCheckpointError as error:
-                said.append(f"{remote.name} in the mirror: {'; '.join(error.damaged)}")
+                lines.append(f"{remote.name} in the mirror: {'; '.join(error.damaged)}")
                 continue
-            return Choice(directory, remote.manifest, tuple(said))
-        return dataclasses.replace(here, skipped=tuple(said))
+            return Choice(directory, remote.manifest, tuple(lines))
+        return dataclasses.replace(here, skipped=tuple(lines))
 
     def _bring(
         self, store: Store, remote: Remote, directory: Path, url: str, retries: Retries
@@ -121,18 +122,19 @@ class Search:
         )
 
     def bring(self, name: CheckpointName) -> None:
-        """Have a checkpoint that node 0 chose on this node too, where each has its own disk."""
+        """Fetch the checkpoint that node 0 chose to this node's own disk."""
         url = self.tiers.location(self.run.name, self.run_uid)
         retries = Retries()
         store = retries.do(open_store, url)
         remote = read_remote(store, name, self.run_uid, retries=retries)
         if remote is None:
-            raise MirrorError(f"{url}: {name} is gone from the mirror since node 0 chose it")
+            raise MirrorError(f"{url}: {name} is no longer in the mirror, but node 0 chose it")
         self._bring(store, remote, self._destination(name), url, retries)
 
     def _newest_on_node(self) -> Choice:
-        """The newest checkpoint that is whole on this node's disk; with one node alone there can
-        be any, and it may be newer than what the mirror has."""
+        """Return the newest complete checkpoint on this node's disk, if the run has one node.
+
+        It may be newer than the mirror's."""
         folder = self.tiers.node_folder(self.run.name, self.run_uid)
         excluded = excluded_checkpoints(load_events(self.run))
         for directory in reversed(self.run.list_checkpoints()):
@@ -149,10 +151,10 @@ class Search:
         return Choice(None, None, ())
 
     def _destination(self, name: CheckpointName) -> Path:
-        """Where a checkpoint of the mirror is fetched to: its own directory unless that is taken.
+        """Return where to fetch a checkpoint to: its own directory if that is free.
 
-        What lies there damaged stays for people to look at; the good copy goes beside it. A
-        node's own disk is a cache, and what is damaged there is replaced.
+        A damaged copy in the run's folder stays for inspection, and the good copy goes beside it.
+        A node's own disk is a cache: a damaged copy there is replaced.
         """
         folder = self.tiers.node_folder(self.run.name, self.run_uid)
         if folder is not None:
@@ -163,7 +165,7 @@ class Search:
 
 
 def _name_of(here: Choice, run_uid: str) -> CheckpointName | None:
-    """The name of what was found in the run's own folder; a fork's origin has none there."""
+    """Return the checkpoint's name, None if it is not in the run's own folder (a fork's origin)."""
     if here.manifest is None or here.manifest.run_uid != run_uid:
         return None
     facts = here.manifest

@@ -1,11 +1,11 @@
-"""A mirror in an S3 bucket, Amazon's or a compatible store's, by the requests themselves.
+"""A mirror in an S3 bucket of Amazon or a compatible store, by direct S3 requests.
 
-Every object and every part goes with its MD5, which the store checks before it keeps a byte; the
-size is then read back. A manifest is created with `If-None-Match: *`. One thread sends at most
-`PARTS_AT_ONCE` parts at a time, so memory is bounded whatever a file's size is.
+Every object and part is sent with its MD5, which the store checks, and its size is then read back.
+A manifest is created with `If-None-Match: *`. At most `PARTS_AT_ONCE` parts are sent at a time, so
+memory stays bounded for files of any size.
 
-Credentials and region come as any AWS tool finds them, the address of a store that is not
-Amazon's from `HOLDFAST_S3_ENDPOINT` or `AWS_ENDPOINT_URL`.
+Credentials and region come from the same places as for any AWS tool. The endpoint of another
+store comes from `HOLDFAST_S3_ENDPOINT` or `AWS_ENDPOINT_URL`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.trainer.mirror.store import (
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
 DELETES_AT_ONCE: Final = 1000
-# What no second try will change.
+# Answers that a retry will not change.
 _REFUSALS: Final = frozenset(
     {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "NoSuchBucket"}
     | {"InvalidBucketName", "ExpiredToken", "InvalidToken", "MethodNotAllowed", "404"}
@@ -44,7 +44,7 @@ _SECRETS: Final = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 class S3Error(MirrorError):
-    """The store's answer, with its `code` (`NoSuchKey`, `412` …); empty when none came."""
+    """The store's error, with its `code` (`NoSuchKey`, `412` …). Empty if there was no answer."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message, is_passing=code not in _REFUSALS)
@@ -52,7 +52,7 @@ class S3Error(MirrorError):
 
 
 class S3Store:
-    """A place in a bucket. Calls may come from several threads."""
+    """A prefix in a bucket. Its methods may be called from several threads."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -65,7 +65,7 @@ class S3Store:
         parts = checked_parts(path, entry)
         first = next(parts)
         if len(first) == entry.bytes:
-            # Asked for once more, it sees the end and with it that the bytes are the entry's.
+            # `parts` checks the bytes against the entry when it reaches the end of the file.
             self._put(key, b"".join((first, *parts)))
         else:
             self._put_parts(key, first, parts)
@@ -79,7 +79,7 @@ class S3Store:
                 return False
             if error.code not in {"501", "NotImplemented"}:
                 raise
-            # A store without conditional requests: the one writer of this name looks first.
+            # Without conditional requests, check first. Only one process writes this name.
             if self.read(key) is not None:
                 return False
             self._put(key, content)
@@ -142,7 +142,7 @@ class S3Store:
     # --- requests -------------------------------------------------------------------------
 
     def _abort_all(self, prefix: str, is_wanted: Callable[[str], bool]) -> int:
-        """Abort the uploads under `prefix` whose key is wanted; returns how many."""
+        """Abort the uploads under `prefix` whose key is wanted, and return their number."""
         count = 0
         markers: dict[str, str] = {}
         while True:
@@ -172,8 +172,8 @@ class S3Store:
         )
 
     def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:
-        """Send parts as they are read, a few at once; nothing is there unless all were right."""
-        # What a killed upload of this file left is of no use to this one.
+        """Send parts as they are read, a few at once. The object exists only if all are correct."""
+        # An earlier upload of this file that was killed cannot be continued.
         self._abort_all(key, lambda found: found == key)
         upload = self._call("create_multipart_upload", Key=self._root + key)["UploadId"]
         done: list[dict[str, Any]] = []
@@ -245,7 +245,7 @@ class S3Store:
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _call(self, name: str, **given: Any) -> dict[str, Any]:
-        """One request, bounded in time; raises `S3Error` with the store's own code."""
+        """Send one request, bounded in time. Raises `S3Error` with the store's own code."""
         answer: dict[str, Any] = self._run(
             name, self._fs._call_s3, name, Bucket=self._bucket, **given
         )
@@ -258,31 +258,31 @@ class S3Store:
             return sync(self._fs.loop, act, *given, timeout=CALL_TIMEOUT_S, **named)
         except FSTimeoutError as error:
             raise S3Error(
-                f"{self._url}: {name}: no answer in {CALL_TIMEOUT_S:.0f} s", ""
+                f"{self._url}: {name}: no answer within {CALL_TIMEOUT_S:.0f} s", ""
             ) from error
         except Exception as error:
-            # The library's errors are many and of no common kind; each is a failed request.
-            raise S3Error(_in_words(self._url, name, error), _code_of(error)) from error
+            # The library raises many types without a common base. Each means a failed request.
+            raise S3Error(_describe(self._url, name, error), _code_of(error)) from error
 
 
 def _connect(url: str) -> Any:
-    """s3fs as it is found by environment; raises `MirrorError` when it is not installed."""
+    """Return an s3fs file system for the environment. Raises `MirrorError` without s3fs."""
     try:
         import s3fs
     except ImportError as error:
         raise MirrorError(
-            f"{url}: s3fs is not installed ({error}); install holdfast[s3] in this environment"
+            f"{url}: s3fs is not installed ({error}). Install holdfast[s3] in this environment"
         ) from error
     endpoint = os.environ.get(environment.S3_ENDPOINT) or None
     system = s3fs.S3FileSystem(
         endpoint_url=endpoint,
         use_listings_cache=False,
-        # Retrying is ours, where it is counted, journaled and given up.
+        # Holdfast retries requests itself, because it counts and journals the retries.
         config_kwargs={
             "retries": {"total_max_attempts": 1, "mode": "standard"},
             "connect_timeout": CONNECT_TIMEOUT_S,
             "read_timeout": READ_TIMEOUT_S,
-            # MD5 goes with every object; older stores do not know the trailers sent otherwise.
+            # Each object has its MD5. Older stores do not support the newer checksum trailers.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         },
@@ -297,7 +297,7 @@ def _md5(content: bytes) -> str:
 
 
 def _code_of(error: BaseException) -> str:
-    """The store's code, from the library's error or what it was made of; empty when none came."""
+    """Return the store's code from the error or one of its causes. Empty if there is none."""
     at: BaseException | None = error
     while at is not None:
         answer = getattr(at, "response", None)
@@ -307,8 +307,8 @@ def _code_of(error: BaseException) -> str:
     return "404" if isinstance(error, FileNotFoundError) else ""
 
 
-def _in_words(url: str, name: str, error: BaseException) -> str:
-    """The message for people and journals; a secret that a library quotes is taken out."""
+def _describe(url: str, name: str, error: BaseException) -> str:
+    """Return the message of a failed request, without the secrets that a library may quote."""
     text = f"{url}: {name}: {type(error).__name__}: {error}"
     for variable in _SECRETS:
         secret = os.environ.get(variable)

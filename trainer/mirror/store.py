@@ -1,7 +1,7 @@
-"""What a mirror must be able to do, and which kind of store answers to a URL.
+"""The interface of a mirror's store, and the function that opens one by its URL.
 
-Keys are relative to the place that the store was opened at, with forward slashes. An object is
-there whole or not at all: that is each store's own duty, and what makes a manifest a commit.
+Keys are relative to the URL that the store was opened with, with forward slashes. Each store makes
+sure that an object is either complete or absent. A manifest can therefore act as the commit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.contracts.digests import Content, new_checksum
 from holdfast.contracts.errors import DamagedCheckpointError, MirrorError
 from holdfast.contracts.manifest import FileEntry
 
-# A part of a file: what is read, checked and sent at once. S3 takes 10,000 of them a file.
+# The size of a file part: one read, one check, one request. S3 allows 10,000 parts per file.
 PART_BYTES: Final = 16 * 1024 * 1024
 PARTS_MAX: Final = 10_000
 PARTS_AT_ONCE: Final = 4
@@ -24,17 +24,17 @@ CALL_TIMEOUT_S: Final = 120.0
 
 
 class Store(Protocol):
-    """One place in a mirror. Every call is bounded in time and raises `MirrorError`."""
+    """One location in a mirror. Every call is bounded in time and raises `MirrorError`."""
 
     def put_file(self, key: str, path: Path, entry: FileEntry) -> None:
-        """Copy a file, in parts, believed only when its bytes are those of `entry`.
+        """Copy a file in parts and accept it only if its bytes match `entry`.
 
-        Raises `DamagedCheckpointError` when the file at `path` differs: nothing is then there.
+        Raises `DamagedCheckpointError` if the file at `path` differs. Nothing is then stored.
         """
         ...
 
     def put_new(self, key: str, content: bytes) -> bool:
-        """Create an object exclusively; False when there is one of that name already."""
+        """Create an object exclusively. Return False if the name already exists."""
         ...
 
     def put(self, key: str, content: bytes) -> None:
@@ -42,34 +42,34 @@ class Store(Protocol):
         ...
 
     def read(self, key: str) -> bytes | None:
-        """A small object's bytes, or None when there is none."""
+        """Return a small object's bytes, or None if there is none."""
         ...
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
-        """The bytes of an object of that size, in order."""
+        """Yield the bytes of an object of that size, in order."""
         ...
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Bytes of each object under `prefix/`, by key."""
+        """Return the bytes of each object under `prefix/`, by key."""
         ...
 
     def folders(self, prefix: str) -> list[str]:
-        """The names directly under `prefix/` that have objects under them."""
+        """Return the names directly under `prefix/` that have objects under them."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; harmless for those that are not there."""
+        """Remove objects. Absent ones are ignored."""
         ...
 
     def abort_uploads(self, prefix: str) -> int:
-        """Forget uploads under `prefix` that were begun and not completed; returns how many."""
+        """Abort unfinished uploads under `prefix` and return their number."""
         ...
 
 
 def open_store(url: str) -> Store:
-    """The store at `url`, by its scheme: a directory, S3, or whatever else fsspec knows.
+    """Open the store at `url` by its scheme: a directory, S3, or another fsspec file system.
 
-    Libraries are imported here, when a mirror is used. Raises `MirrorError` when one is missing.
+    Libraries are imported here, at first use. Raises `MirrorError` if one is missing.
     """
     scheme = urlsplit(url).scheme
     if scheme == "file":
@@ -86,7 +86,7 @@ def open_store(url: str) -> Store:
 
 
 def part_bytes_for(size_bytes: int) -> int:
-    """How large the parts of a file are: `PART_BYTES`, doubled until `PARTS_MAX` hold it."""
+    """Return the part size of a file: `PART_BYTES`, doubled until `PARTS_MAX` parts suffice."""
     part = PART_BYTES
     while size_bytes > part * PARTS_MAX:
         part *= 2
@@ -94,7 +94,7 @@ def part_bytes_for(size_bytes: int) -> int:
 
 
 class EntryCheck:
-    """Compares bytes with what a manifest says of a file, while they go by in order."""
+    """Compares a stream of bytes with what a manifest records of a file."""
 
     def __init__(self, entry: FileEntry) -> None:
         self._entry = entry
@@ -104,7 +104,7 @@ class EntryCheck:
         self._next()
 
     def update(self, piece: Content) -> None:
-        """Take the next bytes. Raises `DamagedCheckpointError` at the first block that differs."""
+        """Check the next bytes. Raises `DamagedCheckpointError` at the first wrong block."""
         with memoryview(piece).cast("B") as view:
             at = 0
             while at < len(view):
@@ -119,7 +119,7 @@ class EntryCheck:
                     self._end_span()
 
     def finish(self) -> None:
-        """Say that no more bytes come. Raises `DamagedCheckpointError` when some are missing."""
+        """Check that the file is complete. Raises `DamagedCheckpointError` if bytes are missing."""
         if self._seen != self._entry.bytes:
             raise self._damaged(f"{self._seen} bytes, expected {self._entry.bytes}")
         if not self._entry.bytes:
@@ -138,15 +138,15 @@ class EntryCheck:
     def _damaged(self, problem: str) -> DamagedCheckpointError:
         line = f"{self._entry.path}: {problem}"
         return DamagedCheckpointError(
-            f"{line}; this copy is not the file that was committed and is not used",
+            f"{line}; this copy differs from the committed file and is not used",
             damaged=[line],
         )
 
 
 def checked_parts(path: Path, entry: FileEntry) -> Iterator[bytes]:
-    """The file at `path` in parts, at least one. The last comes only when all were `entry`'s.
+    """Yield the file at `path` in parts, at least one. The last part follows a check of all bytes.
 
-    Raises `DamagedCheckpointError` when they are not, `OSError` when it cannot be read.
+    Raises `DamagedCheckpointError` if they differ from `entry`, `OSError` if it cannot be read.
     """
     check, part_bytes = EntryCheck(entry), part_bytes_for(entry.bytes)
     with open(path, "rb") as stream:
@@ -163,10 +163,10 @@ def checked_parts(path: Path, entry: FileEntry) -> Iterator[bytes]:
 
 
 @contextmanager
-def telling(
+def wrap_errors(
     url: str, doing: str, *errors: type[BaseException], is_passing: bool = True
 ) -> Iterator[None]:
-    """Turn a library's errors into a `MirrorError` that says where and what was tried."""
+    """Turn a library's errors into a `MirrorError` with the URL and the operation."""
     try:
         yield
     except errors as error:

@@ -1,8 +1,8 @@
-"""One checkpoint's way into the mirror: its files, each checked, and the manifest last.
+"""Upload one checkpoint to the mirror: each file checked, the manifest last.
 
-A node sends the files that it wrote; node 0 creates the manifest once the mirror has all of them.
-Whatever is done again after a crash is harmless: a file that is there is there whole, and the
-manifest is created exclusively.
+A node sends the files that it wrote. Node 0 creates the manifest once the mirror has all files. You
+can repeat an upload after a crash: an object is complete or absent, and the manifest is created
+exclusively.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAUSE_MAX_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """A committed checkpoint to be copied: where its files lie, and which of them are ours."""
+    """A committed checkpoint to copy, where its files are, and which of them this node sends."""
 
     files: Path
     manifest: Manifest
@@ -43,17 +43,17 @@ class Upload:
 
     @property
     def entries(self) -> list[FileEntry]:
-        """The files that this node has to send."""
+        """The files that this node sends."""
         return [entry for entry in self.manifest.files if entry.path in self.own]
 
 
 def read_upload(
     directory: Path, own: Collection[str] | None, files: Path | None = None
 ) -> Upload | None:
-    """What is to be copied of the checkpoint in `directory`, or None when it is not committed.
+    """Return what to copy of the checkpoint in `directory`, or None if it is not committed.
 
-    `own` are the paths of this node's files, None for all that lie there; `files` is where they
-    lie when that is not `directory`.
+    `own` are the paths of this node's files, None for all that exist. `files` is their directory
+    if it is not `directory`.
     """
     try:
         content = (directory / MANIFEST).read_bytes()
@@ -67,10 +67,10 @@ def read_upload(
 
 
 def send_files(store: Store, upload: Upload, *, retries: Retries) -> int:
-    """Send this node's files that the mirror lacks; returns their bytes.
+    """Send those files of this node that the mirror lacks, and return their bytes.
 
-    Raises `MirrorError` when the mirror refuses or stays silent, `DamagedCheckpointError` when a
-    file here is no longer what was committed, `OSError` when it cannot be read.
+    Raises `MirrorError` if the mirror refuses or does not answer, `DamagedCheckpointError` if a
+    file here differs from the committed one, and `OSError` if it cannot be read.
     """
     _refuse_deleted(store, upload, retries)
     there = retries.do(store.sizes, checkpoint_folder(upload.name))
@@ -85,7 +85,7 @@ def send_files(store: Store, upload: Upload, *, retries: Retries) -> int:
 
 
 def missing_files(store: Store, upload: Upload, *, retries: Retries) -> list[str]:
-    """Files of the checkpoint, anybody's, that the mirror does not have at their full size."""
+    """Return the checkpoint's files, of all nodes, that the mirror lacks at their full size."""
     there = retries.do(store.sizes, checkpoint_folder(upload.name))
     return [
         entry.path
@@ -95,10 +95,9 @@ def missing_files(store: Store, upload: Upload, *, retries: Retries) -> list[str
 
 
 def commit(store: Store, upload: Upload, *, retries: Retries) -> None:
-    """Create the manifest in the mirror, which is what makes the copy a checkpoint.
+    """Create the manifest in the mirror, which commits the copy.
 
-    Raises `MirrorError` when the mirror has another checkpoint of that name, or had this one and
-    deleted it.
+    Raises `MirrorError` if the mirror has another checkpoint of that name, or deleted this one.
     """
     _refuse_deleted(store, upload, retries)
     key = checkpoint_key(upload.name)
@@ -107,18 +106,18 @@ def commit(store: Store, upload: Upload, *, retries: Retries) -> None:
     # An earlier try may have succeeded although its answer was lost.
     if retries.do(store.read, key) != upload.content:
         raise MirrorError(
-            f"{upload.name}: the mirror has another checkpoint of that name; two runs must not "
-            "share a name, an identity and a mirror. Nothing was replaced"
+            f"{upload.name}: the mirror has another checkpoint of that name. Nothing was replaced. "
+            "Two runs must not share a name, an identity and a mirror"
         )
 
 
 def _refuse_deleted(store: Store, upload: Upload, retries: Retries) -> None:
     if retries.do(store.read, tombstone_key(upload.name)) is not None:
-        raise MirrorError(f"{upload.name} was deleted from the mirror; it is not sent again")
+        raise MirrorError(f"{upload.name} was deleted from the mirror and is not uploaded again")
 
 
 class Retries:
-    """Retries a request again, later and later, as long as the mirror may yet answer."""
+    """Retries a request with growing pauses while its error may be temporary."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class Retries:
         self._pauses_s = tuple(default_pauses() if pauses_s is None else pauses_s)
 
     def do(self, act: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """The result of `act`. Raises its `MirrorError` when that will not pass or retries end."""
+        """Return the result of `act`. Raises its `MirrorError` if permanent or retries run out."""
         for pause_s in self._pauses_s:
             try:
                 return act(*given, **named)
@@ -142,7 +141,7 @@ class Retries:
 
 
 def default_pauses() -> list[float]:
-    """Seconds between the retries of one request: doubling, and never in step with other nodes."""
+    """Return the seconds between retries. They double, with jitter so that nodes do not align."""
     return [
         min(PAUSE_FIRST_S * 2**number, PAUSE_MAX_S) * random.uniform(0.5, 1.0)
         for number in range(TRIES_MAX - 1)

@@ -1,8 +1,8 @@
-"""The flusher's thread that copies committed checkpoints to the mirror, and says what became of it.
+"""The flusher's thread that copies committed checkpoints to the mirror and journals the result.
 
-New checkpoints go first, in order; then, on node 0, those that an earlier flusher did not finish,
-newest first. Nothing here delays a save: when the mirror is slower than the saves, the oldest
-that waits is passed over and that is journaled.
+New checkpoints go first, in order. On node 0, those that an earlier flusher did not finish follow,
+newest first. Saves never wait for the mirror: if it is slower than the saves, the oldest waiting
+checkpoint is skipped, and the journal records that.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from holdfast.trainer.mirror.upload import (
     send_files,
 )
 
-# Checkpoints that may wait for their turn before the oldest is passed over.
+# Checkpoints that may wait before the oldest is skipped.
 BACKLOG_MAX: Final = 4
-# How long node 0 waits for other nodes' files of one checkpoint, and for those of one that a
-# flusher before this one left.
+# How long node 0 waits for other nodes' files of a checkpoint. The second is for a checkpoint that
+# an earlier flusher left.
 PEERS_WAIT_S: Final = 1800.0
 LEFT_WAIT_S: Final = 120.0
 PEERS_POLL_S: Final = 1.0
-# A mirror that does not answer is tried again after a while, so many times a checkpoint.
+# If the mirror does not answer, a checkpoint is tried so many times, with a pause in between.
 ROUNDS_MAX: Final = 10
 ROUND_PAUSE_S: Final = 60.0
 ERROR_CHARACTERS_MAX: Final = 2000
 NAMED_MAX: Final = 20
-# Checkpoints that stay on a node's own disk, for a restart on the same node.
+# Checkpoints that stay on a node's own disk for a restart on the same node.
 NODE_COPIES_MAX: Final = 2
 
 
 @dataclass
 class Task:
-    """A checkpoint on its way. `own` as in `read_upload`; `seconds` counts this node's work."""
+    """A checkpoint to copy. `own` as in `read_upload`. `began` is when this node began to copy."""
 
     run: RunPaths
     directory: Path
@@ -75,7 +75,7 @@ class Task:
 
 
 def start_mirror(node: int, run: Path | None) -> MirrorWorker:
-    """A worker, at work where the environment names a mirror; `run` may have copies to finish."""
+    """Start a worker if the environment names a mirror. `run` may have unfinished copies."""
     worker = MirrorWorker(Tiers.from_environment(os.environ), node=node)
     worker.start()
     if run is not None:
@@ -84,7 +84,7 @@ def start_mirror(node: int, run: Path | None) -> MirrorWorker:
 
 
 class MirrorWorker:
-    """One node's copying. `add` and the properties may be used from any thread."""
+    """Copies one node's files to the mirror. Public methods may be called from any thread."""
 
     def __init__(self, tiers: Tiers, *, node: int, attempt: int | None = None) -> None:
         self._tiers, self._node, self._attempt = tiers, node, attempt
@@ -97,12 +97,12 @@ class MirrorWorker:
         self._thread = threading.Thread(target=self._serve, name="mirror", daemon=True)
 
     def start(self) -> None:
-        """Begin, if there is a mirror; the thread ends with the process."""
+        """Start the thread if there is a mirror. It ends with the process."""
         if self._tiers.mirror:
             self._thread.start()
 
     def take(self, tables: Sequence[Mapping[str, Any]]) -> None:
-        """Copy a step that was committed just now; `tables` are those of this node's slots."""
+        """Queue a step that was just committed. `tables` are this node's slot tables."""
         if not self._tiers.mirror:
             return
         run = RunPaths(Path(tables[0]["run_directory"]))
@@ -110,14 +110,16 @@ class MirrorWorker:
         directory = run.checkpoint(tables[0]["checkpoint"])
         with self._changed:
             self._new.append(Task(run, directory, files_directory(tables[0], directory), own))
-            passed = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
+            skipped = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
             self._changed.notify()
-        if passed is not None:
-            behind = f"passed over: {BACKLOG_MAX} newer ones wait; the mirror is slower than saves"
+        if skipped is not None:
+            error = f"skipped: {BACKLOG_MAX} newer checkpoints wait; the mirror is slower than saves"
+            self._journal(skipped, EventKind.MIRROR_FAILED, error=error)
+            error = f"skipped: {BACKLOG_MAX} newer ones wait; the mirror is slower than the saves"
             self._journal(passed, EventKind.MIRROR_FAILED, error=behind)
 
     def recover(self, run: RunPaths) -> None:
-        """Take up what earlier flushers of the run left: on node 0, or on each node its own."""
+        """Queue what earlier flushers of the run left: on node 0, or each node's own files."""
         is_ours = self._node == 0 or bool(self._tiers.local)
         if not self._tiers.mirror or not is_ours:
             return
@@ -132,13 +134,13 @@ class MirrorWorker:
 
     @property
     def unfinished(self) -> list[str]:
-        """Names of checkpoints, some of many, that are not in the mirror yet."""
+        """Names of checkpoints that are not in the mirror yet, at most `NAMED_MAX`."""
         with self._changed:
             tasks = [*self._new, *self._old, *self._waiting]
             tasks += [self._current] if self._current else []
         return [task.directory.name for task in tasks[:NAMED_MAX]]
 
-    # --- the thread -----------------------------------------------------------------------
+    # --- thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
@@ -150,14 +152,14 @@ class MirrorWorker:
             except (HoldfastError, OSError, ValueError) as error:
                 self._failed(task, str(error), is_passing=False)
             except Exception as error:
-                # The edge of the thread: a bug in one copy must not end all later ones.
+                # A bug in one copy must not end the thread and with it all later copies.
                 self._failed(task, f"{type(error).__name__}: {error}", is_passing=False)
             finally:
                 with self._changed:
                     self._current = None
 
     def _next(self) -> Task:
-        """The task whose turn it is: a new one, one that waited for peers, an old one."""
+        """Return the next task: a new one, one that is due again, or an old one."""
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -174,7 +176,7 @@ class MirrorWorker:
                 self._changed.wait(PEERS_POLL_S if self._waiting else None)
 
     def _advance(self, task: Task) -> None:
-        """Take one checkpoint as far as it goes now."""
+        """Copy one checkpoint as far as is possible now."""
         upload = task.upload = task.upload or read_upload(task.directory, task.own, task.files)
         if upload is None:
             return
@@ -203,7 +205,7 @@ class MirrorWorker:
             self._waiting.append(task)
 
     def _finish(self, task: Task, upload: Upload) -> None:
-        """Note the copy beside the manifest and in the journal."""
+        """Record the copy beside the manifest and in the journal."""
         seconds = round(time.monotonic() - task.began, 6)
         url = self._location(upload)
         record = MirrorRecord(
@@ -216,7 +218,7 @@ class MirrorWorker:
 
     def _failed(self, task: Task, problem: str, *, is_passing: bool) -> None:
         if not (task.directory / MANIFEST).exists():
-            # Deleted meanwhile: there is nothing to copy, and nothing to complain of.
+            # The checkpoint was deleted meanwhile, so there is nothing to copy or report.
             return
         self._journal(task, EventKind.MIRROR_FAILED, error=problem[:ERROR_CHARACTERS_MAX])
         task.rounds += 1
@@ -224,7 +226,7 @@ class MirrorWorker:
             self._look_again(task, ROUND_PAUSE_S)
 
     def _files_of(self, run: RunPaths, directory: Path) -> Path:
-        """Where this node has its files of a checkpoint that an earlier flusher wrote."""
+        """Return this node's folder for the files of a checkpoint that an earlier flusher wrote."""
         manifest = read_manifest(directory) if self._tiers.local else None
         if manifest is None:
             return directory
@@ -232,9 +234,9 @@ class MirrorWorker:
         return folder.checkpoint(directory.name) if folder else directory
 
     def _clear_node(self, task: Task) -> None:
-        """Leave only the newest copies on the node's own disk: the mirror has the others.
+        """Keep only the newest copies on the node's own disk, because the mirror has the others.
 
-        What is not in the mirror yet stays, unless it was deleted altogether.
+        A checkpoint that is not in the mirror yet stays, unless the run's folder deleted it.
         """
         if task.files == task.directory:
             return
@@ -248,7 +250,7 @@ class MirrorWorker:
         return self._tiers.location(upload.manifest.run, upload.manifest.run_uid)
 
     def _store_of(self, upload: Upload) -> Store:
-        """The run's place in the mirror; opened at the first use, when libraries are imported."""
+        """Return the run's store in the mirror. The first call opens it and imports libraries."""
         url = self._location(upload)
         if self._store is None or self._store[0] != url:
             self._store = (url, Retries().do(open_store, url))
@@ -272,13 +274,13 @@ class MirrorWorker:
 
     @contextlib.contextmanager
     def _alone(self, run: RunPaths) -> Iterator[None]:
-        """One flusher sends a node's files at a time; the one before may still be at it."""
+        """Hold a lock so that one flusher at a time sends a node's files, also after a restart."""
         make_directory(run.directory / "mirror")
         path = run.directory / "mirror" / f"node-{self._node:04d}.lock"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if not wait_for_lock(handle, PEERS_WAIT_S):
-                raise MirrorError(f"{path} is still held by another flusher")
+                raise MirrorError(f"another flusher held {path} for {PEERS_WAIT_S:.0f} s")
             yield
         finally:
             os.close(handle)

@@ -1,1 +1,1 @@
-"""Memory slots that hold a rank's files, and the copies into them."""
+"""Memory slots with a rank's checkpoint files, and the copies into them."""

@@ -1,4 +1,4 @@
-"""Putting memory behind new staging slots, by threads of the flusher, while training begins."""
+"""Threads of the flusher that allocate the memory of new staging slots while training begins."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Final
 
 from holdfast.contracts.slots import Slot
 
-# Clearing pages takes a core's whole speed, and the cores belong to training.
+# Clearing pages keeps a core fully busy, and training needs the cores.
 THREADS_MAX: Final = 4
 
 
 class Allocator:
-    """One thread for each rank's slots, `THREADS_MAX` of them at work at once."""
+    """One thread per rank's slots. At most `THREADS_MAX` of them work at once."""
 
     def __init__(self) -> None:
         self._room = threading.Semaphore(THREADS_MAX)
         self._is_over = threading.Event()
 
     def begin(self, slots: Sequence[Slot], data_bytes: int) -> None:
-        """Allocate `data_bytes` of each, the first before the second; returns at once.
+        """Allocate `data_bytes` of each slot in order, in a thread. Returns at once.
 
-        A slot that is cut short or let go meanwhile ends its own part.
+        The thread stops early if a slot is truncated or closed meanwhile.
         """
         threading.Thread(
             target=self._allocate, args=(slots, data_bytes), name="allocate", daemon=True
         ).start()
 
     def stop(self) -> None:
-        """Allocate no more."""
+        """Stop all allocation."""
         self._is_over.set()
 
     def _allocate(self, slots: Sequence[Slot], data_bytes: int) -> None:

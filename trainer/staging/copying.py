@@ -1,8 +1,8 @@
-"""Copying a rank's tensors into its staging slot, at the speed of memory.
+"""Copy a rank's tensors into its staging slot at memory speed.
 
-On a CPU plain tensors are copied by `memmove`, which leaves the interpreter free: one parallel
-region for all of them, by as many threads as torch may use for this rank. `Tensor.copy_` makes a
-parallel region of each tensor, and waits for its slowest thread a thousand times.
+Plain CPU tensors are copied by `memmove`, which releases the interpreter lock: one parallel region
+for all tensors, with as many threads as torch may use for this rank. `Tensor.copy_` would open one
+parallel region per tensor and wait for its slowest thread each time.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 
 import torch
 
-# What one thread takes at a time: large beside the cost of taking it.
+# The piece that one thread takes at a time: large compared with the cost of taking it.
 PIECE_BYTES: Final = 8 * 1024 * 1024
-# What one `memmove` copies: the fastest of the sizes from 16 KiB to 2 MiB; the largest took a fifth
-# to a third longer (docs/decisions/0016).
+# The bytes of one `memmove`: the fastest size between 16 KiB and 2 MiB. The largest size took a
+# fifth to a third longer (docs/decisions/0016).
 MOVE_BYTES: Final = 512 * 1024
 
 _Move = tuple[int, int, int]
-"""(destination, source, bytes), addresses of this process"""
+"""(destination, source, bytes): addresses in this process"""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """(view, source)"""
 
 
 class Copier:
-    """Copies into the same views again and again; `threads` copy at once, the caller included."""
+    """Copies repeatedly into the same views, with `threads` threads including the caller."""
 
     def __init__(self, views: Sequence[torch.Tensor], threads: int) -> None:
         self._views = list(views)
@@ -41,10 +41,10 @@ class Copier:
             self._pool = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="holdfast-copy")
 
     def copy(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its view; returns when the bytes are there.
+        """Copy each source into its view. All bytes are there on return.
 
-        From GPUs the copies run on a side stream of each device. It waits for what is queued on
-        that device's current stream, so they are ordered after the optimizer's kernels there.
+        Copies from GPUs run on a side stream of each device. That stream waits for the work queued
+        on the device's current stream, so the copies follow the optimizer's kernels.
         """
         on_gpus: dict[torch.device, list[_Pair]] = {}
         others: list[_Pair] = []
@@ -68,7 +68,7 @@ class Copier:
                     view.copy_(source)
             self._move(moves)
         finally:
-            # Whatever happened: the caller may change or free the sources from here on.
+            # Always wait: on return, the caller may change or free the sources.
             for stream in begun:
                 stream.synchronize()
 
@@ -78,7 +78,7 @@ class Copier:
         return self._streams[device]
 
     def close(self) -> None:
-        """Let threads and views go."""
+        """Release threads and views."""
         if self._pool is not None:
             self._pool.shutdown()
         self._views.clear()
@@ -99,12 +99,12 @@ class Copier:
 
 
 def find_gpu(sources: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of the first source that is on a GPU."""
+    """Return the device of the first source on a GPU, or None."""
     return next((s.device for s in sources if s.device.type == "cuda"), None)
 
 
 def is_plain(source: torch.Tensor) -> bool:
-    """True for a tensor whose bytes lie in memory as its values are, in order."""
+    """Return True if the tensor's bytes lie in memory in the order of its values."""
     return (
         type(source) in _PLAIN_TYPES
         and source.layout is torch.strided
@@ -116,7 +116,7 @@ def is_plain(source: torch.Tensor) -> bool:
 
 
 def cut(moves: Sequence[_Move]) -> list[list[_Move]]:
-    """The same bytes in pieces of `PIECE_BYTES` or less, for threads to take."""
+    """Split the moves into pieces of at most `PIECE_BYTES` for the threads."""
     pieces: list[list[_Move]] = []
     room = 0
     for to, source, size in moves:
@@ -151,7 +151,7 @@ def _move_all(moves: Sequence[_Move]) -> None:
 
 
 def _begin_copies(pairs: Sequence[_Pair], device: torch.device, stream: torch.cuda.Stream) -> None:
-    """Queue copies from `device` on `stream`, after what is queued on its current stream."""
+    """Queue copies from `device` on `stream`, after the work queued on its current stream."""
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(torch.cuda.current_stream(device))
     stream.wait_event(ready)

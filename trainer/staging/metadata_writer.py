@@ -1,4 +1,4 @@
-"""A thread that writes `.metadata` into the slots: it takes time, and only a commit needs it."""
+"""A thread that writes `.metadata` into the slots while training continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.trainer.planning.layout import LateContent
 
 
 class BackgroundMetadataWriter:
-    """Writes one content at one offset of every slot, the slot of the first save first."""
+    """Writes one content at one offset of every slot, beginning with the slot of the first save."""
 
     def __init__(self, slots: Sequence[Slot], at: int, content: LateContent) -> None:
         self._slots, self._at, self._content = slots, at, content
@@ -23,24 +23,24 @@ class BackgroundMetadataWriter:
 
     @property
     def is_done(self) -> bool:
-        """True once all is written, or there is a problem."""
+        """True once all is written or an error ended the thread."""
         return not self._thread.is_alive()
 
     @property
     def problem(self) -> str | None:
-        """Why it could not be written."""
+        """The error that ended the thread, or None."""
         return self._problem
 
     def wait(self) -> str | None:
-        """Wait until all is written; the problem, if there was one.
+        """Wait until all is written. Return the error, or None.
 
-        Bounded by the work: the thread waits for nobody, and ends by an error at the latest.
+        The wait is bounded, because the thread waits for no other process.
         """
         self._thread.join()
         return self._problem
 
     def close(self) -> None:
-        """Leave off; the slots are of no more use unless it was done."""
+        """Stop writing. Unless it was done, the slots can no longer be used."""
         self._is_closed.set()
         self._thread.join()
 
@@ -48,10 +48,10 @@ class BackgroundMetadataWriter:
         try:
             self._write()
         except Exception as error:
-            # Nobody waits here: it is raised where all ranks meet for the first save.
+            # No caller waits for this thread. The first save raises the error on all ranks.
             self._problem = (
-                f".metadata could not be made beside training: {type(error).__name__}: {error}; "
-                "where memory was short, use more nodes or ask the scheduler for more. The next "
+                f".metadata could not be built in the background: {type(error).__name__}: {error}. "
+                "If memory was short, use more nodes or request more memory per node. The next "
                 "prepare(state) tries again"
             )
 
@@ -61,6 +61,6 @@ class BackgroundMetadataWriter:
         self._content.write_to(first.data[self._at : end], self._is_closed.is_set)
         for slot in others:
             if not self._is_closed.is_set():
-                # By numpy, which lets the interpreter go while it copies.
+                # numpy releases the interpreter lock while it copies.
                 written = np.frombuffer(first.data[self._at : end], dtype=np.uint8)
                 np.frombuffer(slot.data[self._at : end], dtype=np.uint8)[:] = written

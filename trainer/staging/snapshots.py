@@ -1,7 +1,8 @@
-"""How often a step is kept in memory: as often as the copy costs little beside the step.
+"""How often a snapshot is kept in memory: as often as the copy costs little compared with a step.
 
-With `auto` the ranks choose it where they meet anyway, all from the same numbers: the dearest copy
-of any rank and rank 0's step time. Between two meetings every n-th step is kept, and nobody asks.
+With `auto` the ranks choose the interval when they meet for a save. All use the same numbers: the
+slowest copy of any rank and rank 0's step time. Until the next save they keep every n-th step and
+exchange no messages about it.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from pydantic import ValidationError
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec import Checkpointing
 
-# The share of training time that copies into memory may take.
+# The largest share of training time for copies into memory.
 OVERHEAD_MAX: Final = 0.03
-# Rarer than this is not worth a copy: the checkpoints on disk are then the protection.
+# A longer interval is not worth a copy: the checkpoints on disk then protect the run.
 EVERY_MAX: Final = 10_000
-# What a first copy is taken to cost until one was measured: slow on purpose.
+# The assumed cost of a copy before one was measured. It is deliberately high.
 FIRST_COPY_BYTES_PER_S: Final = 1e9
 FIRST_COPY_S: Final = 0.005
 
 
 class SnapshotRhythm:
-    """Which steps are kept; `every` is 0 while none are."""
+    """Decides which steps are kept. `every` is 0 if none are."""
 
     def __init__(self, given: int | str) -> None:
-        """`given` as in a spec: steps (1), "auto" or "off". Raises `SpecError` otherwise."""
+        """`given` is as in a spec: steps (1 or more), "auto" or "off". Raises `SpecError`."""
         chosen: int | str = int(given) if str(given).strip().isdigit() else given
         try:
             checked = Checkpointing.model_validate({"snapshots": chosen})
         except ValidationError as error:
             raise SpecError(
-                f"snapshots {given!r}: expected steps (1 or more), 'auto' or 'off'"
+                f"snapshots {given!r}: expected a number of steps (1 or more), 'auto' or 'off'"
             ) from error
         self.is_auto = checked.snapshots == "auto"
         self.every = checked.snapshots if isinstance(checked.snapshots, int) else 0
 
     def is_due(self, step: int) -> bool:
-        """True when the state after `step` is to be kept."""
+        """Return True if the state after `step` is to be kept."""
         return self.every > 0 and step % self.every == 0
 
     def update(self, copy_us: int, step_us: int) -> bool:
-        """Every rank after a meeting, with the same numbers; True when the rhythm is another."""
+        """Update the interval from numbers that all ranks share. Return True if it changed."""
         before = self.every
         if self.is_auto:
             self.every = choose_every(copy_us, step_us)
@@ -51,9 +52,9 @@ class SnapshotRhythm:
 
 
 def choose_every(copy_us: int, step_us: int) -> int:
-    """The fewest steps between two copies of `copy_us` that keep within `OVERHEAD_MAX`.
+    """Return the fewest steps between copies of `copy_us` that stay within `OVERHEAD_MAX`.
 
-    0 when that is more than `EVERY_MAX`, or nothing is known of the step's time.
+    Returns 0 if that is more than `EVERY_MAX`, or if the step time is unknown.
     """
     if step_us <= 0:
         return 0
@@ -62,5 +63,5 @@ def choose_every(copy_us: int, step_us: int) -> int:
 
 
 def first_copy_s(staged_bytes: int) -> float:
-    """What a copy is taken to cost before one was measured, in seconds."""
+    """Return the assumed seconds of a copy before one was measured."""
     return FIRST_COPY_S + staged_bytes / FIRST_COPY_BYTES_PER_S

@@ -1,9 +1,9 @@
-"""Copying a rank's state into memory that outlives it: the flusher's slots.
+"""Copy a rank's state into the flusher's staging slots, which outlive the rank.
 
-`FlusherConnection` is the conversation, `Stage` the two slots mapped and cut into views, one for
-each tensor, so that a save is a copy into them and nothing else. Their pages are made ready by a
-thread while training begins, so that the first save costs what any other does and no start waits.
-Another writes what only a commit needs, `.metadata`, and the first save waits for it.
+`FlusherConnection` exchanges messages with the flusher. `Stage` maps the two slots and cuts them
+into one view per tensor, so that a save is only a copy into the views. One thread prepares the
+slots' pages while training begins, so the first save costs no more than later ones. A second thread
+writes `.metadata`, which only a commit needs. The first save waits for it.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from holdfast.trainer.staging.metadata_writer import BackgroundMetadataWriter
 CONNECT_TIMEOUT_S: Final = 30.0
 ANSWER_TIMEOUT_S: Final = 60.0
 RETRY_S: Final = 0.02
-# How long the flusher may take to put memory behind a slot before nobody waits for it any longer.
+# The longest wait for the flusher to allocate the memory of a slot.
 ALLOCATION_TIMEOUT_S: Final = 300.0
 ALLOCATION_POLL_S: Final = 0.01
-KEYS_TOLD_MAX: Final = 3
+KEYS_NAMED_MAX: Final = 3
 KEY_CHARACTERS_MAX: Final = 200
 
 _UNWRITTEN: Final = object()
-# cudaHostRegisterPortable: page-locked for every device, and not the current one alone.
+# cudaHostRegisterPortable: page-locked for every device, not only for the current one.
 _HOST_REGISTER_PORTABLE: Final = 1
 
 
 class FlusherConnection:
-    """This rank's line to the node's flusher; it calls again when the flusher was restarted."""
+    """This rank's connection to the node's flusher. It reconnects after a flusher restart."""
 
     def __init__(self, place: str, identity: Identity) -> None:
-        """`place` is the path of the file by which the flusher is found: see `contracts.wire`."""
-        # Of the slots that were last given to this rank.
+        """`place` is the path of the file that names the flusher's socket: see `contracts.wire`."""
+        # The bytes of the slots that the flusher last gave to this rank.
         self.held_bytes = 0
         self._place, self._identity = place, identity
         self._connection: socket.socket | None = None
 
     def connect(self, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Say hello, if that is not done; raises `SaveError` when nobody answers in time."""
+        """Connect if not connected. Raises `SaveError` if no flusher answers in time."""
         if self._connection is not None:
             return
         give_up = time.monotonic() + timeout_s
@@ -68,11 +68,11 @@ class FlusherConnection:
                 self._connection = wire.connect(self._place, ANSWER_TIMEOUT_S)
                 break
             except OSError as error:
-                # It may be starting, or starting again.
+                # The flusher may be starting or restarting.
                 if time.monotonic() > give_up:
                     raise SaveError(
-                        f"no flusher is found by {self._place} after {timeout_s:.0f} s "
-                        f"({error.strerror}); its supervisor should have started one: "
+                        f"no flusher answered at {self._place} within {timeout_s:.0f} s "
+                        f"({error.strerror}). The flusher supervisor should have started one: "
                         "see the node's log"
                     ) from error
                 time.sleep(RETRY_S)
@@ -86,53 +86,53 @@ class FlusherConnection:
         )
 
     def request_slots(self, data_bytes: int, used_bytes: int) -> list[int]:
-        """Descriptors of new slots for `data_bytes` each, ours to close.
+        """Return descriptors of new slots of `data_bytes` each. The caller closes them.
 
-        The flusher puts memory behind the first `used_bytes` of each, after it has answered.
+        The flusher allocates the first `used_bytes` of each slot after it has answered.
         """
         self.connect()
         handles = self._ask("slots", bytes=data_bytes, used_bytes=used_bytes)
         self.held_bytes = SLOTS_PER_RANK * used_bytes
         if len(handles) != SLOTS_PER_RANK:
             raise SaveError(
-                f"the flusher gave {len(handles)} slots, expected {SLOTS_PER_RANK}; "
-                "agent and program must use one version of Holdfast"
+                f"the flusher gave {len(handles)} slots, but {SLOTS_PER_RANK} were expected. Use "
+                "the same version of Holdfast for the agent and the program"
             )
         return list(handles)
 
     def describe(self, layout: Layout, folder: Path) -> None:
-        """Say what this rank writes; other nodes learn it in `folder` and can name what is lost."""
+        """Report what this rank writes. Other nodes read it in `folder` if this node is lost."""
         who = self._identity
         if who.nodes == 1:
             return
         keys = layout.keys
-        told = keys if len(keys) <= KEYS_TOLD_MAX else (*keys[: KEYS_TOLD_MAX - 1], keys[-1])
+        named = keys if len(keys) <= KEYS_NAMED_MAX else (*keys[: KEYS_NAMED_MAX - 1], keys[-1])
         self.notify(
             "writes",
             folder=str(folder.absolute()),
             node=who.node,
             local_ranks=who.local_ranks,
             files=[place.path for place in files_of(layout, 0)],
-            keys=[key[:KEY_CHARACTERS_MAX] for key in told],
+            keys=[key[:KEY_CHARACTERS_MAX] for key in named],
             keys_total=len(keys),
         )
 
     def notify(self, kind: str, **data: Any) -> None:
-        """Tell without waiting; what a flusher misses it finds in shared memory itself."""
+        """Send a message without waiting. A flusher that misses it reads the slots instead."""
         self.keep_up()
         with contextlib.suppress(OSError):
             if self._connection is not None:
                 wire.send(self._connection, kind, **data)
 
     def keep_up(self) -> None:
-        """Call again if the flusher was restarted: it must learn of this rank's death."""
+        """Reconnect if the flusher was restarted, so that it can detect this rank's death."""
         with contextlib.suppress(OSError, SaveError):
             if self._has_hung_up():
                 self.close()
                 self.connect(timeout_s=0.0)
 
     def close(self) -> None:
-        """Hang up; what is sealed is written all the same."""
+        """Close the connection. Sealed slots are written nevertheless."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -145,23 +145,23 @@ class FlusherConnection:
         except OSError as error:
             heard, problem = None, str(error)
         else:
-            problem = "it hung up"
+            problem = "the connection was closed"
         if heard is None:
             self.close()
             raise SaveError(
-                f"the flusher {self._place} gave no answer to `{kind}`: {problem}; nothing is "
-                "saved until its flusher supervisor has started it again"
+                f"the flusher {self._place} did not answer `{kind}`: {problem}. Nothing is saved "
+                "until the flusher supervisor has restarted it"
             )
         return heard[1]
 
     def _has_hung_up(self) -> bool:
-        """The flusher never speaks unasked, so anything to be read is the end."""
+        """Return True without a connection. The flusher sends only replies, so any input is EOF."""
         if self._connection is None:
             return True
-        # Not select, which knows no descriptors above 1023.
-        looking = select.poll()
-        looking.register(self._connection, select.POLLIN)
-        return bool(looking.poll(0))
+        # Not select, which does not support descriptors above 1023.
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        return bool(poller.poll(0))
 
 
 class StagedSlot:
@@ -188,9 +188,9 @@ class StagedSlot:
             self.slot.data[at : at + len(content)] = content
 
     def fill(self, flat: Mapping[str, Any], train_state: bytes | None) -> None:
-        """Copy the state in; on return every byte is in the slot.
+        """Copy the state into the slot. Every byte is there on return.
 
-        Raises `SaveError` when a number or the train state has outgrown its place.
+        Raises `SaveError` if a number or the train state no longer fits its place.
         """
         with self._lock, torch.no_grad():
             sources = [local_part(flat[place.key]) for place in self._layout.tensors]
@@ -201,7 +201,7 @@ class StagedSlot:
             self.slot.data[at : at + len(train_state)] = train_state
 
     def pin(self) -> None:
-        """Page-lock the memory for copies from GPUs; no save copies meanwhile.
+        """Page-lock the memory for copies from GPUs. No save can copy meanwhile.
 
         Uses the calling thread's current device.
         """
@@ -209,12 +209,12 @@ class StagedSlot:
             self._pinned = _pin(self._memory[: self._layout.used_bytes])
 
     def close(self) -> None:
-        """Let the memory go from this process."""
+        """Release the memory in this process."""
         self._copier.close()
         del self._memory
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._pinned)  # type: ignore[no-untyped-call]
-        # The last view may still wait for the garbage collector; the mapping then goes with it.
+        # The garbage collector may still hold the last view. It then frees the mapping too.
         with contextlib.suppress(BufferError):
             self.slot.close()
 
@@ -224,7 +224,7 @@ class StagedSlot:
         written = self._numbers
         for i, place in enumerate(self._layout.numbers):
             value = flat[place.key]
-            # The very object that was written; a list may have changed and still be the same.
+            # Skip the same object as last time, except a list, which may have changed in place.
             if value is written[i] and type(value) is not list:
                 continue
             text = repr(value)
@@ -241,7 +241,7 @@ class Stage:
     def __init__(
         self, connection: FlusherConnection, layout: Layout, *, gpu: torch.device | None
     ) -> None:
-        """`gpu` is one that this rank's state is on; the slots' memory is then page-locked."""
+        """`gpu` is a device of this rank's state. The slots' memory is then page-locked."""
         handles = connection.request_slots(layout.image_bytes, layout.used_bytes)
         self.slots = [StagedSlot(handle, layout) for handle in handles]
         self._is_closed = threading.Event()
@@ -257,37 +257,37 @@ class Stage:
             )
 
     def free(self) -> StagedSlot | None:
-        """The slot to fill next, or None while all are being written."""
+        """Return the slot to fill next, or None while all are being written."""
         chosen = choose_slot([staged.slot for staged in self.slots])
         return None if chosen is None else self.slots[chosen]
 
     @property
     def is_late_done(self) -> bool:
-        """True once the slots have what is written beside training, or there is a problem."""
+        """True once the background thread has written the slots or has failed."""
         return self._metadata_writer is None or self._metadata_writer.is_done
 
     @property
     def problem(self) -> str | None:
-        """Why the slots cannot be used, as far as is known."""
+        """Why the slots cannot be used, None if no error is known."""
         return None if self._metadata_writer is None else self._metadata_writer.problem
 
     def wait_for_metadata(self) -> str | None:
-        """Wait until the slots have what is written beside training; why they never will."""
+        """Wait until the background thread has written the slots. Return its error, or None."""
         return None if self._metadata_writer is None else self._metadata_writer.wait()
 
     def require_late(self) -> None:
-        """Wait likewise; raises `SaveError` when it never comes."""
+        """Wait in the same way, and raise `SaveError` if the thread failed."""
         problem = self.wait_for_metadata()
         if problem is not None:
             raise SaveError(problem)
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until the thread has done what it can; True when it has, in `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds for the pages. Return True if the thread is done."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Let all slots go from this process."""
+        """Release all slots in this process."""
         self._is_closed.set()
         if self._metadata_writer is not None:
             self._metadata_writer.close()
@@ -296,12 +296,12 @@ class Stage:
             staged.close()
 
     def _make_ready(self, used_bytes: int, gpu: torch.device | None) -> None:
-        """Map what the flusher has allocated, the slot of the first save first; then pin it.
+        """Map the pages that the flusher has allocated, the first save's slot first; then pin.
 
-        A save may come before this is through: it then waits for the pages that it touches.
+        A save may begin earlier. It then waits for the pages that it touches.
         """
         if gpu is not None:
-            # A new thread's device is GPU 0: page-locking would open a context on it, in every
+            # A new thread's device is GPU 0. Page-locking would open a context on it in every
             # rank of the node.
             torch.cuda.set_device(gpu)
         give_up = time.monotonic() + ALLOCATION_TIMEOUT_S
@@ -321,9 +321,9 @@ class Stage:
 
 
 def _pin(memory: torch.Tensor) -> int:
-    """Page-lock a slot for copies from any GPU; its address, or 0 when the driver declines.
+    """Page-lock a slot for copies from any GPU. Return its address, or 0 if the driver refuses.
 
-    Unpinned copies are slower and as right, so declining is no error.
+    Without page-locking, copies are slower and equally correct, so a refusal is no error.
     """
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
