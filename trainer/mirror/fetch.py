@@ -159,6 +159,4 @@ def _is_whole(path: Path, entry: FileEntry) -> bool:
 
 
 def _damaged(name: CheckpointName, problem: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{name} in the mirror is not used: {problem}", damaged=[problem]
-    )
+    return DamagedCheckpointError(f"{name} in the mirror is not used: {problem}", damaged=[problem])

@@ -113,10 +113,8 @@ class MirrorWorker:
             skipped = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
             self._changed.notify()
         if skipped is not None:
-            error = f"skipped: {BACKLOG_MAX} newer checkpoints wait; the mirror is slower than saves"
-            self._journal(skipped, EventKind.MIRROR_FAILED, error=error)
             error = f"skipped: {BACKLOG_MAX} newer ones wait; the mirror is slower than the saves"
-            self._journal(passed, EventKind.MIRROR_FAILED, error=behind)
+            self._journal(skipped, EventKind.MIRROR_FAILED, error=error)
 
     def recover(self, run: RunPaths) -> None:
         """Queue what earlier flushers of the run left: on node 0, or each node's own files."""
