@@ -90,7 +90,7 @@ def check_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh) -> Pl
     assert (place.data_part, place.data_parts) == (identity.rank % stage_size, stage_size)
     plain = find_place(identity, ranks, None)
     assert (plain.identity, plain.data_part) == (identity, identity.rank)
-    with pytest.raises(PreflightError, match="expected the mesh of all ranks"):
+    with pytest.raises(PreflightError, match="Pass the mesh of all ranks"):
         find_place(identity, ranks, mesh["dp"])
     return place
 

@@ -286,7 +286,7 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(
 
 
 def test_a_part_beyond_its_tensor_is_refused_where_it_is_described() -> None:
-    with pytest.raises(ValueError, match=r"model\.w: a part of sizes \(2, 2\) at \(3, 0\) reaches"):
+    with pytest.raises(ValueError, match=r"model\.w: a part of sizes \(2, 2\) at \(3, 0\) exceeds"):
         rank_of([row_of("model.w", (4, 2), (3, 0), (2, 2))])
 
 

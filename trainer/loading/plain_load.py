@@ -22,7 +22,7 @@ from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowe
 from torch.serialization import StorageType
 
 from holdfast.contracts.errors import DamagedCheckpointError
-from holdfast.trainer.planning.metadata import shorten_words
+from holdfast.trainer.planning.metadata import shorten_error
 from holdfast.trainer.planning.metadata_makers import make_layout, make_ordered, make_size
 from holdfast.trainer.planning.plain_pickle import (
     Maker,
@@ -83,7 +83,7 @@ def repack(content: bytes) -> bytes:
 
 
 def _refusal(error: Exception) -> DamagedCheckpointError:
-    words = shorten_words(error).splitlines()[0]
+    words = shorten_error(error).splitlines()[0]
     return DamagedCheckpointError(
         f"an entry cannot be opened as a plain value: {words}; load another checkpoint",
         damaged=[f"an entry: {words}"],

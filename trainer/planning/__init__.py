@@ -1,1 +1,1 @@
-"""Who writes which bytes of which file: planned once, before the first save."""
+"""Plans which rank writes which bytes of which file, once before the first save."""

@@ -1,9 +1,8 @@
-"""Boxes that many ranks hold, told apart: copies of one box brought together, those that are
-the only one of their kind found without sorting.
+"""Find the boxes that several ranks hold: group the copies of each box.
 
-A box is known by its tensor and by the number of its first element in it. Ranks mostly come
-in the order of their parts, so that the places of one tensor rise from block to block, which one
-comparison of neighbours shows for all blocks and tensors at once; only what is left is sorted.
+A box is identified by its tensor and the number of its first element. Ranks usually come in the
+order of their parts, so the places of one tensor rise from block to block. One comparison of
+neighbours shows this for all blocks and tensors at once. Only the remaining rows are sorted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows sorted by box: `order` lists rows, `start` and `count` a stretch of it for each box."""
+    """Rows sorted by box. `order` lists rows; `start` and `count` give each box's range in it."""
 
     order: Int64s
     start: Int64s
@@ -30,11 +29,11 @@ class Groups:
 
     @property
     def first(self) -> Int64s:
-        """A row of each box."""
+        """One row of each box."""
         return self.order[self.start]
 
     def rows_of(self, boxes: Int64s) -> tuple[Int64s, Int64s]:
-        """All rows of these boxes, and for each its box's place among `boxes`."""
+        """Return all rows of these boxes, and for each row the index of its box in `boxes`."""
         count = self.count[boxes]
         box = np.repeat(np.arange(len(boxes)), count)
         nth = np.arange(len(box)) - np.repeat(np.cumsum(count) - count, count)
@@ -42,15 +41,15 @@ class Groups:
 
 
 def first_numbers(items: Sequence[Item]) -> Int64s:
-    """The number of each item's first element when those of all are counted end to end."""
+    """Return the number of each item's first element, counted through all items in order."""
     extent = np.array([max(prod(item.shape), 1) for item in items], dtype=np.int64)
     return np.cumsum(extent) - extent
 
 
 def group(key: Int32s, place: Int64s, items: Sequence[Item]) -> Groups:
-    """Bring the copies of each box together, in the order of keys and places.
+    """Group the copies of each box, in the order of keys and places.
 
-    By key first, which is cheap; where ranks come in the order of their parts that is all.
+    It sorts by key first, which is cheap. If ranks come in the order of their parts, that suffices.
     """
     code = first_numbers(items)[key]
     code += place
@@ -61,7 +60,7 @@ def group(key: Int32s, place: Int64s, items: Sequence[Item]) -> Groups:
         again = np.argsort(code)
         order, code = order[again], code[again]
         repeated = np.flatnonzero(_is_repeated(code))
-        # Copies of one box stay in the order of their blocks, whatever the sort did to them.
+        # Keep the copies of one box in the order of their blocks. The sort above is not stable.
         decided = np.lexsort((order[repeated], code[repeated]))
         order[repeated] = order[repeated[decided]]
     is_first = np.ones(len(code), dtype=bool)
@@ -73,9 +72,9 @@ def group(key: Int32s, place: Int64s, items: Sequence[Item]) -> Groups:
 def find_distinct(
     shard_tables: Sequence[ShardTable], keys: Sequence[Int32s], items: Sequence[Item]
 ) -> Bools:
-    """By item: True where its boxes are seen to have a place each, False where some may share one.
+    """Return, by item, True if all its boxes have different places, False if some may share one.
 
-    `keys` says for each shard table which item each of its columns is of.
+    `keys` gives for each shard table the item of each of its columns.
     """
     distinct = np.ones(len(items), dtype=bool)
     if not shard_tables:
@@ -89,7 +88,7 @@ def find_distinct(
     high = base + np.concatenate([shard_table.place[-1] for shard_table in shard_tables])
     order = np.argsort(low)
     earlier, later = order[:-1], order[1:]
-    # The shard tables' stretches of one item's places must lie apart.
+    # The ranges of one item's places in different shard tables must not overlap.
     meet = (key[earlier] == key[later]) & (high[earlier] >= low[later])
     distinct[key[earlier[meet]]] = False
     return distinct
@@ -97,9 +96,9 @@ def find_distinct(
 
 @dataclass(frozen=True)
 class Loose:
-    """The rows that are not decided by where they stand, of all shard tables, in their order.
+    """The rows that may have several holders, of all shard tables, in their order.
 
-    `at` has for each shard table where its rows are, counted line by line; the columns are of all.
+    `at` has the flat indices of each table's rows. The other columns cover all tables.
     """
 
     at: tuple[Int64s, ...]
@@ -116,9 +115,9 @@ def pick_loose(
     weights: Sequence[Int64s],
     is_loose: Sequence[Bools],
 ) -> Loose:
-    """The rows of which `is_loose`, shape (blocks, rows) for each shard table, is true.
+    """Return the rows for which `is_loose`, of shape (blocks, rows) per shard table, is true.
 
-    `keys` and `weights` are by column; blocks are numbered through all shard tables.
+    `keys` and `weights` are by column. Blocks are numbered through all shard tables.
     """
     at = tuple(np.flatnonzero(loose) for loose in is_loose)
     blocks, columns, first = [], [], 0

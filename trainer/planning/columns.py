@@ -1,12 +1,11 @@
-"""What one rank has to save, as columns of numbers: small to send, fast to compare by the million.
+"""What one rank has to save, as columns of numbers that are small to send and fast to compare.
 
-A row is one box of a tensor (or one number) that the rank holds. Names, types and whole shapes
-are in tables of items, which most ranks have in common. A rank's rows are cut into blocks by what
-other ranks can have in common with them: whole tensors and numbers, which all that have them hold
-alike; whole tensors of which ranks' copies may differ, such as running means; parts of tensors; and
-what only one rank has (its random state). What parts of equal sizes
-have in common, all but their places, is a pattern. Blocks, patterns and tables are known by
-digest: each travels once.
+A row is one box of a tensor (or one number) that the rank holds. Tables of items have the names,
+types and whole shapes, and most ranks share them. A rank's rows are cut into blocks by what other
+ranks can share with them: whole tensors and numbers that are equal on all ranks; whole tensors
+whose copies may differ, such as running means; parts of tensors; and what only one rank has, such
+as its random state. A pattern is what blocks of equal-sized parts share: everything except the
+places. Blocks, patterns and tables are identified by digest, and each is sent once.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 UInt64s = npt.NDArray[np.uint64]
 
-# The kinds of blocks, in the order of a file.
+# The kinds of blocks, in file order.
 WHOLE: Final = 0
 FIRST: Final = 1
 PART: Final = 2
@@ -39,7 +38,7 @@ _SHIFT: Final = np.uint64(29)
 class Item(NamedTuple):
     """One key of the state. `dtype` is torch's name without `torch.`, None for a number.
 
-    `path` is the key before its parts were joined, `shape` the whole tensor's.
+    `path` is the key as a tuple, before its parts were joined. `shape` is the whole tensor's.
     """
 
     key: str
@@ -49,7 +48,7 @@ class Item(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One box that a rank holds: where it begins in the tensor, its sizes, its bytes in a file."""
+    """One box that a rank holds: its offsets in the tensor, its sizes, and its bytes in a file."""
 
     item: Item
     offsets: tuple[int, ...]
@@ -58,17 +57,17 @@ class Row(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """True for a number, and for a tensor of which nothing is elsewhere."""
+        """True for a number, and for a tensor that is not split."""
         return self.sizes == self.item.shape
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What blocks can have in common: all of their rows but where the boxes lie.
+    """What blocks can share: all of their rows except the places of the boxes.
 
-    `kind` is one of KINDS, `table` the digest of the items' table, `item` each row's place in it,
-    `form` each row's place among the forms: the different (sizes, entry bytes). `form_sizes` has a
-    row for each form, short ones padded by 1.
+    `kind` is one of KINDS. `table` is the digest of the items' table, and `item` is each row's
+    index in it. `form` is each row's index among the forms, the distinct (sizes, entry bytes).
+    `form_sizes` has a row for each form; short rows are padded with 1.
     """
 
     kind: int
@@ -79,7 +78,7 @@ class Pattern:
     form_bytes: Int64s
 
     def digest(self) -> bytes:
-        """The same on ranks whose boxes are alike."""
+        """Return a digest that is equal on ranks with equal boxes."""
         checksum = new_checksum()
         checksum.update(bytes([self.kind, self.form_sizes.shape[1]]) + self.table)
         for column in (self.item, self.form, self.form_sizes, self.form_bytes):
@@ -89,10 +88,10 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Block:
-    """The rows of one rank that go by a pattern, which is known by its digest.
+    """The rows of one rank that follow one pattern, which is given by its digest.
 
-    `place` is the number of each box's first element in its tensor, `coverage_hash` the box's
-    weight (see `coverage_hashes`).
+    `place` is the number of each box's first element in its tensor. `coverage_hash` is the weight
+    of each box (see `coverage_hashes`).
     """
 
     pattern: bytes
@@ -100,14 +99,14 @@ class Block:
     coverage_hash: UInt64s
 
     def digest(self) -> bytes:
-        """The same on ranks whose rows are the same."""
+        """Return a digest that is equal on ranks with equal rows."""
         checksum = new_checksum()
         checksum.update(self.pattern + self.place.tobytes())
         return checksum.digest()
 
 
 class Described(NamedTuple):
-    """A block with what it names: its pattern, and the encoded table of the pattern's items."""
+    """A block, its pattern, and the encoded table of the pattern's items."""
 
     block: Block
     pattern: Pattern
@@ -115,12 +114,12 @@ class Described(NamedTuple):
 
 
 def encode_table(items: Sequence[Item]) -> bytes:
-    """A table of items as bytes, the same for the same items."""
+    """Encode a table of items. Equal items give equal bytes."""
     return json.dumps(items, separators=(",", ":")).encode()
 
 
 def decode_table(content: bytes) -> list[Item]:
-    """The items that `encode_table` was given."""
+    """Return the items of `encode_table`'s result."""
     return [
         Item(key, tuple(path), dtype, tuple(shape))
         for key, path, dtype, shape in json.loads(content)
@@ -128,9 +127,9 @@ def decode_table(content: bytes) -> list[Item]:
 
 
 def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Described:
-    """The block of `rows`, whose items are all in `items`, each at most once.
+    """Return the block of `rows`. Their items are all in `items`, each at most once.
 
-    Raises `ValueError` naming a row that reaches beyond its tensor.
+    Raises `ValueError` with the name of a row that exceeds its tensor.
     """
     content = encode_table(items)
     index = {item.key: number for number, item in enumerate(items)}
@@ -144,8 +143,8 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
             for o, s, whole in zip(row.offsets, row.sizes, shape, strict=True)
         ):
             raise ValueError(
-                f"{row.item.key}: a part of sizes {row.sizes} at {row.offsets} reaches beyond "
-                f"its tensor of {shape}"
+                f"{row.item.key}: a part of sizes {row.sizes} at {row.offsets} exceeds its tensor "
+                f"of shape {shape}"
             )
         form = forms.setdefault((row.sizes, row.entry_bytes), len(forms))
         columns.append((index[row.item.key], linear_place(row.offsets, shape), form))
@@ -170,7 +169,7 @@ def make_block(kind: int, items: Sequence[Item], rows: Iterable[Row]) -> Describ
 
 
 def linear_place(offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of a box's first element, counted row by row through its tensor."""
+    """Return the number of a box's first element, counted row by row through its tensor."""
     place = 0
     for offset, size in zip(offsets, shape, strict=True):
         place = place * size + offset
@@ -178,10 +177,10 @@ def linear_place(offsets: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def coverage_hashes(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> UInt64s:
-    """A weight for each box, such that boxes tile a tensor exactly when their weights add up to it.
+    """Return a weight for each box. The weights add up to the tensor's only if the boxes tile it.
 
-    Each dimension's coordinates get pseudo-random widths; a box weighs the product of its sides,
-    modulo 2^64. Boxes that overlap, or leave a gap, add up to another weight but for a chance of
+    Each dimension's coordinates get pseudo-random widths. A box's weight is the product of its
+    sides, modulo 2^64. Boxes that overlap or leave a gap have another sum, except by a chance of
     about one in 2^60.
     """
     dims = max((len(box) for box in offsets), default=0)
@@ -199,13 +198,13 @@ def coverage_hashes(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[i
 
 
 def whole_coverage_hashes(shapes: Sequence[Sequence[int]]) -> UInt64s:
-    """What the boxes of a tensor of each shape must weigh together."""
+    """Return the total weight that the boxes of a tensor of each shape must have."""
     return coverage_hashes([(0,) * len(shape) for shape in shapes], shapes)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Many blocks end to end, as a node sends them; `digests` and `patterns` are by block."""
+    """Many blocks in one, as a node sends them. `digests` and `patterns` are by block."""
 
     digests: tuple[bytes, ...]
     patterns: tuple[bytes, ...]
@@ -215,8 +214,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class ShardTable:
-    """Blocks of one pattern: `place` and `coverage_hash` have a line for each, shape (blocks,
-    rows)."""
+    """Blocks of one pattern. `place` and `coverage_hash` have the shape (blocks, rows)."""
 
     pattern: Pattern
     digests: tuple[bytes, ...]
@@ -225,7 +223,7 @@ class ShardTable:
 
 
 def pack(blocks: Mapping[bytes, Block]) -> Rows:
-    """Blocks by their digests, end to end in the order given."""
+    """Concatenate blocks, given by their digests, in the order given."""
     every = list(blocks.values())
     return Rows(
         digests=tuple(blocks),
@@ -236,7 +234,7 @@ def pack(blocks: Mapping[bytes, Block]) -> Rows:
 
 
 def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[ShardTable]:
-    """All blocks of all parts by their patterns, in the order in which these first come."""
+    """Return all blocks of all parts by pattern, in the order of first appearance."""
     lines: dict[bytes, list[tuple[bytes, Int64s, UInt64s]]] = {}
     for part in parts:
         begin = 0
@@ -257,12 +255,12 @@ def join(parts: Sequence[Rows], patterns: Mapping[bytes, Pattern]) -> list[Shard
 
 
 def end_to_end(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The parts as one array of `dtype`, empty when there are none."""
+    """Concatenate the parts to one array of `dtype`, empty if there are none."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
 def _scatter(coordinates: UInt64s) -> UInt64s:
-    """A pseudo-random number for each coordinate and column, the same everywhere and always."""
+    """Return a pseudo-random number per coordinate and column, the same on every machine."""
     columns = np.arange(1, coordinates.shape[1] + 1, dtype=np.uint64) * _ODD_B
     mixed = (coordinates + columns) * _ODD_A
     mixed = (mixed ^ (mixed >> _SHIFT)) * _ODD_B

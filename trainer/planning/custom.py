@@ -1,7 +1,7 @@
-"""A planner of the user's own: planned again at every save, through stock DCP's protocol.
+"""Saves with a user's own planner, which stock DCP's protocol runs again at every save.
 
-The planner says what is written, by whom and under which names; where the bytes lie stays ours.
-Each save costs the planner's collectives, and nothing of it is cached.
+The planner decides what is written, by which rank and under which names. Holdfast decides where the
+bytes lie. Each save costs the planner's collectives, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from holdfast.trainer.planning.ranks import problem_of, raise_problems
 
 @dataclass(frozen=True)
 class CustomPlan:
-    """One save: the layout, and what to copy into it by the layout's keys."""
+    """The layout of one save, and the values to copy into it, by the layout's keys."""
 
     layout: Layout
     values: Mapping[str, Any]
@@ -55,10 +55,10 @@ def plan_custom(
     tree: HierarchicalGroup,
     stage_tree: HierarchicalGroup,
 ) -> CustomPlan:
-    """Plan one save with `planner`; all ranks call it together.
+    """Plan one save with `planner`. All ranks call this together.
 
-    Raises `SaveError` on all ranks when the planner fails on one, or asks for what cannot be:
-    an entry that only a pickle could hold, or metadata that could not be read back.
+    Raises `SaveError` on all ranks if the planner fails on one, or if it asks for an entry that
+    only a pickle could store or for metadata that could not be read back.
     """
     plans: list[SavePlan] = []
 
@@ -73,7 +73,10 @@ def plan_custom(
         made, found = planner.create_global_plan(everyones)
         metadata.append(found)
         if len(made) != len(everyones):
-            raise SaveError(f"the planner made {len(made)} plans for {len(everyones)} ranks")
+            raise SaveError(
+                f"the planner returned {len(made)} plans for {len(everyones)} ranks; expected one "
+                "plan per rank"
+            )
         return made
 
     plan, problem = _through_root(plans[0], plan_all, stage_tree, identity.rank)
@@ -103,7 +106,7 @@ def _through_root(
     tree: HierarchicalGroup,
     rank: int,
 ) -> tuple[SavePlan, str | None]:
-    """This rank's part of what the root makes of all ranks' plans."""
+    """Return this rank's part of the plans that the root makes from all ranks' plans."""
     everyones = tree.gather_all(plan)
     made: list[SavePlan] = []
     problem = problem_of(lambda: made.extend(plan_all(everyones)), rank) if tree.is_root else None
@@ -114,7 +117,7 @@ def _through_root(
 def _place(
     planner: SavePlanner, plan: SavePlan, identity: Identity
 ) -> tuple[Layout, dict[str, Any], dict[MetadataIndex, _StorageInfo]]:
-    """Where each item of this rank's plan lies, and its data as the planner resolves it."""
+    """Return where each item of this rank's plan lies, and its data as the planner resolves it."""
     entries: list[TensorEntry | NumberEntry] = []
     values: dict[str, Any] = {}
     for item in plan.items:
@@ -139,20 +142,20 @@ def _place(
 
 
 def _number(item: WriteItem, data: Any) -> Any:
-    """The value of a byte entry, which must be one that no code is needed to read."""
+    """Return the value of a byte entry. Raises `SaveError` if reading it would need code."""
     try:
         content = data.getvalue() if isinstance(data, io.BytesIO) else bytes(data)
         value = torch.load(io.BytesIO(content), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, TypeError, EOFError) as error:
         raise SaveError(
             f"{item.index.fqn}: the planner resolves it to bytes that cannot be read without "
-            f"running code ({type(error).__name__}); make it a tensor, or put it into the train "
+            f"running code ({type(error).__name__}). Make it a tensor, or put it into the train "
             "state as JSON"
         ) from error
     if not is_plain(value):
         raise SaveError(
-            f"{item.index.fqn}: the planner resolves it to a {type(value).__name__}; expected a "
-            "tensor, or a bool, int, float, str or None of a parameter group"
+            f"{item.index.fqn}: the planner resolves it to a {type(value).__name__}, but a tensor, "
+            "or a bool, int, float, str or None of a parameter group, was expected"
         )
     return value
 
@@ -162,8 +165,8 @@ def _tensor(item: WriteItem, data: Any) -> torch.Tensor:
     if not isinstance(data, torch.Tensor) or data.shape != planned:
         shown = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
         raise SaveError(
-            f"{item.index.fqn}: the planner planned a part of shape {planned} and resolves it to "
-            f"{shown}; both must be the same"
+            f"{item.index.fqn}: the planner planned a part of shape {planned} but resolves it to "
+            f"{shown}. Make both the same"
         )
     return data.detach()
 
@@ -172,6 +175,6 @@ def _pickle(metadata: Metadata, storage: list[dict[MetadataIndex, _StorageInfo]]
     metadata.storage_data = {index: info for one in storage for index, info in one.items()}
     metadata.version = CURRENT_DCP_VERSION
     content = pickle.dumps(metadata)
-    # What a restricted reader would refuse must not be found out at the resume.
+    # Find metadata that a restricted reader would refuse now, not at the resume.
     parse_metadata(content, "the planner's metadata")
     return content

@@ -1,9 +1,9 @@
-"""Who writes what, for all ranks at once: rank 0's part of planning.
+"""Plan which rank writes what, for all ranks at once: rank 0's part of planning.
 
-Of equal boxes exactly one is written. Most boxes have one holder, who writes them; the others are
-given to whoever of their holders has the least to write, but for those whose copies may differ,
-which the lowest rank writes. Everything is comparing and adding up of
-columns; Python loops run over keys, ranks and sets of holders, never over rows.
+Exactly one of several equal boxes is written. Most boxes have one holder, which writes them. A box
+with several holders goes to the one with the least to write. If its copies may differ, the lowest
+rank writes it. All work is comparing and adding columns: Python loops run over keys, ranks and sets
+of holders, never over rows.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ ALIGNMENT: Final = 64
 _KEYS_SHOWN: Final = 5
 
 Kept = tuple[Int32s, ...]
-"""Rows that a rank writes, in the order of its file: of its block of each of the KINDS."""
+"""Rows that a rank writes, in file order: those of its block of each of the KINDS."""
 
 
 @dataclass(frozen=True)
 class GlobalPlan:
-    """Who writes which row; a row is a column of a line of a shard table.
+    """Which rank writes which row. A row is a column of a line of a shard table.
 
-    `keys` says for each shard table which of the `items` each column is of, `writers`, shape
-    (blocks, rows) for each shard table, which rank writes a row, `NOBODY` for none. `held` says
-    where each rank's blocks are: (shard_table, line), and `kept` what it writes of them, by kind.
+    `keys` gives for each shard table the index in `items` of each column. `writers` gives for each
+    row, in shape (blocks, rows), the rank that writes it, `NOBODY` for none. `held` gives each
+    rank's blocks as (shard_table, line), and `kept` the rows of them that it writes, by kind.
     """
 
     items: tuple[Item, ...]
@@ -66,9 +66,9 @@ def plan_all(
     tables: Mapping[bytes, bytes],
     holdings: Sequence[Sequence[bytes]],
 ) -> GlobalPlan:
-    """Plan for all ranks; `holdings` has the digests of each rank's blocks, by rank.
+    """Plan for all ranks. `holdings` has the digests of each rank's blocks, by rank.
 
-    Raises `SaveError` when ranks differ about a key, or their parts do not tile a tensor.
+    Raises `SaveError` if ranks disagree about a key, or if their parts do not tile a tensor.
     """
     items, keys = _number_keys(shard_tables, tables)
     weights = [
@@ -100,12 +100,12 @@ def plan_all(
 
 
 def align(lengths: Int64s) -> Int64s:
-    """Lengths rounded up to the boundary on which entries begin."""
+    """Round lengths up to the alignment of entries."""
     return -(-lengths // ALIGNMENT) * ALIGNMENT
 
 
 def offsets_of(lengths: Int64s) -> Int64s:
-    """Where entries of these lengths begin in a file, each on a boundary."""
+    """Return the aligned offset at which each entry of these lengths begins in a file."""
     aligned = align(lengths)
     return np.cumsum(aligned) - aligned
 
@@ -113,7 +113,7 @@ def offsets_of(lengths: Int64s) -> Int64s:
 def _number_keys(
     shard_tables: Sequence[ShardTable], tables: Mapping[bytes, bytes]
 ) -> tuple[tuple[Item, ...], list[Int32s]]:
-    """One list of items for all tables, and for each shard table its columns' places in it."""
+    """Return one list of items for all tables, and each shard table's column indices in it."""
     items: dict[str, Item] = {}
     number: dict[str, int] = {}
     numbers: dict[bytes, Int32s] = {}
@@ -123,8 +123,8 @@ def _number_keys(
             known = items.setdefault(item.key, item)
             if known != item:
                 raise SaveError(
-                    f"{item.key}: one rank has {_describe(known)}, another {_describe(item)}; "
-                    "every rank must save the same tensor under one name"
+                    f"{item.key}: one rank has {_describe(known)}, another {_describe(item)}. "
+                    "Every rank must save the same tensor under one name"
                 )
             found.append(number.setdefault(item.key, len(number)))
         numbers[digest] = np.array(found, dtype=np.int32)
@@ -137,7 +137,7 @@ def _number_keys(
 def _find_loose(
     shard_tables: Sequence[ShardTable], keys: Sequence[Int32s], distinct: Bools, holders: Holders
 ) -> list[Bools]:
-    """For each shard table the rows that may be held twice: by two blocks or by two ranks."""
+    """Return for each shard table the rows that two blocks or two ranks may hold."""
     found, first = [], 0
     for shard_table, key in zip(shard_tables, keys, strict=True):
         end = first + len(shard_table.digests)
@@ -174,7 +174,7 @@ def _check_tiling(
     more = f" and {len(names) - _KEYS_SHOWN} more" if len(names) > _KEYS_SHOWN else ""
     raise SaveError(
         f"{', '.join(names[:_KEYS_SHOWN])}{more}: the ranks' parts do not cover the tensor "
-        "exactly once; expected shards that neither overlap nor leave a gap, or the same whole "
+        "exactly once. Save shards that neither overlap nor leave a gap, or the same whole "
         "tensor on every rank that has it"
     )
 
@@ -187,7 +187,7 @@ def _holders_write(
     holders: Holders,
     loads: Int64s,
 ) -> list[Int32s]:
-    """Every row given to its first holder; to `loads` are added those that have no other."""
+    """Give every row to its first holder. Add the bytes of rows with one holder to `loads`."""
     writers, first = [], 0
     for shard_table, weight, key in zip(shard_tables, weights, keys, strict=True):
         end = first + len(shard_table.digests)
@@ -204,7 +204,7 @@ def _holders_write(
 def _locate(
     shard_tables: Sequence[ShardTable], holdings: Sequence[Sequence[bytes]]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The (shard_table, line) of each rank's blocks, in the order of kinds."""
+    """Return the (shard_table, line) of each rank's blocks, in the order of kinds."""
     where = {
         digest: (number, line)
         for number, shard_table in enumerate(shard_tables)
@@ -222,7 +222,7 @@ def _keep(
     writers: Sequence[Int32s],
     held: Sequence[Sequence[tuple[int, int]]],
 ) -> tuple[tuple[Kept, ...], Int64s]:
-    """The rows that each rank writes, and each rank's bytes."""
+    """Return the rows that each rank writes, and the bytes of each rank's file."""
     kept = []
     file_bytes = np.zeros(len(held), dtype=np.int64)
     nothing = np.zeros(0, dtype=np.int32)

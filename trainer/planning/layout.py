@@ -1,10 +1,10 @@
-"""Where every byte of a rank's checkpoint files lies: planned once, true for every save after.
+"""The layout of a rank's checkpoint files: planned once and valid for every later save.
 
-A rank's image is what a staging slot holds: its `.distcp` file and, on some ranks, `.metadata`
-and `train_state.json`. A tensor's entry is the zip that `torch.save` makes, headers and footers
-fixed, its bytes on a 64-byte boundary of the file. A number's entry is such a zip too, padded by
-its own comment field to a length that later values share, so that `.metadata` stays as it is from
-save to save.
+A rank's image is the content of a staging slot: its `.distcp` file and, on some ranks, `.metadata`
+and `train_state.json`. A tensor's entry is the zip that `torch.save` writes. Its headers and
+footers are fixed, and its bytes begin on a 64-byte boundary of the file. A number's entry is such a
+zip too. The zip's comment field pads it to a length that later values share, so `.metadata` stays
+the same from save to save.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ TRAIN_STATE_BYTES_MAX: Final = 16 * 1024 * 1024
 _ZIP_END: Final = b"PK\x05\x06"
 _ZIP_END_BYTES: Final = 22
 _NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
-# Whichever value one of these has, its place fits.
+# Every value of these types fits the same place.
 _OF_ONE_SIZE: Final = _NUMBERS - {str}
 _LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
 _KEYS_SHOWN: Final = 5
-# A list of numbers has room for the next power of two, or beyond this for as many more.
+# A list of numbers has space for the next power of two, or above LIST_STEP the next multiple of it.
 LIST_LEAST: Final = 16
 LIST_STEP: Final = 2048
-# What one more number in a list may take.
+# The bytes that one more number in a list may need.
 LIST_ENTRY_BYTES: Final = 12
 _LIST: Final = "list"
-# A text, or those of a list together, likewise. A step is less than a zip's comment can pad.
+# The same for a text, or all texts of a list together. A zip comment can pad more than one step.
 TEXT_LEAST_BYTES: Final = 256
 TEXT_STEP_BYTES: Final = 16384
 _TEXT: Final = "text"
@@ -49,7 +49,7 @@ _TEXT: Final = "text"
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """One tensor's bytes: `at` is the offset in the image, `shape` the rank's own part."""
+    """One tensor's bytes: `at` is the offset in the image, `shape` that of the rank's own part."""
 
     key: str
     at: int
@@ -60,7 +60,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class NumberPlace:
-    """One number's entry: `bytes` is its length at every save."""
+    """One number's entry. `bytes` is its length at every save."""
 
     key: str
     at: int
@@ -69,7 +69,7 @@ class NumberPlace:
 
 @dataclass(frozen=True)
 class FilePlace:
-    """One file of the image; `path` is relative to the checkpoint's directory."""
+    """One file of the image. `path` is relative to the checkpoint's directory."""
 
     path: str
     offset: int
@@ -77,20 +77,20 @@ class FilePlace:
 
 
 class LateContent(Protocol):
-    """What of an image never changes but takes time to make: only its length is known yet."""
+    """A constant part of an image that takes time to build. Its length is known at once."""
 
     @property
     def bytes(self) -> int: ...
 
     def write_to(self, memory: memoryview, is_over: Callable[[], bool]) -> None:
-        """Write it into `memory`, of as many bytes; it may leave off once `is_over()`."""
+        """Write it into `memory`, which has `bytes` bytes. May stop once `is_over()` is true."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A rank's image. `fixed` is what never changes: (offset, bytes) of headers and footers.
+    """A rank's image. `fixed` are the constant headers and footers: (offset, bytes).
 
-    `late` never changes either, but is made beside training: (offset, content).
+    `late` is constant too, but a background thread builds it: (offset, content).
     """
 
     signature: Signature
@@ -104,12 +104,12 @@ class Layout:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the image that are always filled: all but the room for the train state."""
+        """Bytes of the image that every save fills: all except the space for the train state."""
         return self.image_bytes if self.train_state_at is None else self.train_state_at
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What this rank writes, by name, in the order of its file: its very own keys are last."""
+        """The keys that this rank writes, in file order. Keys that only it has come last."""
         places: list[TensorPlace | NumberPlace] = [*self.tensors, *self.numbers]
         return tuple(place.key for place in sorted(places, key=lambda place: place.at))
 
@@ -125,7 +125,7 @@ class Template:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor's part to be written: `shape` is the rank's own."""
+    """One tensor's part to write. `shape` is that of the rank's own part."""
 
     key: str
     shape: torch.Size
@@ -140,14 +140,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class NumberEntry:
-    """One number to be written, and the bytes of its entry at every save."""
+    """One number to write, and the bytes of its entry at every save."""
 
     key: str
     length: int
 
 
 class _Recorder:
-    """Stands in for a file under `torch.save`: keeps what is written, notes what is skipped."""
+    """A file object for `torch.save` that keeps what is written and records what is skipped."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -165,23 +165,23 @@ class _Recorder:
         return len(piece)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Only ever called to leave room for a storage, from the current position on."""
+        """Skip a storage. `torch.save` calls it only for this, from the current position."""
         assert whence == io.SEEK_CUR
         self.data_at = self._position
         self._position += offset
         return self._position
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
     def tell(self) -> int:
         return self._position
 
 
 def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with nested keys joined by dots, as DCP names them.
+    """Return `state` with nested keys joined by dots, as DCP names them.
 
-    Raises `SaveError` naming a leaf that is neither a tensor nor a number of a parameter group.
+    Raises `SaveError` with the name of a leaf that is neither a tensor nor a plain value.
     """
     flat: dict[str, Any] = {}
     _flatten_into(flat, "", state)
@@ -191,24 +191,23 @@ def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten_into(
     flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any]
 ) -> None:
-    """Add the leaves with their names. A list is a leaf unless it holds tensors, as DCP has it."""
+    """Add the leaves with their names. As in DCP, a list is a leaf unless it holds tensors."""
     entries = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, value in entries:
         key = f"{prefix}{name}"
-        # Nearly all are of these, and every save comes through here.
+        # A fast path for nearly all leaves, because every save runs this loop.
         if type(value) not in _LEAF_TYPES:
             if isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
                 _flatten_into(flat, f"{key}.", value)
                 continue
             if not isinstance(value, torch.Tensor) and not is_plain(value):
                 raise SaveError(
-                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state; "
-                    "expected a tensor, or a bool, int, float, str or None of an optimizer's "
-                    "parameter group. Put anything else into the train state as JSON, or make it "
-                    "a tensor"
+                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state. "
+                    "Expected a tensor, or a bool, int, float, str or None of an optimizer's "
+                    "parameter group. Make it a tensor, or put it into the train state as JSON"
                 )
         if key in flat:
-            raise SaveError(f"two entries have one name when joined by dots: {key}")
+            raise SaveError(f"two entries have the name {key} when joined by dots; rename one")
         flat[key] = value
 
 
@@ -220,7 +219,7 @@ def _is_nested(entries: Sequence[Any]) -> bool:
 
 
 class Signature:
-    """What a plan depends on, key by key: types, shapes and placements, but no values."""
+    """What a plan depends on, by key: types, shapes and placements, but no values."""
 
     def __init__(self, flat: Mapping[str, Any]) -> None:
         self._prints = {key: _fingerprint(value) for key, value in flat.items()}
@@ -231,7 +230,7 @@ class Signature:
     __hash__ = None  # type: ignore[assignment]
 
     def fits(self, flat: Mapping[str, Any]) -> bool:
-        """True when `flat` needs no other plan; a microsecond or less for each key."""
+        """Return True if `flat` still fits the plan. Costs at most a microsecond per key."""
         prints = self._prints
         if flat.keys() != prints.keys():
             return False
@@ -243,18 +242,18 @@ class Signature:
         )
 
     def differences(self, flat: Mapping[str, Any]) -> list[str]:
-        """A line for each key that differs, in words for people."""
+        """Return a readable line for each key that differs."""
         now = {key: _fingerprint(value) for key, value in flat.items()}
         return [
-            f"{key}: {_in_words(now, key, 'gone')}, planned "
-            f"{_in_words(self._prints, key, 'nothing')}"
+            f"{key}: {_describe(now, key, 'gone')}, planned "
+            f"{_describe(self._prints, key, 'nothing')}"
             for key in sorted({*now, *self._prints})
             if key not in now or key not in self._prints or now[key] != self._prints[key]
         ]
 
 
 def find_changes(layout: Layout, flat: Mapping[str, Any]) -> str | None:
-    """What of `flat` no longer fits `layout`, a few keys by name; None when all of it fits."""
+    """Describe what of `flat` no longer fits `layout`, with a few keys, or return None."""
     if layout.signature.fits(flat):
         return None
     changed = layout.signature.differences(flat)
@@ -263,19 +262,19 @@ def find_changes(layout: Layout, flat: Mapping[str, Any]) -> str | None:
 
 
 def check_unchanged(layout: Layout, flat: Mapping[str, Any]) -> None:
-    """Raise `SaveError` naming what changed when `flat` no longer fits `layout`."""
+    """Raise `SaveError` with the changes if `flat` no longer fits `layout`."""
     changes = find_changes(layout, flat)
     if changes is not None:
         raise SaveError(
-            f"the state is not the one that was planned: {changes}. If it changed on purpose, "
+            f"the state differs from the planned one: {changes}. If you changed it on purpose, "
             "call prepare(state) on all ranks, then save"
         )
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """This rank's own part of a tensor, detached."""
+    """Return this rank's own part of a tensor, detached."""
     if isinstance(value, DTensor):
-        # Without a gradient to record, to_local does no more than this.
+        # Without a gradient to record, to_local does nothing else.
         return value._local_tensor.detach()
     if isinstance(value, ShardedTensor):
         part: torch.Tensor = value.local_shards()[0].tensor.detach()
@@ -286,7 +285,7 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 def plan_layout(
     path: str, entries: Sequence[TensorEntry | NumberEntry], signature: Signature
 ) -> Layout:
-    """The image of one `.distcp` file, named `path`, that holds `entries` in their order."""
+    """Return the image of one `.distcp` file, named `path`, that holds `entries` in order."""
     lengths = np.array([entry.length for entry in entries], dtype=np.int64)
     tensors, numbers, fixed, end = [], [], [], 0
     for entry, start in zip(entries, offsets_of(lengths).tolist(), strict=True):
@@ -309,7 +308,7 @@ def plan_layout(
 
 
 def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = "") -> Layout:
-    """The image with `.metadata` after its own file, in `folder` of the checkpoint."""
+    """Return the image with `.metadata` after its own file, in `folder` of the checkpoint."""
     at = layout.image_bytes
     if isinstance(metadata, bytes):
         size = len(metadata)
@@ -325,16 +324,16 @@ def add_metadata(layout: Layout, metadata: bytes | LateContent, folder: str = ""
 
 
 def add_train_state(layout: Layout) -> Layout:
-    """The image with room for `train_state.json` at its end.
+    """Return the image with space for `train_state.json` at its end.
 
-    The room is address space: memory is taken for the bytes that are written alone.
+    The space is address space. Only the bytes that are written take memory.
     """
     at = layout.image_bytes
     return replace(layout, image_bytes=at + TRAIN_STATE_BYTES_MAX, train_state_at=at)
 
 
 def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
-    """The files of one save, `train_state.json` at the length it has this time."""
+    """Return the files of one save. `train_state.json` has the length that it has this time."""
     files = list(layout.files)
     if layout.train_state_at is not None and train_state_bytes is not None:
         files.append(FilePlace(TRAIN_STATE, layout.train_state_at, train_state_bytes))
@@ -342,9 +341,9 @@ def files_of(layout: Layout, train_state_bytes: int | None) -> list[FilePlace]:
 
 
 def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes:
-    """`value` as `torch.save` writes it, padded to `length` bytes by the zip's comment.
+    """Return `value` as `torch.save` writes it, padded to `length` bytes by the zip's comment.
 
-    Raises `SaveError` naming `key` when it is longer than that.
+    Raises `SaveError` with `key` if it is longer than that.
     """
     stream = io.BytesIO()
     torch.save(value, stream)
@@ -355,17 +354,17 @@ def encode_number(value: Any, length: int | None = None, key: str = "") -> bytes
     padding = length - len(content)
     if padding < 0:
         raise SaveError(
-            f"{key}: its {type(value).__name__} takes {len(content)} bytes now, and its place in "
-            f"the checkpoint has {length}; expected a number of a fixed size. Save what grows as "
+            f"{key}: its {type(value).__name__} needs {len(content)} bytes, but its place in the "
+            f"checkpoint has {length}; expected a number of a fixed size. Save growing data as "
             "text, as a list of numbers or as a tensor"
         )
     return content[:-2] + struct.pack("<H", padding) + bytes(padding)
 
 
 def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -> Template:
-    """The zip of a tensor, made without touching its memory: the pages are never written.
+    """Return the zip of a tensor without touching its memory, so no pages are written.
 
-    With `crc` its small parts bear their CRC32, as stock DCP writes them.
+    With `crc` its small parts have their CRC32, as stock DCP writes them.
     """
     recorder = _Recorder()
     checksums = torch.serialization.get_crc32_options()
@@ -380,7 +379,7 @@ def make_template(shape: torch.Size, dtype: torch.dtype, *, crc: bool = False) -
 
 
 def _fingerprint(value: Any) -> tuple[Any, ...] | None:
-    """What a plan depends on of one value; None for a number, whichever it is."""
+    """Return what a plan depends on of one value, None for any number."""
     if isinstance(value, DTensor):
         local = value._local_tensor
         return (value._spec, local.dtype, local.shape)
@@ -400,12 +399,12 @@ def _fingerprint(value: Any) -> tuple[Any, ...] | None:
 
 
 def capacity_of(numbers: Sequence[Any]) -> int:
-    """How many numbers there is room for where a list of them has its entry: it may grow."""
+    """Return how many numbers the entry of such a list has space for, so that it may grow."""
     return _capacity(len(numbers), LIST_LEAST, LIST_STEP)
 
 
 def room_of(value: Any) -> int:
-    """Bytes by which a text or a list may still grow in its place, until there is a new plan."""
+    """Return the bytes by which a text or a list may still grow without a new plan."""
     if isinstance(value, str):
         return _text_capacity(value) - _text_bytes(value)
     if isinstance(value, list | tuple):
@@ -430,14 +429,14 @@ def _text_capacity(*texts: str) -> int:
 
 
 def _capacity(count: int, least: int, step: int) -> int:
-    """The next power of two, or multiple of `step` beyond that; `least` or more."""
+    """Return the next power of two, or above `step` the next multiple of it; at least `least`."""
     if count > step:
         return _align(count, step)
     return max(least, 1 << (count - 1).bit_length() if count else 0)
 
 
 def is_wrapper(part: torch.Tensor) -> bool:
-    """True for a tensor that is made of others, unless of a single one just like itself."""
+    """Return True for a tensor made of others, unless of a single one with its shape and type."""
     if isinstance(part, DTensor) or not is_traceable_wrapper_subclass(part):
         return False
     attributes, _ = part.__tensor_flatten__()
@@ -445,7 +444,7 @@ def is_wrapper(part: torch.Tensor) -> bool:
     return len(inner) != 1 or (inner[0].shape, inner[0].dtype) != (part.shape, part.dtype)
 
 
-def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
+def _describe(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
     if key not in prints:
         return absent
     found = prints[key]
@@ -464,7 +463,7 @@ def _in_words(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: st
 
 
 def is_plain(value: Any) -> bool:
-    """True for what a parameter group holds: numbers, words, and lists of them (betas)."""
+    """Return True for what a parameter group holds: numbers, texts, and lists of them (betas)."""
     if type(value) in (list, tuple):
         return all(type(entry) in _NUMBERS for entry in value)
     return type(value) in _NUMBERS

@@ -1,7 +1,7 @@
-"""Reading `.metadata`, DCP's pickle, without running what a stranger put into it.
+"""Reads `.metadata`, DCP's pickle, without running code from the file.
 
-Only the records that DCP's own planner and file writer put there are known; any other name is
-refused, and none is ever looked up.
+Only the record classes that DCP's own planner and file writer use are known. Any other name is
+refused and never looked up.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from holdfast.trainer.planning.plain_pickle import read_pickle
 
 METADATA: Final = ".metadata"
 CHUNK_BYTES: Final = 1 << 20
-WORDS_MAX: Final = 300
-# That of 10,000 ranks with 1,000 tensors each has about 1 GB.
+ERROR_CHARACTERS_MAX: Final = 300
+# The metadata of 10,000 ranks with 1,000 tensors each has about 1 GB.
 METADATA_BYTES_MAX: Final = 8 << 30
 _OF_A_STAGE: Final = re.compile(r"pp(\d+)/\.metadata")
 
 
 def parse_metadata(content: bytes, source: str) -> Metadata:
-    """The metadata in `content`; `source` names it in errors.
+    """Return the metadata in `content`. `source` names it in errors.
 
-    Raises `DamagedCheckpointError` when it is no metadata of DCP, or names anything else than
-    DCP's own classes: no code of such a file is run.
+    Raises `DamagedCheckpointError` if it is no DCP metadata, or names anything except DCP's own
+    classes. No code of such a file is run.
     """
     return _parse(iter((content,)), source)
 
@@ -51,16 +51,16 @@ def _parse(chunks: Iterator[bytes], source: str) -> Metadata:
     except OSError:
         raise
     except Exception as error:
-        # A hostile or torn pickle can raise anything at all; whatever it was, it is not ours.
-        words = shorten_words(error)
+        # A hostile or truncated pickle can raise any exception.
+        problem = shorten_error(error)
         raise DamagedCheckpointError(
-            f"{source}: not the metadata of a DCP checkpoint: {words}; "
-            "load another checkpoint, or write this one again with DCP",
-            damaged=[f"{METADATA}: {words}"],
+            f"{source}: not the metadata of a DCP checkpoint: {problem}. "
+            "Load another checkpoint, or write this one again with DCP",
+            damaged=[f"{METADATA}: {problem}"],
         ) from error
     if problem:
         raise DamagedCheckpointError(
-            f"{source}: {problem}; load another checkpoint, or write this one again with DCP",
+            f"{source}: {problem}. Load another checkpoint, or write this one again with DCP",
             damaged=[f"{METADATA}: {problem}"],
         )
     return cast(Metadata, parsed)
@@ -72,15 +72,15 @@ def _problem_of(parsed: Any) -> str | None:
     return find_problem(parsed)
 
 
-def shorten_words(error: Exception) -> str:
-    """An error in words, however much a stranger's file put into them."""
-    words = str(error) or type(error).__name__
-    return words if len(words) <= WORDS_MAX else f"{words[:WORDS_MAX]}…"
+def shorten_error(error: Exception) -> str:
+    """Return an error's text, cut to a length that is safe for an untrusted file."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[:ERROR_CHARACTERS_MAX]}…"
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that was looked into: `manifest` is None for one that stock DCP wrote."""
+    """An opened checkpoint. `manifest` is None for one that stock DCP wrote."""
 
     directory: Path
     manifest: Manifest | None
@@ -88,16 +88,16 @@ class Opened:
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """The metadata of the checkpoint in `directory`; see `open_checkpoint`."""
+    """Return the metadata of the checkpoint in `directory`; see `open_checkpoint`."""
     return open_checkpoint(directory).metadata
 
 
 def open_checkpoint(directory: Path) -> Opened:
-    """The metadata of the checkpoint in `directory`, ours or stock DCP's, of all its stages.
+    """Return the merged metadata of all stages of a checkpoint of Holdfast or stock DCP.
 
-    A manifest, where there is one, must bear out the bytes before they are used, and must have
-    every file that they name. Raises `DamagedCheckpointError` when they differ, are missing,
-    cannot be read, are not DCP's, or lead outside the directory.
+    If there is a manifest, it must match the bytes before they are used and must list every file
+    that they name. Raises `DamagedCheckpointError` if files differ, are missing, cannot be read,
+    are not DCP's, or lie outside the directory.
     """
     try:
         manifest = read_again(lambda: read_manifest(directory))
@@ -107,7 +107,7 @@ def open_checkpoint(directory: Path) -> Opened:
 
 
 def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
-    """The same of a checkpoint whose manifest was read before."""
+    """Do the same for a checkpoint whose manifest was already read."""
     parts = {
         path.removesuffix(METADATA): _read_metadata(directory, path, manifest)
         for path in _metadata_paths(directory, manifest)
@@ -118,10 +118,10 @@ def open_committed(directory: Path, manifest: Manifest | None) -> Opened:
 
 
 def merge(parts: Mapping[str, Metadata]) -> Metadata:
-    """One metadata of those of all stages; keys of `parts` are their folders, `pp0/` and so on.
+    """Merge the metadata of all stages. The keys of `parts` are their folders, `pp0/` and so on.
 
-    A key that several stages have, such as a tied embedding's, is the first one's. Without stages
-    all is as it was saved, with what a planner of one's own may have put there.
+    If several stages have a key, such as a tied embedding's, the first stage's entry counts.
+    Without stages, the metadata stays as saved, including what a user's planner put there.
     """
     if parts.keys() == {""}:
         return parts[""]
@@ -142,13 +142,13 @@ def merge(parts: Mapping[str, Metadata]) -> Metadata:
 
 
 def paths_of(metadata: Metadata) -> Mapping[str, Any]:
-    """The paths of nested keys, as stock DCP's planner keeps them; other planners keep others."""
+    """Return the paths of nested keys that stock DCP's planner keeps. Empty for other planners."""
     kept = metadata.planner_data
     return kept if isinstance(kept, Mapping) else {}
 
 
 def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
-    """The entries that `names` has, each under its new name."""
+    """Return the entries that `names` has, each under its new name."""
     return Metadata(
         state_dict_metadata={
             names[key]: entry for key, entry in metadata.state_dict_metadata.items() if key in names
@@ -163,9 +163,9 @@ def pick_entries(metadata: Metadata, names: Mapping[str, str]) -> Metadata:
 
 
 def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_max: int) -> bytes:
-    """The bytes of a small file of a checkpoint, borne out by the manifest where there is one.
+    """Return the bytes of a small file, checked against the manifest if there is one.
 
-    Raises `DamagedCheckpointError` when they are not, cannot be read or are over `bytes_max`.
+    Raises `DamagedCheckpointError` if they differ, cannot be read or exceed `bytes_max`.
     """
     entry = _entry_of(path, manifest)
     most = bytes_max if entry is None else min(bytes_max, entry.bytes)
@@ -182,7 +182,7 @@ def read_verified(directory: Path, path: str, manifest: Manifest | None, bytes_m
 
 
 def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Metadata:
-    """One `.metadata`, parsed as it is read: at no time is all of it in memory."""
+    """Read and parse one `.metadata` in chunks, so that it is never in memory as a whole."""
     entry, problems = _entry_of(path, manifest), list[str]()
     try:
         handle = read_again(lambda: open_regular(directory / path, below=directory, follow=True))
@@ -197,7 +197,7 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
             try:
                 return _parse(chunks, str(directory / path))
             finally:
-                # What the manifest says of the bytes comes before what they say.
+                # A mismatch with the manifest is reported before a parse error.
                 if entry is not None:
                     deque(chunks, maxlen=0)
                 if problems:
@@ -211,7 +211,7 @@ def _read_metadata(directory: Path, path: str, manifest: Manifest | None) -> Met
 def _chunks(
     handle: int, size: int, entry: FileEntry | None, problems: list[str]
 ) -> Iterator[bytes]:
-    """The bytes of an open file; `problems` gets what of them is not as its entry says."""
+    """Yield the bytes of an open file. A mismatch with `entry` is added to `problems`."""
     for start, length, expected in entry.spans() if entry else [(0, size, "")]:
         running = new_checksum()
         for at in range(start, start + length, CHUNK_BYTES):
@@ -220,7 +220,7 @@ def _chunks(
             if entry is not None:
                 running.update(piece)
             if len(piece) < count:
-                problems.append(f"it ends before byte {at + count}, expected {size} bytes")
+                problems.append(f"the file ends before byte {at + count}, expected {size} bytes")
                 return
             yield piece
         if entry is not None and (found := running.hexdigest()) != expected:
@@ -233,23 +233,24 @@ def _entry_of(path: str, manifest: Manifest | None) -> FileEntry | None:
 
 
 def _unreadable(directory: Path, path: str, error: Exception) -> DamagedCheckpointError:
-    words = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
+    problem = getattr(error, "problem", None) or getattr(error, "strerror", None) or str(error)
     return DamagedCheckpointError(
-        f"{directory / path}: cannot be read: {words}; expected the directory of a DCP checkpoint",
-        damaged=[f"{path}: {words}"],
+        f"{directory / path}: cannot be read: {problem}; expected the directory of a DCP "
+        "checkpoint",
+        damaged=[f"{path}: {problem}"],
     )
 
 
 def _different(directory: Path, path: str, problem: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{directory / path}: it is not what was committed, so it is not opened: {problem}; "
-        "`holdfast verify` lists what else is damaged",
+        f"{directory / path}: differs from the committed file and is not opened: {problem}. Run "
+        "`holdfast verify` for a list of all damage",
         damaged=[f"{path}: {problem}"],
     )
 
 
 def extents_of(metadata: Metadata) -> dict[str, int]:
-    """How far the entries reach into each file, in bytes; -1 where one begins before it."""
+    """Return how many bytes of each file the entries cover, -1 if one has a negative offset."""
     extents: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         sound = info.offset >= 0 and info.length >= 0
@@ -260,7 +261,7 @@ def extents_of(metadata: Metadata) -> dict[str, int]:
 
 
 def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
-    """`.metadata` of the directory and of its stages, in order; at least the directory's own."""
+    """Return the `.metadata` of the directory and its stages, in order; at least the former."""
     if manifest is not None:
         files = [entry.path for entry in manifest.files]
     else:
@@ -272,13 +273,13 @@ def _metadata_paths(directory: Path, manifest: Manifest | None) -> list[str]:
 
 
 def _check_paths(directory: Path, metadata: Metadata, manifest: Manifest | None) -> None:
-    """Refuse files that lie outside the directory or are shorter than `.metadata` needs."""
+    """Refuse files that lie outside the directory or are shorter than `.metadata` requires."""
     listed = {entry.path: entry.bytes for entry in manifest.files} if manifest else None
     for path, extent in extents_of(metadata).items():
         problem = _problem_of_path(directory, path, extent, listed)
         if problem:
             raise DamagedCheckpointError(
-                f"{directory}: its {METADATA} {problem} {path!r}; expected its own files. Load "
+                f"{directory}: its {METADATA} {problem} {path!r}; expected files of its own. Load "
                 "another checkpoint",
                 damaged=[f"{METADATA}: names {path!r}"],
             )
@@ -287,7 +288,7 @@ def _check_paths(directory: Path, metadata: Metadata, manifest: Manifest | None)
 def _problem_of_path(
     directory: Path, path: str, extent: int, listed: Mapping[str, int] | None
 ) -> str | None:
-    """What is wrong with a file of which `.metadata` names the first `extent` bytes."""
+    """Return the problem with a file of which `.metadata` uses the first `extent` bytes."""
     try:
         if not (directory / path).resolve().is_relative_to(directory.resolve()):
             return "points outside the directory, to"
@@ -296,7 +297,7 @@ def _problem_of_path(
         else:
             size = (directory / path).stat().st_size if (directory / path).is_file() else -1
     except (OSError, RuntimeError):
-        # Links that lead in a circle are a RuntimeError.
+        # A cycle of links raises RuntimeError.
         size = -1
     if size < 0:
         return "names a file that the checkpoint does not have,"

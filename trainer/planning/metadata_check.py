@@ -1,6 +1,6 @@
-"""Whether `.metadata` says something that can be: types, bounds, and every element saved once.
+"""Checks that `.metadata` is plausible: types, bounds, and every element saved exactly once.
 
-The unpickler lets through DCP's own classes alone, but a stranger may fill those with anything.
+The unpickler only allows DCP's own classes, but an untrusted file may fill them with any values.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from torch.distributed.checkpoint.metadata import (
 _PRIME: Final = (1 << 61) - 1
 
 Boxes = Sequence[tuple[Sequence[int], Sequence[int]]]
-"""Of each box its offsets and its sizes, one number per dimension."""
+"""The offsets and sizes of each box, one number per dimension."""
 
 
 def find_problem(metadata: Metadata) -> str | None:
-    """In words, the first thing in `metadata` that cannot be; None when all can."""
+    """Describe the first impossible value in `metadata`, or return None."""
     return next(_problems(metadata), None)
 
 
 def tile(boxes: Boxes, whole: tuple[Sequence[int], Sequence[int]]) -> bool:
-    """True when the boxes together are `whole`, and no two of them share an element.
+    """Return True if the boxes together are `whole` and no two of them share an element.
 
-    Each dimension is given a random function of the place. The boxes' integrals over the product
-    of these add up to that of `whole` exactly when they tile it; by chance they do once in 10^18.
+    Each dimension gets a random function of the place. The boxes' integrals over the product of
+    these functions add up to the integral of `whole` if the boxes tile it. If they do not, the sums
+    are equal with a probability of 1 in 10^18.
     """
     filled = [(offsets, sizes) for offsets, sizes in boxes if prod(sizes)]
     if len(filled) < 2:
@@ -65,7 +66,7 @@ def _problems(metadata: Metadata) -> Iterator[str]:
     if not isinstance(entries, dict):
         yield f"its entries are a {type(entries).__name__}, expected a dict"
         return
-    # What a planner keeps beside them is its own affair: it is of any kind, and taken for nothing.
+    # A planner may keep any other data in it. Holdfast does not use it.
     if places is not None and not isinstance(places, Mapping):
         yield f"its places are a {type(places).__name__}, expected a dict"
         return
@@ -81,7 +82,7 @@ def _problems(metadata: Metadata) -> Iterator[str]:
 
 def _of_entry(key: Any, entry: Any) -> str | None:
     if not isinstance(key, str):
-        return f"a key of type {type(key).__name__}, expected text"
+        return f"a key of type {type(key).__name__}, expected str"
     if isinstance(entry, BytesStorageMetadata):
         return None
     if not isinstance(entry, TensorStorageMetadata):
@@ -90,7 +91,7 @@ def _of_entry(key: Any, entry: Any) -> str | None:
     if not isinstance(properties, TensorProperties) or not isinstance(
         properties.dtype, torch.dtype
     ):
-        return "a tensor without a type"
+        return "a tensor without a dtype"
     if not isinstance(entry.size, torch.Size) or not isinstance(entry.chunks, list):
         return "a tensor without a shape or a list of chunks"
     return next((p for c in entry.chunks if (p := _of_chunk(c, entry.size))), None)
@@ -98,10 +99,10 @@ def _of_entry(key: Any, entry: Any) -> str | None:
 
 def _of_chunk(chunk: Any, shape: torch.Size) -> str | None:
     if not isinstance(chunk, ChunkStorageMetadata):
-        return f"a chunk of type {type(chunk).__name__}"
+        return f"a chunk of type {type(chunk).__name__}, expected ChunkStorageMetadata"
     offsets, sizes = chunk.offsets, chunk.sizes
     if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
-        return "a chunk without a place and a shape"
+        return "a chunk without offsets and sizes"
     fits = len(offsets) == len(sizes) == len(shape) and all(
         begin >= 0 and size >= 0 and begin + size <= whole
         for begin, size, whole in zip(offsets, sizes, shape, strict=True)
@@ -113,12 +114,12 @@ def _of_chunk(chunk: Any, shape: torch.Size) -> str | None:
 
 def _of_place(index: Any, info: Any) -> str | None:
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
-        return f"a place under a {type(index).__name__}, expected a key's"
+        return f"a place with an index of type {type(index).__name__}, expected MetadataIndex"
     if not isinstance(info, _StorageInfo):
         return f"{index.fqn!r}: a place of type {type(info).__name__}"
     path, offset, length = info.relative_path, info.offset, info.length
     if not isinstance(path, str) or not path or "\0" in path:
-        return f"{index.fqn!r}: lies in {path!r}, expected a file's path"
+        return f"{index.fqn!r}: its path is {path!r}, expected the path of a file"
     if not isinstance(offset, int) or not isinstance(length, int) or offset < 0 or length < 1:
         return f"{index.fqn!r}: {length!r} bytes at {offset!r}, expected some within the file"
     return None

@@ -1,6 +1,6 @@
-"""What the names in a `.metadata` stand for: DCP's own records, made again, and torch's words.
+"""The objects that the names in a `.metadata` stand for: DCP's record classes and torch's types.
 
-No name gives the class itself, so that nothing in the pickle can set an attribute of it.
+No name gives the class itself, so nothing in the pickle can set an attribute of a class.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIMENSIONS_MAX: Final = 64
 _INT64_MAX: Final = (1 << 63) - 1
 _DCP: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"
-# Where tensors' properties were in checkpoints of before torch 2.3.
+# The module of a tensor's properties in checkpoints before torch 2.3.
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _RECORDS: Final = {
     _DCP: (
@@ -52,44 +52,44 @@ _LAYOUTS: Final = {str(each): each for each in vars(torch).values() if type(each
 
 
 def find_maker(module: str, name: str) -> Any:
-    """What a name in `.metadata` stands for; `RefusedPickle` for one that DCP never writes."""
+    """Return what a name in `.metadata` stands for. Raises `RefusedPickle` for unknown names."""
     known = _MAKERS.get((module, name))
     if known is not None:
         return known
-    # Not by `getattr`, at which torch would import parts of itself that it has not yet.
+    # Not by `getattr`, because that would make torch import more of its modules.
     if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
         return found
     raise RefusedPickle(f"it names {module}.{name}, which DCP never writes")
 
 
 def make_size(extents: Any = ()) -> torch.Size:
-    """A `torch.Size` of whole numbers that can be a tensor's."""
+    """Return a `torch.Size` of integers that are possible for a tensor."""
     if type(extents) not in {tuple, list, torch.Size} or len(extents) > DIMENSIONS_MAX:
-        raise RefusedPickle(f"a size of more than {DIMENSIONS_MAX} dimensions, or of none")
+        raise RefusedPickle(f"a size that is no sequence of at most {DIMENSIONS_MAX} dimensions")
     for extent in extents:
         if type(extent) is not int or not 0 <= extent <= _INT64_MAX:
-            raise RefusedPickle("a size of what are no sizes")
+            raise RefusedPickle("a size with a dimension that is no int64 of 0 or more")
     return torch.Size(extents)
 
 
 def make_layout(name: Any) -> torch.layout:
-    """The layout of that name."""
+    """Return the layout of that name."""
     if type(name) is not str or name not in _LAYOUTS:
         raise RefusedPickle("a layout that torch does not have")
     return _LAYOUTS[name]
 
 
 def make_ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """An empty `OrderedDict`, to which items are then set."""
+    """Return an empty `OrderedDict`. The pickle then sets its items."""
     if len(pairs):
-        raise RefusedPickle("an OrderedDict by pairs, which no pickle of Python 3 has")
+        raise RefusedPickle("an OrderedDict from pairs, which Python 3 never pickles")
     return OrderedDict()
 
 
 def _path(*parts: Any) -> str:
-    """In place of a path: stock DCP notes the directory that it wrote to, and nobody reads it."""
+    """Return a path as a string. Stock DCP stores the directory it wrote to; it is not used."""
     if not all(type(part) is str for part in parts):
-        raise RefusedPickle("a path of what is no text")
+        raise RefusedPickle("a path with a part that is no text")
     return posixpath.join("", *parts)
 
 
@@ -100,9 +100,9 @@ def _format(number: Any = None) -> _MEM_FORMAT_ENCODING:
 
 
 def _fill_properties(made: Any, state: Any) -> None:
-    """Take the tuple that `TensorProperties.__getstate__` returns."""
+    """Take the state tuple that `TensorProperties.__getstate__` returns."""
     if type(state) is not tuple or len(state) != 5:
-        raise RefusedPickle("properties of a tensor that are no five")
+        raise RefusedPickle("tensor properties that are not a tuple of five values")
     dtype, layout, requires_grad, memory_format, pin_memory = state
     is_sound = (
         type(dtype) is torch.dtype
@@ -111,7 +111,7 @@ def _fill_properties(made: Any, state: Any) -> None:
         and type(memory_format) is _MEM_FORMAT_ENCODING
     )
     if not is_sound:
-        raise RefusedPickle("properties of a tensor of other types than they have")
+        raise RefusedPickle("tensor properties of wrong types")
     vars(made).update(
         dtype=dtype,
         layout=layout,
@@ -122,22 +122,22 @@ def _fill_properties(made: Any, state: Any) -> None:
 
 
 def _fill_index(made: Any, state: Any) -> None:
-    """Take an index's attributes, which must be cheap to hash."""
+    """Take an index's attributes, whose types must be cheap to hash."""
     if type(state) is not dict or type(state.get("fqn")) is not str:
         raise RefusedPickle("an index without a key")
     if type(state.get("offset")) not in {torch.Size, type(None)}:
-        raise RefusedPickle("an index without a place")
+        raise RefusedPickle("an index with an offset that is no torch.Size")
     _fill(made, state)
 
 
 def _fill(made: Any, state: Any) -> None:
-    """Take the attributes of a record; others than its own are a later DCP's, and are kept."""
+    """Take a record's attributes. Unknown ones may be from a later DCP and are kept."""
     if type(state) is not dict:
-        raise RefusedPickle(f"attributes of a {type(made).__name__} that are no dict")
+        raise RefusedPickle(f"attributes of a {type(made).__name__} that are not a dict")
     if not state.keys() <= _FIELDS[type(made)]:
         for name in state:
             if type(name) is not str or name.startswith("__"):
-                raise RefusedPickle(f"the attribute {name!r} of a {type(made).__name__}")
+                raise RefusedPickle(f"a {type(made).__name__} must not have the attribute {name!r}")
     vars(made).update(state)
 
 

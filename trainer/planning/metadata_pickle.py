@@ -1,11 +1,11 @@
-"""The bytes of `.metadata`, made from a plan's columns rather than from objects.
+"""Builds the bytes of `.metadata` from a plan's columns instead of from objects.
 
-What `torch.distributed.checkpoint` reads is a pickle of its `Metadata`: an object for every box,
-and two more for where the box lies. With ten million boxes, making and pickling those takes
-minutes. Here every box is a record of opcodes with its numbers set in, some thousands of records
-at once; names and file names are put into the pickle's memo beforehand. What comes out is the same
-to any unpickler. Its length is known before any of it is made, so that room can be had at once and
-the rest be left to a thread, which works in place and holds the interpreter for moments only.
+`torch.distributed.checkpoint` reads a pickle of its `Metadata`: one object for every box, and two
+more for where the box lies. With ten million boxes, building and pickling these objects takes
+minutes. Here every box is a fixed record of opcodes with its numbers filled in, some thousands of
+records at a time. Key names and file names are put into the pickle's memo first. Any unpickler
+reads the same result. The length is known before any of it is built, so its memory can be reserved
+at once. A thread then writes it in place and holds the interpreter lock only for short moments.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _CLASSES: Final = {
     "Size": "torch",
     "_get_layout": "torch.serialization",
 }
-_WORDS: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
-# In place of a number of dimensions.
+_ATTRIBUTES: Final = ("offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+# Stands for a number (no tensor) where a number of dimensions is expected.
 NUMBER: Final = -1
 
 Piece = bytes | Octets
 
 
 def pickle_metadata(plan: GlobalPlan, file_name: Callable[[int], str]) -> bytes:
-    """The pickle of DCP's `Metadata` for `plan`; `file_name` says a writer's file."""
+    """Return the pickle of DCP's `Metadata` for `plan`. `file_name` returns a writer's file."""
     content = MetadataPickle(plan, file_name)
     memory = bytearray(content.bytes)
     content.write_to(memoryview(memory))
@@ -83,12 +83,12 @@ def pickle_metadata(plan: GlobalPlan, file_name: Callable[[int], str]) -> bytes:
 
 
 class MetadataPickle:
-    """The pickle of DCP's `Metadata` for a plan, not made yet: `bytes` is how long it will be."""
+    """The pickle of DCP's `Metadata` for a plan, not built yet. `bytes` is its length."""
 
     def __init__(self, plan: GlobalPlan, file_name: Callable[[int], str]) -> None:
-        """`file_name` says a writer's file."""
+        """`file_name` returns the file of a writer."""
         self._plan, items = plan, plan.items
-        memo = Memo(_CLASSES, _WORDS)
+        memo = Memo(_CLASSES, _ATTRIBUTES)
         used = np.flatnonzero(plan.file_bytes).tolist()
         files = {rank: memo.put(text(file_name(rank))) for rank in used}
         keys = [memo.put(text(item.key)) for item in items]
@@ -110,7 +110,7 @@ class MetadataPickle:
         self.bytes = sum(map(len, fixed)) + sum(n * self._records[kind].bytes for kind, n in counts)
 
     def write_to(self, memory: memoryview, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Write the pickle into `memory`, of `bytes` bytes; leaves off early when `is_over()`."""
+        """Write the pickle into `memory`, which has `bytes` bytes. Stops once `is_over()`."""
         target, at = np.frombuffer(memory, dtype=np.uint8), 0
         for piece in self._pieces(find_places(self._plan)):
             source = np.frombuffer(piece, dtype=np.uint8) if isinstance(piece, bytes) else piece
@@ -119,7 +119,7 @@ class MetadataPickle:
             if is_over():
                 return
         if at != self.bytes:
-            raise RuntimeError(f"`.metadata` has {at} bytes, planned were {self.bytes}")
+            raise RuntimeError(f"`.metadata` has {at} bytes, but {self.bytes} were planned")
 
     def _pieces(self, places: Places) -> Iterator[Piece]:
         yield self._head
@@ -132,13 +132,13 @@ class MetadataPickle:
         yield self._tail
 
     def _split(self, window: Window) -> Iterator[tuple[int, Int64s]]:
-        """The window's rows by the number of their tensors' dimensions."""
+        """Yield the window's rows, grouped by the number of dimensions of their tensors."""
         kinds = self._kinds[window.key]
         for kind in np.unique(kinds).tolist():
             yield kind, np.flatnonzero(kinds == kind)
 
     def _pieces_of_entries(self, places: Places) -> Iterator[Piece]:
-        """Each key of `state_dict_metadata`: its head, its chunks, its end."""
+        """Yield each key of `state_dict_metadata`: its head, its chunks, its end."""
         entries, current = self._entries, -1
         for window in places.windows():
             chunks = {
@@ -159,7 +159,7 @@ class MetadataPickle:
             current += 1
 
     def _between(self, number: int) -> Iterator[bytes]:
-        """The end of an entry and the head of the next."""
+        """Yield the end of an entry and the head of the next one."""
         if number >= 0:
             yield self._entries[number][1]
         if number + 1 < len(self._entries):
@@ -168,9 +168,9 @@ class MetadataPickle:
 
 @dataclass(frozen=True)
 class _Records:
-    """The opcodes of the boxes of all tensors with one number of dimensions.
+    """The opcodes of the boxes of all tensors with the same number of dimensions.
 
-    `shapes` and `form_sizes`, a column for each dimension, are by item and by form.
+    `shapes` (by item) and `form_sizes` (by form) have a column for each dimension.
     """
 
     shapes: Int64s
@@ -181,11 +181,11 @@ class _Records:
 
     @property
     def bytes(self) -> int:
-        """What one box takes, chunk and place together."""
+        """The bytes of one box, chunk and place together."""
         return self.chunk.record_bytes + self.place.record_bytes
 
     def chunks(self, window: Window, rows: Int64s) -> Octets:
-        """What `chunks` lists: offsets and sizes of each of these rows of the window."""
+        """Return the entries of the list `chunks`: offsets and sizes of these window rows."""
         if self.is_number:
             return np.zeros((len(rows), 0), dtype=np.uint8)
         form = window.form[rows]
@@ -193,7 +193,7 @@ class _Records:
         return self.chunk.records(len(rows), columns)
 
     def places(self, window: Window, rows: Int64s, keys: Int64s, files: Int64s) -> Octets:
-        """What `storage_data` has; `keys` and `files` are the window's by their memo numbers."""
+        """Return the entries of `storage_data`. `keys` and `files` are by the window's rows."""
         box = [] if self.is_number else [window.nth[rows], *self._offsets(window, rows)]
         where = [files[rows], window.offset[rows], window.length[rows]]
         return self.place.records(len(rows), [keys[rows], *box, *where])
@@ -209,7 +209,7 @@ class _Records:
 
 
 def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
-    """Templates for tensors of `kind` dimensions, or for numbers."""
+    """Return the templates for tensors of `kind` dimensions, or for numbers."""
     dims = max(kind, 0)
     shapes = np.ones((len(plan.items), dims), dtype=np.int64)
     for number, item in enumerate(plan.items):
@@ -249,7 +249,7 @@ def _records(plan: GlobalPlan, memo: Memo, kind: int) -> _Records:
 
 
 def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
-    """A `torch.Size` of each record's numbers, given the largest in each dimension."""
+    """Add a `torch.Size` of each record's numbers. `largest` is the maximum per dimension."""
     record.add(memo.get("Size"), MARK)
     for extent in largest:
         record.integer(extent)
@@ -257,7 +257,7 @@ def _add_size(record: Template, memo: Memo, largest: Sequence[int]) -> None:
 
 
 def _entry(memo: Memo, key: int, item: Item) -> tuple[bytes, bytes]:
-    """One key of `state_dict_metadata`: what comes before its chunks, and what after."""
+    """Return one key of `state_dict_metadata`: the bytes before its chunks and those after."""
     if item.dtype is None:
         content = [fetch(key), *memo.new("BytesStorageMetadata", state=False), SETITEM]
         return b"".join(content), b""
@@ -280,13 +280,13 @@ def _entry(memo: Memo, key: int, item: Item) -> tuple[bytes, bytes]:
 
 
 def _path(key: int, item: Item) -> list[bytes]:
-    """One key of `planner_data`: the path by which the state can be nested again."""
+    """Return one key of `planner_data`: the path by which the state is nested again."""
     parts = [text(p) if isinstance(p, str) else INT + p.to_bytes(4, "little") for p in item.path]
     return [fetch(key), MARK, *parts, TUPLE, SETITEM]
 
 
 def _lookup(numbers: dict[int, int]) -> Int64s:
-    """The same mapping as an array, for columns to be mapped at once."""
+    """Return the same mapping as an array, to map whole columns at once."""
     table = np.zeros(max(numbers, default=-1) + 1, dtype=np.int64)
     for number, value in numbers.items():
         table[number] = value

@@ -1,4 +1,4 @@
-"""Pickle opcodes in bulk: objects put into the memo once, and records with room for numbers."""
+"""Pickle opcodes in bulk: objects stored once in the memo, and records with slots for numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from holdfast.trainer.planning.columns import Int64s
 
-# The opcodes that are used, by their names in `pickletools`.
+# The opcodes in use, by their names in `pickletools`.
 PROTO, STOP, POP, MEMOIZE, NONE, FALSE = b"\x80\x04", b".", b"0", b"\x94", b"N", b"\x89"
 MARK, TUPLE, EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT = b"(", b"t", b")", b"]", b"}"
 TUPLE1, NEWOBJ, REDUCE, BUILD = b"\x85", b"\x81", b"R", b"b"
@@ -23,35 +23,35 @@ Octets = npt.NDArray[np.uint8]
 
 
 class Memo:
-    """What is put into the pickle's memo before it begins, by number."""
+    """The objects that are put into the pickle's memo before its main part, by number."""
 
-    def __init__(self, classes: Mapping[str, str], words: Sequence[str]) -> None:
-        """`classes` has the module of each class, `words` are the attributes' names."""
+    def __init__(self, classes: Mapping[str, str], attributes: Sequence[str]) -> None:
+        """`classes` has the module of each class. `attributes` are attribute names."""
         self.pieces: list[bytes] = []
         self._count = 0
         self._names = {
             name: self.put(b"c" + f"{module}\n{name}\n".encode())
             for name, module in classes.items()
         }
-        self._names |= {word: self.put(text(word)) for word in words}
+        self._names |= {name: self.put(text(name)) for name in attributes}
 
     def put(self, content: bytes) -> int:
-        """The number under which what these opcodes make can be fetched."""
+        """Store the object that these opcodes create, and return its memo number."""
         self.pieces += [content, MEMOIZE, POP]
         self._count += 1
         return self._count - 1
 
     def get(self, name: str) -> bytes:
-        """The opcode that fetches a class or an attribute's name."""
+        """Return the opcode that fetches a class or an attribute name."""
         return fetch(self._names[name])
 
     def new(self, name: str, *, state: bool = True) -> list[bytes]:
-        """A new object of a class, and a dict for its attributes to be filled and built in."""
+        """Return opcodes for a new object of a class, and a dict to fill and build it from."""
         return [self.get(name), EMPTY_TUPLE, NEWOBJ, *([EMPTY_DICT] if state else [])]
 
 
 class Template:
-    """A record of opcodes with places for numbers, which are set for many records at once."""
+    """A record of opcodes with slots for numbers, which are set for many records at once."""
 
     def __init__(self) -> None:
         self._content = bytearray()
@@ -60,29 +60,29 @@ class Template:
 
     @property
     def record_bytes(self) -> int:
-        """The length of a record."""
+        """The length of a record in bytes."""
         return len(self._content)
 
     def add(self, *pieces: bytes) -> None:
-        """Opcodes that are the same in every record."""
+        """Add opcodes that are the same in every record."""
         for piece in pieces:
             self._content += piece
 
     def fetch(self) -> None:
-        """Each record's own object of the memo, by its number."""
+        """Add a slot for the memo number of each record's own object."""
         self._slot(_GET, "<u4")
 
     def integer(self, largest: int) -> None:
-        """Each record's own number, which is `largest` at most and not negative."""
+        """Add a slot for each record's own number, from 0 to `largest`."""
         if largest < _WIDE:
             self._slot(INT, "<i4")
         else:
             self._slot(LONG, "<i8")
 
     def records(self, count: int, columns: Sequence[Int64s]) -> Octets:
-        """All records, shape (count, bytes), with a column for each place, in order.
+        """Return all records, in shape (count, bytes). `columns` has one column per slot, in order.
 
-        They are good until the next call.
+        The result is valid until the next call.
         """
         if len(self._table) < count:
             self._table = np.empty((count, self.record_bytes), dtype=np.uint8)
@@ -102,11 +102,11 @@ class Template:
 
 
 def fetch(number: int) -> bytes:
-    """The opcode that fetches an object of the memo."""
+    """Return the opcode that fetches an object of the memo."""
     return _GET + number.to_bytes(4, "little")
 
 
 def text(content: str) -> bytes:
-    """A string."""
+    """Return the opcode of a string."""
     octets = content.encode("utf-8", "surrogatepass")
     return b"X" + len(octets).to_bytes(4, "little") + octets

@@ -1,4 +1,4 @@
-"""What a device mesh says of a rank: its pipeline stage, and with whom it shares samples."""
+"""Reads a rank's place from a device mesh: its pipeline stage, and who shares its samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.identity import Identity
 
 PIPELINE: Final = "pp"
-# Along these dimensions of a mesh ranks work on the same samples.
+# Ranks along these dimensions of a mesh work on the same samples.
 SAME_SAMPLES: Final = frozenset({PIPELINE, "tp", "cp", "sp"})
 
 
@@ -20,7 +20,7 @@ SAME_SAMPLES: Final = frozenset({PIPELINE, "tp", "cp", "sp"})
 class Place:
     """A rank's place in the mesh.
 
-    The data is cut into `data_parts`, of which this rank has number `data_part`.
+    The data is split into `data_parts` parts. This rank has the part with number `data_part`.
     """
 
     identity: Identity
@@ -29,18 +29,18 @@ class Place:
 
 
 def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None) -> Place:
-    """The place of this rank; every rank calls it, with the same mesh or with none.
+    """Return the place of this rank. Every rank calls this with the same mesh, or with None.
 
-    Raises `PreflightError` when the mesh is not over all ranks, or has no names.
+    Raises `PreflightError` if the mesh does not cover all ranks or has no dimension names.
     """
     if mesh is None:
         return Place(identity, identity.rank, identity.world_size)
     names, sizes, coordinate = mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate()
     if names is None or coordinate is None or mesh.size() != identity.world_size:
         raise PreflightError(
-            f"mesh: dimensions {names} of sizes {sizes} for {identity.world_size} ranks; expected "
-            "the mesh of all ranks with a name for each dimension, as init_device_mesh makes it "
-            'with mesh_dim_names=("pp", "dp")'
+            f"mesh: dimensions {names} of sizes {sizes} for {identity.world_size} ranks. Pass the "
+            "mesh of all ranks with a name for each dimension, as from init_device_mesh with "
+            'mesh_dim_names=("pp", "dp")'
         )
     part, parts = 0, 1
     for name, size, at in zip(names, sizes, coordinate, strict=True):
@@ -55,7 +55,7 @@ def find_place(identity: Identity, ranks: ControlGroup, mesh: DeviceMesh | None)
 def _join_stage(
     identity: Identity, ranks: ControlGroup, stage: int, part: int, parts: int
 ) -> Place:
-    """The place within a stage, whose ranks get a group of their own."""
+    """Return the place within a stage. The ranks of each stage get their own group."""
     stages = ranks.gather(lambda: stage)
     members = [rank for rank, other in enumerate(stages) if other == stage]
     ranks.join_stage(stages)

@@ -1,6 +1,6 @@
-"""Where each written box lies: a plan's rows as `.metadata` lists them, window by window.
+"""Finds where each written box lies: a plan's rows as `.metadata` lists them, in windows.
 
-Made after the plan, beside training: only `.metadata` has to know of every rank's offsets.
+This runs in the background after planning, because only `.metadata` needs the offsets of all ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from holdfast.trainer.planning.boxes import group
 from holdfast.trainer.planning.columns import Int32s, Int64s, end_to_end
 from holdfast.trainer.planning.global_plan import GlobalPlan, align
 
-# Rows that are looked at together: their columns stay in a core's cache.
+# Rows that are handled together. Their columns fit into a core's cache.
 WINDOW_ROWS: Final = 8192
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some rows that follow each other by key and place, as columns.
+    """Consecutive rows by key and place, as columns.
 
-    `nth` counts the boxes of one item; `offset` and `length` are bytes in the writer's file,
+    `nth` counts the boxes of one item. `offset` and `length` are bytes in the writer's file.
     `form` numbers the forms of all shard tables.
     """
 
@@ -38,9 +38,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Places:
-    """All written rows: `order` lists them by key and place, each item's from `first` on.
+    """All written rows. `order` lists them by key and place; each item's begin at `first`.
 
-    The other columns are by row, `form_bytes` by form.
+    The other columns are by row, except `form_bytes`, which is by form.
     """
 
     order: Int64s
@@ -53,7 +53,7 @@ class Places:
     form_bytes: Int64s
 
     def windows(self) -> Iterator[Window]:
-        """All rows, in order, so many at a time."""
+        """Yield all rows in order, `WINDOW_ROWS` at a time."""
         for begin in range(0, len(self.order), WINDOW_ROWS):
             row = self.order[begin : begin + WINDOW_ROWS]
             key, form = self.key[row], self.form[row]
@@ -69,7 +69,7 @@ class Places:
 
 
 def count_rows(plan: GlobalPlan) -> Int64s:
-    """How many boxes of each item are written."""
+    """Return the number of written boxes of each item."""
     counts = np.zeros(len(plan.items), dtype=np.int64)
     for key, writer in zip(plan.keys, plan.writers, strict=True):
         np.add.at(counts, key, np.count_nonzero(writer >= 0, axis=0))
@@ -77,7 +77,7 @@ def count_rows(plan: GlobalPlan) -> Int64s:
 
 
 def find_places(plan: GlobalPlan) -> Places:
-    """Sort the rows that are written, and add up their offsets."""
+    """Sort the written rows and compute their offsets."""
     lines = [len(shard_table.digests) for shard_table in plan.shard_tables]
     forms = np.cumsum(
         [0, *(len(shard_table.pattern.form_bytes) for shard_table in plan.shard_tables)]
@@ -86,7 +86,7 @@ def find_places(plan: GlobalPlan) -> Places:
         np.tile(shard_table.pattern.form + np.int32(base), count)
         for shard_table, count, base in zip(plan.shard_tables, lines, forms.tolist(), strict=False)
     ]
-    key = [np.tile(of_sheet, count) for of_sheet, count in zip(plan.keys, lines, strict=True)]
+    key = [np.tile(columns, count) for columns, count in zip(plan.keys, lines, strict=True)]
     keys = end_to_end(key, np.int32)
     place = end_to_end([shard_table.place.ravel() for shard_table in plan.shard_tables], np.int64)
     writer = end_to_end([writer.ravel() for writer in plan.writers], np.int32)
@@ -107,7 +107,7 @@ def find_places(plan: GlobalPlan) -> Places:
 
 
 def stack_sizes(parts: list[Int64s]) -> Int64s:
-    """Tables of sizes one under another, narrow ones padded by 1."""
+    """Stack tables of sizes vertically. Narrow ones are padded with 1."""
     dims = max((part.shape[1] for part in parts), default=0)
     stacked = np.ones((sum(len(part) for part in parts), dims), dtype=np.int64)
     at = 0
@@ -118,7 +118,7 @@ def stack_sizes(parts: list[Int64s]) -> Int64s:
 
 
 def _offsets(plan: GlobalPlan) -> list[Int64s]:
-    """For each row that is written where it begins in its writer's file, by shard table."""
+    """Return by shard table where each written row begins in its writer's file."""
     offsets = [
         np.zeros(shard_table.place.shape, dtype=np.int64) for shard_table in plan.shard_tables
     ]

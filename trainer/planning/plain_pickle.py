@@ -1,9 +1,9 @@
-"""A reader of pickles that a stranger may have made: it builds plain values and runs nothing.
+"""A reader for untrusted pickles: it builds plain values and never runs code.
 
-Python's own unpickler looks names up, sets attributes of whatever it is told to, allots memory by
-numbers in the file, and hashes keys that take forever. Here a name stands for a `Maker` that the
-caller wrote down, attributes are set by the caller's functions alone, and what is allotted is
-bounded by the bytes that were read. Opcodes that neither DCP nor `torch.save` writes are refused.
+Python's own unpickler imports any name, sets attributes of any object, allocates as much memory as
+the file asks for, and hashes keys at any cost. In this reader a name stands for a `Maker` that the
+caller provides, only the caller's functions set attributes, and memory is bounded by the bytes that
+were read. Opcodes that neither DCP nor `torch.save` writes are refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 from holdfast.contracts.collector import pause_collection
 
-# The longest text, by default: names of keys and files, and what is said of them.
+# The default limit of a text's length. Texts are mostly names of keys and files.
 TEXT_BYTES_MAX: Final = 1 << 20
 _WINDOW: Final = 4 * TEXT_BYTES_MAX
 _STACK_MAX: Final = 1 << 20
 _KEY_ITEMS_MAX: Final = 64
 _NAME_BYTES_MAX: Final = 1000
-# DCP has a list or dict in every 20 bytes; each takes some 60 bytes of memory.
+# DCP has at most one list or dict in 20 bytes. Each takes about 60 bytes of memory.
 _CONTAINERS_FREE: Final = 1000
 _BYTES_PER_CONTAINER: Final = 8
 _PROTOCOL_MAX: Final = 5
@@ -40,14 +40,14 @@ _F8: Final = struct.Struct(">d").unpack_from
 
 
 class RefusedPickle(ValueError):
-    """A pickle that is torn, or does what no checkpoint's does."""
+    """A pickle that is truncated, or does what no checkpoint's pickle does."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """What a name in a pickle stands for; the pickle can do nothing else with it.
+    """What a name in a pickle stands for. The pickle can use the name in no other way.
 
-    `new` makes an object without arguments, `call` one of the arguments given.
+    `new` creates an object without arguments, `call` one from the given arguments.
     """
 
     name: str
@@ -68,15 +68,15 @@ def read_pickle(
     persistent: Callable[[Any], Any] | None = None,
     text_max: int = TEXT_BYTES_MAX,
 ) -> Any:
-    """The value pickled in `chunks`, which are its bytes in pieces of any size.
+    """Return the value pickled in `chunks`, which are its bytes in pieces of any size.
 
     Args:
-        chunks: read as far as the pickle goes.
-        find: what (module, name) stands for, mostly a `Maker`; raises `RefusedPickle`.
-        builds: by type, what gives an object its saved state, in place.
-        keys: types, beside scalars and flat tuples, that may be keys; their hash must be cheap.
-        persistent: what a persistent id stands for; without it there may be none.
-        text_max: the longest text or bytes there may be, in bytes.
+        chunks: read only as far as the pickle goes.
+        find: returns what (module, name) stands for, usually a `Maker`; raises `RefusedPickle`.
+        builds: by type, the function that sets an object's saved state in place.
+        keys: types that may be dict keys besides scalars and flat tuples. Hashes must be cheap.
+        persistent: returns what a persistent id stands for. Without it, such ids are refused.
+        text_max: the maximum length of a text or bytes value, in bytes.
 
     Raises `RefusedPickle`, or any `Exception` that `find`, a `Maker` or a `Build` raises.
     """
@@ -85,7 +85,7 @@ def read_pickle(
 
 
 class _Machine:
-    """A stack, a memo, and a window of the bytes."""
+    """The reader's stack, its memo, and a window of the bytes."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Machine:
         text_max: int,
     ) -> None:
         self._chunks, self._find, self._builds = chunks, find, builds
-        # A window holds this much beyond an opcode, unless the pickle ends there.
+        # A window has this many bytes beyond an opcode, unless the pickle ends there.
         self._text_max, self._margin = text_max, max(text_max, _NAME_BYTES_MAX) + 64
         self._keys, self._persistent = keys, persistent
         self._stack: list[Any] = []
@@ -109,7 +109,7 @@ class _Machine:
         self._rare = {ord(code): getattr(self, name) for code, name in _RARE.items()}
 
     def run(self) -> Any:
-        """Follow the opcodes to the end; the commonest are here, all others in `_rare`."""
+        """Run the opcodes to the end. Frequent opcodes are handled here, the others in `_rare`."""
         stack, marks, memo, rare = self._stack, self._marks, self._memo, self._rare
         push = stack.append
         while not self._is_over:
@@ -142,7 +142,7 @@ class _Machine:
                 else:
                     act = rare.get(code)
                     if act is None:
-                        raise RefusedPickle(f"opcode {code:#04x}, which no checkpoint has")
+                        raise RefusedPickle(f"opcode {code:#04x}, which no checkpoint uses")
                     self._at = at
                     act()
                     at = self._at
@@ -150,15 +150,15 @@ class _Machine:
                         break
             self._at = at
         if len(stack) != 1:
-            raise RefusedPickle("it ends with more or less than one value")
+            raise RefusedPickle(f"it ends with {len(stack)} values, expected one")
         return stack[0]
 
     # --- bytes ----------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Move the window on; raises when the pickle has ended without its last opcode."""
+        """Move the window forward. Raises `RefusedPickle` if the pickle ended without STOP."""
         if len(self._stack) > _STACK_MAX or len(self._marks) > _STACK_MAX:
-            raise RefusedPickle("values upon values that nothing takes up")
+            raise RefusedPickle(f"more than {_STACK_MAX} unused values on the stack")
         pieces, size, is_last = [self._data[self._at :]], len(self._data) - self._at, False
         while size < _WINDOW + self._margin and not is_last:
             piece = next(self._chunks, b"")
@@ -172,9 +172,9 @@ class _Machine:
             raise RefusedPickle("it ends early")
 
     def _take(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Return the next `count` bytes."""
         if count > self._text_max:
-            raise RefusedPickle(f"a value of {count} bytes, expected {self._text_max} or less")
+            raise RefusedPickle(f"a value of {count} bytes, expected at most {self._text_max}")
         begin, self._at = self._at, self._at + count
         if self._at > len(self._data):
             raise RefusedPickle("it ends early")
@@ -186,7 +186,7 @@ class _Machine:
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + _NAME_BYTES_MAX)
         if end < 0:
-            raise RefusedPickle("a name without an end")
+            raise RefusedPickle(f"a name of more than {_NAME_BYTES_MAX} bytes")
         return self._take(end + 1 - self._at)[:-1].decode()
 
     def _proto(self) -> None:
@@ -247,7 +247,7 @@ class _Machine:
     def _get_stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise RefusedPickle("a name that is no text")
+            raise RefusedPickle("a name that is not a string")
         self._stack.append(self._find(module, name))
 
     def _global(self) -> None:
@@ -256,7 +256,7 @@ class _Machine:
 
     def _persistent_id(self) -> None:
         if self._persistent is None:
-            raise RefusedPickle("a reference to something outside of it")
+            raise RefusedPickle("a reference to an object outside the pickle")
         self._stack.append(self._persistent(self._stack.pop()))
 
     # --- memo and stack -------------------------------------------------------------------
@@ -279,7 +279,7 @@ class _Machine:
     # --- collections ----------------------------------------------------------------------
 
     def _contain(self, empty: Any) -> None:
-        """Push a collection, as long as there are not too many for the bytes that were read."""
+        """Push a collection. Refuse it if there are too many for the bytes that were read."""
         self._room -= 1
         if self._room < 0:
             raise RefusedPickle("more collections than a checkpoint of its size has")
@@ -329,13 +329,13 @@ class _Machine:
         target.update(zip(self._checked_keys(keys), items[1::2], strict=True))
 
     def _top(self, *types: type) -> Any:
-        """What the stack ends with, which must be of one of these very types."""
+        """Return the top of the stack, which must have exactly one of these types."""
         if type(self._stack[-1]) not in types:
             raise RefusedPickle(f"items for a {type(self._stack[-1]).__name__}")
         return self._stack[-1]
 
     def _checked_keys(self, keys: Any) -> Any:
-        """`keys` themselves, none of which takes long to hash."""
+        """Return `keys` after checking that each is cheap to hash."""
         if not self._keys.issuperset(map(type, keys)):
             for key in keys:
                 if type(key) not in self._keys and not is_cheap(key):
@@ -347,13 +347,13 @@ class _Machine:
     def _new_object(self) -> None:
         arguments, maker = self._stack.pop(), self._stack.pop()
         if type(maker) is not Maker or maker.new is None or arguments != ():
-            raise RefusedPickle("an object made of what cannot make one")
+            raise RefusedPickle("an object of a class that is not allowed")
         self._contain(maker.new())
 
     def _reduce(self) -> None:
         arguments, maker = self._stack.pop(), self._stack.pop()
         if type(maker) is not Maker or maker.call is None or type(arguments) is not tuple:
-            raise RefusedPickle("a call of what cannot be called")
+            raise RefusedPickle("a call of a function that is not allowed")
         self._stack.append(maker.call(*arguments))
 
     def _build(self) -> None:
@@ -361,12 +361,12 @@ class _Machine:
         build = self._builds.get(type(self._stack[-1]))
         if build is None:
             raise RefusedPickle(f"attributes for a {type(self._stack[-1]).__name__}")
-        # In place: the memo has the object already.
+        # Change the object in place, because the memo already has it.
         build(self._stack[-1], state)
 
 
 def is_cheap(key: Any) -> bool:
-    """True for what is soon hashed: a scalar, or a short tuple of scalars."""
+    """Return True for a key that is cheap to hash: a scalar, or a short tuple of scalars."""
     return type(key) in _SCALARS or (
         type(key) in {tuple, torch.Size}
         and len(key) <= _KEY_ITEMS_MAX

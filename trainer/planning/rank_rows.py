@@ -1,4 +1,4 @@
-"""What one rank has to save, read off its live state: rows for the plan, entries for its file."""
+"""What one rank has to save, read from its live state: rows for the plan, entries for its file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from holdfast.trainer.planning.layout import (
 )
 from holdfast.trainer.planning.strides import find_odd_stride
 
-# A number's later values may take this many bytes more than the first.
+# Later values of a number may need this many bytes more than the first one.
 NUMBER_ROOM_BYTES: Final = 192
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -47,9 +47,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class RankRows:
-    """One rank's blocks by digest, what they name, and its file's possible entries.
+    """One rank's blocks by digest, their patterns and tables, and its file's possible entries.
 
-    `entries` has those of the block of each of the KINDS, in the order of rows.
+    `entries` has one tuple for each of the KINDS, in the order of the rows.
     """
 
     blocks: Mapping[bytes, Block]
@@ -60,7 +60,7 @@ class RankRows:
 
 
 def describe_rank(state: Mapping[str, Any]) -> RankRows:
-    """Read `state`; raises `SaveError` naming what cannot be saved."""
+    """Read `state`. Raises `SaveError` with the name of a value that cannot be saved."""
     flat = flatten(state)
     paths = flatten_state_dict(dict(state))[1]
     reader = _Reader()
@@ -92,7 +92,7 @@ def _kind_of(item: Item, held: tuple[Row, TensorEntry | NumberEntry] | None, val
 
 
 def check_form(key: str, value: torch.Tensor) -> None:
-    """Raise `SaveError` for a tensor whose bytes are not those of its values in order."""
+    """Raise `SaveError` for a tensor whose bytes are not its values in order."""
     part = value._local_tensor if isinstance(value, DTensor) else value
     if isinstance(part, ShardedTensor):
         return
@@ -108,7 +108,7 @@ def check_form(key: str, value: torch.Tensor) -> None:
         problem = f"quantized, of type {part.dtype}"
     if problem:
         raise SaveError(
-            f"{key}: it is {problem}, which a checkpoint cannot keep exactly; expected a dense "
+            f"{key}: it is {problem}, and a checkpoint cannot store it exactly; expected a dense "
             "tensor with memory. Train with plain tensors, or keep this one out of the model and "
             "the optimizer and give Session(extra={…}) an object whose state_dict returns it as "
             "dense tensors"
@@ -116,7 +116,7 @@ def check_form(key: str, value: torch.Tensor) -> None:
 
 
 class _Reader:
-    """Reads values one by one; what many of them have in common is worked out once."""
+    """Reads values one by one, and caches what many of them share."""
 
     def __init__(self) -> None:
         self._templates: dict[tuple[torch.Size, torch.dtype], Template] = {}
@@ -124,12 +124,12 @@ class _Reader:
         self._lengths: dict[str, int] = {}
 
     def read(self, item: Item, value: Any) -> tuple[Row, TensorEntry | NumberEntry] | None:
-        """The row and the entry of one value; None when this rank has no part of it."""
+        """Return the row and the entry of one value, None if this rank has no part of it."""
         if item.dtype is None:
             length = self._number_bytes(value)
             return Row(item, (), (), length), NumberEntry(item.key, length)
         check_form(item.key, value)
-        # Parts of nothing have no places of their own: every rank has all of it, one writes it.
+        # An empty tensor has no separate parts: every rank has all of it, and one rank writes it.
         box = ((0,) * len(item.shape), item.shape)
         if 0 not in item.shape:
             held = self._box(item.key, value)
@@ -173,15 +173,15 @@ class _Reader:
             except (RuntimeError, ValueError) as error:
                 raise SaveError(
                     f"{key}: a DTensor with placements {value.placements} cannot be saved: "
-                    f"{error}; reduce or redistribute it first"
+                    f"{error}. Reduce or redistribute it first"
                 ) from error
             self._boxes[known] = tuple(chunk.offsets), tuple(chunk.sizes)
         box = self._boxes[known]
         local = tuple(value.to_local().shape)
         if local != box[1]:
             raise SaveError(
-                f"{key}: this rank's part has shape {local}, its placements {value.placements} say "
-                f"{box[1]}; make the DTensor again with `distribute_tensor`"
+                f"{key}: this rank's part has shape {local}, but its placements "
+                f"{value.placements} give {box[1]}. Create the DTensor with `distribute_tensor`"
             )
         return box
 
@@ -190,8 +190,8 @@ def _sharded_box(key: str, value: ShardedTensor) -> Box | None:
     shards = value.local_shards()
     if len(shards) > 1:
         raise SaveError(
-            f"{key}: a ShardedTensor with {len(shards)} shards on one rank cannot be saved; "
-            "use DTensor, as fully_shard does, or give FSDP a device mesh"
+            f"{key}: a ShardedTensor with {len(shards)} shards on one rank cannot be saved. "
+            "Use DTensor, as fully_shard does, or give FSDP a device mesh"
         )
     if not shards:
         return None

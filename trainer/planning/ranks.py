@@ -1,9 +1,9 @@
-"""Planning a layout with all ranks: the only collectives of saving, before the first save.
+"""Plan a layout with all ranks. These are the only collectives of saving, before the first save.
 
-Ranks describe what they have as columns (`rank_rows`), the first of each node collects its
-node's, and the first of all plans for everybody (`global_plan`). Contents travel once for each
-digest, so that ranks that hold the same cost nothing more. Whatever goes wrong on one rank is
-raised on every rank, so that none waits for another.
+Each rank describes its state as columns (`rank_rows`). The first rank of each node collects those
+of its node, and rank 0 plans for all (`global_plan`). Each content is sent once per digest, so
+ranks with equal content add no cost. An error on one rank is raised on every rank, so that no rank
+waits for another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Wanted = tuple[Digests, Digests, Digests]
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """What a node has, by digest alone: of each of its ranks, by rank, and what blocks name."""
+    """The digests that a node has: each rank's blocks, and the blocks' patterns and tables."""
 
     ranks: Mapping[int, Digests]
     patterns: Digests
@@ -44,7 +44,7 @@ class NodeIndex:
 
 @dataclass(frozen=True)
 class Contents:
-    """The blocks, patterns and tables that one node was asked for."""
+    """The blocks, patterns and tables that one node was asked to send."""
 
     rows: Rows
     patterns: Mapping[bytes, Pattern]
@@ -53,9 +53,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank is told: the rows that it writes, and `.metadata` where it writes that.
+    """The root's answer to a rank: the rows that it writes, and `.metadata` if it writes that.
 
-    The root alone writes it, and so tells it to nobody.
+    Only the root writes `.metadata`, so it is never sent.
     """
 
     kept: Kept
@@ -70,10 +70,10 @@ def plan_together(
     stage_tree: HierarchicalGroup,
     prepare: Callable[[], None],
 ) -> Layout:
-    """This rank's layout; every rank of `tree` calls it with its own part of the state.
+    """Return this rank's layout. Every rank of `tree` calls this with its own part of the state.
 
-    The ranks of `stage_tree` plan together: those of a pipeline stage, else all. Copies of one
-    box are written once, evenly by bytes. `prepare` is called before anything else. Raises
+    The ranks of `stage_tree` plan together: those of a pipeline stage, or else all. Each of
+    several equal boxes is written once, balanced by bytes. `prepare` is called first. Raises
     `SaveError` on all ranks of `tree`.
     """
     described: list[RankRows] = []
@@ -95,7 +95,7 @@ def plan_together(
 
 
 def all_or_none(tree: HierarchicalGroup, rank: int, act: Callable[[], T]) -> T:
-    """Do `act` on every rank and return its own result; `SaveError` on all when one failed."""
+    """Run `act` on every rank and return its result. Raises `SaveError` on all if one failed."""
     result: list[T] = []
     problem = problem_of(lambda: result.append(act()), rank)
     raise_problems(tree.agree(problem))
@@ -103,45 +103,45 @@ def all_or_none(tree: HierarchicalGroup, rank: int, act: Callable[[], T]) -> T:
 
 
 def check_memory(tree: HierarchicalGroup, node: int, image_bytes: int, held_bytes: int) -> None:
-    """Raise `SaveError` on all ranks when a node's staging slots exceed its free memory.
+    """Raise `SaveError` on all ranks if a node's staging slots exceed its free memory.
 
-    Free is what the machine and the job's control group leave, and the `held_bytes` of the slots
-    that the new ones replace: the flusher lets those go first.
+    Free memory is what the machine and the job's control group have left, plus the `held_bytes` of
+    the slots that the new ones replace, because the flusher releases those first.
     """
-    told = tree.gather_node((image_bytes, held_bytes))
+    sizes = tree.gather_node((image_bytes, held_bytes))
     room = group_room()
     available = psutil.virtual_memory().available
     if room is not None:
         available = min(available, room)
-    available += sum(held for _, held in told)
-    images = [image for image, _ in told]
+    available += sum(held for _, held in sizes)
+    images = [image for image, _ in sizes]
     problem = find_shortage(node, images, available) if tree.is_first else None
     raise_problems(tree.agree(problem))
 
 
 def find_shortage(node: int, images_bytes: Sequence[int], available: int) -> str | None:
-    """What to say when the slots of a node's ranks need more than the `available` bytes."""
+    """Return an error if the slots of a node's ranks need more than the `available` bytes."""
     needed = SLOTS_PER_RANK * sum(images_bytes)
     if needed <= available:
         return None
     return (
         f"node {node}: {SLOTS_PER_RANK} staging slots for each of {len(images_bytes)} ranks need "
-        f"{needed / GIB:.2f} GiB, {available / GIB:.2f} GiB are free; use more nodes, "
-        "shard the state further, or ask the scheduler for more memory"
+        f"{needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are free. Use more nodes, "
+        "shard the state further, or request more memory from the scheduler"
     )
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """Raise `SaveError` when any rank had a problem."""
+    """Raise `SaveError` if any rank had a problem."""
     if problems:
         raise SaveError(f"no rank saves, because of {'; '.join(problems)}")
 
 
-# --- the conversation -------------------------------------------------------------------------
+# --- messages between ranks -------------------------------------------------------------------
 
 
 def _ask(own: RankRows, tree: HierarchicalGroup, rank: int) -> tuple[Reply | None, str | None]:
-    """Send this rank's rows up and hear what it writes, or the problem that all ranks have."""
+    """Send this rank's rows to the root and return its reply, or the problem that all have."""
     mates = tree.gather_node((own.blocks, own.patterns, own.tables))
     if not tree.is_first:
         reply, problem = tree.scatter_node([])
@@ -170,7 +170,7 @@ def _ask(own: RankRows, tree: HierarchicalGroup, rank: int) -> tuple[Reply | Non
 
 
 def choose_sources(indexes: Sequence[NodeIndex]) -> list[Wanted]:
-    """What each node shall send: each content by the first that has it."""
+    """Choose what each node sends: each content comes from the first node that has it."""
     chosen: list[Wanted] = []
     seen: set[bytes] = set()
     for index in indexes:
@@ -185,7 +185,7 @@ def choose_sources(indexes: Sequence[NodeIndex]) -> list[Wanted]:
 
 
 def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> GlobalPlan:
-    """The plan for all ranks from all nodes' rows; raises `SaveError`."""
+    """Return the plan for all ranks from all nodes' rows. Raises `SaveError`."""
     holdings = {rank: held for index in indexes for rank, held in index.ranks.items()}
     tables = {digest: table for node in contents for digest, table in node.tables.items()}
     patterns = {digest: one for node in contents for digest, one in node.patterns.items()}
@@ -196,7 +196,7 @@ def decide(indexes: Sequence[NodeIndex], contents: Sequence[Contents]) -> Global
 def _decide(
     indexes: Sequence[NodeIndex], contents: Sequence[Contents], root: int
 ) -> list[list[tuple[Reply | None, str | None]]]:
-    """A reply for each rank of each node; the same problem for all when planning failed."""
+    """Return a reply for each rank of each node, the same problem for all if planning failed."""
     found: list[tuple[GlobalPlan, MetadataPickle]] = []
 
     def plan() -> None:
@@ -214,10 +214,10 @@ def _decide(
 
 
 def problem_of(act: Callable[[], object], rank: int) -> str | None:
-    """Do `act`; what went wrong, with the rank that it went wrong on, or None."""
+    """Run `act`. Return its error with the rank's number, or None if it succeeded."""
     try:
         act()
     except Exception as error:
-        # Whatever it is, the other ranks wait for a word; it is raised again on all of them.
+        # The other ranks wait for this rank's answer, so every error is raised on all of them.
         return f"rank {rank}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""Which DTensors lie at strides that DCP's boxes cannot say."""
+"""Finds DTensors with strides that DCP's boxes cannot describe."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 
 def find_odd_stride(value: DTensor) -> str | None:
-    """In words, why this rank's part of `value` is no box; None when it is one.
+    """Return why this rank's part of `value` is not a box, None if it is one.
 
-    A `_StridedShard` is the outer half of a split that further mesh dimensions complete, as of
-    FSDP over tensor parallelism. Alone, its ranks hold rows far apart, and what DCP takes for
-    their box is other rows: stock DCP loads wrong ones without a word.
+    A `_StridedShard` is the outer half of a split that further mesh dimensions complete, as with
+    FSDP over tensor parallelism. Without the inner half, a rank's rows are not contiguous, and
+    DCP's box for them covers other rows. Stock DCP then loads wrong rows without an error.
     """
     mesh, placements = value.device_mesh, value.placements
     for dimension, placement in enumerate(placements):
@@ -26,7 +26,7 @@ def find_odd_stride(value: DTensor) -> str | None:
             return (
                 f"a DTensor with placements {placements} on a mesh of {tuple(mesh.shape)}: "
                 f"{placement} expects {placement.split_factor} parts of dimension "
-                f"{placement.dim} on further mesh dimensions, there are {inner}; redistribute "
+                f"{placement.dim} on further mesh dimensions, but there are {inner}. Redistribute "
                 "it to Shard or Replicate first"
             )
     return None

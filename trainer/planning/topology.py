@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 
 
 def describe_mesh(flat: Mapping[str, Any]) -> dict[str, int]:
-    """Mesh dimension names and their sizes, outermost first; empty when nothing is a DTensor.
+    """Return mesh dimension names and sizes, outermost first. Empty if there is no DTensor.
 
-    A state may live on several meshes, experts on another one than the rest: of equal names the
-    larger size counts. A dimension without a name is called `dim0`, `dim1`, …
+    A state may use several meshes, for example another one for experts. For equal names the larger
+    size counts. A dimension without a name is called `dim0`, `dim1`, …
     """
     found: dict[str, int] = {}
     seen = set()

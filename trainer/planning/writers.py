@@ -1,7 +1,7 @@
-"""Who writes a box that several ranks hold: the one with the least to write so far.
+"""Chooses the writer of a box that several ranks hold: the one with the least to write so far.
 
-So replicated state is spread evenly. Boxes that the same ranks hold are treated together, heaviest
-first; Python loops run over sets of holders and over the boxes of the largest of them.
+This spreads replicated state evenly. Boxes that the same ranks hold are handled together, heaviest
+first. Python loops run over sets of holders and over the boxes of the largest set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MIX: Final = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class Holders:
-    """Which ranks hold each block: `rank[start[b] : start[b] + count[b]]`, ascending."""
+    """The ranks that hold each block: `rank[start[b] : start[b] + count[b]]`, ascending."""
 
     rank: Int64s
     start: Int64s
@@ -43,18 +43,18 @@ class Holders:
         return self.rank[self.start].astype(np.int32)
 
     def of_block(self, block: int) -> Int64s:
-        """All ranks that hold it."""
+        """All ranks that hold a block."""
         return self.rank[self.start[block] : self.start[block] + self.count[block]]
 
 
 def choose_writers(
     loose: Loose, groups: Groups, holders: Holders, loads: Int64s, by_first: Bools
 ) -> Int32s:
-    """The rank that writes each row, `NOBODY` for a copy that another writes.
+    """Return the rank that writes each row, `NOBODY` for a copy that another rank writes.
 
-    Boxes of the keys `by_first` are written by the lowest rank that has them: copies that differ
-    are then all of one rank. `loads` has the bytes that each rank writes besides; what is given to
-    it here is added.
+    The lowest rank that has them writes the boxes of the keys `by_first`. If copies differ, all of
+    them then come from one rank. `loads` has the bytes that each rank already writes, and is
+    increased by what each rank gets here.
     """
     first = groups.first
     writer = holders.first[loose.block]
@@ -72,7 +72,7 @@ def choose_writers(
 
 
 def _give_to_first(boxes: Int64s, groups: Groups, writer: Int32s) -> None:
-    """Of `writer`, which has the lowest rank of each row's block, leave the lowest of each box."""
+    """Keep only the lowest rank of each box in `writer`, which has the lowest of each block."""
     copies, box = groups.rows_of(boxes)
     order = np.lexsort((writer[copies], box))
     is_other = np.diff(box[order], prepend=-1) == 0
@@ -81,7 +81,7 @@ def _give_to_first(boxes: Int64s, groups: Groups, writer: Int32s) -> None:
 
 @dataclass(frozen=True)
 class _HolderSet:
-    """Boxes that the same ranks hold: `nth` says which copy of a box each member has."""
+    """Boxes that the same ranks hold. `nth` is the index of each member's copy of a box."""
 
     members: Int64s
     nth: Int64s
@@ -91,7 +91,7 @@ class _HolderSet:
 def _holder_sets(
     shared: Int64s, groups: Groups, block: Int32s, holders: Holders
 ) -> list[_HolderSet]:
-    """Boxes with more than one holder by their blocks, sets with the fewest members first."""
+    """Group the boxes with several holders by their blocks, sets with fewest members first."""
     if not len(shared):
         return []
     blocks = np.arange(len(holders.count), dtype=np.uint64)
@@ -114,7 +114,7 @@ def _holder_sets(
 
 
 def _batches(sets: Sequence[_HolderSet]) -> list[list[_HolderSet]]:
-    """Sets to treat at once: of one size, about as many boxes, and no member in common."""
+    """Group sets to handle together: equal sizes, similar numbers of boxes, no common member."""
     turn: dict[int, int] = {}
     batches: dict[tuple[int, int, int], list[_HolderSet]] = {}
     for one in sets:
@@ -128,7 +128,7 @@ def _batches(sets: Sequence[_HolderSet]) -> list[list[_HolderSet]]:
 def _share_out(
     sets: Sequence[_HolderSet], groups: Groups, weight: Int64s, loads: Int64s, writer: Int32s
 ) -> None:
-    """Give each box, heaviest first, to the member of its set that has the least so far."""
+    """Give each box, heaviest first, to the member of its set with the least to write so far."""
     first = groups.first
     most = max(len(one.boxes) for one in sets)
     boxes = np.full((len(sets), most), -1, dtype=np.int64)
