@@ -80,7 +80,7 @@ def test_ended_from_outside_it_ends_what_it_started(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         (["--ranks", "1"], "expected at least 1 pair, 2 ranks"),
-        (["--megabytes", "900000000"], "give it fewer --megabytes"),
+        (["--megabytes", "900000000"], "Use fewer --megabytes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

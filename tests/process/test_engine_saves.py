@@ -387,9 +387,7 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
     assert engine.wait(20)[0].committed
     path = directory_of(tmp_path, 1) / ".metadata"
     path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(
-        DamagedCheckpointError, match="differs from the committed file"
-    ):
+    with pytest.raises(DamagedCheckpointError, match="differs from the committed file"):
         engine.load(directory_of(tmp_path, 1), make_state())
 
 

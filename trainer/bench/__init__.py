@@ -2,6 +2,6 @@
 
     python -m holdfast.trainer.bench [--directory DIR] [--megabytes N] [--pairs N] [--ranks N]
 
-`conduct` starts the programs of this folder under torchrun, one after the other, and `figures`
-turns the seconds that they found into medians, spreads and ratios. `holdfast bench` shows them.
+`runner` starts the programs of this folder under torchrun, one after the other. `figures` turns
+their times into medians, spreads and ratios. `holdfast bench` shows the result.
 """

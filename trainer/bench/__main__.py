@@ -1,4 +1,4 @@
-"""`python -m holdfast.trainer.bench`: measure, and print the answer as JSON."""
+"""`python -m holdfast.trainer.bench`: run the benchmark and print the result as JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from holdfast.trainer.bench.runner import MEGABYTE, Plan, run, run_gpu
 
 
 def main() -> int:
-    """Exit status: 0 measured, 1 a program of it failed, 2 it cannot be run here."""
-    # Ended from outside, it still ends what it started and removes what it wrote.
+    """Return the exit status: 0 measured, 1 a program failed, 2 this machine cannot run it."""
+    # On SIGTERM, still end all started processes and remove all written files.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     options = parse_options()
     plan = Plan(
@@ -37,16 +37,16 @@ def main() -> int:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.bench", description=__doc__)
     parser.add_argument("--directory", type=Path, default=default_directory())
-    parser.add_argument("--megabytes", type=int, default=1250, help="state of all ranks together")
+    parser.add_argument("--megabytes", type=int, default=1250, help="total state of all ranks")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="a few megabytes, one pair")
-    parser.add_argument("--gpu", action="store_true", help="what concerns GPUs, and nothing else")
+    parser.add_argument("--quick", action="store_true", help="a few megabytes and one pair")
+    parser.add_argument("--gpu", action="store_true", help="measure only what concerns GPUs")
     return parser.parse_args()
 
 
 def default_directory() -> Path:
-    """`$HOLDFAST_ROOT`, where checkpoints go, else a place that is no memory file system."""
+    """Return `$HOLDFAST_ROOT`, or a directory that is not on a memory file system."""
     return Path(os.environ.get("HOLDFAST_ROOT") or "/var/tmp").expanduser()
 
 

@@ -1,4 +1,4 @@
-"""When a checkpoint became durable, seen from outside. Free of torch."""
+"""Detects from outside when a checkpoint became durable. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLL_S: Final = 0.0005
 
 
 def wait_until_durable(run: RunPaths, step: int, timeout_s: float = COMMIT_TIMEOUT_S) -> float:
-    """Unix time at which a checkpoint of `step` or later was seen to be committed."""
+    """Return the Unix time at which a commit of `step` or a later one was first seen."""
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up:
         if newest_durable(run) >= step:
@@ -26,10 +26,10 @@ def wait_until_durable(run: RunPaths, step: int, timeout_s: float = COMMIT_TIMEO
 
 
 def newest_durable(run: RunPaths) -> int:
-    """Step of the newest commit, or -1.
+    """Return the step of the newest commit, or -1.
 
-    `latest` moves when the manifest is durable, its name in the directory included, and not
-    when it can merely be seen.
+    `latest` moves when the manifest and its name in the directory are durable, not when they first
+    become visible.
     """
     try:
         name = CheckpointName.parse(os.readlink(run.latest))
@@ -39,8 +39,8 @@ def newest_durable(run: RunPaths) -> int:
 
 
 def data_fsynced_at(directory: Path) -> float:
-    """Unix time of the last data fsync of a committed checkpoint, as its manifest says."""
+    """Return the Unix time of the last data fsync of a committed checkpoint, from its manifest."""
     manifest = read_manifest(directory)
     if manifest is None:
-        raise SaveError(f"{directory} has no manifest though `latest` points to it")
+        raise SaveError(f"`latest` points to {directory}, which has no manifest")
     return manifest.staged_at + manifest.flush_s

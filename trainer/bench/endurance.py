@@ -1,6 +1,6 @@
-"""What a long run adds up to: the cost of a step without a save, and memory over many saves.
+"""The costs of a long run: a step without a save, and memory growth over many saves.
 
-Started by `conduct`, with a state small enough for a hundred saves.
+`runner` starts this with a state small enough for a hundred saves.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def main() -> None:
 
 
 def save(trained: Trained, saver: Saver) -> None:
-    """One save of new bytes; only the newest checkpoint stays on disk."""
+    """Save new bytes once. Only the newest checkpoint stays on disk."""
     trained.update()
     saver.keep_only(saver.save().directory)
 
 
 def measure_steps(program: Program, saver: Saver) -> None:
-    """The median boundary of a loop that does nothing else, in microseconds, slowest rank."""
+    """Measure the step boundary of an empty loop, in microseconds, on the slowest rank."""
     steps = program.settings["steps"]
     session = saver.session
     spent: list[float] = []
@@ -58,10 +58,10 @@ def measure_steps(program: Program, saver: Saver) -> None:
 
 
 def memory_of_node(program: Program) -> dict[str, float]:
-    """Bytes that all ranks, their flusher and the staging slots hold, each slot counted once.
+    """Return the bytes of all ranks, their flusher and the staging slots, each slot counted once.
 
-    What the C library has been given back and keeps for later is let go first: an optimizer's
-    passing buffers leave some percent of it behind, now more and now less.
+    Memory that the C library has freed but still holds is returned to the system first. An
+    optimizer's temporary buffers leave a varying few percent of it.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -74,12 +74,12 @@ def memory_of_node(program: Program) -> dict[str, float]:
 
 
 def flusher_of(parent: psutil.Process) -> psutil.Process:
-    """The flusher that a rank has started."""
+    """Return the flusher that a rank has started."""
     return next(c for c in parent.children() if "holdfast.trainer.flusher" in c.cmdline())
 
 
 def private_bytes(pid: int) -> int:
-    """Resident bytes of a process without those in shared memory, where the slots lie."""
+    """Return the resident bytes of a process without shared memory, which contains the slots."""
     fields = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
@@ -87,7 +87,7 @@ def private_bytes(pid: int) -> int:
 
 
 def slot_bytes(pid: int) -> int:
-    """Memory in the memory files that a process holds, each counted once."""
+    """Return the memory of the memory files that a process holds, each counted once."""
     found: dict[int, int] = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
         if "memfd:" in str(link.readlink()):

@@ -1,6 +1,7 @@
-"""From seconds to ratios: medians of quotients taken pair by pair, with their spread.
+"""Turns seconds into ratios: medians and spreads of quotients that are computed pair by pair.
 
-Pure. `Seconds` are the series that a program found, by name; values of one pair have one index.
+All functions are pure. `Seconds` are a program's series by name. Values of one pair have the same
+index.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Seconds = Mapping[str, Sequence[float]]
 
 COMMIT_ALLOWANCE_S: Final = 0.010
 STOCK_MODES: Final = ("sync", "thread", "process")
-# What each ratio is to stay under; microseconds for the step, a fraction for the memory.
+# The target maximum of each ratio: microseconds for the step, a fraction for the memory.
 TARGETS: Final = {
     "save_blocked": 1.1,
     "save_committed": 1.25,
@@ -31,9 +32,9 @@ TARGETS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the programs found: `pairs` and `endurance` once, `starts` once for each start.
+    """The results of the programs: `pairs` and `endurance` once, `starts` once for each start.
 
-    `narrowed` is 2 ranks → 1, `widened` 1 → 2; `signals` are the quotients of the starts.
+    `narrowed` is 2 ranks → 1, `widened` 1 → 2. `signals` are the quotients of the starts.
     """
 
     pairs: Seconds
@@ -46,7 +47,7 @@ class Found:
 
 
 def answer(found: Found) -> dict[str, Any]:
-    """`ratios`, `stock`, `spread` and `seconds` of the benchmark's answer."""
+    """Return `ratios`, `stock`, `spread` and `seconds` of the benchmark's result."""
     series = ratio_series(found)
     ratios = {name: round(statistics.median(series[name]), 4) for name in series if name in TARGETS}
     blocked, committed = series["first_save_blocked"], series["first_save_committed"]
@@ -68,9 +69,9 @@ def answer(found: Found) -> dict[str, Any]:
 
 
 def setup_series(found: Found) -> dict[str, Sequence[float]]:
-    """What a start costs before the first step; one value for each start.
+    """Return the cost of a start before the first step, one value for each start.
 
-    `prepare_s` is making the session, in seconds, `prepare` that ÷ a memcpy of the state.
+    `prepare_s` is the seconds to create the session. `prepare` is that ÷ a memcpy of the state.
     """
     starts = found.starts
     return {
@@ -80,7 +81,7 @@ def setup_series(found: Found) -> dict[str, Sequence[float]]:
 
 
 def ratio_series(found: Found) -> dict[str, Sequence[float]]:
-    """Every ratio of ours as the values that its median is taken of."""
+    """Return for each of Holdfast's ratios the values whose median it is."""
     pairs = found.pairs
     first = [first_to_steady(start, "blocked") for start in found.starts]
     first_committed = [first_to_steady(start, "committed") for start in found.starts]
@@ -107,7 +108,7 @@ def ratio_series(found: Found) -> dict[str, Sequence[float]]:
 
 
 def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
-    """One stock mode: what training waited, what the save took, and the first ÷ the steady."""
+    """Return one stock mode's blocked time, save time, and first save ÷ steady saves."""
     blocked = quotients(pairs[f"stock.{mode}.blocked"], pairs["memcpy"])
     committed = quotients(pairs[f"stock.{mode}.committed"], pairs["raw_write"])
     first = {
@@ -124,7 +125,7 @@ def stock_of(pairs: Seconds, mode: str) -> dict[str, Any]:
 
 
 def gpu(program: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found on GPUs: `save_blocked` ÷ a pinned copy, steps during a flush ÷ others."""
+    """Return the results on GPUs: `save_blocked` ÷ a pinned copy, steps in a flush ÷ others."""
     seconds: Seconds = program["seconds"]
     blocked = quotients(seconds["save.blocked"], seconds["pinned_copy"])
     steps = quotients(seconds["step_during_flush"], seconds["step_baseline"])
@@ -141,7 +142,7 @@ def gpu(program: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stock_load(found: Found) -> dict[str, Any]:
-    """Stock's load of its own checkpoint at the same shape."""
+    """Return the ratios of stock DCP's load of its own checkpoint at the same shape."""
     times = quotients(found.pairs["stock.load"], found.pairs["raw_read"])
     counts = [count / found.unique_bytes for count in found.pairs["stock.load_bytes"]]
     return {
@@ -154,29 +155,29 @@ def stock_load(found: Found) -> dict[str, Any]:
 def signal_ratio(
     *, signalled_at: float, committed_at: float, step_ends: Sequence[float], start: Seconds
 ) -> float:
-    """Signal until commit ÷ (rest of the step + a copy + a raw write, of the same run)."""
+    """Return signal until commit ÷ (rest of the step + a copy + a raw write, of the same run)."""
     rest_s = rest_of_step(step_ends, signalled_at)
     limits_s = statistics.median(start["memcpy"]) + statistics.median(start["raw_write"])
     return (committed_at - signalled_at) / (rest_s + limits_s)
 
 
 def rest_of_step(ends: Sequence[float], signalled_at: float) -> float:
-    """Seconds from a signal to the end of the step that it fell into; 0 after the last."""
+    """Return the seconds from a signal to the end of its step, 0 after the last step."""
     return next((end - signalled_at for end in ends if end >= signalled_at), 0.0)
 
 
 def first_to_steady(start: Seconds, kind: str) -> float:
-    """The first save of a fresh program ÷ the median of the saves after it."""
+    """Return the first save of a fresh program ÷ the median of later saves."""
     return start[f"first.{kind}"][0] / statistics.median(start[f"save.{kind}"])
 
 
 def quotients(values: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """Value ÷ limit, pair by pair."""
+    """Return value ÷ limit, pair by pair."""
     return [value / limit for value, limit in zip(values, limits, strict=True)]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Smallest, median and largest value, and how many there are."""
+    """Return the smallest, median and largest value, and their number."""
     middle = statistics.median(values)
     low, high = min(values), max(values)
     return {
@@ -188,7 +189,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def all_seconds(found: Found) -> dict[str, Sequence[float]]:
-    """The series in seconds under one name each; bytes and other counts are left out."""
+    """Return all series in seconds, each with a unique name, without byte counts."""
     named = {f"pairs.{name}": values for name, values in found.pairs.items()}
     for part, series in (("load_2_to_1", found.narrowed), ("load_1_to_2", found.widened)):
         named |= {f"{part}.{name}": values for name, values in series.items()}

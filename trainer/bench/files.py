@@ -1,4 +1,4 @@
-"""What the file system itself can do: the raw acts that saves and loads are compared with."""
+"""Raw file system operations, with which saves and loads are compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def sizes_of(directory: Path) -> dict[str, int]:
-    """Bytes of every file in a checkpoint, by path relative to it."""
+    """Return the bytes of every file in a checkpoint, by path relative to it."""
     return {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(directory.rglob("*"))
@@ -31,7 +31,7 @@ def sizes_of(directory: Path) -> dict[str, int]:
 
 
 def share_out(sizes: dict[str, int], ranks: int) -> list[dict[str, int]]:
-    """The files for each rank to write or read, so that all have about as many bytes."""
+    """Distribute the files so that each rank writes or reads about as many bytes."""
     shares: list[dict[str, int]] = [{} for _ in range(ranks)]
     for path, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         min(shares, key=lambda share: sum(share.values()))[path] = size
@@ -41,8 +41,8 @@ def share_out(sizes: dict[str, int], ranks: int) -> list[dict[str, int]]:
 def write_files(directory: Path, sizes: dict[str, int], image: memoryview) -> None:
     """Create each file from the bytes of `image`, in large writes, with one fsync.
 
-    Several at once, so that a small one does not wait for a large one. The directory's names are
-    made durable last. `image` holds all of the bytes.
+    Several files are written at once, so that a small file does not wait for a large one. The
+    names in the directories are made durable last. `image` has the bytes of all files.
     """
     for parent in {(directory / name).parent for name in sizes}:
         parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def write_files(directory: Path, sizes: dict[str, int], image: memoryview) -> No
 
 
 def read_files(directory: Path, sizes: dict[str, int], image: memoryview) -> None:
-    """Read each file whole, in large reads, into `image`; `OSError` when one is too short."""
+    """Read each file into `image` in large reads. Raises `OSError` if a file is too short."""
     _for_each(sizes, image, lambda name, piece: read_file(directory / name, piece))
 
 
@@ -88,12 +88,12 @@ def _for_each(
     ends = list(itertools.accumulate(sizes.values()))
     pieces = [image[end - size : end] for end, size in zip(ends, sizes.values(), strict=True)]
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        # The list, because a lazy result would keep errors to itself.
+        # `list` raises the errors of the lazy result.
         list(pool.map(act, sizes, pieces))
 
 
 def create_small(directory: Path, numbers: Iterable[int]) -> None:
-    """Three small files, each created and fsynced: what any commit record costs here."""
+    """Create and fsync three small files, which is the least cost of any commit record."""
     for number in itertools.islice(numbers, SMALL_FILES):
         handle = os.open(directory / f"small-{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -104,10 +104,10 @@ def create_small(directory: Path, numbers: Iterable[int]) -> None:
 
 
 def ready_pages(size: int) -> None:
-    """Touch `size` bytes of memory and let them go, so that the next act finds pages to use.
+    """Touch `size` bytes of memory and free them, so that the next operation finds free pages.
 
-    A virtual machine may give its free pages back to the host after a second or two, and the
-    next to need them waits for their return: without this, whoever comes after a pause pays.
+    A virtual machine may return free pages to the host after a second or two. Without this call,
+    the first operation after a pause would have to wait for pages.
     """
     with mmap.mmap(-1, max(size, mmap.PAGESIZE)) as memory:
         for at in range(0, size, mmap.PAGESIZE):
@@ -115,9 +115,9 @@ def ready_pages(size: int) -> None:
 
 
 def drop_cache(paths: Sequence[Path]) -> float:
-    """Make files cold: fsync them and let their pages go; the share that stayed in memory.
+    """Flush files and drop them from the page cache. Return the share that stayed in memory.
 
-    A file system without a disk under it keeps all of them.
+    A file system without a disk keeps all pages.
     """
     resident = total = 0
     for path in paths:
@@ -133,14 +133,14 @@ def drop_cache(paths: Sequence[Path]) -> float:
 
 
 def resident_pages(handle: int) -> bytes:
-    """One byte for each page of an open file: 1 when it is in memory, else 0."""
+    """Return one byte for each page of an open file: 1 if it is in memory, else 0."""
     size = os.fstat(handle).st_size
     if size == 0:
         return b""
     pages = -(-size // mmap.PAGESIZE)
     vector = (ctypes.c_ubyte * pages)()
-    # A private mapping, because ctypes takes the address of writable memory only; nothing is
-    # touched, so no page is brought in by it.
+    # A private mapping, because ctypes needs writable memory for an address. No page is touched,
+    # so the mapping reads no page into memory.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE, prot=access) as mapped:
         first = ctypes.c_char.from_buffer(mapped)
@@ -149,11 +149,11 @@ def resident_pages(handle: int) -> bytes:
         )
         del first
     if failed:
-        raise OSError(ctypes.get_errno(), "mincore does not say what is in memory")
+        raise OSError(ctypes.get_errno(), "mincore cannot report the pages in memory")
     return bytes(page & 1 for page in vector)
 
 
 def remove(directory: Path) -> None:
-    """Delete a directory and have that over with, so that it does not fall into the next act."""
+    """Delete a directory and fsync, so that the next operation does not pay for it."""
     shutil.rmtree(directory, ignore_errors=True)
     fsync_directory(directory.parent)

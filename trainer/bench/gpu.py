@@ -1,6 +1,6 @@
-"""The same for a state on GPUs: what training waits for, and its steps while a flush goes on.
+"""The benchmark for a state on GPUs: how long a save blocks, and steps while a flush runs.
 
-Started by `conduct` where there is a GPU, with one rank for each of them.
+`runner` starts this on machines with GPUs, with one rank for each GPU.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ def main() -> None:
 
 
 def context_bytes() -> int:
-    """Bytes of this rank's device that are taken and that torch's allocator does not have.
+    """Return the bytes of this rank's device that are in use outside torch's allocator.
 
-    More than one context's on a node of several ranks: another rank has opened one here.
+    If this is more than one context's size on a node with several ranks, another rank has opened a
+    context on this device.
     """
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
 
 def measure_save(program: Program, saver: Saver, step: Callable[[], None]) -> None:
-    """A save whose flush goes on beside steps; their median is compared with the baseline's."""
+    """Save, and measure the median step while the flush runs, to compare with the baseline."""
     saver.session.checkpoint()
     program.meet()
     began = time.perf_counter()
@@ -77,7 +78,7 @@ def measure_save(program: Program, saver: Saver, step: Callable[[], None]) -> No
 
 
 def pinned_copier(tensors: list[torch.Tensor]) -> Callable[[], None]:
-    """Copy all tensors into page-locked memory and wait for the last byte."""
+    """Return a function that copies all tensors to page-locked memory and waits for the end."""
     targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
 
     def copy() -> None:
@@ -89,7 +90,7 @@ def pinned_copier(tensors: list[torch.Tensor]) -> Callable[[], None]:
 
 
 def step_maker() -> Callable[[], None]:
-    """Some matrix products, as long as a step of training takes, waited for."""
+    """Return a function that runs and waits for matrix products that take as long as a step."""
     matrix = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
@@ -102,7 +103,7 @@ def step_maker() -> Callable[[], None]:
 
 
 def median_step(step: Callable[[], None], goes_on: Callable[[int], bool]) -> float:
-    """Median seconds of a step, of at least one, for as long as `goes_on(steps done)`."""
+    """Return the median seconds of a step. Runs at least one step, then while `goes_on(done)`."""
     spent: list[float] = []
     while not spent or goes_on(len(spent)):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Starting a rank program of the benchmark under torchrun, and leaving nothing of it behind."""
+"""Starts a rank program of the benchmark under torchrun, and removes all that it leaves."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ OUTPUT_LINES_SHOWN: Final = 30
 
 
 class Launch:
-    """One program on `ranks` ranks; a context manager whose end is the end of its processes."""
+    """One program on `ranks` ranks. As a context manager, it ends its processes on exit."""
 
     def __init__(
         self, program: str, ranks: int, settings: dict[str, Any], *, end_by: float
     ) -> None:
-        """`settings` are the program's; `directory` of them is made, and gets output and result.
+        """`settings` go to the program. Their `directory` is created and gets output and result.
 
-        Past `end_by`, Unix time, every wait for the program raises.
+        After `end_by`, a Unix time, every wait for the program raises.
         """
         self._program = program
         self._directory = Path(settings["directory"])
@@ -38,7 +38,7 @@ class Launch:
         self._out = self._directory / f"{program}.json"
         self._log = self._directory / f"{program}.log"
         self._end_by = end_by
-        # Short, because sockets are made in it, whose names are limited to about 100 letters.
+        # Kept short for the sockets in it, whose paths are limited to about 100 characters.
         self._scratch = tempfile.mkdtemp(prefix="holdfast-")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", f"holdfast.trainer.bench.{program}"]
@@ -56,7 +56,7 @@ class Launch:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def result(self) -> dict[str, Any]:
-        """What rank 0 found; waits for it. Raises `RunFailedError` with the last output."""
+        """Wait for rank 0's result. Raises `RunFailedError` with the program's last output."""
         while self.process.poll() is None:
             self.check_time()
             time.sleep(POLL_S)
@@ -66,7 +66,7 @@ class Launch:
         return found
 
     def wait_for(self, path: Path) -> Any:
-        """The JSON that the program leaves at `path`; `RunFailedError` when it ends first."""
+        """Wait for the JSON file `path`. Raises `RunFailedError` if the program ends first."""
         while not path.exists():
             if self.process.poll() is not None:
                 raise self._failure(f"ended with status {self.process.returncode}")
@@ -75,30 +75,30 @@ class Launch:
         return json.loads(path.read_text())
 
     def check_time(self) -> None:
-        """Raises `RunFailedError` when the program has used up its time."""
+        """Raise `RunFailedError` if the program has used up its time."""
         if time.time() > self._end_by:
-            raise self._failure("took longer than it was given")
+            raise self._failure("exceeded its time limit")
 
     def _failure(self, what: str) -> RunFailedError:
         lines = self._log.read_text(errors="replace").splitlines()[-OUTPUT_LINES_SHOWN:]
-        said = "\n  ".join(lines)
+        output = "\n  ".join(lines)
         return RunFailedError(
-            f"the benchmark's program `{self._program}` {what}; try fewer --megabytes or another "
-            f"--directory. Its last output:\n  {said}"
+            f"the benchmark's program `{self._program}` {what}. Try fewer --megabytes or another "
+            f"--directory. Its last output:\n  {output}"
         )
 
     def _environment(self, ranks: int) -> dict[str, str]:
-        """Ours without an agent's words, with as many threads for a rank as it has cores."""
+        """Return the environment without HOLDFAST_ variables. Ranks share the cores as threads."""
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         env = {name: v for name, v in os.environ.items() if not name.startswith("HOLDFAST_")}
-        # torchrun leaves a folder in the temporary one: here it goes with the rest.
+        # torchrun leaves a folder in TMPDIR. Here it is deleted with the rest.
         return {"OMP_NUM_THREADS": str(threads), **env, "TMPDIR": self._scratch}
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a torchrun with its ranks and what these have started; nothing when it has ended.
+    """Kill torchrun, its ranks and their children, unless torchrun has already ended.
 
-    A flusher whose ranks have ended finishes what was sealed and leaves by itself.
+    A flusher whose ranks have ended finishes the sealed steps and then exits.
     """
     if process.poll() is not None:
         return

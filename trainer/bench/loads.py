@@ -1,4 +1,4 @@
-"""Loads in place, Holdfast's and stock DCP's, with the bytes that the kernel handed out."""
+"""Loads in place by Holdfast and by stock DCP, with the bytes that the kernel read."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdfast.trainer.loading.reader import load_state
 
 
 def load_cold(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:
-    """(seconds of the slowest rank, bytes read by all) of a load by Holdfast."""
+    """Load with Holdfast. Return (seconds of the slowest rank, bytes that all ranks read)."""
     state = trained.state()
     return _measured(program, lambda: load_state(directory, state, group=dist.group.WORLD))
 
 
 def load_stock(program: Program, trained: Trained, directory: Path) -> tuple[float, float]:
-    """(seconds of the slowest rank, bytes read by all) of a load by stock DCP."""
+    """Load with stock DCP. Return (seconds of the slowest rank, bytes that all ranks read)."""
     state = trained.state()
     return _measured(program, lambda: load_with_dcp(state, checkpoint_id=directory))
 
@@ -35,6 +35,6 @@ def _measured(program: Program, act: Callable[[], object]) -> tuple[float, float
 
 
 def bytes_read() -> int:
-    """Bytes that this process was given by read calls, as the kernel counts them."""
+    """Return the bytes that this process got from read calls, as the kernel counts them."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar:")).split()[1])

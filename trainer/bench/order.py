@@ -1,16 +1,16 @@
-"""The order of acts in each pair, so that what one leaves behind meets all others alike."""
+"""The order of operations in each pair, chosen so that each follows each other equally often."""
 
 from __future__ import annotations
 
 
 def balanced_order(count: int, row: int) -> list[int]:
-    """The numbers from 0 to `count` - 1 in the order of pair number `row`, both counted from 0.
+    """Return the numbers from 0 to `count` - 1 in the order of pair number `row`, from 0.
 
-    Over `count` rows (twice as many where it is odd) each number stands in each place equally
-    often, and comes right after each other number equally often: a write that follows a long one
-    meets a slower disk, so merely beginning with another act would leave the neighbours as they
-    are. Source: E. J. Williams, "Experimental designs balanced for the estimation of residual
-    effects of treatments", Australian Journal of Scientific Research A 2 (1949).
+    Over `count` rows (2 × `count` if it is odd), each number has each position equally often and
+    directly follows each other number equally often. Changing only the first operation would not do
+    this, and a write after a long write meets a slower disk. Source: E. J. Williams, "Experimental
+    designs balanced for the estimation of residual effects of treatments", Australian Journal of
+    Scientific Research A 2 (1949).
     """
     first = [
         (place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)

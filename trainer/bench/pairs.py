@@ -1,7 +1,7 @@
-"""Limits, Holdfast and stock DCP in turn, on one state: the pairs that the ratios come from.
+"""Measures limits, Holdfast and stock DCP in turn on one state: the pairs for the ratios.
 
-Started by `conduct`. Each pair does everything once, in an order of its own, so that a busy
-moment and what one act leaves behind for the next meet all of them alike.
+`runner` starts this. Each pair runs every operation once, in a different order, so that a busy
+moment or an effect of the preceding operation affects all of them alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Act = Callable[[], None]
 
 
 class Pairs:
-    """The acts of a pair; each notes the seconds of the slowest rank."""
+    """The operations of a pair. Each records the seconds of the slowest rank."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -50,7 +50,7 @@ class Pairs:
         program.facts["cold_resident"] = 0.0
 
     def run(self) -> None:
-        """The first save of every stock mode, then as many pairs as were asked for."""
+        """Run the first save of every stock mode, then the requested number of pairs."""
         for mode in MODES:
             self._stock.save(mode, "first.stock")
         loads: list[Act] = [self._read_raw, self._load, self._load_stock]
@@ -69,7 +69,7 @@ class Pairs:
         self._program.facts["checkpoint"] = str(self._newest)
 
     def _write_raw(self) -> None:
-        """As many files of the same sizes as a checkpoint has, by all ranks at once."""
+        """Write files of the same number and sizes as a checkpoint, on all ranks at once."""
         directory = self._fresh("raw")
         self._ready()
         self._program.note(
@@ -133,7 +133,7 @@ class Pairs:
         ready_pages(sum(self._share.values()))
 
     def _fresh(self, kind: str) -> Path:
-        """A directory that is new, for all ranks."""
+        """Create a new directory for all ranks."""
         directory = self._program.directory / f"{kind}-{next(self._numbers)}"
         if self._program.rank == 0:
             directory.mkdir()
@@ -148,7 +148,7 @@ class Pairs:
 
 
 def cool(program: Program, directory: Path) -> None:
-    """Have no page of a checkpoint in memory; notes the largest share that stayed."""
+    """Drop a checkpoint from the page cache, and record the largest share that stayed."""
     if program.rank == 0:
         left = drop_cache([path for path in directory.rglob("*") if path.is_file()])
         program.facts["cold_resident"] = max(left, program.facts["cold_resident"])

@@ -1,7 +1,7 @@
-"""What every rank program of the benchmark needs: acts begun together, timed, the slowest counts.
+"""The base of all rank programs: operations that begin together and count the slowest rank.
 
-A program is started by `launch` under torchrun with its settings as one JSON argument; rank 0
-leaves what was found as JSON in the file that the settings name. Times are seconds.
+`launch` starts a program under torchrun with its settings as one JSON argument. Rank 0 writes the
+results as JSON into the file that the settings name. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 BYTES_PER_PARAMETER: Final = 3 * 4
 WIDTH: Final = 1024
 SMALL_WIDTH: Final = 256
-# Below this a state of wide layers would have too few of them to be like one.
+# A smaller state uses narrower layers, so that it still has many of them.
 SMALL_STATE_BYTES: Final = 64_000_000
 ALIGNMENT: Final = 64
 
@@ -39,12 +39,12 @@ State = dict[str, Any]
 
 
 class Program:
-    """One rank of a benchmark program: its settings, its process group, what it found."""
+    """One rank of a benchmark program: its settings, its process group and its results."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.settings: dict[str, Any] = json.loads(sys.argv[1])
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        # Words of the benchmark's own: stock DCP saves over the default group meanwhile.
+        # The benchmark's own group, because stock DCP saves over the default group meanwhile.
         self._group = dist.new_group(backend="gloo")
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.directory = Path(self.settings["directory"])
@@ -52,7 +52,7 @@ class Program:
         self.facts: dict[str, Any] = {}
 
     def measure(self, act: Callable[[], object]) -> float:
-        """Seconds of the slowest rank for `act`, begun by all at once."""
+        """Return the slowest rank's seconds for `act`, which all ranks begin together."""
         self.meet()
         began = time.perf_counter()
         act()
@@ -63,11 +63,11 @@ class Program:
         dist.barrier(group=self._group)
 
     def slowest(self, seconds: float) -> float:
-        """The largest of all ranks' values."""
+        """Return the largest of all ranks' values."""
         return self._reduced(seconds, dist.ReduceOp.MAX)
 
     def together(self, count: float) -> float:
-        """The sum of all ranks' values."""
+        """Return the sum of all ranks' values."""
         return self._reduced(count, dist.ReduceOp.SUM)
 
     def note(self, **found: float) -> None:
@@ -76,11 +76,11 @@ class Program:
             self.seconds.setdefault(name, []).append(value)
 
     def is_time_left(self) -> bool:
-        """False once the time given to this program is used up; all ranks learn the same."""
+        """Return False once this program's time is used up. The result is equal on all ranks."""
         return self.slowest(time.time()) < float(self.settings["end_by"])
 
     def finish(self) -> None:
-        """Leave what was found, and the group."""
+        """Write the results and destroy the process group."""
         if self.rank == 0:
             found = {"seconds": self.seconds, "facts": self.facts}
             out = Path(self.settings["out"])
@@ -90,13 +90,13 @@ class Program:
         dist.destroy_process_group()
 
     def _reduced(self, value: float, how: Any) -> float:
-        word = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(word, op=how, group=self._group)
-        return float(word)
+        result = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(result, op=how, group=self._group)
+        return float(result)
 
 
 class Trained:
-    """A sharded stack of square layers with AdamW, whose training state has about `bytes`."""
+    """A sharded stack of square layers with AdamW, with about `state_bytes` of training state."""
 
     def __init__(self, state_bytes: int, device: str = "cpu") -> None:
         width = WIDTH if state_bytes >= SMALL_STATE_BYTES else SMALL_WIDTH
@@ -110,38 +110,38 @@ class Trained:
         self.update()
 
     def update(self) -> None:
-        """One optimizer step, so that every save has other bytes than the one before."""
+        """Take one optimizer step, so that every save has different bytes."""
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state(self) -> State:
-        """Model and optimizer as DCP takes them; the tensors are the live ones."""
+        """Return model and optimizer in the form that DCP takes, with the live tensors."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
 
     def tensors(self) -> list[torch.Tensor]:
-        """This rank's own parts of all tensors."""
+        """Return this rank's own parts of all tensors."""
         values = [v for part in self.state().values() for v in part.values()]
         found = [v.detach() for v in values if isinstance(v, torch.Tensor)]
         return [t.to_local() if hasattr(t, "to_local") else t for t in found]
 
     def unique_bytes(self) -> int:
-        """Bytes of the whole state, each counted once however many ranks hold it."""
+        """Return the bytes of the whole state, each counted once even if several ranks hold it."""
         values = [v for part in self.state().values() for v in part.values()]
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
 class Image:
-    """Memory for all of a rank's bytes, faulted in: where a copy goes and raw writes come from.
+    """Touched memory for all of a rank's bytes: the target of copies, the source of raw writes.
 
-    A memory file, as a staging slot is, so that both copies go into memory of one kind.
+    It is a memory file like a staging slot, so that both copies use the same kind of memory.
     """
 
     def __init__(self, tensors: list[torch.Tensor], file_bytes: int) -> None:
-        """Room for copies of `tensors` side by side, and for `file_bytes` at least."""
+        """Allocate space for copies of `tensors` one after another, and at least `file_bytes`."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -159,21 +159,21 @@ class Image:
         ]
 
     def copy_by_torch(self) -> None:
-        """The tensors, copied as torch does it, with the threads that training has."""
+        """Copy the tensors as torch does it, with the threads that training has."""
         for target, source in self._pairs:
             target.copy_(source)
 
     def copy_by_libc(self) -> None:
-        """The tensors, copied by the C library's memcpy."""
+        """Copy the tensors with the C library's memcpy."""
         for target, source in self._pairs:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 class Memcpy:
-    """What a copy costs around an act: each way to copy is timed before it and after it.
+    """The cost of a copy around an operation: each way to copy is timed before and after it.
 
-    Once each, as the act itself is timed once: the best of several tries would be a limit that
-    no single save meets on a machine whose memory is now faster and now slower.
+    Each is timed once, like the operation. The best of several tries would be a limit that no
+    single save can reach on a machine with varying memory speed.
     """
 
     def __init__(self, program: Program, image: Image) -> None:
@@ -182,11 +182,11 @@ class Memcpy:
         self._tries: list[list[float]] = [[] for _ in self._ways]
 
     def measure(self) -> None:
-        """Copy in both ways, all ranks at once."""
+        """Copy in both ways on all ranks at once."""
         for way, seconds in zip(self._ways, self._tries, strict=True):
             seconds.append(self._program.measure(way))
 
     @property
     def seconds(self) -> float:
-        """The mean of the faster way, of the slowest rank each time."""
+        """The mean of the faster way, with the slowest rank's time of each copy."""
         return min(statistics.mean(seconds) for seconds in self._tries)

@@ -1,6 +1,6 @@
-"""A checkpoint of another rank count, loaded cold; and, when asked for, saved again at this one.
+"""Loads a cold checkpoint of another rank count and, on request, saves it at this rank count.
 
-Started by `conduct` with one rank on what two have saved, and the other way round.
+`runner` starts this with one rank on a checkpoint of two, and the other way round.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The course of the benchmark: which program runs when, with what, and what comes of it.
+"""Runs the benchmark: starts its programs one after the other and collects their results.
 
-Free of torch itself. Everything is written under one folder, which is removed at the end.
+It does not import torch. All files are in one folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from holdfast.trainer.bench.commits import newest_durable, wait_until_durable
 from holdfast.trainer.bench.launch import Launch
 
 MEGABYTE: Final = 1_000_000
-# Copies of the state at the most: the state, where it is copied to, two slots, and stock DCP's
-# staging twice over; on disk ours, stock's, a raw one, and those that replace them.
+# The most copies of the state. In memory: the state, the copy's target, two slots, and stock DCP's
+# staging twice. On disk: Holdfast's, stock DCP's and a raw one, each next to its replacement.
 MEMORY_COPIES: Final = 7
 DISK_COPIES: Final = 6
 RANK_BYTES: Final = 500_000_000
-# Of the whole time, the share that the pairs may use; the rest is for what comes after.
+# The pairs' share of the whole time. The rest is for the programs after them.
 PAIRS_SHARE: Final = 0.55
 FIRST_STEPS: Final = 3
-# A billion parameters with AdamW, or less: slots and page-locked copy must fit into half of what
-# is free.
+# At most a billion parameters with AdamW. Slots and the page-locked copy must fit into half of the
+# free memory.
 GPU_STATE_BYTES: Final = 12_000 * MEGABYTE
 GPU_MEMORY_SHARE: Final = 1 / 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured, and how long it may take in all."""
+    """What to measure, and how long it may take in all."""
 
     directory: Path
     state_bytes: int = 1_250 * MEGABYTE
@@ -57,7 +57,7 @@ class Plan:
     time_limit_s: float = 600.0
 
     def quick(self) -> Plan:
-        """The same course, as short as it can be: to see that it works, not how fast."""
+        """Return the shortest plan with all programs, to check that they work, not how fast."""
         return replace(
             self,
             state_bytes=min(self.state_bytes, 4 * MEGABYTE),
@@ -71,10 +71,10 @@ class Plan:
 
 
 def run(plan: Plan) -> dict[str, Any]:
-    """The benchmark's answer, as `holdfast bench --json` prints it.
+    """Return the benchmark's result, as `holdfast bench --json` prints it.
 
-    Raises `PreflightError` when this machine or environment cannot run it and `RunFailedError`
-    when one of its programs failed or the time was not enough.
+    Raises `PreflightError` if this machine or environment cannot run it, and `RunFailedError` if
+    one of its programs fails or the time limit is exceeded.
     """
     check(plan)
     plan.directory.mkdir(parents=True, exist_ok=True)
@@ -103,11 +103,11 @@ def run(plan: Plan) -> dict[str, Any]:
 
 
 def run_gpu(plan: Plan) -> dict[str, Any]:
-    """What `run` finds on GPUs, alone. Raises as `run` does, also where there is no GPU."""
+    """Run only the GPU part of `run`. Raises like `run`, and `PreflightError` without a GPU."""
     if not gpus():
         raise PreflightError(
-            "no NVIDIA GPU is here: expected /dev/nvidia0 or another. Run it on a node with GPUs; "
-            "`holdfast bench` measures what needs none"
+            "this machine has no NVIDIA GPU: /dev/nvidia0 or another was expected. Run this on a "
+            "node with GPUs; `holdfast bench` measures what needs no GPU"
         )
     check(plan)
     plan.directory.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class Course:
         self.gpu: dict[str, Any] = {}
 
     def run(self) -> tuple[figures.Found, dict[str, Any]]:
-        """What was found, and the facts of the pairs."""
+        """Return the results of all programs, and the facts of the pairs."""
         endurance = self._program("endurance", self._endurance_settings())
         pairs = self._program("pairs", {"end_by": self._share_of_time(PAIRS_SHARE)})
         saved = {"load": pairs["facts"]["checkpoint"], "save": True}
@@ -184,7 +184,7 @@ class Course:
         }
 
     def run_gpu(self) -> dict[str, Any]:
-        """The program on GPUs, with one rank for each."""
+        """Run the GPU program with one rank for each GPU."""
         return self._program("gpu", self._gpu_settings(), ranks=gpus())
 
     def _gpu_settings(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Course:
         return now + share * (self._end_by - now)
 
     def _starts(self) -> list[tuple[dict[str, list[float]], float]]:
-        """As many fresh starts as there are pairs, or as the time allows."""
+        """Run as many fresh starts as there are pairs, or as the time allows."""
         done = []
         began = time.time()
         for number in range(self._plan.pairs):
@@ -208,13 +208,13 @@ class Course:
         return done
 
     def _start(self, number: int) -> tuple[dict[str, list[float]], float]:
-        """One fresh start: its seconds, and its quotient from the signal to the commit."""
+        """Run one fresh start. Return its seconds and its quotient from signal to commit."""
         say(f"start {number + 1} of {self._plan.pairs} …")
         settings = self._settings(f"start-{number}")
         directory = Path(settings["directory"])
         with Launch("starts", self._plan.ranks, settings, end_by=self._end_by) as launch:
             pids = launch.wait_for(directory / "ready.json")
-            # Another moment of the step each time.
+            # Send each signal at a different moment of the step.
             part = (number + 0.5) / self._plan.pairs
             time.sleep((FIRST_STEPS + part) * self._plan.step_s)
             run = RunPaths(directory / "start")
@@ -235,10 +235,10 @@ class Course:
 
 
 def check(plan: Plan) -> None:
-    """Raises `PreflightError` when this machine or environment cannot run `plan`."""
+    """Raise `PreflightError` if this machine or environment cannot run `plan`."""
     if find_spec("torch") is None:
         raise PreflightError(
-            "torch is not installed in this environment, and the benchmark measures with it: "
+            "torch is not installed in this environment, but the benchmark needs it. Run "
             "pip install 'holdfast[trainer]'"
         )
     if plan.pairs < 1 or plan.ranks < 2 or plan.state_bytes < MEGABYTE:
@@ -257,13 +257,13 @@ def check(plan: Plan) -> None:
     for what, (needed, free) in wanted.items():
         if needed > free:
             raise PreflightError(
-                f"{what}: {free / 1e9:.1f} GB are free and the benchmark needs {needed / 1e9:.1f}; "
-                "give it fewer --megabytes, or another --directory"
+                f"{what}: {free / 1e9:.1f} GB are free, but the benchmark needs "
+                f"{needed / 1e9:.1f} GB. Use fewer --megabytes, or another --directory"
             )
 
 
 def machine(directory: Path) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine of the measurement."""
     return {
         "cores": len(os.sched_getaffinity(0)),
         "processor": processor(),
@@ -275,30 +275,30 @@ def machine(directory: Path) -> dict[str, Any]:
 
 
 def gpus() -> int:
-    """How many NVIDIA GPUs this machine shows us; asked without torch, which takes seconds."""
+    """Return the number of visible NVIDIA GPUs, without torch, whose import takes seconds."""
     return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def processor() -> str:
-    """The processor's name as the kernel has it, or nothing."""
+    """Return the processor's name from the kernel, empty if it has none."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else ""
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that holds `directory`."""
+    """Return the type of the file system that contains `directory`."""
     here = directory.resolve()
     mounts = [p for p in psutil.disk_partitions(all=True) if here.is_relative_to(p.mountpoint)]
     return max(mounts, key=lambda p: len(p.mountpoint)).fstype if mounts else "unknown"
 
 
 def versions() -> dict[str, str]:
-    """What was measured, and with what."""
+    """Return the versions of Holdfast, torch and Python."""
     found = {name: version(name) for name in ("holdfast", "torch")}
     return found | {"python": platform.python_version()}
 
 
 def say(text: str) -> None:
-    """How far it is, for people, apart from the answer."""
+    """Print progress for people to stderr, apart from the result."""
     print(f"bench: {text}", file=sys.stderr, flush=True)

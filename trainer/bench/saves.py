@@ -1,4 +1,4 @@
-"""Saves through a `Session`, as a training loop makes them, with the moments that count."""
+"""Saves through a `Session` as in a training loop, with the times that count."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from holdfast.trainer.bench.files import remove
 from holdfast.trainer.bench.ranks import Program, Trained
 from holdfast.trainer.session import Session
 
-# No save comes by itself: the benchmark asks for each.
+# No save happens on schedule: the benchmark requests each one.
 NEVER: Final = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save: seconds that the slowest rank was held, until durable, and of that the tail.
+    """One save: seconds that the slowest rank was blocked, seconds until durable, and the tail.
 
-    The tail is what the commit took after the last data fsync; on rank 0 only, else 0.
+    The tail is the time from the last data fsync to the commit. It is 0 except on rank 0.
     """
 
     blocked: float
@@ -31,10 +31,10 @@ class Save:
 
 
 class Saver:
-    """A session whose saves are asked for one at a time; all ranks use it alike.
+    """A session that saves once per request. All ranks use it in the same way.
 
-    `prepared` is what making it took, in seconds of the slowest rank: a flusher started, the saves
-    planned.
+    `prepared` is the slowest rank's seconds to create it, including the flusher's start and the
+    plan of the saves.
     """
 
     def __init__(self, program: Program, trained: Trained, run: Path) -> None:
@@ -47,7 +47,7 @@ class Saver:
     def save(self) -> Save:
         """Save at the boundary of a step and wait until it is committed.
 
-        Raises `SaveError` when it is not in time.
+        Raises `SaveError` if it is not committed in time.
         """
         self.session.checkpoint()
         self._program.meet()

@@ -1,7 +1,7 @@
-"""A fresh program: its first save and steady ones, then a signal, up to the last commit.
+"""A fresh program: its first save, steady saves, then a signal and the last commit.
 
-Started by `conduct`, which sends the signal and watches for the commit. The limits that the
-time from signal to commit is compared with are measured here too, in the same run.
+`runner` starts this, sends the signal and waits for the commit. This program also measures the
+limits that the time from signal to commit is compared with, in the same run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast.trainer.bench.saves import Save, Saver
 
 STEADY_SAVES: Final = 3
 STEPS_MAX: Final = 10_000
-# A fraction of what lies between two saves of any real run.
+# Much less than the time between two saves of a real run.
 FIRST_INTERVAL_S: Final = 10.0
-# Room for a rank's share of the files, which are larger than its tensors by their headers.
+# Space for a rank's share of the files, which exceed its tensors by their headers.
 FILES_PER_TENSORS: Final = 1.25
 
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def train_before_first_save(program: Program) -> None:
-    """A short interval of steps, which leave the processors alone, as an accelerator's do."""
+    """Run steps for a short interval. They leave the CPU idle, as steps on an accelerator do."""
     for _ in range(math.ceil(FIRST_INTERVAL_S / program.settings["step_s"])):
         time.sleep(program.settings["step_s"])
         program.meet()
@@ -54,9 +54,9 @@ def train_before_first_save(program: Program) -> None:
 def save_beside_copies(
     program: Program, trained: Trained, saver: Saver, image: Image
 ) -> tuple[Save, float]:
-    """A save, and the seconds of a plain copy of the same tensors right before and after it.
+    """Save, and return the seconds of a plain copy of the same tensors just before and after.
 
-    The first save and the steady ones are made in this one way, so that what differs is theirs.
+    The first save and the steady saves use this same function, so that they are comparable.
     """
     trained.update()
     ready_pages(tensor_bytes(trained))
@@ -68,7 +68,7 @@ def save_beside_copies(
 
 
 def measure_steady(program: Program, trained: Trained, saver: Saver, image: Image) -> None:
-    """Saves after the first, each beside the limits of the same moment; pages are left ready."""
+    """Save after the first save, measure the limits next to each save, and leave pages ready."""
     sizes = sizes_of(saver.run.latest.resolve())
     share = share_out(sizes, program.ranks)[program.rank]
     for number in range(STEADY_SAVES):
@@ -88,12 +88,12 @@ def measure_steady(program: Program, trained: Trained, saver: Saver, image: Imag
 
 
 def tensor_bytes(trained: Trained) -> int:
-    """What this rank's tensors take."""
+    """Return the bytes of this rank's tensors."""
     return sum(tensor.nbytes for tensor in trained.tensors())
 
 
 def train_until_stopped(program: Program, saver: Saver) -> list[float]:
-    """Steps of a known length, each ending in a collective; Unix times of their ends."""
+    """Run steps of a known length, each with a collective. Return the Unix times of their ends."""
     pids: list[int] = [0] * program.ranks
     dist.all_gather_object(pids, os.getpid())
     ends: list[float] = []
@@ -102,13 +102,13 @@ def train_until_stopped(program: Program, saver: Saver) -> list[float]:
         program.meet()
         ends.append(time.time())
         if len(ends) == 1 and program.rank == 0:
-            say_ready(program.directory / "ready.json", pids)
+            write_ready(program.directory / "ready.json", pids)
     saver.session.close()
     return ends
 
 
-def say_ready(path: Path, pids: list[int]) -> None:
-    """Tell `conduct` which processes to signal."""
+def write_ready(path: Path, pids: list[int]) -> None:
+    """Write the processes that `runner` is to signal."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(pids))
     os.replace(temporary, path)

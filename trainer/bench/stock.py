@@ -1,4 +1,4 @@
-"""Saves by stock DCP, in its three modes, with its own defaults: what Holdfast is compared with."""
+"""Saves by stock DCP in its three modes with its defaults, for comparison with Holdfast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAVE_TIMEOUT_S: Final = 240.0
 
 
 class StockSaver:
-    """Saves into a directory of its own each time; the one before is removed."""
+    """Saves into a new directory each time and removes the one before."""
 
     def __init__(self, program: Program, trained: Trained, directory: Path) -> None:
         self._program, self._trained, self._directory = program, trained, directory
@@ -31,9 +31,9 @@ class StockSaver:
         self.newest = directory / "stock-none"
 
     def save(self, mode: str, prefix: str) -> None:
-        """One save in `mode`; notes `<prefix>.<mode>.blocked` and `.committed`.
+        """Save once in `mode`. Records `<prefix>.<mode>.blocked` and `.committed`.
 
-        As for Holdfast, gathering the state dict is a part of the time that training is held.
+        As for Holdfast, collecting the state dict is part of the blocked time.
         """
         target = self._directory / f"stock-{next(self._numbers)}"
         self._program.meet()
@@ -54,12 +54,12 @@ class StockSaver:
         self._program.meet()
 
     def close(self) -> None:
-        """Remove the last one too."""
+        """Remove the last directory too."""
         if self._program.rank == 0:
             remove(self.newest)
 
     def _begin(self, mode: str, target: Path) -> Callable[[], Any]:
-        """Start a save; the returned call waits until it is done."""
+        """Start a save and return a function that waits for its end."""
         state = self._trained.state()
         if mode == "sync":
             save_stock(state, checkpoint_id=target)
