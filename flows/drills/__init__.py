@@ -1,1 +1,1 @@
-"""Drills: rehearsed faults against a run, and the invariants that must hold after each."""
+"""Drills: faults that are injected into a run, and checks of the invariants after each."""

@@ -1,7 +1,7 @@
-"""A drill on throw-away runs: several at once, each with a place and a flow of its own.
+"""A drill on several temporary runs at a time, each with its own testbed and supervisor.
 
-The runs take their faults from one list. While one waits, for a start or for a proof that a rank
-hangs, the others train.
+The runs take their faults from one list. While one waits for a start or for the confirmation of a
+hang, the others train.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from holdfast.flows.drills.target_run import Cut, TargetRun
 from holdfast.flows.drills.testbed import RANKS, Testbed, throw_away
 from holdfast.workers import operator
 
-# A run's journals grow with it, and every look reads them: a new run after so many faults.
+# A run's journals grow with it and are read often, so a new run starts after this many faults.
 FAULTS_PER_RUN: Final = 40
-# The uninterrupted run is as long as the faults may make the drilled one, up to here; then a new
-# run begins.
+# The uninterrupted run is as long as a drilled run may become, up to this maximum. Then a new run
+# starts.
 REFERENCE_STEPS: Final = 500
 REFERENCE_STEPS_MAX: Final = 9000
-# So many faults that broke something, or one in so many, and no other one is begun.
+# The drill stops after this number or this share of faults that broke an invariant.
 FAILURES_MAX: Final = 5
 FAILURES_SHARE: Final = 0.1
 CALIBRATION_STEPS: Final = 150
@@ -54,10 +54,10 @@ CALIBRATION_STEPS: Final = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`count` faults of `kinds` in an order that follows from `seed`, on `at_once` runs.
+    """`count` faults of `kinds` in an order from `seed`, on `at_once` runs at a time.
 
-    After `within_s` seconds no other fault is begun. With `calibrates` the share of time trained
-    is held against the predicted one, from runs without faults that come first.
+    No fault starts after `within_s` seconds. With `calibrates`, runs without faults come first, to
+    predict the effective training time.
     """
 
     kinds: Sequence[Kind]
@@ -69,18 +69,18 @@ class Plan:
 
     @property
     def failures_max(self) -> int:
-        """Faults that may break something before the drill gives up."""
+        """The number of faults that may break an invariant before the drill stops."""
         return max(FAILURES_MAX, int(self.count * FAILURES_SHARE))
 
 
 def drill_throw_away(
     plan: Plan, result: DrillResult, folder: Path, tell: Tell, *, kept: Path
 ) -> None:
-    """The faults of `plan` against throw-away runs in `folder`, which is empty.
+    """Inject the faults of `plan` into temporary runs in the empty folder `folder`.
 
-    A run in which something broke is moved to the folder `kept`, made for the first of them. What
-    came of them is in `result`, whatever ends the drill: interrupted, faults under way are
-    dropped and the runs ended.
+    A run with a broken invariant is moved to the folder `kept`, which is created if needed. The
+    outcomes are added to `result`, even if the drill is interrupted. Unfinished faults are then
+    dropped, and the runs are stopped.
     """
     campaign = Campaign(plan, result, tell, kept)
     try:
@@ -90,7 +90,7 @@ def drill_throw_away(
 
 
 class Campaign:
-    """What the runs of one drill share: the faults that are left, and what came of the others.
+    """The state that the runs of one drill share: the remaining faults and the results.
 
     `steps_max` is the length of the uninterrupted run.
     """
@@ -106,7 +106,7 @@ class Campaign:
         self._began = time.monotonic()
 
     def conduct(self, folder: Path) -> None:
-        """The uninterrupted run first, then the drilled ones, each in a thread."""
+        """Train the uninterrupted run, then drill the other runs, each in a thread."""
         needs_disk = any(kind.name == "disk-full" for kind in self.plan.kinds)
         with contextlib.ExitStack() as opened:
             testbeds: list[Testbed] = []
@@ -118,7 +118,7 @@ class Campaign:
             self.tell(f"the uninterrupted run: {self.steps_max} steps")
             reference = testbeds[0].train_reference(self.steps_max)
             pool = opened.enter_context(ThreadPoolExecutor(len(testbeds)))
-            # Set before the pool waits for its threads, and before the stands are ended.
+            # Runs before the pool waits for its threads, and before the testbeds end.
             opened.callback(self.is_cut.set)
             lanes: list[Future[None]] = []
             for one in testbeds:
@@ -128,15 +128,17 @@ class Campaign:
                 lane.result()
 
     def close(self) -> None:
-        """Sum up what was done."""
+        """Complete the result."""
         if self._left:
-            self.tell(f"{len(self._left)} faults were not begun: time was up, or too much broke")
+            self.tell(
+                f"{len(self._left)} faults were not started: no time left, or too many failures"
+            )
         if self.calibrations and self.trained:
             self.result.ettr = compare(mean_of(self.calibrations), self.trained)
         self.result.wall_s = time.monotonic() - self._began
 
     def take(self, at: int) -> tuple[int, Kind] | None:
-        """The next fault and its number, if there is one for a run that is at step `at`."""
+        """Return the next fault and its number, if there is one for a run at step `at`."""
         wrong = sum(1 for one in self.result.faults if not one.ok)
         is_late = time.monotonic() >= self._began + self.plan.within_s
         if self.is_cut.is_set() or is_late or wrong > self.plan.failures_max:
@@ -150,14 +152,14 @@ class Campaign:
 
 
 def steps_for(faults: Sequence[Kind], at_once: int) -> int:
-    """Steps that a run may do while its share of the faults is rehearsed; room for each of them."""
+    """Return the steps that a run may train while its share of the faults is rehearsed."""
     steps = [kind.steps for kind in faults]
     share = max(max(steps), sum(steps) // at_once)
     return min(REFERENCE_STEPS_MAX, REFERENCE_STEPS + share)
 
 
 class Lane:
-    """One stand, and the runs that are drilled on it one after another."""
+    """One testbed, on which runs are drilled one after another."""
 
     def __init__(self, campaign: Campaign, testbed: Testbed) -> None:
         self._campaign, self._testbed = campaign, testbed
@@ -165,7 +167,7 @@ class Lane:
         self._url = os.environ.get("HOLDFAST_DATABASE_URL") or own
 
     def work(self) -> None:
-        """Rehearse faults until none is left for it."""
+        """Rehearse faults until none is left."""
         with contextlib.suppress(Cut):
             if self._campaign.plan.calibrates:
                 self._calibrate()
@@ -178,7 +180,7 @@ class Lane:
         return target
 
     def _drill_run(self, fault: tuple[int, Kind]) -> None:
-        """One run and its faults, until it is full or one of them broke something."""
+        """Drill one run until it reaches its limit or a fault breaks an invariant."""
         campaign, testbed = self._campaign, self._testbed
         context = FaultContext(self._begin_run(), random.Random(campaign.plan.seed), testbed)
         rehearsal = Rehearsal(context, campaign.result, self._url, campaign.tell)
@@ -197,11 +199,11 @@ class Lane:
             campaign.trained.append(_account(context.target.paths, done))
         if not is_whole:
             self._keep_run(context.target.paths)
-        # The place's disk is as small as one run needs it for a disk that fills up.
+        # The testbed's small disk has space for one run.
         shutil.rmtree(context.target.paths.directory, ignore_errors=True)
 
     def _keep_run(self, paths: RunPaths) -> None:
-        """Keep what tells why something broke: all else goes with the drill."""
+        """Keep the folder of a run with a broken invariant. Other runs are deleted."""
         campaign, testbed = self._campaign, self._testbed
         place = campaign.kept / testbed.folder.name / paths.name
         try:
@@ -210,12 +212,14 @@ class Lane:
             campaign.tell(f"{paths.name} could not be kept: {error}")
         else:
             campaign.result.kept.append(str(place))
-            campaign.tell(f"{paths.name} is kept in {place}")
+            campaign.tell(f"{paths.name} was moved to {place}")
 
     def _calibrate(self) -> None:
-        """A run without faults, relaunched once by an operator, and ended by one."""
+        """Train a run without faults, with one relaunch, and record its costs."""
         campaign = self._campaign
-        campaign.tell(f"a run without faults: twice {CALIBRATION_STEPS} steps and a relaunch")
+        campaign.tell(
+            f"calibration run without faults: twice {CALIBRATION_STEPS} steps and a relaunch"
+        )
         target = self._begin_run()
         try:
             _train(target, CALIBRATION_STEPS)
@@ -225,11 +229,11 @@ class Lane:
             self._testbed.wait_for_flow()
             campaign.calibrations.append(calibrate(load_history(target.paths)))
         except HoldfastError as error:
-            campaign.tell(f"no share of trained time is predicted from it: {error}")
+            campaign.tell(f"the calibration failed, so there is no prediction from it: {error}")
 
 
 def _train(target: TargetRun, steps: int, attempt: int = 1) -> None:
-    """Wait until an attempt has done so many steps."""
+    """Wait until an attempt has trained this many steps."""
 
     def has_trained() -> bool:
         newest = target.newest

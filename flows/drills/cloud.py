@@ -1,6 +1,6 @@
-"""A cloud's metadata service on loopback, so that a preemption can be announced to an agent.
+"""A cloud's metadata service on loopback, to announce a preemption to an agent.
 
-It speaks as Google's does: a request may wait until the value is another than the one it knows.
+It behaves like Google's service: a request may wait until the value changes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: an agent that ends hangs up on whatever it waits for."""
+        """Ignore errors: an agent that ends closes its connections."""
 
 
 class CloudService:
-    """Serves from construction until `close`; nothing is announced until `preempt`."""
+    """Serves from construction until `close`. `preempt` announces a preemption."""
 
     def __init__(self) -> None:
         self._values = dict(QUIET)
@@ -37,19 +37,19 @@ class CloudService:
 
     @property
     def url(self) -> str:
-        """What `supervision.notices_url` must say."""
+        """The value for `supervision.notices_url`."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def preempt(self) -> None:
-        """Announce that the machine is taken."""
+        """Announce that the machine will be taken away."""
         self._set("preempted", "TRUE")
 
     def calm(self) -> None:
-        """Announce nothing any more: the next machine is another one."""
+        """Withdraw the announcement, for the next machine."""
         self._set("preempted", "FALSE")
 
     def close(self) -> None:
-        """End the service and every request that waits."""
+        """Stop the service and every waiting request."""
         self._is_over = True
         self._set("preempted", "FALSE")
         self._server.shutdown()
@@ -62,7 +62,7 @@ class CloudService:
             self._changed.notify_all()
 
     def _wait(self, entry: str, known: str | None, wait_s: float) -> str:
-        """The value once it is not `known`, or after `wait_s` seconds."""
+        """Return the value when it differs from `known`, or after `wait_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._values[entry] != known, wait_s)
             return self._values[entry]
@@ -80,7 +80,7 @@ class CloudService:
                     return
                 waits = query.get("wait_for_change") == "true"
                 wait_s = float(query.get("timeout_sec", WAIT_S_MAX)) if waits else 0.0
-                # The value itself serves as its tag.
+                # The value is also its ETag.
                 value = service._wait(entry, query.get("last_etag"), min(wait_s, WAIT_S_MAX))
                 self.send_response(200)
                 for name, text in {FLAVOR: "Google", "ETag": value}.items():
@@ -90,6 +90,6 @@ class CloudService:
                 self.wfile.write(value.encode())
 
             def log_message(self, *_: Any) -> None:
-                """Nothing: requests come all the time."""
+                """Do not log requests, because they are frequent."""
 
         return Handler

@@ -1,7 +1,7 @@
-"""Whether every step of a drilled run is the uninterrupted run's, also where data was passed over.
+"""Compare every step of a drilled run with an uninterrupted run, also after skipped data.
 
-After a rollback or a skip a run trains on other data. It is then compared with a run to which the
-same windows of data were given from its start; that one is trained once the drilled run has ended.
+After a rollback or a skip, a run trains on other data. It is then compared with a run that skips
+the same windows from its start. That run is trained when the drilled run has ended.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ _CHANGES: Final = frozenset({EventKind.ROLLED_BACK, EventKind.NUMERICS})
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Data that is passed over: `window` is the first step that this is seen in, and how many
-    steps' data it is. So do launches newer than `place`; `is_there` says that one itself."""
+    """Skipped data. `window` is the first step with other data, and the number of skipped steps.
+
+    Launches newer than `place` skip the data; if `is_there`, `place` itself does so too.
+    """
 
     place: Place
     is_there: bool
     window: Window
 
     def is_for(self, step: Step) -> bool:
-        """True when the step was done by who knew of it."""
+        """Return whether the step's launch knew of the change."""
         return step.place > self.place or (self.is_there and step.place == self.place)
 
 
 def changes_of(events: Iterable[Event]) -> list[Change]:
-    """Rollbacks' and skips' windows, in the order in which they were journaled."""
+    """Return the windows of rollbacks and skips, in the order of the journal."""
     return [
         Change(
             place=place_of(event),
@@ -46,9 +48,9 @@ def changes_of(events: Iterable[Event]) -> list[Change]:
 
 
 class Comparison:
-    """One run's steps against `reference`, the uninterrupted run's.
+    """Compares one run's steps with `reference`, the uninterrupted run's.
 
-    `uncompared` counts those that lie beyond it, and those of data that was given up later.
+    `uncompared` counts the steps after its end, and those of data that was skipped later.
     """
 
     def __init__(self, reference: Reference) -> None:
@@ -57,7 +59,7 @@ class Comparison:
         self.uncompared = 0
 
     def look(self, new: Sequence[Step], events: Iterable[Event]) -> list[str]:
-        """What is wrong with `new` steps, in file order; `events` were read after them."""
+        """Return the problems of `new` steps in file order. `events` were read after them."""
         changes = changes_of(events)
         found = []
         for step in new:
@@ -70,9 +72,9 @@ class Comparison:
     def finish(
         self, events: Iterable[Event], train: Callable[[int, list[Window]], Reference]
     ) -> list[str]:
-        """What is wrong with the steps after changes of data.
+        """Return the problems of the steps after changes of data.
 
-        `train` makes a reference of so many steps with such windows.
+        `train` returns a reference with a number of steps and windows.
         """
         if not self._waiting:
             return []
@@ -90,8 +92,8 @@ class Comparison:
 
     def _compare(self, step: Step, reference: Reference) -> list[str]:
         self.uncompared += (step.rank, step.step) not in reference
-        words = difference(step, reference)
-        return [words] if words else []
+        problem = difference(step, reference)
+        return [problem] if problem else []
 
 
 def _is_changed(step: Step, changes: Iterable[Change]) -> bool:

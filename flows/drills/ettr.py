@@ -1,7 +1,7 @@
-"""The share of its time that a drilled run trained, held against what its costs let one expect.
+"""The effective training time ratio of a drill, measured and predicted. Pure functions.
 
-The costs come from a run without faults that an operator has relaunched once: nothing of the drill
-goes into the prediction but the list of its faults. Pure.
+The costs come from a run without faults that was relaunched once. Of the drill itself, only the
+list of its faults goes into the prediction.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from holdfast.flows.drills.testbed import (
 from holdfast.workers.agent.hangs import STRAGGLER_WINDOW_S
 from holdfast.workers.agent.stragglers import TIMES_MIN
 
-# What the settings of a stand say of how soon a fault is seen, none of it measured.
+# Detection times from the testbed's settings. None of them is measured.
 DETECTION_S: Final = {"hang": SILENCE_S["train"], "corrupt-checkpoint": 0.0}
-# A step may end while its rank is held up, and another before it is so again.
+# A step may end while its rank is held up, and another one before the next time.
 STALLS_S: Final = {
     "straggler": TIMES_MIN * STRAGGLER_WINDOW_S * (1 - 2 * STEP_S / (HELD_S + FREE_S)),
 }
@@ -44,8 +44,11 @@ INTERVALS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Seconds of a run without faults: `costs`, the queue of its first attempt, from one
-    attempt's end to the next one's launch, from a flow's start to its supervision."""
+    """Seconds of a run without faults.
+
+    `queued_s` is the time until its first launch, `relaunch_s` from an attempt's end to the next
+    launch, and `flow_s` from a supervisor's start to its supervision.
+    """
 
     costs: Costs
     queued_s: float
@@ -55,7 +58,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One drilled run: its account, its last step, and (kind, recovery) of each of its faults."""
+    """One drilled run: its goodput, its last step, and (kind, recovery) of each of its faults."""
 
     goodput: Goodput
     steps: int
@@ -64,8 +67,12 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Ettr:
-    """Seconds of drilled runs: in training, in training as long as their steps take without
-    faults, in all, and in all as it was to be expected."""
+    """Seconds of drilled runs.
+
+    `training_s` is the measured training time, and `paced_s` the training time of the same steps
+    at their duration without faults. `total_s` is the wall time, and `expected_s` the predicted
+    wall time.
+    """
 
     training_s: float
     paced_s: float
@@ -75,52 +82,52 @@ class Ettr:
 
     @property
     def measured(self) -> float:
-        """The share of wall time that `holdfast show` counts as trained."""
+        """The share of wall time that `holdfast show` counts as training."""
         return self.training_s / self.total_s if self.total_s else 0.0
 
     @property
     def paced(self) -> float:
-        """The share with each step that was not lost counted as long as it takes without faults,
-        however slow it was."""
+        """The share of wall time if each step that was not lost took as long as without faults."""
         return self.paced_s / self.total_s if self.total_s else 0.0
 
     @property
     def predicted(self) -> float:
-        """The share that was to be expected."""
+        """The predicted share."""
         return self.paced_s / self.expected_s if self.expected_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         shares = {"measured": self.measured, "paced": self.paced, "predicted": self.predicted}
         return {**shares, **asdict(self)}
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> Ettr:
-        """What `as_json` told. Raises `KeyError` for anything else."""
-        calibration = dict(told["calibration"])
+    def from_json(values: Mapping[str, Any]) -> Ettr:
+        """Return the `Ettr` of `as_json`'s output. Raises `KeyError` for other input."""
+        calibration = dict(values["calibration"])
         costs = Costs(**calibration.pop("costs"))
-        seconds = {name: told[name] for name in ("training_s", "paced_s", "total_s", "expected_s")}
+        names = ("training_s", "paced_s", "total_s", "expected_s")
+        seconds = {name: values[name] for name in names}
         return Ettr(calibration=Calibration(costs=costs, **calibration), **seconds)
 
 
 def goodput_of(history: RunHistory) -> Goodput:
-    """The account of an ended run from its journal. Raises `ServiceError` without an attempt."""
+    """Return an ended run's goodput. Raises `ServiceError` if no attempt has ended."""
     ended = [view.ended_at for view in history.attempts if view.ended_at]
     if not ended:
-        raise ServiceError(f"{history.paths.name}: no attempt of it has ended")
+        raise ServiceError(f"{history.paths.name}: none of its attempts has ended")
     spans = spans_of(history)
     return account(spans, created_at=history.record.created_at, until=max(ended))
 
 
 def last_step_of(history: RunHistory) -> int:
-    """The last step that any rank finished; 0 when none did."""
+    """Return the last step that any rank finished; 0 if there is none."""
     return max((view.last_step or 0 for view in history.attempts), default=0)
 
 
 def calibrate(history: RunHistory) -> Calibration:
-    """The costs of an ended run without faults, of two attempts.
+    """Return the costs of an ended run without faults and with two attempts.
 
-    Raises `ServiceError` when something else happened to it.
+    Raises `ServiceError` if the run had other attempts or launches.
     """
     kept, spans = goodput_of(history), spans_of(history)
     launches = [one for span in spans for one in span.launches]
@@ -130,7 +137,8 @@ def calibrate(history: RunHistory) -> Calibration:
     if len(spans) != 2 or len(begun) != 2 or first_end is None or not taken or not steps:
         raise ServiceError(
             f"{history.paths.name}: expected two attempts of one launch each, got "
-            f"{len(spans)} of {len(begun)}; the calibration was disturbed, try again"
+            f"{len(spans)} attempts and {len(begun)} launches. The calibration was disturbed; run "
+            "the drill again."
         )
     costs = Costs(
         step_s=kept.training_s / steps,
@@ -149,7 +157,7 @@ def calibrate(history: RunHistory) -> Calibration:
 
 
 def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
-    """The mean of each figure, of one calibration or more."""
+    """Return the mean of each value over one or more calibrations."""
 
     def mean(figures: Iterable[Any], name: str) -> float:
         return fmean(getattr(one, name) for one in figures)
@@ -164,7 +172,7 @@ def mean_of(calibrations: Sequence[Calibration]) -> Calibration:
 
 
 def compare(calibration: Calibration, runs: Iterable[Trained]) -> Ettr:
-    """What the drilled `runs` reached beside what was to be expected of them."""
+    """Return the measured and the predicted values of the drilled `runs`."""
     costs = calibration.costs
     training_s = total_s = paced_s = expected_s = 0.0
     for run in runs:
@@ -190,7 +198,7 @@ def compare(calibration: Calibration, runs: Iterable[Trained]) -> Ettr:
 
 
 def sum_of(parts: Sequence[Ettr]) -> Ettr | None:
-    """Several drills' as one; None of none."""
+    """Return the sum over several drills; None if there is none."""
     if not parts:
         return None
     return Ettr(
@@ -203,13 +211,13 @@ def sum_of(parts: Sequence[Ettr]) -> Ettr | None:
 
 
 def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Fault | Stall]:
-    """What the formula takes of one fault: nothing where training went on as ever."""
+    """Return the formula's input for one fault; nothing if it did not disturb training."""
     if recovery is Recovery.UNDISTURBED:
         return [Stall(held_s=STALLS_S[kind])] if kind in STALLS_S else []
-    # No pause before a restart in place: every fault comes after steps that were gained.
+    # A restart in place has no back-off, because every fault comes after new committed steps.
     wait_s = 0.0 if recovery is Recovery.IN_PLACE else calibration.relaunch_s
     if kind == "kill-flow":
-        # The attempt had ended when the flow was killed: another one must first begin.
+        # The attempt had ended when its supervisor was killed, so a new supervisor starts first.
         wait_s += calibration.flow_s
     return [
         Fault(
@@ -222,7 +230,7 @@ def _fault(kind: str, recovery: Recovery, calibration: Calibration) -> list[Faul
 
 
 def _start_s(launch: Launch) -> float:
-    """From a launch of torchrun to where its ranks begin to load."""
+    """Return the seconds from a launch of torchrun until its ranks load."""
     if launch.started_at is None or launch.trained_from is None:
         return 0.0
     return launch.trained_from - launch.started_at - _load_s(launch)

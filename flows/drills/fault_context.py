@@ -1,4 +1,4 @@
-"""What a fault may reach."""
+"""The context of a fault: the run, the testbed and the random numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from holdfast.flows.start import start_here
 
 @dataclass
 class FaultContext:
-    """What a fault may reach: the run, the chance that moves it, and the testbed if there is one.
+    """The run, the source of random numbers, and the testbed if there is one.
 
-    `recovery` is set by a fault of which something else comes this time than its kind says,
-    `is_poisoned` by one after which steps have no loss until it is recovered from, `acted_at`
-    (Unix seconds) by one that has to wait for its moment.
+    A fault sets `recovery` if the expected recovery differs from that of its kind, `is_poisoned` if
+    steps have no loss until the recovery, and `acted_at` (Unix seconds) if it acts after a wait.
     """
 
     target: TargetRun
@@ -29,13 +28,13 @@ class FaultContext:
     acted_at: float = 0.0
 
     def need_testbed(self) -> Testbed:
-        """The stand. Raises `ServiceError` on a live run, whose servers are not the drill's."""
+        """Return the testbed. Raises `ServiceError` for a live run, which has none."""
         if self.testbed is None:
-            raise ServiceError("only a throw-away run has a disk and a database to take away")
+            raise ServiceError("only a temporary run has a disk and a database of its own")
         return self.testbed
 
     def start_flow(self) -> None:
-        """Start another flow for the run, by the means of where it lives."""
+        """Start another supervisor for the run, in its testbed or on this machine."""
         if self.testbed is not None:
             self.testbed.start_flow(self.target.paths)
         else:

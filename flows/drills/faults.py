@@ -1,7 +1,7 @@
-"""The faults: each acts from outside, on processes, and says what it did.
+"""The faults that act on processes. Each one returns a description of what it did.
 
-A fault returns when it has been done; how the run recovers is watched by `conduct`. Those of what
-a run stands on are in `outages`.
+A fault returns when it has been injected; `runner` watches the recovery. Faults of the disk, the
+index, servers and files are in `outages`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from holdfast.workers.processes import descendants
 
 FLOW_GAP_STEPS: Final = 10
 FLOW_GAP_S_MAX: Final = 2.5
-# Of a live run a hang may be waited for until its phase's default limit, and then be proven.
+# For a live run: the default limit of silence of a phase, and the time to confirm a hang.
 HANG_S_MAX: Final = 1200.0
 HANG_STAND_S_MAX: Final = 180.0
 HANG_TRIES_MAX: Final = 30
-# Longer than a heartbeat takes to tell the phases of ranks that wait.
+# Longer than the time until a heartbeat has the phases of waiting ranks.
 HANG_LOOK_S: Final = 1.0
-# A rank is named once it was slow for three windows of ten seconds; then some for the machine.
+# A rank is reported after three slow windows of ten seconds. The rest is for a busy machine.
 STRAGGLER_S_MAX: Final = 150.0
 STRAGGLER_AGAIN_S: Final = 5.0
 LOOKS_EVERY: Final = 10
-# Above what a process has: room for small things, not for what a step asks for.
+# Free address space: enough for small allocations, too little for those of a step.
 MEMORY_LEFT_BYTES: Final = 8 << 20
 MEMORY_S_MAX: Final = 120.0
 POISON_S_MAX: Final = 120.0
-# A stand's runs have it but for what comes of such a loss.
+# The testbed's runs use these defaults, except for the action after such a loss.
 POLICY: Final = Numerics()
 AFTER_NAN: Final[Mapping[str, Recovery]] = {
     "stop": Recovery.NEW_ATTEMPT,
@@ -52,7 +52,7 @@ MEMORY_PAUSE_S: Final = 0.1
 
 
 def signal_agent(number: signal.Signals) -> Callable[[FaultContext], str]:
-    """A fault that sends the agent one signal."""
+    """Return a fault that sends the agent one signal."""
 
     def act(context: FaultContext) -> str:
         agent = context.target.agent()
@@ -87,7 +87,7 @@ def kill_flusher(context: FaultContext) -> str:
 
 
 def lose_node(context: FaultContext) -> str:
-    """Stop every process first, so that none of them notices the others' end."""
+    """Suspend every process first, so that none of them notices the end of the others."""
     agent, controller = context.target.agent(), context.target.controller()
     above = [controller] if controller else []
     tree = {p.pid: p for p in [*above, agent, *descendants(agent)]}
@@ -99,11 +99,11 @@ def lose_node(context: FaultContext) -> str:
 
 
 def kill_flow(context: FaultContext) -> str:
-    """Half of the times the agent is asked to stop before, so that a relaunch is cut short."""
+    """Kill the supervisor. In half of the cases, stop the agent first, to interrupt a relaunch."""
     target = context.target
     flow = target.flow()
     if flow is None:
-        raise ServiceError(f"{target.paths.name}: no flow that supervises it lives here")
+        raise ServiceError(f"{target.paths.name}: its supervisor is not a process of this machine")
     step = target.newest.step if target.newest else 0
     if context.chance.random() < 0.5:
         context.recovery = Recovery.NEW_ATTEMPT
@@ -111,19 +111,19 @@ def kill_flow(context: FaultContext) -> str:
         attempt = target.attempt
         target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
         time.sleep(context.chance.uniform(0.0, FLOW_GAP_S_MAX))
-        words = f"SIGTERM to the agent, then SIGKILL to the flow, process {flow.pid}"
+        text = f"SIGTERM to the agent, then SIGKILL to the supervisor, process {flow.pid}"
         _kill_flow(context, flow)
     else:
         _kill_flow(context, flow)
-        words = f"SIGKILL to the flow, process {flow.pid}; {FLOW_GAP_STEPS} steps without one"
+        text = f"SIGKILL to the supervisor, process {flow.pid}; {FLOW_GAP_STEPS} steps without one"
         target.wait_for(
-            "training without a flow",
+            "training without a supervisor",
             lambda: target.newest and target.newest.step >= step + FLOW_GAP_STEPS,
         )
     since = time.time()
     context.start_flow()
-    target.wait_for("another flow", lambda: target.events_of(EventKind.SUPERVISED, since))
-    return words
+    target.wait_for("a new supervisor", lambda: target.events_of(EventKind.SUPERVISED, since))
+    return text
 
 
 def _kill_flow(context: FaultContext, flow: psutil.Process) -> None:
@@ -134,24 +134,24 @@ def _kill_flow(context: FaultContext, flow: psutil.Process) -> None:
 
 
 def hang_rank(context: FaultContext) -> str:
-    """Stop one rank, so that its peers wait for it, until the agent is sure of it."""
+    """Suspend one rank, so that its peers wait for it, until the agent confirms a hang."""
     target, since = context.target, time.time()
     rank = context.chance.choice(list(target.ranks().values()))
     with contextlib.ExitStack() as failed:
         failed.callback(_continue, rank)
         _stop_in_training(context, rank)
         confirmed = target.wait_for(
-            "the end of a hang",
+            "the confirmation of a hang",
             lambda: target.events_of(EventKind.HANG_CONFIRMED, since),
             HANG_S_MAX if context.testbed is None else HANG_STAND_S_MAX,
         )
-        # The agent kills it: what is stopped must not train on until then.
+        # The agent kills the rank. It must stay suspended until then.
         failed.pop_all()
     return f"SIGSTOP to a rank, process {rank.pid}; {confirmed[0].data.get('finding')}"
 
 
 def _stop_in_training(context: FaultContext, rank: psutil.Process) -> None:
-    """Stop a rank while all of them train: a save may be silent for far longer than a step."""
+    """Suspend a rank while all ranks train: the limit of silence of a save is much longer."""
     for _ in range(HANG_TRIES_MAX):
         context.acted_at = time.time()
         rank.suspend()
@@ -165,18 +165,18 @@ def _stop_in_training(context: FaultContext, rank: psutil.Process) -> None:
 
 
 def hold_up(context: FaultContext) -> str:
-    """Stop and continue one rank again and again: it is slow, and not hung, and is named.
+    """Suspend and resume one rank repeatedly, until the agent reports it as a straggler.
 
-    A rank is named once in a launch: one that was is held up for a short while only.
+    A rank is reported once per launch. One that was reported before is held up only briefly.
     """
     target, since = context.target, time.time()
     before = {line.data.get("rank") for line in _stragglers(context, 0.0)}
     number, rank = context.chance.choice(sorted(target.ranks().items()))
     wait_s = STRAGGLER_AGAIN_S if number in before else STRAGGLER_S_MAX
     give_up, rounds = time.monotonic() + wait_s, 0
-    told: list[Event] = []
+    reports: list[Event] = []
     try:
-        while time.monotonic() < give_up and not told:
+        while time.monotonic() < give_up and not reports:
             rank.suspend()
             time.sleep(HELD_S)
             rank.resume()
@@ -184,58 +184,60 @@ def hold_up(context: FaultContext) -> str:
             rounds += 1
             if rounds % LOOKS_EVERY == 0:
                 target.look()
-                told = _stragglers(context, since)
+                reports = _stragglers(context, since)
     finally:
         _continue(rank)
-    words = f"process {rank.pid} held up {rounds} times"
+    text = f"process {rank.pid} held up {rounds} times"
     if number in before:
-        return f"{words}; rank {number} is known as slow since before"
-    if [line.data.get("rank") for line in told] != [number]:
-        raise ServiceError(f"{words}: expected rank {number} to be named, got {told or 'nobody'}")
-    return f"{words}; rank {number} was named"
+        return f"{text}; rank {number} was already reported as slow"
+    if [line.data.get("rank") for line in reports] != [number]:
+        raise ServiceError(f"{text}: expected a report of rank {number}, got {reports or 'none'}")
+    return f"{text}; rank {number} was reported as slow"
 
 
 def _stragglers(context: FaultContext, since: float) -> list[Event]:
-    """What the newest launch's agent said of slow ranks."""
+    """Return the reports of slow ranks in the newest launch."""
     place = context.target.started_place()
-    told = context.target.events_of(EventKind.STRAGGLER, since)
-    return [line for line in told if place_of(line) == place]
+    lines = context.target.events_of(EventKind.STRAGGLER, since)
+    return [line for line in lines if place_of(line) == place]
 
 
 def poison_step(context: FaultContext) -> str:
-    """Spoil one step: its loss is no number, and so are the weights after it.
+    """Spoil one step: its loss and the weights after it become NaN.
 
-    Of a run that is to skip, the loss that is told alone: it trains on as it is. A rank is quiet
-    about another one for a while, and one right after a rollback is not the data's fault.
+    For a run that skips data, only the reported loss becomes NaN, and training continues. The
+    ranks do not report another loss for a while, so this waits until they would.
     """
     target, testbed, records = context.target, context.need_testbed(), context.target.records
     if records is None:
-        raise ServiceError("only a throw-away run's program lets its steps be spoiled")
+        raise ServiceError("only the program of a temporary run can spoil its steps")
     before = _numerics(target, 0.0)
     reached = max((int(line.data["step"]) for line in before), default=-POLICY.window)
     target.wait_for(
-        "a step far beyond the last spoiled one",
+        "a step far enough after the last spoiled one",
         lambda: target.newest and target.newest.step > reached + POLICY.window,
     )
     since = context.acted_at = time.time()
     what = "loss" if testbed.on_nan == "skip" else "weights"
     context.is_poisoned = what == "weights"
     records.spoil_step(what)
-    told = target.wait_for(
-        "the ranks' word on a spoiled step", lambda: _numerics(target, since), POISON_S_MAX
+    reports = target.wait_for(
+        "the ranks' report of a spoiled step", lambda: _numerics(target, since), POISON_S_MAX
     )
-    action = str(told[0].data.get("action"))
+    action = str(reports[0].data.get("action"))
     expected = testbed.on_nan if len(before) < POLICY.changes_max else "stop"
     if action != expected:
-        raise ServiceError(f"expected {expected} of a spoiled step, got {action}: {told[0].data}")
+        raise ServiceError(
+            f"expected the action {expected} after a spoiled step, got {action}: {reports[0].data}"
+        )
     context.recovery = AFTER_NAN[action]
-    return f"one step's {what} were no numbers: {action}"
+    return f"NaN in the {what} of one step; action: {action}"
 
 
 def _numerics(target: TargetRun, since: float) -> list[Event]:
-    """What the ranks said of losses that were no numbers; a spike is something else."""
-    told = target.events_of(EventKind.NUMERICS, since)
-    return [line for line in told if line.data.get("problem") == "nan"]
+    """Return the reports of NaN losses, without those of spikes."""
+    lines = target.events_of(EventKind.NUMERICS, since)
+    return [line for line in lines if line.data.get("problem") == "nan"]
 
 
 def _continue(process: psutil.Process) -> None:
@@ -244,10 +246,10 @@ def _continue(process: psutil.Process) -> None:
 
 
 def refuse_memory(context: FaultContext) -> str:
-    """Lower one rank's limit of address space to what it has, and a little more, until it fails.
+    """Lower one rank's limit of address space to little more than its current use, until it fails.
 
-    Lowered again and again: what it had at one moment may have been what a step asks for. The
-    fault is when it was last seen alive.
+    The limit is lowered repeatedly, because one measurement may include the memory of a step. The
+    time of the fault is when the rank was last seen alive.
     """
     rank = context.chance.choice(list(context.target.ranks().values()))
     former = rank.rlimit(psutil.RLIMIT_AS)
@@ -255,7 +257,7 @@ def refuse_memory(context: FaultContext) -> str:
     while time.monotonic() < give_up:
         try:
             looked_at = time.time()
-            # A zombie has no memory any more.
+            # A zombie has no memory.
             vms_bytes = rank.memory_info().vms
             is_gone = vms_bytes == 0
             if not is_gone:
@@ -265,11 +267,13 @@ def refuse_memory(context: FaultContext) -> str:
         except psutil.NoSuchProcess:
             is_gone = True
         if is_gone:
-            return f"process {rank.pid} had {limit >> 20} MiB of address space, and asked for more"
+            return f"process {rank.pid} exceeded its limit of {limit >> 20} MiB of address space"
         time.sleep(MEMORY_PAUSE_S)
     with contextlib.suppress(psutil.NoSuchProcess):
         rank.rlimit(psutil.RLIMIT_AS, former)
-    raise ServiceError(f"process {rank.pid} asked for no memory within {MEMORY_S_MAX:.0f} s")
+    raise ServiceError(
+        f"process {rank.pid} did not exceed its memory limit within {MEMORY_S_MAX:.0f} s"
+    )
 
 
 FAULTS: Final[Mapping[str, Callable[[FaultContext], str]]] = {

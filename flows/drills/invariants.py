@@ -1,6 +1,6 @@
-"""What must hold of a run whatever happened to it, read from disk and index alone.
+"""The invariants of a run, checked from disk and index.
 
-Each check returns what it found broken, in words, and changes nothing.
+Each check returns the broken invariants with a description, and changes nothing.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from holdfast.lineage.disk import survey
 from holdfast.lineage.ingest import ingest_run
 
 COMMITTED_STAYS: Final = "no committed checkpoint is lost"
-BELIEVED_IS_WHOLE: Final = "nothing half-written is believed"
-RESUME_IS_RIGHT: Final = "a resume goes on from the newest believable checkpoint"
-STEPS_ARE_RIGHT: Final = "training is the uninterrupted run's"
+BELIEVED_IS_WHOLE: Final = "no unfinished checkpoint is loaded"
+RESUME_IS_RIGHT: Final = "a resume uses the newest valid checkpoint"
+STEPS_ARE_RIGHT: Final = "training matches the uninterrupted run"
 NO_ORPHANS: Final = "no process outlives its attempt"
 ONE_SUBMISSION: Final = "no attempt is submitted twice"
 ENDINGS_EXPLAINED: Final = "every ending has a cause"
-INDEX_IS_DISK: Final = "the index says what disk says"
+INDEX_IS_DISK: Final = "the index matches the disk"
 ONE_COMMAND: Final = "every launch has the same command"
-RECOVERS: Final = "the run recovers as it should"
+RECOVERS: Final = "the run recovers as expected"
 
 INDEX_TRIES_MAX: Final = 5
 
 
 @dataclass(frozen=True)
 class Broken:
-    """An invariant that did not hold, and what was seen instead."""
+    """A broken invariant, and what was found."""
 
     invariant: str
     detail: str
@@ -55,9 +55,9 @@ class Broken:
 def check_checkpoints(
     paths: RunPaths, events: Iterable[Event], *, whole: set[str] | None = None
 ) -> list[Broken]:
-    """Whatever was once committed verifies, or was deleted for a reason.
+    """Check that every committed checkpoint verifies, or was deleted for a reason.
 
-    `whole` are directories that need not be read again; those found whole are added.
+    `whole` are directories whose contents need not be read again. Intact directories are added.
     """
     events = list(events)
     committed = {_named(e) for e in events if e.kind is EventKind.COMMITTED and _named(e)}
@@ -78,7 +78,7 @@ def check_checkpoints(
 
 
 def _problem_of(paths: RunPaths, name: str, reason: str | None, *, contents: bool) -> str | None:
-    """What is wrong with a checkpoint that was committed; a deletion under way is no loss."""
+    """Return the problem with a committed checkpoint. A deletion in progress is no problem."""
     directory = paths.checkpoint(name)
     try:
         manifest = read_manifest(directory)
@@ -89,13 +89,13 @@ def _problem_of(paths: RunPaths, name: str, reason: str | None, *, contents: boo
         return None
     if not paths.tombstone(name).exists():
         return "; ".join(damage)
-    return None if reason else "deleted, and no line of the journal says why"
+    return None if reason else "deleted, and the journal has no reason"
 
 
 def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
-    """Each launch went on from a committed checkpoint, and from the newest one there was.
+    """Check that each launch resumed from the newest committed checkpoint.
 
-    What it says it passed over as damaged does not count, nor what was deleted or rolled back.
+    Checkpoints that it skipped as damaged do not count, nor do deleted or rolled-back ones.
     """
     started = {place_of(e): e.time for e in events if e.kind is EventKind.LAUNCH_STARTED}
     gone = excluded_checkpoints(events) | {
@@ -105,7 +105,9 @@ def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
     for event in (e for e in events if e.kind is EventKind.RESUMED):
         place, taken = place_of(event), _directory(event.data.get("checkpoint"))
         if taken and not _was_committed(paths, taken):
-            broken.append(Broken(BELIEVED_IS_WHOLE, f"{place} went on from {taken}: no manifest"))
+            broken.append(
+                Broken(BELIEVED_IS_WHOLE, f"{place} resumed from {taken}, which has no manifest")
+            )
         skipped = {str(line).partition(":")[0] for line in event.data.get("skipped", ())}
         before = started.get(place, event.time)
         there = [
@@ -118,18 +120,18 @@ def check_resumes(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
         newest = max(there, key=_step, default="")
         if newest and int(event.data.get("step", 0)) < _step(newest):
             broken.append(
-                Broken(RESUME_IS_RIGHT, f"{place} went on from {taken or 'nothing'}, not {newest}")
+                Broken(RESUME_IS_RIGHT, f"{place} resumed from {taken or 'nothing'}, not {newest}")
             )
     return broken
 
 
 def check_submissions(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
-    """Attempts, submissions, jobs and claims are one to one, without a gap in the numbers."""
+    """Check that attempts, submissions, jobs and claims match one to one, without gaps."""
     broken = []
     attempts = paths.list_attempts()
     numbers = [attempt.number for attempt in attempts]
     if numbers != list(range(1, len(numbers) + 1)):
-        broken.append(f"attempts are {numbers}")
+        broken.append(f"the attempt numbers are {numbers}")
     for kind in (EventKind.ATTEMPT_RESERVED, EventKind.ATTEMPT_SUBMITTED, EventKind.CLAIMED):
         counts = Counter(e.data.get("attempt") for e in events if e.kind is kind)
         twice = [f"attempt {n} was {kind.value} {c} times" for n, c in counts.items() if c > 1]
@@ -140,37 +142,37 @@ def check_submissions(paths: RunPaths, events: Sequence[Event]) -> list[Broken]:
         claim = read_claim(attempt)
         if submission is not None:
             jobs[submission.job_id] += 1
-        # What submitit leaves for each job that it hands over, whoever asked it to.
+        # submitit writes one such file for each job that it submits.
         handed = [p.name for p in sorted(attempt.logs.glob("*_submitted.pkl"))]
         if len(handed) > 1:
             broken.append(f"attempt {attempt.number}: jobs {', '.join(handed)}")
         on_slurm = submission is not None and submission.executor == "slurm"
         if claim and submission and on_slurm and claim.job_id != submission.job_id:
-            words = f"job {submission.job_id} was submitted, {claim.job_id} claimed it"
-            broken.append(f"attempt {attempt.number}: {words}")
-    broken += [f"job {job} is of {count} attempts" for job, count in jobs.items() if count > 1]
-    return [Broken(ONE_SUBMISSION, words) for words in broken]
+            text = f"job {submission.job_id} was submitted, but job {claim.job_id} claimed it"
+            broken.append(f"attempt {attempt.number}: {text}")
+    broken += [f"job {job} has {count} attempts" for job, count in jobs.items() if count > 1]
+    return [Broken(ONE_SUBMISSION, text) for text in broken]
 
 
 def check_endings(attempts: Sequence[AttemptView], events: Sequence[Event]) -> list[Broken]:
-    """Each attempt that is over has one ending, a known cause, and the evidence for it."""
+    """Check that each ended attempt has one ending, a known cause and evidence for it."""
     broken = []
-    told = Counter(e.data.get("attempt") for e in events if e.kind is EventKind.ATTEMPT_ENDED)
+    ends = Counter(e.data.get("attempt") for e in events if e.kind is EventKind.ATTEMPT_ENDED)
     for attempt in attempts:
         if not attempt.state.is_terminal:
             continue
-        if told[attempt.number] != 1:
-            broken.append(f"attempt {attempt.number}: {told[attempt.number]} endings")
+        if ends[attempt.number] != 1:
+            broken.append(f"attempt {attempt.number}: {ends[attempt.number]} endings")
         if attempt.state is AttemptState.COMPLETED:
             continue
         if attempt.cause in {None, Cause.UNKNOWN} or not attempt.evidence:
-            said = "; ".join(attempt.evidence) or "no evidence"
-            broken.append(f"attempt {attempt.number} {attempt.state}: {attempt.cause} ({said})")
-    return [Broken(ENDINGS_EXPLAINED, words) for words in broken]
+            evidence = "; ".join(attempt.evidence) or "no evidence"
+            broken.append(f"attempt {attempt.number} {attempt.state}: {attempt.cause} ({evidence})")
+    return [Broken(ENDINGS_EXPLAINED, text) for text in broken]
 
 
 def check_commands(events: Iterable[Event]) -> list[Broken]:
-    """Every launch's rank 0 saw the same program arguments and working directory."""
+    """Check that rank 0 of every launch had the same arguments and working directory."""
     seen = Counter(e.data.get("command_digest") for e in events if e.kind is EventKind.RESUMED)
     if len(seen) <= 1:
         return []
@@ -178,10 +180,10 @@ def check_commands(events: Iterable[Event]) -> list[Broken]:
 
 
 def check_index(url: str, paths: RunPaths) -> list[Broken]:
-    """The rows kept up to date from line to line are those that a fresh reading gives.
+    """Check that the incrementally updated rows equal those of a fresh ingest.
 
-    The folder may change between the two: then both are made again, `INDEX_TRIES_MAX` times.
-    Raises `LineageError` when the database at `url` cannot be used.
+    If the folder changes in between, both are repeated, up to `INDEX_TRIES_MAX` times. Raises
+    `LineageError` if the database at `url` cannot be used.
     """
     now = time.time()
     for _ in range(INDEX_TRIES_MAX):
@@ -196,7 +198,7 @@ def check_index(url: str, paths: RunPaths) -> list[Broken]:
             ingest_run(fresh, paths, fresh=True)
             again = _rows_of(fresh, paths, now)
         if survey(paths).fingerprint == before:
-            return [Broken(INDEX_IS_DISK, words) for words in _differing(kept, again)]
+            return [Broken(INDEX_IS_DISK, text) for text in _differing(kept, again)]
     return []
 
 
@@ -219,7 +221,7 @@ def _differing(kept: dict[str, Any], again: dict[str, Any]) -> list[str]:
 
 
 def _first_difference(kept: Any, again: Any, where: str = "") -> str:
-    """The innermost place where two JSON values differ."""
+    """Return the innermost difference between two JSON values."""
     if isinstance(kept, dict) and isinstance(again, dict):
         key = next(k for k in [*kept, *again] if kept.get(k) != again.get(k))
         return _first_difference(kept.get(key), again.get(key), f"{where}.{key}")
@@ -239,7 +241,7 @@ def _named(event: Event) -> str:
 
 
 def _directory(identity: object) -> str:
-    """`run:directory` or `directory` → the directory's name; empty for none."""
+    """Return the directory name of `run:directory` or `directory`; empty for none."""
     return str(identity or "").rpartition(":")[2]
 
 

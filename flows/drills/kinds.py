@@ -1,4 +1,4 @@
-"""The kinds of fault: what each does, what should come of it, and which are drawn. Pure."""
+"""The kinds of fault, their expected effects, and their random selection. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from holdfast.contracts.errors import SpecError
 from holdfast.contracts.journal import EventKind
 from holdfast.contracts.states import Cause
 
-# How a straggler is held up, again and again: far above what makes a rank a slow one.
+# How long a straggler is suspended and free in turn: far above the threshold for a slow rank.
 HELD_S: Final = 0.12
 FREE_S: Final = 0.04
 
 
 class Recovery(StrEnum):
-    """How a run goes on after a fault."""
+    """How a run continues after a fault."""
 
     UNDISTURBED = "undisturbed"
     IN_PLACE = "in place"
@@ -27,7 +27,7 @@ class Recovery(StrEnum):
 
 
 class Loss(StrEnum):
-    """The most that a fault may cost: nothing, what no snapshot has, what no checkpoint has."""
+    """The most that a fault may cost: nothing, or the steps since a snapshot or a checkpoint."""
 
     NOTHING = "nothing"
     SNAPSHOT = "snapshot"
@@ -36,16 +36,16 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of fault. `causes` are those that may end an attempt by it, `reported_by` are the
-    journal lines that may be the first to tell of it; none where no journal does.
+    """One kind of fault.
 
-    `is_for_live` tells whether it can be rehearsed on a run that people care about: nothing of
-    it outlives the drill, and it reaches no other run. `steps` of a throw-away run pass at most
-    while it is rehearsed and recovered from.
+    `causes` are the expected causes of an attempt that it ends. `reported_by` are the journal lines
+    that may report it first; empty if the journal does not report it. `is_for_live` is whether it
+    can be rehearsed on a real run, because it leaves nothing behind and affects no other run.
+    `steps` is the maximum number of steps that a temporary run trains meanwhile.
     """
 
     name: str
-    words: str
+    summary: str
     recovery: Recovery
     loss: Loss = Loss.NOTHING
     causes: frozenset[Cause] = frozenset()
@@ -61,21 +61,21 @@ def _kinds(*kinds: Kind) -> dict[str, Kind]:
 KINDS: Final = _kinds(
     Kind(
         name="sigterm",
-        words="the agent gets SIGTERM, as at a preemption",
+        summary="the agent gets SIGTERM, as at a preemption",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
         reported_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="sigusr2",
-        words="the agent gets SIGUSR2, as Slurm warns",
+        summary="the agent gets SIGUSR2, as Slurm warns",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
         reported_by=frozenset({EventKind.SIGNAL}),
     ),
     Kind(
         name="spot-notice",
-        words="a cloud announces that the machine is taken",
+        summary="the cloud announces that it takes the machine",
         recovery=Recovery.NEW_ATTEMPT,
         causes=frozenset({Cause.PREEMPTION}),
         reported_by=frozenset({EventKind.NOTICE, EventKind.SIGNAL}),
@@ -83,21 +83,21 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="kill-rank",
-        words="one training process gets SIGKILL",
+        summary="one training process gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
         reported_by=frozenset({EventKind.LAUNCH_ENDED}),
     ),
     Kind(
         name="kill-torchrun",
-        words="torchrun gets SIGKILL",
+        summary="torchrun gets SIGKILL",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
         reported_by=frozenset({EventKind.LAUNCH_ENDED}),
     ),
     Kind(
         name="kill-agent",
-        words="the agent gets SIGKILL",
+        summary="the agent gets SIGKILL",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
@@ -107,31 +107,31 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="kill-flow",
-        words="the supervising flow gets SIGKILL, now and then while it relaunches",
+        summary="the supervisor gets SIGKILL, sometimes during a relaunch",
         recovery=Recovery.UNDISTURBED,
     ),
     Kind(
         name="kill-flusher",
-        words="the flusher gets SIGKILL",
+        summary="the flusher gets SIGKILL",
         recovery=Recovery.UNDISTURBED,
     ),
     Kind(
         name="hang",
-        words="one training process is stopped, and its peers wait for it",
+        summary="one training process is suspended, and its peers wait for it",
         recovery=Recovery.IN_PLACE,
         loss=Loss.SNAPSHOT,
         reported_by=frozenset({EventKind.HANG_SUSPECTED}),
     ),
     Kind(
         name="straggler",
-        words="one training process is held up for most of the time until it is named",
+        summary="one training process is suspended repeatedly until it is reported as slow",
         recovery=Recovery.UNDISTURBED,
         reported_by=frozenset({EventKind.STRAGGLER}),
         steps=1000,
     ),
     Kind(
         name="node-loss",
-        words="every process of the attempt is gone at one moment",
+        summary="every process of the attempt is killed at the same time",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.INFRASTRUCTURE, Cause.NODE_FAILURE}),
@@ -141,35 +141,35 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="disk-full",
-        words="the file system of the runs is filled, and freed after a save failed",
+        summary="the runs' file system is full until a save fails",
         recovery=Recovery.UNDISTURBED,
         reported_by=frozenset({EventKind.SAVE_FAILED}),
         is_for_live=False,
     ),
     Kind(
         name="database-down",
-        words="the lineage database is unreadable for a while, then lost, and made again from disk",
+        summary="the index is overwritten, set aside, and rebuilt from disk",
         recovery=Recovery.UNDISTURBED,
         is_for_live=False,
     ),
     Kind(
         name="prefect-down",
-        words="the Prefect server of the flow is killed, and started again while training goes on",
+        summary="the flow's Prefect server is killed, and restarted during training",
         recovery=Recovery.UNDISTURBED,
         is_for_live=False,
         steps=3000,
     ),
     Kind(
         name="corrupt-checkpoint",
-        words="a byte of the newest checkpoint is flipped before a resume, and put back after it",
+        summary="a byte of the newest checkpoint is flipped before a resume, and restored after it",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.PREEMPTION}),
     ),
     Kind(
         name="nan",
-        words="the inputs of one step are no numbers, and so are its loss and the weights; a run "
-        "stops, goes back or skips data by its policy",
+        summary="the loss and the weights of one step become NaN; a run stops, rolls back or skips "
+        "data, according to its policy",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.CHECKPOINT,
         causes=frozenset({Cause.NUMERICS}),
@@ -178,7 +178,7 @@ KINDS: Final = _kinds(
     ),
     Kind(
         name="oom",
-        words="one training process is refused any more memory",
+        summary="one training process cannot allocate more memory",
         recovery=Recovery.NEW_ATTEMPT,
         loss=Loss.SNAPSHOT,
         causes=frozenset({Cause.HOST_OOM}),
@@ -188,16 +188,16 @@ KINDS: Final = _kinds(
 
 
 def select_kinds(wanted: Sequence[str], *, is_live: bool, missing: Collection[str]) -> list[Kind]:
-    """The kinds called `wanted`, or all that can be rehearsed here; `missing` cannot be.
+    """Return the `wanted` kinds, or all that can be rehearsed here; `missing` ones cannot.
 
-    Raises `SpecError` for a name that is not known, and for one that cannot be rehearsed here.
+    Raises `SpecError` for an unknown name and for a kind that cannot be rehearsed here.
     """
     able = [k for k in KINDS.values() if k.name not in missing and (k.is_for_live or not is_live)]
     for name in wanted:
         if name not in KINDS:
             near = difflib.get_close_matches(name, KINDS, n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else f"expected {', '.join(KINDS)}"
-            raise SpecError(f"{name!r}: no such kind of fault; {hint}")
+            raise SpecError(f"{name!r}: unknown kind of fault; {hint}")
         if KINDS[name] not in able:
             why = "on a live run" if is_live and not KINDS[name].is_for_live else "on this machine"
             raise SpecError(f"{name}: cannot be rehearsed {why}; leave it out")
@@ -205,7 +205,7 @@ def select_kinds(wanted: Sequence[str], *, is_live: bool, missing: Collection[st
 
 
 def draw_faults(kinds: Sequence[Kind], count: int, seed: int) -> list[Kind]:
-    """`count` faults in an order that follows from `seed`, each kind as often as any other."""
+    """Return `count` faults in an order from `seed`, with each kind equally often."""
     order = random.Random(seed)
     drawn: list[Kind] = []
     while len(drawn) < count:

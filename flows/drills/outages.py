@@ -1,6 +1,6 @@
-"""Faults of what a run stands on: its disk, its index, its Prefect server, its cloud, its files.
+"""Faults of a run's disk, index, Prefect server, cloud and files.
 
-Each acts on files and servers of the testbed alone, and gives back what it took.
+Each one acts on files and servers of the testbed only, and restores them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from holdfast.lineage.heal import MAGIC, quarantine
 
 PREFECT_GAP_STEPS: Final = 50
 DATABASE_BACK_S: Final = 120.0
-# What a full disk leaves for journals and logs: no checkpoint of a stand fits in it.
+# Space for journals and logs on the full disk. No checkpoint of a testbed fits in it.
 LEFT_BYTES: Final = 1 << 20
 SAVE_FAILS_S: Final = 180.0
 
 
 def fill_disk(context: FaultContext) -> str:
-    """Fill the root until a save has failed, then give the room back.
+    """Fill the root until a save has failed, then free the space.
 
-    What the keep rules let go meanwhile is filled, too: a save might go on for ever in its room.
+    Space that the keep rules free meanwhile is filled too, so that no save can use it.
     """
     root, target = context.need_testbed().root, context.target
     filler, since = root / ".filler", time.time()
@@ -44,16 +44,16 @@ def fill_disk(context: FaultContext) -> str:
         return target.events_of(EventKind.SAVE_FAILED, since)
 
     try:
-        failed = target.wait_for("a save that fails", failed_saves, SAVE_FAILS_S)
+        failed = target.wait_for("a failed save", failed_saves, SAVE_FAILS_S)
     finally:
         filler.unlink(missing_ok=True)
     return f"a full disk: {str(failed[0].data.get('error'))[:120]}"
 
 
 def take_database(context: FaultContext) -> str:
-    """Overwrite the index; who opens it next sets it aside, and its flow fills a new one.
+    """Overwrite the index. It is then set aside, and the supervisor fills a new one.
 
-    Written over in place and not cut short: who has these files in memory may still read them.
+    The files are overwritten in place and not truncated, because other processes have them mapped.
     """
     home = context.need_testbed().home
     index = home / "holdfast.db"
@@ -62,29 +62,29 @@ def take_database(context: FaultContext) -> str:
         if path.is_file():
             _overwrite(path)
             overwritten += 1
-    # As the next one to open it does; the flow reads its own pages from memory.
+    # Any process that opens the index does this. The supervisor still has its pages in memory.
     aside = quarantine(index)
     if aside is None:
-        raise ServiceError(f"{index} was overwritten, and taken for an index")
-    context.target.wait_for("the flow's new index", index.is_file, DATABASE_BACK_S)
+        raise ServiceError(f"{index} was overwritten, but still accepted as an index")
+    context.target.wait_for("the supervisor's new index", index.is_file, DATABASE_BACK_S)
     for path in home.glob(f"{aside.name}*"):
         path.unlink(missing_ok=True)
-    return f"{overwritten} files of the index overwritten; they were set aside"
+    return f"{overwritten} files of the index overwritten, then set aside"
 
 
 def _overwrite(path: Path) -> None:
-    """Leave only the words that a SQLite file begins with."""
+    """Overwrite a SQLite file, except for its header string."""
     with open(path, "r+b") as stream:
         stream.seek(len(MAGIC))
         stream.write(b"not a database " * (max(0, path.stat().st_size - len(MAGIC)) // 15))
 
 
 def corrupt_checkpoint(context: FaultContext) -> str:
-    """Flip a byte of the newest checkpoint while nothing runs; put it back after the resume."""
+    """Flip a byte of the newest checkpoint between two attempts; restore it after the resume."""
     target = context.target
     flow, attempt = target.flow(), target.attempt
     if flow is None:
-        raise ServiceError(f"{target.paths.name}: no flow that supervises it lives here")
+        raise ServiceError(f"{target.paths.name}: its supervisor is not a process of this machine")
     with _suspended(flow):
         target.agent().send_signal(signal.SIGTERM)
         target.wait_for("the attempt's end", lambda: attempt.outcome.exists() or None)
@@ -97,27 +97,27 @@ def corrupt_checkpoint(context: FaultContext) -> str:
     finally:
         _flip(path, at)
     if not any(str(line).startswith(name) for line in resumed[0].data.get("skipped", ())):
-        raise ServiceError(f"{name} was damaged and believed: {resumed[0].data}")
-    return f"byte {at} of {name}/{path.name} flipped; the resume passed it over"
+        raise ServiceError(f"{name} was damaged but not skipped: {resumed[0].data}")
+    return f"byte {at} of {name}/{path.name} flipped; the resume skipped the checkpoint"
 
 
 def announce_preemption(context: FaultContext) -> str:
-    """A notice is served until the agent has heard it."""
+    """Announce a preemption until the agent has received it."""
     cloud, target, since = context.need_testbed().cloud, context.target, time.time()
     cloud.preempt()
     try:
         heard = target.wait_for(
-            "the agent's word of the notice", lambda: target.events_of(EventKind.SIGNAL, since)
+            "the agent's report of the notice", lambda: target.events_of(EventKind.SIGNAL, since)
         )
     finally:
         cloud.calm()
-    return f"heard as {heard[0].data.get('source')}: {heard[0].data.get('detail')}"
+    return f"received as {heard[0].data.get('source')}: {heard[0].data.get('detail')}"
 
 
 def take_prefect(context: FaultContext) -> str:
-    """The run gets a flow under a real server; the server is killed, and started again later.
+    """Run the flow with a real Prefect server, kill the server, and restart it later.
 
-    Then it gets its former flow again, without a server around it.
+    The supervisor without Prefect then takes over again.
     """
     testbed, target = context.need_testbed(), context.target
     testbed.prefect.start()
@@ -128,7 +128,7 @@ def take_prefect(context: FaultContext) -> str:
     _await_steps(target, "training with a Prefect server")
     survived = target.flow() is not None
     _change_flow(context, with_prefect=False)
-    return f"SIGKILL to the Prefect server; its flow {'lived on' if survived else 'ended'}"
+    return f"SIGKILL to the Prefect server; its flow {'continued' if survived else 'ended'}"
 
 
 def _await_steps(target: TargetRun, what: str) -> None:
@@ -138,11 +138,11 @@ def _await_steps(target: TargetRun, what: str) -> None:
 
 
 def _change_flow(context: FaultContext, *, with_prefect: bool) -> None:
-    """Another flow instead of the one that supervises, if one does."""
+    """Replace the run's supervisor, if it has one."""
     testbed, target, since = context.need_testbed(), context.target, time.time()
     testbed.kill_flow()
     testbed.start_flow(target.paths, with_prefect=with_prefect)
-    target.wait_for("another flow", lambda: target.events_of(EventKind.SUPERVISED, since))
+    target.wait_for("a new supervisor", lambda: target.events_of(EventKind.SUPERVISED, since))
 
 
 @contextlib.contextmanager
@@ -155,7 +155,7 @@ def _suspended(process: psutil.Process) -> Iterator[None]:
 
 
 def _newest_file(target: TargetRun) -> tuple[str, Path]:
-    """The newest committed checkpoint's name, and its largest file."""
+    """Return the newest committed checkpoint's name and its largest file."""
     for directory in reversed(target.paths.list_checkpoints()):
         manifest = read_manifest(directory)
         if manifest is not None and CheckpointName.parse(directory.name):
@@ -165,7 +165,7 @@ def _newest_file(target: TargetRun) -> tuple[str, Path]:
 
 
 def _flip(path: Path, at: int) -> None:
-    """Turn every bit of one byte; twice is none."""
+    """Invert every bit of one byte. A second call restores it."""
     with open(path, "r+b") as stream:
         stream.seek(at)
         byte = stream.read(1)

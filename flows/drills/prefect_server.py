@@ -1,4 +1,4 @@
-"""A real Prefect server for drills, to be killed and started again."""
+"""A real Prefect server for drills, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Final
 
 from holdfast.contracts.errors import ServiceError
 
-# On a busy machine it takes minutes.
+# On a busy machine, a start takes minutes.
 START_S_MAX: Final = 420.0
 POLL_S: Final = 0.2
 ANSWER_S: Final = 2.0
 END_S: Final = 30.0
-# Nothing is reported to anybody.
+# Turn telemetry off.
 _QUIET: Final = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
 class PrefectServer:
-    """One server at one address over its lives; its data lies in `folder`."""
+    """One server, which keeps its address over restarts, and its data in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,11 +42,11 @@ class PrefectServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For whoever talks to it."""
+        """The environment variables of its clients."""
         return {**_QUIET, "PREFECT_HOME": str(self._folder), "PREFECT_API_URL": self.url}
 
     def start(self) -> None:
-        """Start it and wait for its first answer. Raises `ServiceError` when none comes."""
+        """Start the server and wait until it responds. Raises `ServiceError` if it does not."""
         if self._process is not None and self._process.poll() is None:
             return
         command = [sys.executable, "-m", "prefect", "server", "start"]
@@ -67,11 +67,11 @@ class PrefectServer:
                 return
             time.sleep(POLL_S)
         self.kill()
-        words = (self._folder / "server.log").read_text(errors="replace")[-1000:]
-        raise ServiceError(f"the Prefect server did not answer at {self.url}:\n{words}")
+        log_end = (self._folder / "server.log").read_text(errors="replace")[-1000:]
+        raise ServiceError(f"the Prefect server did not respond at {self.url}:\n{log_end}")
 
     def kill(self) -> None:
-        """SIGKILL for all of its session."""
+        """Send SIGKILL to all processes of its session."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Which processes and sockets of a run there are, and which of them nobody owns any more."""
+"""The processes and sockets of a run, and the orphans among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.wire import name_prefix
 from holdfast.flows.drills.steps import Place
 
-# A killed agent's flusher first finishes what is sealed.
+# The flusher of a killed agent first commits the sealed steps.
 ORPHAN_S: Final = 20.0
 POLL_S: Final = 0.2
 _SOCKETS: Final = Path("/proc/net/unix")
@@ -24,16 +24,18 @@ _OURS: Final = ("holdfast.", "submitit.")
 
 @dataclass(frozen=True)
 class Marked:
-    """A live process that bears the run's mark; `place` for one that a launch started."""
+    """A live process of the run. `place` is the launch that started it, if any."""
 
     process: psutil.Process
-    words: str
+    text: str
     place: Place | None
 
 
 def marked_processes(paths: RunPaths) -> list[Marked]:
-    """Every live process of the run: by its environment, or a module of ours that is given its
-    folder."""
+    """Return every live process of the run, found by its environment or its arguments.
+
+    The arguments count if they contain a module of Holdfast or submitit and the run's folder.
+    """
     found = []
     for process in psutil.process_iter():
         try:
@@ -44,23 +46,23 @@ def marked_processes(paths: RunPaths) -> list[Marked]:
             continue
         folder = str(paths.directory)
         is_rank = variables.get(RUN_DIRECTORY) == folder
-        is_ours = any(_is_inside(word, folder) for word in argv) and any(
-            word.startswith(_OURS) for word in argv
+        is_ours = any(_is_inside(argument, folder) for argument in argv) and any(
+            argument.startswith(_OURS) for argument in argv
         )
         if is_rank or is_ours:
             numbers = variables.get(ATTEMPT), variables.get(LAUNCH)
             place = Place(int(numbers[0] or 0), int(numbers[1] or 0)) if is_rank else None
             program, *arguments = argv or ["?"]
-            words = " ".join([Path(program).name, *arguments]).replace(folder, paths.name)
-            found.append(Marked(process, f"{process.pid} ({words[:120]})", place))
+            text = " ".join([Path(program).name, *arguments]).replace(folder, paths.name)
+            found.append(Marked(process, f"{process.pid} ({text[:120]})", place))
     return found
 
 
 def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | None) -> list[str]:
-    """Marked processes that are still there after `ORPHAN_S` and belong to nobody.
+    """Return the run's processes that still exist after `ORPHAN_S` seconds and have no owner.
 
-    Those belong: `owners` and what is below them, unless it is of an older launch than
-    `current`; of a newer one is what was started ahead.
+    The `owners` and their descendants are not orphans, unless they belong to an older launch than
+    `current`. A warm standby belongs to a newer one.
     """
     roots = list(owners)
     give_up = time.monotonic() + ORPHAN_S
@@ -72,7 +74,7 @@ def orphans(paths: RunPaths, owners: Iterable[psutil.Process], current: Place | 
 
 
 def sockets_left(run: Path) -> list[str]:
-    """Names of the run's abstract sockets that are still bound."""
+    """Return the names of the run's abstract sockets that are still bound."""
     lines = _SOCKETS.read_text().splitlines()[1:]
     names = {line.split()[-1] for line in lines}
     return sorted(name for name in names if name.startswith(f"@{name_prefix(run)}"))
@@ -86,7 +88,7 @@ def _strays(paths: RunPaths, owners: list[psutil.Process], current: Place | None
         except psutil.NoSuchProcess:
             continue
     return [
-        one.words
+        one.text
         for one in marked_processes(paths)
         if one.process.is_running()
         and (one.process.pid not in owned or _is_older(one.place, current))
@@ -97,5 +99,5 @@ def _is_older(place: Place | None, current: Place | None) -> bool:
     return place is not None and current is not None and place < current
 
 
-def _is_inside(word: str, folder: str) -> bool:
-    return word == folder or word.startswith(f"{folder}/")
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")

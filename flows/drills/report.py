@@ -1,4 +1,4 @@
-"""The page that a drill's figures make: `docs/reliability.md` is one."""
+"""The report of a drill in Markdown, such as `docs/reliability.md`."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ INVARIANTS: Final = (
     invariants.RECOVERS,
 )
 COMPARED: Final = (
-    "After each fault every invariant was checked, and every step was compared with a run that "
-    "nothing interrupted: sample ids, loss and weights, bit for bit."
+    "After each fault, the drill checked every invariant. It compared every step with an "
+    "uninterrupted run: sample ids, loss and weights, bit for bit."
 )
 HEADINGS: Final = (
     "kind",
     "what happens",
     "faults",
-    "whole",
+    "passed",
     "steps lost",
     "noticed, s",
-    "told, s",
+    "reported, s",
     "first step, s",
 )
 COLUMNS: Final = (
-    "Seconds count from the fault. *Noticed* is when an agent or the flow knew of it; *told* is "
-    "the first line of a journal that says so, from when on `holdfast show` does, which of a dead "
-    "rank an agent writes once it has also ended the others; *first step* is the end of the first "
-    "step that the new processes did. All are medians, with the 95th percentile in brackets; of "
-    "steps lost in brackets stands the most."
+    "Seconds count from the fault. *Noticed* is when an agent or the supervisor detected it. "
+    "*Reported* is its first journal line, from which on `holdfast show` has it; after the death "
+    "of a rank, the agent writes the line when it has also stopped the other ranks. *First step* "
+    "is the end of the new processes' first step. All values are medians with the 95th percentile "
+    "in brackets. For steps lost, the maximum is in brackets."
 )
 
 
 def write_report(path: Path, results: Sequence[DrillResult]) -> None:
-    """Replace the page at `path` by one with the figures of these drills together."""
+    """Write the report of these drills together to `path`."""
     write_bytes(path, render_report(results, machine()).encode())
 
 
 def machine() -> str:
-    """This machine, the versions on it and how busy it is, in one line."""
+    """Return this machine, its versions and its load in one line."""
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return (
@@ -71,8 +71,8 @@ def machine() -> str:
     )
 
 
-def render_report(results: Sequence[DrillResult], machine_words: str) -> str:
-    """The page as Markdown: pure."""
+def render_report(results: Sequence[DrillResult], machine_text: str) -> str:
+    """Return the report as Markdown."""
     faults = [one for result in results for one in result.faults]
     broken = [one for result in results for one in result.broken]
     ettr = sum_of([result.ettr for result in results if result.ettr])
@@ -84,15 +84,15 @@ def render_report(results: Sequence[DrillResult], machine_words: str) -> str:
         *(f"{_opening(result)}\n" for result in results),
         COMPARED,
         "",
-        f"**{count - wrong} of {count} faults left every invariant whole.**",
+        f"**After {count - wrong} of {count} faults, every invariant held.**",
         "",
-        "This page is written by:",
+        "This page is the output of:",
         "",
         "```",
         *(result.command for result in results),
         "```",
         "",
-        f"Machine: {machine_words}.",
+        f"Machine: {machine_text}.",
         "",
         "## Invariants",
         "",
@@ -116,24 +116,24 @@ def render_report(results: Sequence[DrillResult], machine_words: str) -> str:
 
 
 def _opening(result: DrillResult) -> str:
-    """What was drilled, in words."""
+    """Describe what was drilled."""
     return (
-        f"{len(result.faults)} faults in {result.wall_s / 60:.1f} minutes, {_runs_words(result)} "
-        f"of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint every {INTERVAL_STEPS} "
-        f"steps, a snapshot in memory every {SNAPSHOT_STEPS}): {result.steps} different steps were "
-        f"trained; {result.uncompared} steps of a rank were done beyond what was there to compare "
-        "with."
+        f"{len(result.faults)} faults in {result.wall_s / 60:.1f} minutes, "
+        f"{_describe_runs(result)} of {RANKS} ranks (steps of {STEP_S * 1000:.0f} ms, a checkpoint "
+        f"every {INTERVAL_STEPS} steps, a snapshot in memory every {SNAPSHOT_STEPS}). They trained "
+        f"{result.steps} different steps. For {result.uncompared} steps of a rank, there was no "
+        "step to compare with."
     )
 
 
-def _runs_words(result: DrillResult) -> str:
+def _describe_runs(result: DrillResult) -> str:
     if result.at_once == 1:
         return "one after another, on small training runs"
     return f"one after another on each of {result.at_once} small training runs at a time,"
 
 
 def _ettr_lines(ettr: Ettr) -> list[str]:
-    """The share of time that was trained, and what it follows from."""
+    """Return the section about the effective training time and its prediction."""
     costs = ettr.calibration.costs
     figures = (
         ("a step", costs.step_s),
@@ -143,27 +143,27 @@ def _ettr_lines(ettr: Ettr) -> list[str]:
         ("the load", costs.load_s),
         ("from the end of an attempt to the next one's launch", ettr.calibration.relaunch_s),
         ("from a new run to its first launch", ettr.calibration.queued_s),
-        ("from the start of a flow to its supervision", ettr.calibration.flow_s),
+        ("from the start of a supervisor to its supervision", ettr.calibration.flow_s),
     )
-    words = (
+    text = (
         f"Measured {ettr.paced:.3f}, predicted {ettr.predicted:.3f}: the ratio is "
-        f"**{ettr.paced / ettr.predicted:.3f}**. Every step that was not lost counts here as long "
-        "as it takes without faults, however slow it was; with slow steps counted in full, as "
-        f"`holdfast show` does, it is {ettr.measured:.3f}, and the ratio "
+        f"**{ettr.paced / ettr.predicted:.3f}**. Here every step that was not lost counts with the "
+        "duration that a step has without faults. With slow steps counted in full, as "
+        f"`holdfast show` does, the measured value is {ettr.measured:.3f} and the ratio is "
         f"{ettr.measured / ettr.predicted:.3f}. "
-        "The prediction is [the formula's](goodput.md#the-prediction), from a "
+        "The prediction comes from [the formula](goodput.md#the-prediction). Its inputs are a "
         "run without faults before the drill, the list of the drill's faults and the settings of "
-        "its runs; nothing in it was measured under a fault. Of the faults that interrupt no "
-        "training the straggler counts, as a stall."
+        "its runs. No input was measured under a fault. A straggler counts as a stall; other "
+        "faults that do not interrupt training do not count."
     )
     return [
         "## Effective training time",
         "",
-        words,
+        text,
         "",
         "| without faults | seconds |",
         "|---|---|",
-        *(f"| {words} | {seconds:.4f} |" for words, seconds in figures),
+        *(f"| {label} | {seconds:.4f} |" for label, seconds in figures),
         "",
     ]
 
@@ -173,7 +173,7 @@ def _row(name: str, faults: Sequence[FaultResult]) -> str:
     lost = [one.steps_lost for one in mine if one.steps_lost is not None]
     cells = (
         name,
-        KINDS[name].words,
+        KINDS[name].summary,
         str(len(mine)),
         str(sum(1 for one in mine if one.ok)),
         f"{statistics.median(lost):g} ({max(lost)})" if lost else "",
@@ -185,7 +185,7 @@ def _row(name: str, faults: Sequence[FaultResult]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """`median (95th percentile)` of seconds; empty for none."""
+    """Return `median (95th percentile)` of some seconds; empty for none."""
     if not values:
         return ""
     ordered = sorted(values)
@@ -201,11 +201,11 @@ def _broken_lines(broken: Sequence[Broken]) -> list[str]:
     if not broken:
         return []
     lines = [f"- {one.invariant}: {one.detail}" for one in broken]
-    return ["What was seen:", "", *lines, ""]
+    return ["Broken invariants:", "", *lines, ""]
 
 
 def _refused_lines(result: DrillResult) -> list[str]:
-    """Kinds that were not rehearsed, and why."""
+    """Return the lines about the kinds of fault that were not rehearsed, with the reasons."""
     if not result.refused:
         return []
     lines = [f"- {name}: {why}" for name, why in result.refused.items()]

@@ -1,4 +1,4 @@
-"""What comes of a drill: each fault, what was broken, and how much of its time the run trained."""
+"""The result of a drill: its faults, broken invariants and effective training time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.flows.drills.kinds import Recovery
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult:
-    """One fault. Seconds count from the fault; None where nothing was interrupted.
+    """One fault. Seconds count from the fault; None if training was not interrupted.
 
-    `noticed_s` is when somebody knew of it, `reported_s` the journal line that says so, from which
-    `holdfast show` has it; None for kinds that no journal tells of.
+    `noticed_s` is when an agent or the supervisor detected it. `reported_s` is when the journal
+    reported it, and with it `holdfast show`. Both are None for kinds that no journal line reports.
     """
 
     kind: str
@@ -35,11 +35,12 @@ class FaultResult:
 
 @dataclass(kw_only=True)
 class DrillResult:
-    """All of a drill, that `command` began. `refused` are kinds that could not be rehearsed here,
-    `at_once` runs were drilled at a time.
+    """The result of a drill that `command` started.
 
-    `steps` different ones were trained; `uncompared` lie beyond the uninterrupted run's end.
-    `kept` are the folders of runs in which something broke.
+    `refused` has the kinds that could not be rehearsed here, with the reasons. `at_once` is the
+    number of runs at a time. `steps` is the number of different steps that were trained, and
+    `uncompared` the number of those after the end of the uninterrupted run. `kept` are the folders
+    of runs with a broken invariant.
     """
 
     seed: int
@@ -55,7 +56,7 @@ class DrillResult:
     ettr: Ettr | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the values for `--json`."""
         return {
             "seed": self.seed,
             "at_once": self.at_once,
@@ -71,9 +72,9 @@ class DrillResult:
         }
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> DrillResult:
-        """What `as_json` told. Raises `SpecError` for anything else."""
-        fields = dict(told)
+    def from_json(values: Mapping[str, Any]) -> DrillResult:
+        """Return the result of `as_json`'s output. Raises `SpecError` for other input."""
+        fields = dict(values)
         try:
             faults = [
                 FaultResult(**{**one, "recovery": Recovery(one["recovery"])})
@@ -89,5 +90,5 @@ class DrillResult:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SpecError(
-                f"not the answer of a drill ({error!r}); give what `holdfast drill --json` wrote"
+                f"not the output of a drill ({error!r}); expected that of `holdfast drill --json`"
             ) from error

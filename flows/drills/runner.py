@@ -1,4 +1,4 @@
-"""A drill: seeded faults against a run, one after another, and the invariants after each."""
+"""Inject seeded faults into a run, one after another, and check the invariants after each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast.workers import operator
 
 MOMENT_S_MAX: Final = 1.0
 STEPS_AFTER: Final = 5
-# Of a live run: so many faults that broke something, and no other one is begun.
+# A drill of a live run stops after more than this many faults that broke an invariant.
 FAILURES_MAX: Final = 5
 CHECKPOINT_TRIES_MAX: Final = 5
 EVIDENCE_CHARACTERS_MAX: Final = 400
@@ -44,7 +44,7 @@ Tell = Callable[[str], None]
 
 
 class Rehearsal:
-    """Faults against one run. `result` takes what comes of them."""
+    """Injects faults into one run, and adds their outcomes to `result`."""
 
     def __init__(self, context: FaultContext, result: DrillResult, url: str, tell: Tell) -> None:
         self.context, self.result, self.tell = context, result, tell
@@ -56,11 +56,11 @@ class Rehearsal:
         self._comparison = Comparison(context.testbed.reference if context.testbed else {})
 
     def rehearse(self, kind: Kind) -> FaultResult:
-        """One fault, its recovery, and the invariants; what is wrong goes to the result."""
+        """Inject one fault, wait for the recovery, and check the invariants."""
         began = time.monotonic()
         target, context = self._target, self.context
         broken: list[Broken] = []
-        detail, fault_at, mark, after = kind.words, time.time(), None, None
+        detail, fault_at, mark, after = kind.summary, time.time(), None, None
         try:
             mark = target.wait_for("training", self._steady)
             time.sleep(context.chance.uniform(0.0, MOMENT_S_MAX))
@@ -76,17 +76,17 @@ class Rehearsal:
         new = [one for one in broken if one not in self._seen]
         self._seen |= set(new)
         self.result.broken += new
-        return self._note(kind, detail, mark, after, new, time.monotonic() - began)
+        return self._record(kind, detail, mark, after, new, time.monotonic() - began)
 
     def _steady(self) -> Mark | None:
         return self._target.steady(commits=self.context.testbed is not None)
 
     def _wait_for_recovery(self, kind: Kind, mark: Mark, fault_at: float) -> Mark:
-        """The run trains again: in the same launch, or in a newer one."""
+        """Wait until the run trains again, in the same launch or in a newer one."""
         target = self._target
         if (self.context.recovery or kind.recovery) is not Recovery.UNDISTURBED:
             return target.wait_for(
-                "training again", lambda: target.steady(after=mark.place, commits=False)
+                "the recovery", lambda: target.steady(after=mark.place, commits=False)
             )
         target.look()
         reached = max(target.newest_step_of(mark.place), mark.step) + STEPS_AFTER
@@ -99,19 +99,20 @@ class Rehearsal:
             )
             return newest if is_further and has_saved else None
 
-        return target.wait_for("more steps, and a checkpoint of them", goes_on)
+        return target.wait_for("more steps and a new checkpoint", goes_on)
 
     def _judge_recovery(
         self, kind: Kind, mark: Mark, after: Mark, fault_at: float
     ) -> Iterator[Broken]:
-        """Whether the run came back as the kind says, for the cause it says, at its price."""
+        """Check that the recovery, its cause and the lost steps match the kind of fault."""
         recovery = self.context.recovery or kind.recovery
         came = _recovery_between(mark, after)
         if came is not recovery:
-            words = f"{kind.name}: expected {recovery}, came {came} ({mark.place} → {after.place})"
+            text = f"{kind.name}: expected recovery {recovery}, got {came} "
+            text += f"({mark.place} → {after.place})"
             ends = self._target.events_of(EventKind.LAUNCH_ENDED, fault_at)
-            said = f"; {str(ends[-1].data)[:EVIDENCE_CHARACTERS_MAX]}" if ends else ""
-            yield Broken(invariants.RECOVERS, words + said)
+            evidence = f"; {str(ends[-1].data)[:EVIDENCE_CHARACTERS_MAX]}" if ends else ""
+            yield Broken(invariants.RECOVERS, text + evidence)
         causes = {
             str(e.data.get("cause"))
             for e in self._target.events_of(EventKind.ATTEMPT_ENDED, fault_at)
@@ -119,21 +120,21 @@ class Rehearsal:
         wrong = causes - {cause.value for cause in kind.causes}
         if kind.causes and came is Recovery.NEW_ATTEMPT and wrong:
             expected = ", ".join(sorted(kind.causes))
-            words = f"{kind.name}: ended by {', '.join(wrong)}, expected {expected}"
-            yield Broken(invariants.ENDINGS_EXPLAINED, words)
+            text = f"{kind.name}: cause {', '.join(wrong)}, expected {expected}"
+            yield Broken(invariants.ENDINGS_EXPLAINED, text)
         lost = self._steps_lost(mark, after)
         if self.context.testbed is not None and lost is not None and lost > LOSS_STEPS[kind.loss]:
-            words = f"{kind.name}: {lost} steps lost, expected {LOSS_STEPS[kind.loss]} or fewer"
-            yield Broken(invariants.RECOVERS, words)
+            text = f"{kind.name}: {lost} steps lost, expected at most {LOSS_STEPS[kind.loss]}"
+            yield Broken(invariants.RECOVERS, text)
 
     def _steps_lost(self, mark: Mark, after: Mark) -> int | None:
-        """Steps that were done before the fault and had to be done again."""
+        """Return the number of steps before the fault that had to be repeated."""
         if after.place == mark.place:
             return None
         done = self._target.newest_step_of(mark.place)
         return max(0, done - self._target.resumed_step(after.place))
 
-    def _note(
+    def _record(
         self,
         kind: Kind,
         detail: str,
@@ -150,11 +151,11 @@ class Rehearsal:
             began = self._target.first_of(after.place)
             first = round(began.time - acted_at, 3) if began else None
         lines = [e for k in kind.reported_by for e in self._target.events_of(k, acted_at)]
-        words = "; ".join([detail, *(f"BROKEN {b.invariant}: {b.detail}" for b in broken)])
+        text = "; ".join([detail, *(f"BROKEN {b.invariant}: {b.detail}" for b in broken)])
         one = FaultResult(
             kind=kind.name,
             ok=not broken,
-            detail=words,
+            detail=text,
             run=self._target.paths.name,
             step=mark.step if mark else -1,
             recovery=came,
@@ -166,16 +167,16 @@ class Rehearsal:
         )
         self.result.faults.append(one)
         number = len(self.result.faults)
-        self.tell(f"{number}: {'ok' if one.ok else 'BROKEN'} {kind.name} ({took_s:.1f} s): {words}")
+        self.tell(f"{number}: {'ok' if one.ok else 'BROKEN'} {kind.name} ({took_s:.1f} s): {text}")
         return one
 
     # --- invariants -----------------------------------------------------------------------
 
     def check(self) -> list[Broken]:
-        """Every invariant, now that the run trains steadily again."""
+        """Check every invariant after the recovery."""
         target = self._target
         target.look()
-        # What these steps were trained on is journaled by now: the next look reads it.
+        # The lines about the data of these steps are in the journal; the next look reads them.
         known = len(target.steps)
         target.look()
         paths, events, history = target.paths, target.events, load_history(target.paths)
@@ -195,8 +196,10 @@ class Rehearsal:
         return broken
 
     def _check_checkpoints(self) -> list[Broken]:
-        """Looked at again when something is missing: the line that says why may be new, and a
-        checkpoint that is deleted meanwhile is gone before its line was read."""
+        """Check the checkpoints, and repeat the check if one is missing.
+
+        A checkpoint may have been deleted before its journal line was read.
+        """
         target, broken = self._target, list[Broken]()
         for _ in range(CHECKPOINT_TRIES_MAX):
             broken = invariants.check_checkpoints(target.paths, target.events, whole=self._whole)
@@ -206,7 +209,7 @@ class Rehearsal:
         return broken
 
     def _check_steps(self, known: int) -> list[Broken]:
-        """Of the first `known` steps those that were not compared before."""
+        """Compare those of the first `known` steps that have not been compared."""
         target = self._target
         if self.context.testbed is None:
             return []
@@ -214,7 +217,7 @@ class Rehearsal:
         if self.context.is_poisoned:
             new = [one for one in new if not math.isnan(one.loss)]
         wrong = self._comparison.look(new, target.events)
-        return [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
+        return [Broken(invariants.STEPS_ARE_RIGHT, problem) for problem in wrong[:1]]
 
     def _check_orphans(self) -> list[Broken]:
         target = self._target
@@ -223,13 +226,15 @@ class Rehearsal:
             owners.append(target.agent())
         place = target.newest.place if target.newest else None
         found = process_list.orphans(target.paths, owners, place)
-        return [Broken(invariants.NO_ORPHANS, f"process {words}") for words in found]
+        return [Broken(invariants.NO_ORPHANS, f"process {process}") for process in found]
 
     # --- the end --------------------------------------------------------------------------
 
     def finish(self, testbed: Testbed) -> bool:
-        """Stop the run as an operator does: nothing of it may be left. True when its end broke
-        nothing."""
+        """Stop the run as an operator does, and check that nothing is left of it.
+
+        Returns whether every invariant held.
+        """
         paths = self._target.paths
         broken: list[Broken] = []
         try:
@@ -237,17 +242,17 @@ class Rehearsal:
             testbed.wait_for_flow()
             state = load_history(paths).state
             if state is not RunState.CANCELLED:
-                broken.append(Broken(invariants.RECOVERS, f"{paths.name} is {state} at its end"))
+                broken.append(Broken(invariants.RECOVERS, f"{paths.name} ended in state {state}"))
         except (HoldfastError, OSError) as error:
             broken.append(Broken(invariants.RECOVERS, f"{paths.name}: {error}"))
         broken += self.check()
         try:
             wrong = self._comparison.finish(self._target.events, testbed.train_reference)
-            broken += [Broken(invariants.STEPS_ARE_RIGHT, words) for words in wrong[:1]]
+            broken += [Broken(invariants.STEPS_ARE_RIGHT, problem) for problem in wrong[:1]]
         except ServiceError as error:
             broken.append(Broken(invariants.STEPS_ARE_RIGHT, str(error)))
         broken += [
-            Broken(invariants.NO_ORPHANS, f"socket {name} is left")
+            Broken(invariants.NO_ORPHANS, f"socket {name} still exists")
             for name in process_list.sockets_left(paths.directory)
         ]
         new = [one for one in broken if one not in self._seen]
@@ -266,10 +271,10 @@ def drill_live(
     tell: Tell,
     within_s: float = math.inf,
 ) -> DrillResult:
-    """`count` faults against a run that trains. Raises `ServiceError` when it does not."""
+    """Inject `count` faults into a running run. Raises `ServiceError` if it is not running."""
     began = time.monotonic()
     if load_history(paths).state is not RunState.RUNNING:
-        raise ServiceError(f"run {paths.name} does not train now; drill one that does")
+        raise ServiceError(f"run {paths.name} is not running; expected a run that is training")
     result = DrillResult(seed=seed)
     context = FaultContext(TargetRun(paths), chance_of(seed, 0))
     rehearsal = Rehearsal(context, result, database_url(), tell)
@@ -284,12 +289,15 @@ def drill_live(
 
 
 def chance_of(seed: int, number: int) -> random.Random:
-    """What moves the fault of this number, whichever run it comes to."""
+    """Return the random numbers for fault `number`. They do not depend on its run."""
     return random.Random(f"{seed} {number}")
 
 
 def _noticed_at(line: Event) -> float:
-    """When an agent knew what a line tells: it writes of an end once it has ended the others."""
+    """Return when an agent detected the event of a line.
+
+    The agent writes the line about the end of a launch only after it has stopped all ranks.
+    """
     return float(line.data.get("trained_until") or line.time)
 
 

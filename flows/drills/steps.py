@@ -1,7 +1,7 @@
-"""What the drilled program says of each step, and how it differs from the uninterrupted run.
+"""The drilled program's records of its steps, and their comparison with the uninterrupted run.
 
-Each rank of `holdfast.trainer.rehearsal` leaves a file for each launch, a line per step. A
-killed rank may leave a torn last line, which is no step.
+Each rank of `holdfast.trainer.rehearsal` writes a file for each launch, with one line per step. A
+killed rank may leave an incomplete last line, which is ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Place:
 
 
 def place_of(event: Event) -> Place:
-    """The launch that a journal line is about; zeros for what it does not say."""
+    """Return the launch of a journal line, with zeros for missing values."""
     return Place(int(event.data.get("attempt", 0)), int(event.data.get("launch", 0)))
 
 
@@ -50,24 +50,24 @@ class Step:
 
 @dataclass
 class Records:
-    """A folder of records, read on from where it was read to."""
+    """A folder of records, read incrementally."""
 
     folder: Path
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     @property
     def poison(self) -> Path:
-        """Where a file says what of the next step is to be spoiled; the program takes it away."""
+        """The file that tells the program what to spoil in its next step. It deletes the file."""
         return self.folder / "poison"
 
     def spoil_step(self, what: str) -> None:
-        """Have the program spoil the `weights` or the `loss` of its next step."""
+        """Request that the program spoil the `weights` or the `loss` of its next step."""
         new = self.folder / "poison.new"
         new.write_text(what)
         os.replace(new, self.poison)
 
     def read_new(self) -> list[Step]:
-        """Steps that were written since the last call, file by file."""
+        """Return the steps that were written since the last call, in order of file."""
         found: list[Step] = []
         for path in sorted(self.folder.glob("*.jsonl")):
             match = _RECORD.fullmatch(path.name)
@@ -91,30 +91,30 @@ Reference = dict[tuple[int, int], Step]
 
 
 def reference_of(folder: Path) -> Reference:
-    """The uninterrupted run's steps, by (rank, step)."""
+    """Return the uninterrupted run's steps by (rank, step)."""
     return {(one.rank, one.step): one for one in Records(folder).read_new()}
 
 
 def difference(step: Step, reference: Reference) -> str | None:
-    """In words, how a step differs from the uninterrupted run's; None when it does not.
+    """Describe how a step differs from the uninterrupted run's; return None if it does not.
 
-    At the same world size all must be the same bit for bit.
+    With the same world size, the weights must be equal bit for bit.
     """
     expected = reference.get((step.rank, step.step))
     if expected is None:
         return None
     where = f"{step.place} rank {step.rank} step {step.step}"
     if step.ids != expected.ids:
-        return f"{where}: other samples than the uninterrupted run's"
+        return f"{where}: samples differ from the uninterrupted run's"
     if abs(step.loss - expected.loss) > LOSS_TOLERANCE:
         return f"{where}: loss {step.loss}, expected {expected.loss}"
     if step.weights != expected.weights:
-        return f"{where}: weights differ from the uninterrupted run's by some bits"
+        return f"{where}: weights differ from the uninterrupted run's"
     return None
 
 
 def gaps(steps: list[Step]) -> list[str]:
-    """Where a rank's steps in one launch do not follow one another; `steps` in file order."""
+    """Return the gaps in a rank's steps within one launch. `steps` are in file order."""
     last: dict[tuple[Place, int], int] = {}
     found = []
     for one in steps:

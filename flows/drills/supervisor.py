@@ -1,7 +1,7 @@
-"""`python -m holdfast.flows.drills.supervisor RUN_DIRECTORY`: a flow's supervision by itself.
+"""`python -m holdfast.flows.drills.supervisor RUN_DIRECTORY`: a supervisor without Prefect.
 
-The same supervisor that the flow `train` runs, without a Prefect server around it: a drill kills
-it and starts it again many times, and Prefect takes seconds for each.
+It is the same supervisor as in the flow `train`. A drill kills and restarts it many times, and
+Prefect would take seconds for each start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDS_WELL: Final = frozenset({RunState.COMPLETED, RunState.CANCELLED})
 
 
 def main(directory: Path) -> int:
-    """Supervise the run at `directory` to its end; 0 when it completed or was cancelled."""
+    """Supervise the run at `directory` until its end; return 0 if it completed or was cancelled."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     with Index() as index:
         supervisor = Supervisor(

@@ -1,7 +1,7 @@
-"""The run that is drilled, seen from outside: where it stands, who its processes are.
+"""The run under drill, observed from outside: its progress and its processes.
 
-Process numbers come from the run's own records, the claim, the heartbeats, the flow's line in the
-journal, and from who is whose parent; nothing is looked up by a program's name.
+Process ids come from the run's own records (the claim, the heartbeats, the supervisor's journal
+line) and from parent processes. No process is found by its program's name.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from holdfast.workers.agent.flusher_supervisor import MODULE
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 
-# On a busy machine a start takes minutes.
+# On a busy machine, a start takes minutes.
 WAIT_S: Final = 300.0
 POLL_S: Final = 0.05
-# Steps after which a run that was started again counts as training.
+# A restarted run counts as training after this many steps.
 STEPS_STEADY: Final = 3
 T = TypeVar("T")
 
 
 class Cut(Exception):
-    """The drill is to end now, in the middle of whatever it does."""
+    """Raised to end the drill at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a run stood at one moment: its newest step, and where that was done. Unix seconds."""
+    """A run's progress at one time (Unix seconds): its newest step and the launch that did it."""
 
     place: Place
     step: int
@@ -47,8 +47,10 @@ class Mark:
 
 @dataclass
 class TargetRun:
-    """One run under drill. `records` is None for a program that leaves none: heartbeats then
-    tell the steps, as coarsely as they come. `is_cut` tells that nothing more is to be waited for.
+    """One run under drill.
+
+    `records` is None for a program that writes none: steps then come from the heartbeats, which
+    are less frequent. `is_cut` returns whether the drill must end.
     """
 
     paths: RunPaths
@@ -61,13 +63,13 @@ class TargetRun:
     _firsts: dict[Place, Mark] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Read on in the journals and the records. Raises `Cut` when the drill is to end."""
+        """Read what is new in the journals and records. Raises `Cut` if the drill must end."""
         if self.is_cut():
             raise Cut
         self._read_journals()
         marks = self._read_steps()
         if marks:
-            # Where these steps began from was told before them, and perhaps only just.
+            # The line about the resume before these steps may have been written just now.
             self._read_journals()
         for mark in marks:
             self._firsts.setdefault(mark.place, mark)
@@ -98,11 +100,11 @@ class TargetRun:
             ]
         return marks
 
-    # --- where it stands ------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------
 
     @property
     def newest(self) -> Mark | None:
-        """The newest step of the newest launch that did one."""
+        """The newest step of the newest launch that has done a step."""
         return self._newest
 
     def first_of(self, place: Place) -> Mark | None:
@@ -110,41 +112,46 @@ class TargetRun:
         return self._firsts.get(place)
 
     def newest_step_of(self, place: Place) -> int:
-        """The last step that any rank finished there; -1 when none did."""
+        """Return the last step that any rank of the launch finished; -1 if there is none."""
         if self.records is not None:
             return max((s.step for s in self.steps if s.place == place), default=-1)
         return self._newest.step if self._newest and self._newest.place == place else -1
 
     @property
     def attempt(self) -> AttemptPaths:
-        """The newest attempt. Raises `ServiceError` when there is none."""
+        """The newest attempt. Raises `ServiceError` if there is none."""
         attempts = self.paths.list_attempts()
         if not attempts:
-            raise ServiceError(f"{self.paths.name} has no attempt yet; drill a run that trains")
+            raise ServiceError(
+                f"{self.paths.name} has no attempt yet; expected a run that is training"
+            )
         return attempts[-1]
 
     def events_of(self, kind: EventKind, since: float = 0.0) -> list[Event]:
-        """Journal lines of one kind that are not older than `since`, Unix seconds."""
+        """Return the journal lines of one kind from `since` (Unix seconds) on."""
         return [e for e in self.events if e.kind is kind and e.time >= since]
 
     def resumed_step(self, place: Place) -> int:
-        """The step after which a launch began, 0 while nobody has said."""
-        told = (
+        """Return the step from which a launch resumed, or 0 if that is not recorded."""
+        steps = (
             int(e.data["step"])
             for e in reversed(self.events)
             if e.kind is EventKind.RESUMED and place_of(e) == place
         )
-        return next(told, 0)
+        return next(steps, 0)
 
     def started_place(self) -> Place | None:
-        """The newest launch that was started."""
+        """Return the newest launch that was started."""
         started = self.events_of(EventKind.LAUNCH_STARTED)
         return max((place_of(e) for e in started), default=None)
 
     # --- waiting --------------------------------------------------------------------------
 
     def wait_for(self, what: str, is_so: Callable[[], T | None], wait_s: float = WAIT_S) -> T:
-        """What `is_so` returns once it is true. Raises `ServiceError` after `wait_s` seconds."""
+        """Wait until `is_so` returns a true value, and return it.
+
+        Raises `ServiceError` after `wait_s` seconds.
+        """
         give_up = time.monotonic() + wait_s
         while time.monotonic() < give_up:
             self.look()
@@ -152,13 +159,13 @@ class TargetRun:
             if found:
                 return found
             time.sleep(POLL_S)
-        raise ServiceError(f"{self.paths.name}: {what} did not come within {wait_s:.0f} s")
+        raise ServiceError(f"{self.paths.name}: {what} did not happen within {wait_s:.0f} s")
 
     def steady(self, *, after: Place | None = None, commits: bool = True) -> Mark | None:
-        """The newest step, once the newest launch trains and its attempt has committed one.
+        """Return the newest step if the newest launch trains and its attempt has committed a step.
 
-        With `after`, a launch newer than that. A run that commits seldom is not waited for
-        without `commits`.
+        With `after`, the launch must be newer than that one. Without `commits`, no committed step
+        is needed, for runs that save rarely.
         """
         mark = self.newest
         started = self.started_place()
@@ -172,45 +179,45 @@ class TargetRun:
         mine = [e for e in committed if e.data.get("attempt") == mark.place.attempt]
         return mark if mine or not commits else None
 
-    # --- its processes --------------------------------------------------------------------
+    # --- processes ------------------------------------------------------------------------
 
     def agent(self) -> psutil.Process:
-        """The agent that claimed the newest attempt. Raises `ServiceError` when it is gone."""
+        """Return the agent that claimed the newest attempt. Raises `ServiceError` if it is gone."""
         claim = read_claim(self.attempt)
         name = claim and ProcessName(claim.pid, claim.process_started_at, claim.boot_id)
         process = find_process(name) if name else None
         if process is None:
-            raise ServiceError(f"{self.paths.name}: the agent of its newest attempt is not here")
+            raise ServiceError(f"{self.paths.name}: its agent is not a process of this machine")
         return process
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The training processes by rank, by the heartbeats; those below the agent are believed.
+        """Return by rank the processes in the heartbeats that descend from the agent.
 
-        Raises `ServiceError` when there are none.
+        Raises `ServiceError` if there are none.
         """
         below = {p.pid: p for p in self.agent().children(recursive=True)}
         beats = read_heartbeats(self.attempt)
         found = {r.rank: below[r.pid] for beat in beats for r in beat.ranks if r.pid in below}
         if not found:
-            raise ServiceError(f"{self.paths.name}: no heartbeat names a rank that lives here")
+            raise ServiceError(f"{self.paths.name}: no heartbeat names a rank on this machine")
         return found
 
     def torchrun(self) -> psutil.Process:
-        """The ranks' parent."""
+        """Return the ranks' parent process."""
         parent = next(iter(self.ranks().values())).parent()
         if parent is None:
             raise ServiceError(f"{self.paths.name}: the ranks have no parent")
         return parent
 
     def flusher(self) -> psutil.Process:
-        """The agent's child that writes the checkpoints."""
+        """Return the agent's child process that writes the checkpoints."""
         found = [p for p in self.agent().children() if MODULE in _argv(p)]
         if not found:
-            raise ServiceError(f"{self.paths.name}: its agent has no flusher now")
+            raise ServiceError(f"{self.paths.name}: its agent has no flusher")
         return found[0]
 
     def controller(self) -> psutil.Process | None:
-        """The local job's session leader, above the agent."""
+        """Return the session leader of the local job, an ancestor of the agent."""
         submission = read_document(Submission, self.attempt.submission)
         if submission is None:
             return None
@@ -219,29 +226,29 @@ class TargetRun:
             found = find_process(ProcessName(submission.pid, started, boot))
             if found is not None:
                 return found
-        # A flow that took up another one's cut submission knows the claim alone, or the launcher,
-        # which has ended since.
+        # After an interrupted submission, only the claim may be known, or a launcher that has
+        # ended.
         try:
             return psutil.Process(os.getsid(self.agent().pid))
         except (ServiceError, OSError, psutil.NoSuchProcess):
             return None
 
     def flow(self) -> psutil.Process | None:
-        """The newest flow that took the run up, when it still lives here."""
-        told = self.events_of(EventKind.SUPERVISED)
-        if not told:
+        """Return the newest supervisor if it still runs on this machine."""
+        lines = self.events_of(EventKind.SUPERVISED)
+        if not lines:
             return None
         try:
-            process = psutil.Process(int(told[-1].data["pid"]))
-            # It wrote its line after it was started: a number used again began later.
-            mine = process.create_time() <= told[-1].time
+            process = psutil.Process(int(lines[-1].data["pid"]))
+            # A process that started after the line was written has reused the id.
+            mine = process.create_time() <= lines[-1].time
             return process if mine and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
 
 
 def _argv(process: psutil.Process) -> list[str]:
-    """A process's arguments; none of one that has just ended."""
+    """Return a process's arguments; none if it has just ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

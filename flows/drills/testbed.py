@@ -1,6 +1,6 @@
-"""A throw-away place for drills: a root, an index, a small training run, its flow.
+"""A temporary testbed for drills: a root, an index, a small training run and its supervisor.
 
-Everything lies in one temporary folder; the runs' root may be a small file system of its own, so
+All files are in one temporary folder. The runs' root may be a small file system of its own, so
 that it can be filled.
 """
 
@@ -45,7 +45,7 @@ ON_NAN: Final[tuple[NumericsAction, ...]] = ("stop", "rollback", "skip")
 STEPS_UNBOUNDED: Final = 1_000_000
 UNLIMITED: Final = 1_000_000
 POLL_S: Final = 0.5
-# Steps take 40 ms here: what is silent for so long hangs, however busy the machine is.
+# A step takes 40 ms, so a rank that is silent for this long hangs, even on a busy machine.
 SILENCE_S: Final = {"train": 6.0}
 REFERENCE_S_MAX: Final = 600.0
 END_S: Final = 180.0
@@ -53,8 +53,11 @@ END_S: Final = 180.0
 
 @dataclass
 class Testbed:
-    """One throw-away place of several. `reference` has the uninterrupted run's steps, `on_nan` is
-    what the newest run does about a loss that is no number: each run has another policy."""
+    """One of several testbeds.
+
+    `reference` has the uninterrupted run's steps. `on_nan` is the newest run's action after a NaN
+    loss, which differs from run to run.
+    """
 
     folder: Path
     root: Path
@@ -68,20 +71,20 @@ class Testbed:
 
     @property
     def home(self) -> Path:
-        """Holdfast's home: the index is here."""
+        """Holdfast's home, which contains the index."""
         return self.folder / "home"
 
     @property
     def environment(self) -> dict[str, str]:
-        """For whatever is started here."""
+        """The environment variables of the processes that are started here."""
         own = {"HOLDFAST_HOME": str(self.home), "HOLDFAST_ROOT": str(self.root)}
         return {**os.environ, **own}
 
     def train_reference(self, steps: int, windows: Sequence[tuple[int, int]] = ()) -> Reference:
-        """Train `steps` steps without an interruption, as fast as they go; data is passed over as
-        `windows` say, pairs of first step and steps.
+        """Train `steps` steps without interruption and without delay.
 
-        Raises `ServiceError` when the program fails.
+        Training skips the data of `windows`, pairs of first step and number of steps. Raises
+        `ServiceError` if the program fails.
         """
         folder = Path(tempfile.mkdtemp(prefix="reference-", dir=self.folder))
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
@@ -102,19 +105,19 @@ class Testbed:
         try:
             status = process.wait(REFERENCE_S_MAX)
         except subprocess.TimeoutExpired:
-            words = f"the uninterrupted run of {steps} steps took over {REFERENCE_S_MAX:.0f} s"
-            raise ServiceError(words) from None
+            text = f"the uninterrupted run of {steps} steps took over {REFERENCE_S_MAX:.0f} s"
+            raise ServiceError(text) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(END_S)
         if status != 0:
-            words = (folder / "output.log").read_text(errors="replace")[-2000:]
-            raise ServiceError(f"the uninterrupted run failed with status {status}:\n{words}")
+            output = (folder / "output.log").read_text(errors="replace")[-2000:]
+            raise ServiceError(f"the uninterrupted run failed with status {status}:\n{output}")
         return reference_of(folder / "records")
 
     def begin_run(self) -> TargetRun:
-        """A new run with its flow; the one before must have ended."""
+        """Create a run and start its supervisor. The run before must have ended."""
         number = len(self._runs) + 1
         self.on_nan = ON_NAN[(self.number + number) % len(ON_NAN)]
         name = f"drill-{number:02d}"
@@ -153,7 +156,7 @@ class Testbed:
         return TargetRun(paths, Records(records))
 
     def move_run(self, paths: RunPaths, place: Path) -> None:
-        """Move an ended run into the new folder `place`, with its flow's log and its records."""
+        """Move an ended run into the new folder `place`, with its supervisor's log and records."""
         place.mkdir(parents=True)
         for one in (paths.directory, self._log_of(paths), self._records_of(paths.name)):
             shutil.move(one, place / one.name)
@@ -166,13 +169,13 @@ class Testbed:
 
     @property
     def prefect(self) -> PrefectServer:
-        """A Prefect server of the testbed's own; whoever needs it starts it."""
+        """The testbed's own Prefect server, which the caller starts."""
         if self._prefect is None:
             self._prefect = PrefectServer(self.folder / "prefect")
         return self._prefect
 
     def start_flow(self, paths: RunPaths, *, with_prefect: bool = False) -> None:
-        """Start the flow of a run whose flow is gone: its supervision alone, or all of it."""
+        """Start a supervisor for a run that has none, without or with Prefect."""
         module = ["holdfast.flows.drills.supervisor"]
         if with_prefect:
             module = ["holdfast.flows.detached", detached.FLOW]
@@ -188,24 +191,24 @@ class Testbed:
             )
 
     def wait_for_flow(self) -> int:
-        """The status of the flow, once it has ended by itself.
+        """Wait until the supervisor has ended, and return its exit status.
 
-        Killed after `END_S` seconds; then it raises `ServiceError`.
+        After `END_S` seconds, kills it and raises `ServiceError`.
         """
         assert self._flow is not None
         try:
             return self._flow.wait(END_S)
         except subprocess.TimeoutExpired:
-            raise ServiceError(f"the flow had not ended within {END_S:.0f} s") from None
+            raise ServiceError(f"the supervisor had not ended within {END_S:.0f} s") from None
         finally:
             self._end_flow()
 
     def kill_flow(self) -> None:
-        """SIGKILL for the flow, and its zombie taken away."""
+        """Send SIGKILL to the supervisor, and reap it."""
         self._end_flow()
 
     def end(self) -> None:
-        """End whatever still runs; nothing is left of it."""
+        """Stop everything that still runs."""
         self._end_flow()
         self.cloud.close()
         if self._prefect is not None:
@@ -213,7 +216,7 @@ class Testbed:
         self.end_attempts()
 
     def end_attempts(self) -> None:
-        """Take back every job of the testbed's runs; those that have ended stay as they are."""
+        """Cancel every job of the testbed's runs. Ended jobs do not change."""
         for paths in self._runs:
             for attempt in paths.list_attempts():
                 request = read_document(Request, attempt.request)
@@ -241,7 +244,7 @@ class Testbed:
 
 @contextlib.contextmanager
 def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Iterator[Testbed]:
-    """A stand in `folder`, ended with the block; its files are left to whoever made the folder."""
+    """Yield a testbed in `folder`, and stop it after the block. Its files remain."""
     root = folder / "runs"
     root.mkdir()
     with small_disk(root) if with_small_disk else contextlib.nullcontext():
@@ -255,15 +258,15 @@ def throw_away(folder: Path, *, with_small_disk: bool, number: int = 0) -> Itera
 
 @contextlib.contextmanager
 def small_disk(place: Path) -> Iterator[None]:
-    """A file system of `DISK_MB` megabytes in memory, mounted at `place`.
+    """Mount a file system of `DISK_MB` megabytes in memory at `place` during the block.
 
-    Raises `ServiceError` where mounting is not allowed.
+    Raises `ServiceError` if mounting is not allowed.
     """
     options = f"size={DISK_MB}m"
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=END_S)
     if done.returncode != 0:
-        raise ServiceError(f"a disk of its own cannot be mounted: {done.stderr.strip()}")
+        raise ServiceError(f"a separate disk cannot be mounted: {done.stderr.strip()}")
     try:
         yield
     finally:
@@ -271,10 +274,12 @@ def small_disk(place: Path) -> Iterator[None]:
 
 
 def find_missing(folder: Path) -> dict[str, str]:
-    """Kinds of fault that a stand under `folder` cannot have here, and why."""
+    """Return the kinds of fault that cannot be rehearsed under `folder`, with the reasons."""
     missing = {}
     if "HOLDFAST_DATABASE_URL" in os.environ:
-        missing["database-down"] = "the database of $HOLDFAST_DATABASE_URL is not the drill's"
+        missing["database-down"] = (
+            "$HOLDFAST_DATABASE_URL is set, so the drill has no database of its own"
+        )
     place = folder / "mount-tried"
     place.mkdir()
     try:

@@ -105,7 +105,7 @@ def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
     answer = drill(tmp_path, *arguments, timeout_s=SLOW_S)
     assert answer["broken"] == []
     assert len(answer["faults"]) == SLOW_FAULTS
-    assert f"{SLOW_FAULTS} of {SLOW_FAULTS} faults left every invariant whole" in page.read_text()
+    assert f"After {SLOW_FAULTS} of {SLOW_FAULTS} faults, every invariant held." in page.read_text()
 
 
 def _names(process: psutil.Process, text: str) -> bool:
