@@ -1,8 +1,8 @@
-"""Attempts: reserved exclusively, requested durably, then submitted, once each.
+"""Reserve, request and submit attempts, each exactly once.
 
-The order is what makes a relaunch after any crash safe: `mkdir attempts/NNNN` (one process
-wins), `request.json`, a journal line, the scheduler, `submission.json`, a journal line. Whoever
-finds an attempt without a submission asks the scheduler for its name before submitting it.
+The order of writes makes a relaunch safe after a crash at any point: `mkdir attempts/NNNN` (only
+one process succeeds), `request.json`, a journal line, the scheduler, `submission.json`, a journal
+line. For an attempt without a submission, the scheduler is first asked for a job of its name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.workers.request import build_request, working_directory_of
 
 
 def reserve(paths: RunPaths, number: int) -> AttemptPaths | None:
-    """Take attempt `number` of a run; None when another process has taken it."""
+    """Reserve attempt `number` of a run; return None if another process has reserved it."""
     attempt = paths.attempt(number)
     make_directory(paths.attempts)
     try:
@@ -69,17 +69,17 @@ def submit_attempt(
 ) -> AttemptPaths:
     """Reserve the next attempt and submit it on `gpus` GPUs.
 
-    Raises `RunConflictError` when another process reserved it first, `SchedulerError` when the
-    scheduler refused it, and `SchedulerUnavailableError` when nobody knows: the attempt then
-    stays reserved, for `resume_submission`.
+    Raises `RunConflictError` if another process reserved it first, `SchedulerError` if the
+    scheduler refused it, and `SchedulerUnavailableError` if the answer is unknown. In the last
+    case the attempt stays reserved, and `resume_submission` continues it.
     """
     taken = paths.list_attempts()
     number = taken[-1].number + 1 if taken else 1
     attempt = reserve(paths, number)
     if attempt is None:
         raise RunConflictError(
-            f"attempt {number} of {paths.name} was reserved by another process; only one flow "
-            "submits for a run: let it"
+            f"attempt {number} of {paths.name} was reserved by another process; only one "
+            "supervisor submits a run's attempts, so wait for that one"
         )
     try:
         request = build_request(
@@ -94,10 +94,10 @@ def submit_attempt(
         )
         write_document(attempt.request, request)
     except BaseException:
-        # Nothing was asked of anybody: a full disk must not use up a number at each try.
+        # The scheduler was not asked yet. A full disk must not use up a number at each try.
         shutil.rmtree(attempt.directory, ignore_errors=True)
         raise
-    _tell_reserved(request, journal, exclude)
+    _journal_reserved(request, journal, exclude)
     _submit(attempt, request, journal)
     return attempt
 
@@ -105,12 +105,13 @@ def submit_attempt(
 def resume_submission(
     paths: RunPaths, journal: JournalWriter, absences: Absences | None = None
 ) -> AttemptPaths | None:
-    """Finish a submission that a crash or the scheduler's silence cut short; None without one.
+    """Finish a submission that a crash or an unavailable scheduler interrupted, if there is one.
 
-    A job that claimed the attempt, or bears its name, is recorded. An attempt for which the
-    scheduler was never asked, or which it refused, is submitted. Where nobody knows the answer, the
-    job's absence is believed only after the executor's `absence_s` seconds of looking, which
-    `absences` counts. Raises `SchedulerUnavailableError` until then: wait, and ask again.
+    A job that claimed the attempt or has its name is recorded. An attempt that was never sent to
+    the scheduler, or that it refused, is submitted. If the answer to a submission is unknown, the
+    attempt is submitted again only after the job stayed absent for the executor's `absence_s`
+    seconds, counted by `absences`. Until then `SchedulerUnavailableError` is raised: wait and
+    call again. Returns None if no submission is unfinished.
     """
     taken = paths.list_attempts()
     if not taken or not is_unsubmitted(taken[-1]):
@@ -119,8 +120,8 @@ def resume_submission(
     request = read_document(Request, attempt.request)
     if request is None:
         raise NotFoundError(
-            f"{attempt.directory}: reserved, but its request was never written; "
-            "`abandon_reservation` frees the number"
+            f"{attempt.directory}: reserved, but its request was never written; call "
+            "`abandon_reservation` to free the number"
         )
     executor = executor_for(request.executor)
     tried = read_document(SubmissionTry, attempt.submitting)
@@ -135,9 +136,9 @@ def resume_submission(
 
 
 class Absences:
-    """Since when this process has looked for each attempt's job in vain, by its own clock.
+    """How long this process has looked for each attempt's job without finding it.
 
-    The monotonic clock of one process, so no clock that is set makes an absence old.
+    Uses the monotonic clock of one process, so setting the system clock cannot age an absence.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -145,7 +146,7 @@ class Absences:
         self._since: dict[tuple[int, int], float] = {}
 
     def seconds(self, attempt: int, count: int) -> float:
-        """Seconds since the first look for the attempt's job after its `count`-th submission."""
+        """Return the seconds since the first look for the job after submission number `count`."""
         now = self._clock()
         return now - self._since.setdefault((attempt, count), now)
 
@@ -153,26 +154,26 @@ class Absences:
 def _await_answer(
     attempt: AttemptPaths, request: Request, tried: SubmissionTry, absences: Absences
 ) -> None:
-    """Raise `SchedulerUnavailableError` unless it is certain by now that there is no job."""
+    """Raise `SchedulerUnavailableError` unless it is certain that there is no job."""
     absence_s = executor_for(request.executor).absence_s
     if request.executor == "local" and tried.host != socket.gethostname():
         raise SchedulerUnavailableError(
             f"attempt {attempt.number} was being started on {tried.host} with the local executor; "
-            "ask there"
+            "run the command there"
         )
     waited_s = absences.seconds(attempt.number, tried.count)
     if waited_s < absence_s:
         raise SchedulerUnavailableError(
-            f"nobody knows whether the scheduler took {request.job_name}, which it does not show; "
-            f"it is submitted again when it has not appeared within {absence_s:.0f} s"
+            f"it is unknown whether the scheduler accepted {request.job_name}, which it does not "
+            f"list; it is submitted again if it does not appear within {absence_s:.0f} s"
         )
 
 
 def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
-    """Keep one job of an attempt for which the scheduler may hold several; returns what was done.
+    """Keep one of the jobs that the scheduler may hold for an attempt; return what was done.
 
-    The job that claimed the attempt is kept, else the recorded one, else the oldest. Without a
-    claim only jobs that have not begun are cancelled, because one that runs may be about to claim.
+    The job that claimed the attempt is kept, otherwise the recorded one, otherwise the oldest.
+    Without a claim only pending jobs are cancelled, because a running one may be about to claim.
     Only the process that holds the run's flow lock may call this.
     """
     tried = read_document(SubmissionTry, attempt.submitting)
@@ -189,7 +190,7 @@ def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
         kept = live[0] if live else kept
     if recorded is not None and kept != recorded.job_id:
         write_document(attempt.submission, recorded.model_copy(update={"job_id": kept}))
-    said = []
+    messages = []
     for job in jobs:
         if job.job_id == kept:
             continue
@@ -197,18 +198,17 @@ def end_duplicates(attempt: AttemptPaths, journal: JournalWriter) -> list[str]:
             executor.cancel(request, job)
         else:
             executor.withdraw(request, job)
-        said.append(
-            f"job {job.job_id} is a second one of attempt {attempt.number}, which job {kept} has; "
-            "it was cancelled"
+        messages.append(
+            f"job {job.job_id} duplicates job {kept} of attempt {attempt.number}; it was cancelled"
         )
-        journal.append(EventKind.NOTE, attempt=attempt.number, text=said[-1])
-    return said
+        journal.append(EventKind.NOTE, attempt=attempt.number, text=messages[-1])
+    return messages
 
 
 def cancel_leftovers(attempt: AttemptPaths, request: Request, *, ended: str | None) -> None:
-    """Cancel every other job of an attempt whose job has `ended`, where there may be others.
+    """Cancel every other job of an attempt whose job has `ended`, if there may be others.
 
-    A scheduler that does not answer leaves them: they find the attempt claimed, and end themselves.
+    If the scheduler does not answer, they stay: they find the attempt claimed and end themselves.
     """
     tried = read_document(SubmissionTry, attempt.submitting)
     if tried is None or not tried.may_have_duplicates:
@@ -221,35 +221,38 @@ def cancel_leftovers(attempt: AttemptPaths, request: Request, *, ended: str | No
 
 
 def complete_journal(paths: RunPaths, journal: JournalWriter) -> None:
-    """Journal the reservations and submissions that a crash kept from being told.
+    """Journal the reservations and submissions that a crash kept out of the journal.
 
-    Each is a document first. Only the process that holds the run's flow lock may call this.
+    Each of them was written as a document first. Only the process that holds the run's flow lock
+    may call this.
     """
-    told = {(event.kind, event.data.get("attempt")) for event in load_events(paths)}
+    journaled = {(event.kind, event.data.get("attempt")) for event in load_events(paths)}
     for attempt in paths.list_attempts():
         request = read_document(Request, attempt.request)
-        if request and (EventKind.ATTEMPT_RESERVED, attempt.number) not in told:
-            _tell_reserved(request, journal, request.exclude)
+        if request and (EventKind.ATTEMPT_RESERVED, attempt.number) not in journaled:
+            _journal_reserved(request, journal, request.exclude)
         job: Submission | Claim | None = read_document(Submission, attempt.submission)
-        if job is None and (EventKind.ATTEMPT_ENDED, attempt.number) in told:
-            # It ended before anybody could find it for its submission.
+        if job is None and (EventKind.ATTEMPT_ENDED, attempt.number) in journaled:
+            # It ended before its submission was found and recorded.
             job = read_claim(attempt)
-        if job and (EventKind.ATTEMPT_SUBMITTED, attempt.number) not in told:
-            _tell_submitted(attempt, job.job_id, journal)
+        if job and (EventKind.ATTEMPT_SUBMITTED, attempt.number) not in journaled:
+            _journal_submitted(attempt, job.job_id, journal)
 
 
 def is_unsubmitted(attempt: AttemptPaths) -> bool:
-    """True for an attempt that was reserved and of which no submission is known."""
+    """Return True for a reserved attempt without a known submission."""
     return not attempt.submission.exists() and not attempt.outcome.exists()
 
 
 def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
-    """End an attempt that a crash left without a request: nothing was ever submitted for it.
+    """End an attempt that has no request because of a crash; it was never submitted.
 
     Only the process that holds the run's flow lock may call this.
     """
     if read_document(Request, attempt.request) or not close_claim(attempt):
-        raise RunConflictError(f"{attempt.directory}: has a request; `resume_submission` is for it")
+        raise RunConflictError(
+            f"{attempt.directory}: has a request; call `resume_submission` instead"
+        )
     journal.append(
         EventKind.ATTEMPT_ENDED,
         attempt=attempt.number,
@@ -268,7 +271,7 @@ def end_unsubmitted(
     cause: Cause,
     evidence: str,
 ) -> bool:
-    """End an attempt of which the scheduler has no job; False when a job has claimed it after all.
+    """End an attempt that has no job at the scheduler; return False if a job claimed it after all.
 
     Only the process that holds the run's flow lock may call this.
     """
@@ -286,13 +289,13 @@ def end_unsubmitted(
 
 
 def has_no_job(attempt: AttemptPaths) -> bool:
-    """True when it is certain that the scheduler holds no job of an unsubmitted attempt."""
+    """Return True if the scheduler certainly holds no job of an unsubmitted attempt."""
     tried = read_document(SubmissionTry, attempt.submitting)
     return tried is None or (bool(tried.refused) and tried.count == tried.refusals)
 
 
 def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> None:
-    """Ask the scheduler to take the job, and write down that it was asked and what it said."""
+    """Submit the job, and record both the attempt to submit and the scheduler's answer."""
     before = read_document(SubmissionTry, attempt.submitting)
     now = time.time()
     asked = SubmissionTry(
@@ -308,27 +311,27 @@ def _submit(attempt: AttemptPaths, request: Request, journal: JournalWriter) -> 
     except SchedulerUnavailableError:
         raise
     except SchedulerError as error:
-        words = str(error)
+        message = str(error)
         refused = {
-            "refused": words,
+            "refused": message,
             "may_pass": isinstance(error, SubmissionRefusedError) and error.may_pass,
             "refusals": asked.refusals + 1,
             "refused_since": asked.refused_since or now,
         }
         write_document(attempt.submitting, asked.model_copy(update=refused))
-        if before is None or before.refused != words:
+        if before is None or before.refused != message:
             journal.append(
                 EventKind.ATTEMPT_STATE,
                 attempt=attempt.number,
                 state=AttemptState.CREATED.value,
-                detail=words,
+                detail=message,
             )
         raise
     _record(attempt, submission, journal)
 
 
 def _claimed_job(attempt: AttemptPaths, request: Request) -> Submission | None:
-    """The job that claimed the attempt, where the scheduler is not this machine."""
+    """Return the job that claimed the attempt, unless the executor is local."""
     claim = read_claim(attempt)
     if claim is None or request.executor == "local":
         return None
@@ -339,10 +342,10 @@ def _claimed_job(attempt: AttemptPaths, request: Request) -> Submission | None:
 
 def _record(attempt: AttemptPaths, submission: Submission, journal: JournalWriter) -> None:
     write_document(attempt.submission, submission)
-    _tell_submitted(attempt, submission.job_id, journal)
+    _journal_submitted(attempt, submission.job_id, journal)
 
 
-def _tell_reserved(request: Request, journal: JournalWriter, exclude: Sequence[str]) -> None:
+def _journal_reserved(request: Request, journal: JournalWriter, exclude: Sequence[str]) -> None:
     journal.append(
         EventKind.ATTEMPT_RESERVED,
         attempt=request.attempt,
@@ -353,5 +356,5 @@ def _tell_reserved(request: Request, journal: JournalWriter, exclude: Sequence[s
     )
 
 
-def _tell_submitted(attempt: AttemptPaths, job_id: str, journal: JournalWriter) -> None:
+def _journal_submitted(attempt: AttemptPaths, job_id: str, journal: JournalWriter) -> None:
     journal.append(EventKind.ATTEMPT_SUBMITTED, attempt=attempt.number, job_id=job_id)

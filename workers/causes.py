@@ -1,6 +1,6 @@
-"""Why an attempt ended: a pure reading of records, the scheduler's, the agent's and people's.
+"""Decide why an attempt ended, from the records of the agent, the scheduler and operators.
 
-Exit codes alone decide nothing: torchrun exits non-zero after a clean preemption.
+An exit code alone decides nothing: torchrun exits non-zero after a clean preemption.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _S = AttemptState
 EVIDENCE_MAX: Final = 20
 LINE_CHARACTERS_MAX: Final = 500
 
-# Which state goes with a cause that ended an attempt early.
+# The state of an attempt that ended early, by cause.
 STATE_OF_CAUSE: Final[dict[Cause, AttemptState]] = {
     Cause.PREEMPTION: _S.PREEMPTED,
     Cause.TIME_LIMIT: _S.TIMED_OUT,
@@ -42,7 +42,7 @@ STATE_OF_CAUSE: Final[dict[Cause, AttemptState]] = {
     Cause.UNKNOWN: _S.FAILED,
 }
 
-# Slurm's own endings that need nothing else to be believed.
+# Slurm's final states that give the cause without further evidence.
 _OF_SCHEDULER: Final[dict[str, Cause]] = {
     "PREEMPTED": Cause.PREEMPTION,
     "TIMEOUT": Cause.TIME_LIMIT,
@@ -55,17 +55,17 @@ _OF_SCHEDULER: Final[dict[str, Cause]] = {
     "RECONFIG_FAIL": Cause.INFRASTRUCTURE,
 }
 
-# What an agent cannot tell apart by itself, and the scheduler's word does.
+# Causes that the agent can only guess, so the scheduler's state may replace them.
 _GUESSES: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _PREEMPT_TIME: Final = re.compile(r"PreemptTime=\d")
 
-# Nothing but the process itself, and the kernel on its behalf, sends what is not among these.
+# Other processes send these signals. Any other signal comes from the process itself or the kernel.
 _FROM_OUTSIDE: Final = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
-# After these a process's own words say why.
-_WITH_WORDS: Final = frozenset({signal.SIGABRT, signal.SIGBUS})
-# What torchrun's and the job's own logs say when the program was never started.
+# A process that ends by one of these signals usually printed why.
+_EXPLAINED_SIGNALS: Final = frozenset({signal.SIGABRT, signal.SIGBUS})
+# Lines of torchrun's log or the job's log when the program could not be started.
 _NOT_STARTED: Final = re.compile(
     r"^\S*: error: |No module named|execve\(\): .*(No such file|Permission denied)"
     r"|(command )?not found$|can't (open|find) |^ModuleNotFoundError|cannot execute",
@@ -75,7 +75,7 @@ _NOT_STARTED: Final = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How an attempt ended, and the records that say so."""
+    """The state, cause and evidence of an attempt that ended."""
 
     state: AttemptState
     cause: Cause | None
@@ -84,7 +84,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """One rank's end as torchrun's report and error file tell it. `timestamp` is Unix seconds."""
+    """How one rank ended, from torchrun's report and error file. `timestamp` is Unix seconds."""
 
     rank: int
     exit_code: int
@@ -101,7 +101,7 @@ class RankFailure:
 
     @property
     def text(self) -> str:
-        """Its traceback, else the end of its standard error."""
+        """The rank's traceback, or the end of its standard error if it has none."""
         return self.traceback or self.stderr_tail
 
 
@@ -115,76 +115,78 @@ def classify(
     lost_hosts: Sequence[str] = (),
     job_log: str = "",
 ) -> Ending:
-    """How an attempt that is over ended.
+    """Return how an attempt ended.
 
-    `signals` are the data of its `signal` journal lines, oldest first; `status` is None when the
-    scheduler did not answer. `lost_hosts` are those that surviving agents found gone,
-    `job_log` is the end of what the job wrote before its agent began.
+    `signals` holds the data of the attempt's `signal` journal lines, oldest first. `status` is
+    None if the scheduler did not answer. `lost_hosts` are the hosts that the surviving agents
+    reported lost. `job_log` is the end of the job's output from before its agent began.
     """
     if outcome is not None:
         return _with_outcome(outcome, status)
-    said = list(status.evidence) if status else []
+    reported = list(status.evidence) if status else []
     if stop is not None:
-        words = f"{stop.by} asked for {stop.action}"
-        return _ending(Cause.OPERATOR, [words, *said])
-    heard = next((s for s in reversed(signals) if s.get("cause")), None)
-    if heard is not None and lost_hosts and _is_hang_up(heard):
-        heard = None
-    word = status.raw if status else ""
-    # The agent saw a preemption's marks; afterwards Slurm may call the same job cancelled.
-    if heard is not None and word not in {"PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}:
-        return _ending(Cause(heard["cause"]), [_of_signal(heard), *said])
+        message = f"{stop.by} requested {stop.action}"
+        return _ending(Cause.OPERATOR, [message, *reported])
+    signalled = next((s for s in reversed(signals) if s.get("cause")), None)
+    if signalled is not None and lost_hosts and _is_hang_up(signalled):
+        signalled = None
+    raw = status.raw if status else ""
+    # The agent saw signs of a preemption. Slurm may later call the same job cancelled.
+    if signalled is not None and raw not in {"PREEMPTED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}:
+        return _ending(Cause(signalled["cause"]), [_of_signal(signalled), *reported])
     if lost_hosts:
-        # The survivors then end the job themselves, which Slurm calls cancelled.
-        return _ending(Cause.NODE_FAILURE, [f"{h}: its agent is gone" for h in lost_hosts] + said)
-    if word in _OF_SCHEDULER:
-        return _ending(_OF_SCHEDULER[word], said)
+        # The surviving agents then end the job themselves, which Slurm reports as cancelled.
+        return _ending(
+            Cause.NODE_FAILURE, [f"{h}: its agent is lost" for h in lost_hosts] + reported
+        )
+    if raw in _OF_SCHEDULER:
+        return _ending(_OF_SCHEDULER[raw], reported)
     if claimed:
-        return _ending(*_of_silence(word, said), state=_S.LOST)
-    never = "the job ended before its agent began; see the attempt's logs"
+        return _ending(*_without_outcome(raw, reported), state=_S.LOST)
+    never = "the job ended before its agent started; see the attempt's logs"
     if found := _not_started(job_log):
-        return _ending(Cause.USER_ERROR, [found, never, *said])
-    return _ending(Cause.INFRASTRUCTURE, [never, *said], state=_S.LOST)
+        return _ending(Cause.USER_ERROR, [found, never, *reported])
+    return _ending(Cause.INFRASTRUCTURE, [never, *reported], state=_S.LOST)
 
 
-def _of_silence(word: str, said: Sequence[str]) -> tuple[Cause, list[str]]:
-    """Cause and evidence of an attempt whose agent began and left no outcome.
+def _without_outcome(raw: str, reported: Sequence[str]) -> tuple[Cause, list[str]]:
+    """Return the cause and evidence of an attempt whose agent started and left no outcome.
 
-    An agent writes one however it ends, unless it is killed: where its processes are known to be
-    gone, that is what happened. What a scheduler does not say is not guessed.
+    An agent always writes an outcome unless it is killed. If its processes are known to be gone,
+    it was killed. Otherwise the cause is unknown.
     """
-    silence = "the job is gone and its agent left no outcome"
-    if word == REBOOTED:
-        return Cause.NODE_FAILURE, [silence, *said]
-    if word == GONE:
+    no_outcome = "the job is gone and its agent left no outcome"
+    if raw == REBOOTED:
+        return Cause.NODE_FAILURE, [no_outcome, *reported]
+    if raw == GONE:
         killed = "its agent was killed: it left no outcome, and the machine stayed up"
-        return Cause.INFRASTRUCTURE, [killed, *said]
-    return Cause.UNKNOWN, [silence, *said]
+        return Cause.INFRASTRUCTURE, [killed, *reported]
+    return Cause.UNKNOWN, [no_outcome, *reported]
 
 
 def hung_ending(evidence: Sequence[str]) -> Ending:
-    """How training ended whose ranks were found to hang, by what proof."""
+    """Return the ending of a launch whose ranks hung. `evidence` is the proof of the hang."""
     return _ending(Cause.HANG, evidence)
 
 
 def on_the_way_out(ending: Ending, stopped_for: str) -> Ending:
-    """`ending`, of ranks that had said before, or not, that they stop for a bad loss.
+    """Return `ending`, with cause `numerics` if the ranks had stopped for a bad loss.
 
-    If they had, that is the cause: they hung on their way out, or one was killed for being slow
-    to go. A node that was lost on the way has its own.
+    `stopped_for` is that reason, or empty. Ranks that hang or are killed while they stop still
+    ended because of the loss. A node that was lost meanwhile keeps its own cause.
     """
     if not stopped_for or ending.cause in {Cause.NUMERICS, Cause.NODE_FAILURE}:
         return ending
     return _ending(Cause.NUMERICS, [stopped_for, *ending.evidence])
 
 
-def _is_hang_up(heard: dict[str, Any]) -> bool:
-    """True for what a dying node's step leaves its processes: SIGHUP, and no scheduler's mark.
+def _is_hang_up(event: dict[str, Any]) -> bool:
+    """Return True for a SIGHUP without a sign of preemption from the scheduler.
 
-    No scheduler announces a preemption by it.
+    The processes of a dying node's job step get this signal. No scheduler uses it for preemption.
     """
-    marked = _PREEMPT_TIME.search(str(heard.get("detail", "")))
-    return heard.get("name") == "SIGHUP" and not marked
+    marked = _PREEMPT_TIME.search(str(event.get("detail", "")))
+    return event.get("name") == "SIGHUP" and not marked
 
 
 def classify_crash(
@@ -194,9 +196,9 @@ def classify_crash(
     lost_nodes: Sequence[str] = (),
     launch_log: str = "",
 ) -> tuple[Ending, RankFailure | None]:
-    """How training ended that nobody asked to stop, and the rank whose failure came first.
+    """Return how a launch crashed, and the rank that failed first (None if no rank is known).
 
-    `oom_kills` counts the kernel's kills for want of memory during the launch, `launch_log`
+    `oom_kills` is the number of the kernel's out-of-memory kills during the launch. `launch_log`
     is the end of torchrun's own log.
     """
     if lost_nodes:
@@ -211,58 +213,58 @@ def classify_crash(
     if found is None and is_of_command(first.text):
         return _of_command(first, who), first
     if found is None:
-        # Nobody but the program itself ends a process with a code.
-        words = last_words(first.text) or "it left without an error message"
-        return _ending(Cause.USER_ERROR, [f"{who}: {words}"]), first
+        # Only the program itself exits with a code of its own.
+        message = last_words(first.text) or "it exited without an error message"
+        return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
     if oom_kills and KILLED_WORKER.search(found.quote):
         return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first
     return _ending(found.rule.cause, [f"{who}: {found.quote}"]), first
 
 
 def _of_command(first: RankFailure, who: str) -> Ending:
-    """How a rank ended that gave up because a command that it ran had failed."""
-    words = f"{who}: {last_words(first.text)}"
+    """Return how a rank ended that failed because a command that it ran had failed."""
+    message = f"{who}: {last_words(first.text)}"
     found = find_before_traceback(first.stderr_tail)
     if found is None:
-        return _ending(Cause.UNKNOWN, [words])
-    return _ending(found.rule.cause, [words, f"before that: {found.quote}"])
+        return _ending(Cause.UNKNOWN, [message])
+    return _ending(found.rule.cause, [message, f"before that: {found.quote}"])
 
 
 def _of_killed(first: RankFailure, oom_kills: int) -> Ending:
-    """How a rank ended that a signal killed."""
+    """Return how a rank ended that was killed by a signal."""
     name = _signal_name(first.signal)
     who = f"rank {first.rank} was killed by signal {first.signal} ({name})"
     if first.signal == signal.SIGKILL and oom_kills:
         return _ending(Cause.HOST_OOM, [who, _of_kernel(oom_kills)])
     if first.signal in _FROM_OUTSIDE:
-        return _ending(Cause.INFRASTRUCTURE, [who, "the kernel killed nothing for want of memory"])
-    if first.signal in _WITH_WORDS and (found := find_cause(first.text)):
+        return _ending(Cause.INFRASTRUCTURE, [who, "the kernel reports no out-of-memory kill"])
+    if first.signal in _EXPLAINED_SIGNALS and (found := find_cause(first.text)):
         return _ending(found.rule.cause, [f"{who}: {found.quote}"])
-    words = last_words(first.text)
-    return _ending(Cause.UNKNOWN, [f"{who}: {words}" if words else who])
+    message = last_words(first.text)
+    return _ending(Cause.UNKNOWN, [f"{who}: {message}" if message else who])
 
 
 def _of_launch(log: str, oom_kills: int) -> Ending:
-    """How torchrun ended that named no rank."""
+    """Return how torchrun ended when it named no failed rank."""
     if oom_kills:
         return _ending(Cause.HOST_OOM, ["torchrun ended", _of_kernel(oom_kills)])
-    words = last_words(log)
+    message = last_words(log)
     if found := _not_started(log):
         return _ending(Cause.USER_ERROR, [f"torchrun: {found}"])
     if named := find_cause(log):
         return _ending(named.rule.cause, [f"torchrun: {named.quote}"])
-    said = f": {words}" if words else "; its log is silent"
-    return _ending(Cause.INFRASTRUCTURE, [f"torchrun failed without naming a rank{said}"])
+    detail = f": {message}" if message else "; its log is empty"
+    return _ending(Cause.INFRASTRUCTURE, [f"torchrun failed without naming a rank{detail}"])
 
 
 def _not_started(log: str) -> str:
-    """The line by which a log says that the program could not even be started; may be empty."""
+    """Return the log line which says that the program could not be started, or ''."""
     lines = [line.strip() for line in log.splitlines()]
     return next((line for line in reversed(lines) if _NOT_STARTED.search(line)), "")
 
 
 def _of_kernel(oom_kills: int) -> str:
-    return f"kernel: oom_kill +{oom_kills}: it killed for want of memory"
+    return f"kernel: oom_kill +{oom_kills}: it killed processes because memory ran out"
 
 
 def _signal_name(number: int) -> str:
@@ -273,16 +275,16 @@ def _signal_name(number: int) -> str:
 
 
 def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that came first: a killed rank before its peers' complaints about it."""
+    """Return the failure that came first. A killed rank precedes its peers' secondary errors."""
     return min(failures, key=_precedence, default=None)
 
 
 def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, float, int]:
-    """Smallest for what came first. An abort may be how a peer's error shows, so it has words."""
+    """Return a sort key: the smallest is the first failure. SIGABRT may be a secondary error."""
     is_killed = failure.signal not in {0, signal.SIGABRT}
     found = None if is_killed else find_cause(failure.text)
     is_secondary = found is not None and found.rule.secondary_error
-    # Of those who complain, one that gave up waiting is why others lost their connection.
+    # Among secondary errors, a timeout explains the connections that the other ranks lost.
     gave_up = found is not None and found.rule.cause is Cause.HANG
     silent = not failure.text
     return (
@@ -297,38 +299,38 @@ def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, bool, flo
 
 
 def _with_outcome(outcome: Outcome, status: JobStatus | None) -> Ending:
-    """The agent's own account, corrected where only the scheduler can know."""
-    evidence = [*outcome.evidence, *(status.evidence if status and said_so(status) else ())]
+    """Return the agent's outcome, corrected where only the scheduler can know the cause."""
+    evidence = [*outcome.evidence, *(status.evidence if status and gives_reason(status) else ())]
     if outcome.state is _S.COMPLETED:
         return Ending(state=_S.COMPLETED, cause=None, evidence=_cut(evidence))
-    said = _OF_SCHEDULER.get(status.raw) if status else None
-    if said is not None and _may_correct(outcome, said):
-        return _ending(said, evidence)
+    scheduler_cause = _OF_SCHEDULER.get(status.raw) if status else None
+    if scheduler_cause is not None and _may_correct(outcome, scheduler_cause):
+        return _ending(scheduler_cause, evidence)
     return Ending(state=outcome.state, cause=outcome.cause, evidence=_cut(evidence))
 
 
-def _may_correct(outcome: Outcome, said: Cause) -> bool:
-    """True when the scheduler's last word is worth more than what the agent made of it."""
-    if said is Cause.OPERATOR and outcome.state is _S.FAILED:
-        # It had crashed by itself before anybody could cancel it.
+def _may_correct(outcome: Outcome, scheduler_cause: Cause) -> bool:
+    """Return True if the scheduler's cause is more reliable than the agent's."""
+    if scheduler_cause is Cause.OPERATOR and outcome.state is _S.FAILED:
+        # It had crashed before anyone could cancel it.
         return False
     return outcome.cause in _GUESSES or (heard_a_signal(outcome) and not is_certain(outcome))
 
 
 def heard_a_signal(outcome: Outcome) -> bool:
-    """True when a signal made the agent stop: the reason for it is a judgement."""
+    """Return True if the agent stopped because of a signal, so its cause is a judgement."""
     return any(line.startswith("signal:") for line in outcome.evidence)
 
 
 def is_certain(outcome: Outcome) -> bool:
-    """True when the agent saw the scheduler preempt the job, or nothing needs a second word."""
+    """Return True if the agent saw the scheduler preempt the job, or its cause is no guess."""
     if any(_PREEMPT_TIME.search(line) for line in outcome.evidence):
         return True
     return not heard_a_signal(outcome) and outcome.cause not in _GUESSES
 
 
-def said_so(status: JobStatus) -> bool:
-    """True when the scheduler gave a reason for the end, and not just the end."""
+def gives_reason(status: JobStatus) -> bool:
+    """Return True if the scheduler reports a reason for the end, not only the end."""
     return status.has_ended and status.raw in _OF_SCHEDULER
 
 
@@ -342,4 +344,6 @@ def _cut(evidence: Sequence[str]) -> tuple[str, ...]:
 
 def _of_signal(data: dict[str, Any]) -> str:
     detail = f": {data['detail']}" if data.get("detail") else ""
-    return f"the agent heard {data.get('name', 'a signal')} from {data.get('source', '?')}{detail}"
+    return (
+        f"the agent received {data.get('name', 'a signal')} from {data.get('source', '?')}{detail}"
+    )

@@ -1,9 +1,9 @@
-"""What a process's last words give away: a pure reading of tracebacks and standard error.
+"""Find the cause of a failure in tracebacks and standard error, without side effects.
 
-Rules are read from the top, the first that matches an exception's message decides, and the line
-that it matched is the evidence. Of a chained traceback the first exception is the root, unless it
-only complains about somebody else, and of a group its own words come before those of its members.
-Lines of source code in a traceback are not words of the failure, and warnings are not either.
+Rules are tried in order. The first rule that matches an exception's message decides, and the
+matching line is the evidence. In a chained traceback the first exception is the root, unless it is
+a secondary error. In an exception group, the group's own message precedes those of its members.
+Source lines of a traceback and warnings are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHAIN: Final = re.compile(
     r"[^\n]*\n\s*\Z"
 )
 _FRAME: Final = re.compile(r"^\s+")
-# What Python draws beside the members of an exception group, and the head of a whole group.
+# The margin that Python prints beside the members of an exception group, and the group's heading.
 _GROUP: Final = re.compile(r"^(?:\[rank\d+\]:\s?)?  \+ Exception Group Traceback", re.M)
 _MARGIN: Final = re.compile(r"^ +[|+](?:[-+]*-{8,}.*| )?", re.M)
 _MEMBER: Final = re.compile(r"(?:\[rank\d+\]:\s?)? +[|+] ")
@@ -31,8 +31,11 @@ _WARNING: Final = re.compile(r"^\[?W\d{3,}|\bWARNING\b|Warning: ")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Messages that match mean `cause`. A `secondary_error` is a rank's word about another one; a
-    `hardware` fault is of the node, and shuts it out."""
+    """Messages that match `pattern` mean `cause`.
+
+    A `secondary_error` reports the failure of another rank. A `hardware` fault belongs to the
+    node, which is then excluded from later attempts.
+    """
 
     cause: Cause
     pattern: re.Pattern[str]
@@ -42,7 +45,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that matched, and the line that it matched."""
+    """A rule that matched, and the line it matched."""
 
     rule: Rule
     quote: str
@@ -55,13 +58,13 @@ def _rule(
     return Rule(cause=cause, pattern=pattern, secondary_error=secondary_error, hardware=hardware)
 
 
-# A helper process of the program ended, and those who waited for it do not know why.
+# A helper process of the program ended. The processes that waited for it do not know why.
 ABRUPT_END: Final = (
     r"^(\w+\.)*(Broken(ProcessPool|Executor)|TerminatedWorkerError|Worker(Lost|Crashed)Error)\b"
     r"|(?i:\b(worker|sub-?process|process)\b.{0,60}\b(terminated|died|crashed|exited|ended) "
     r"(abruptly|unexpectedly))"
 )
-# A command that the program ran said itself why it failed, if anybody did.
+# A command that the program ran failed. Only the command's own output can say why.
 _OF_COMMAND: Final = re.compile(r"^(\w+\.)*(CalledProcessError|ProcessExecutionError)\b", re.M)
 RULES: Final[tuple[Rule, ...]] = (
     _rule(
@@ -90,7 +93,7 @@ RULES: Final[tuple[Rule, ...]] = (
         r"Disk quota exceeded|Errno 122\]|\bEDQUOT\b|Errno 27\] File too large",
         r"^(\w+\.)*\w*(Dis[ck]Full|StorageFull|OutOfSpace|NoSpaceLeft|InsufficientStorage)\w*\b",
         r"(?i:\b(dis[ck]|device|volume|file ?system|storage|quota) (is |was )?full\b)",
-        # A file takes less than it was given for want of room alone.
+        # A file accepts fewer bytes than requested only when storage is full.
         r"(?i:\b(short|partial|incomplete) write\b)|\b\d+ (\w+ )?requested and \d+ written\b",
     ),
     _rule(
@@ -144,24 +147,24 @@ RULES: Final[tuple[Rule, ...]] = (
         r"Dist(Network|Backend|Store)Error|connectFullMesh|Socket Timeout|Gloo connect",
         r"NCCL error|ncclRemoteError|NCCL communicator was aborted|recvValue failed",
         r"sendBytes failed|failed to recv, got 0 bytes|AgreementError|wait timeout after",
-        # Whoever it was that it talked to: libraries derive their own classes of these.
+        # Connection errors of any peer: libraries derive their own classes from these.
         r"^(\w+\.)*\w*Connection\w*(Error|Exception|Closed|Lost|Timeout)\w*\b",
         r"^(\w+\.)*(\w*Disconnected\w*|BrokenPipeError|\w*ProtocolError|IncompleteRead\w*)\b",
         r"^(\w+\.)*\w*(Connect(or)?Error|HostUnreachable\w*|Timeout(Error|Exception)?)\b",
         secondary_error=True,
     ),
 )
-# A worker that the kernel killed for want of memory ends by the same signal as any other.
+# A worker killed because memory ran out ends by the same signal as any other killed worker.
 KILLED_WORKER: Final = re.compile(
     rf"worker \(pid.*(is killed by signal: Killed|exited unexpect)|{ABRUPT_END}", re.M
 )
 
 
 def find_cause(text: str) -> Finding | None:
-    """What a traceback or standard error gives away, or None for the program's own errors.
+    """Return what a traceback or standard error reveals, or None for the program's own error.
 
-    A secondary error about somebody else counts only where no other exception of the chain says
-    more: one who loses a connection to a helper may find out next what became of it.
+    A secondary error counts only if no other exception in the chain says more. A process that
+    loses a connection to a helper may find out next how the helper ended.
     """
     secondary_error = None
     for found in filter(None, map(_first_match, messages(text))):
@@ -179,51 +182,51 @@ def _first_match(message: str) -> Finding | None:
 
 
 def is_of_command(text: str) -> bool:
-    """True when the root of a traceback is that a command of the program's has failed."""
+    """Return True if the root of a traceback is the failure of a command that the program ran."""
     return any(_OF_COMMAND.search(message) for message in messages(text)[:1])
 
 
 def find_before_traceback(text: str) -> Finding | None:
-    """What the words before the last traceback of a standard error give away."""
+    """Return what the text before the last traceback reveals, or None."""
     whole = last_traceback(text)
     return find_cause(text.removesuffix(whole)) if whole else None
 
 
 def last_words(text: str) -> str:
-    """The last exception's first line, else the last line that says anything; may be empty."""
-    said = messages(text)
-    lines = [line.strip() for line in (said[-1] if said else "").splitlines() if line.strip()]
+    """Return the first line of the last exception, or the last non-empty line; may be empty."""
+    found = messages(text)
+    lines = [line.strip() for line in (found[-1] if found else "").splitlines() if line.strip()]
     if not lines:
         return ""
     return (lines[0] if TRACEBACK in text else lines[-1])[:QUOTE_CHARACTERS_MAX]
 
 
 def messages(text: str) -> list[str]:
-    """The messages of a text's exceptions, the root first; of a text without one its lines.
+    """Return the messages of all exceptions in `text`, root first; without one, its lines.
 
-    Frames and source lines are left out, and what was said before the first traceback.
+    Stack frames, source lines and the text before the first traceback are left out.
     """
     has_groups = _GROUP.search(text)
     text = _PREFIX.sub("", text)
     if has_groups:
         text = _MARGIN.sub("", text)
     if TRACEBACK not in text:
-        said = [line for line in text.splitlines() if not _WARNING.search(line)]
-        return ["\n".join(said)] if said else []
+        kept = [line for line in text.splitlines() if not _WARNING.search(line)]
+        return ["\n".join(kept)] if kept else []
     found = []
     for block in text.split(TRACEBACK)[1:]:
         lines = block.splitlines()[1:]
         first = next((i for i, line in enumerate(lines) if line and not _FRAME.match(line)), None)
         if first is not None:
-            said = [line for line in lines[first:] if not _WARNING.search(line)]
-            found.append("\n".join(said))
+            kept = [line for line in lines[first:] if not _WARNING.search(line)]
+            found.append("\n".join(kept))
     return found
 
 
 def last_traceback(text: str) -> str:
-    """The last traceback in `text` with all that it is chained to; empty without one.
+    """Return the last traceback in `text` with every exception it is chained to, or ''.
 
-    That of a group's member comes with the whole group.
+    The traceback of a group's member comes with the whole group.
     """
     start = _head_of_group(text, text.rfind(TRACEBACK))
     while start > 0:
@@ -239,7 +242,7 @@ def last_traceback(text: str) -> str:
 
 
 def _head_of_group(text: str, start: int) -> int:
-    """Where the group begins that the traceback at `start` is a member of, else `start`."""
+    """Return where the group of the traceback at `start` begins, or `start` without a group."""
     line = text.rfind("\n", 0, max(0, start)) + 1
     if start < 0 or not _MEMBER.match(text, line):
         return start
@@ -248,7 +251,7 @@ def _head_of_group(text: str, start: int) -> int:
 
 
 def names_hardware(lines: tuple[str, ...]) -> bool:
-    """True when evidence names a fault of a node's hardware."""
+    """Return True if the evidence names a hardware fault of a node."""
     return any(rule.hardware and rule.pattern.search(line) for rule in RULES for line in lines)
 
 
@@ -258,6 +261,6 @@ def _line_at(text: str, position: int) -> str:
     line = text[begin : end if end >= 0 else len(text)].strip()
     if len(line) <= QUOTE_CHARACTERS_MAX:
         return line
-    # The words that decided must be among those that are kept.
+    # Keep the text that matched.
     offset = max(0, min(position - begin, len(line) - QUOTE_CHARACTERS_MAX // 2))
     return line[offset : offset + QUOTE_CHARACTERS_MAX]

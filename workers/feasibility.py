@@ -1,7 +1,7 @@
-"""Whether a run can go on from its newest checkpoint at another number of GPUs, before it queues.
+"""Check whether a run can continue from its newest checkpoint at another number of GPUs.
 
-Told by the manifest alone, so that it costs a look at the disk and needs no torch; `holdfast doctor
---run` says besides how much memory it takes.
+Reads only the manifest, so it is quick and needs no torch. `holdfast doctor --run` also reports
+the memory needed.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from holdfast.contracts.topology import has_mesh, problem_with_mesh
 
 @dataclass(frozen=True)
 class Feasibility:
-    """What is known of the shapes a run can go on in; `newest` is None without a checkpoint."""
+    """The GPU counts at which a run can continue; `newest` is None without a checkpoint."""
 
     newest: Manifest | None
 
     @classmethod
     def of(cls, history: RunHistory) -> Feasibility:
-        """Of the run as it is now: its branch's newest committed checkpoint counts."""
+        """Return the feasibility of a run now, from its branch's newest committed checkpoint."""
         try:
             return cls(newest_of_branch(history.paths, history))
         except NotFoundError:
             return cls(None)
 
     def allows(self, gpus: int) -> bool:
-        """False when it is known that `gpus` cannot hold the state."""
+        """Return False if it is known that `gpus` GPUs cannot hold the state."""
         return self.problem(gpus) is None
 
     def problem(self, gpus: int) -> str | None:
-        """Why `gpus` cannot hold the state, and what can; None when they can or nobody knows."""
+        """Return why `gpus` GPUs cannot hold the state, and which can; None if they can or may."""
         if self.newest is None:
             return None
         problem = problem_with_mesh(self.newest, gpus)
         return f"its checkpoint {self.newest.name}: {problem}" if problem else None
 
     def doubt(self, gpus: int) -> str | None:
-        """Why it is not known whether `gpus` can hold the state; None when it is."""
+        """Return why it is unknown whether `gpus` GPUs can hold the state; None if it is known."""
         if self.newest is None or has_mesh(self.newest) or gpus == self.newest.world_size:
             return None
         return (
-            f"its checkpoint {self.newest.name} does not say over which mesh it was saved, so "
-            f"whether it fits {gpus} GPUs is seen only when it is loaded"
+            f"its checkpoint {self.newest.name} does not record its mesh, so whether it fits "
+            f"{gpus} GPUs shows only when it is loaded"
         )
 
 
 def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
-    """The newest committed checkpoint that no rollback excluded. Raises `NotFoundError`."""
+    """Return the newest committed checkpoint of the run's branch. Raises `NotFoundError`."""
     excluded = excluded_checkpoints(history.events)
     for directory in reversed(paths.list_checkpoints()):
         with contextlib.suppress(DamagedCheckpointError):
@@ -60,5 +60,5 @@ def newest_of_branch(paths: RunPaths, history: RunHistory) -> Manifest:
             if manifest is not None:
                 return manifest
     raise NotFoundError(
-        f"{paths.name} has no committed checkpoint yet; ask again after its first save"
+        f"{paths.name} has no committed checkpoint yet; repeat the command after its first save"
     )

@@ -1,4 +1,4 @@
-"""Whether a preemption leaves enough time for the last flush: measured times, scheduler's word."""
+"""Check whether a preemption leaves enough time for the last flush."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from holdfast.contracts.spec import Resources, RunSpec
 from holdfast.workers import slurm_client
 
 ANSWER_TIMEOUT_S: Final = 5.0
-# Slurm takes the grace from the QOS then, and from the partition else.
+# With this preemption type the QOS gives the grace, otherwise the partition does.
 BY_QOS: Final = "preempt/qos"
 
 
 def warnings_of(spec: RunSpec, measured: RunPaths | None) -> list[str]:
-    """What people should know before they rely on the grace period.
+    """Return warnings about the grace period.
 
-    `measured` is the run whose saves tell how long a flush takes, None where none has run yet.
+    `measured` is the run whose saves show how long a flush takes, or None if none has run yet.
     """
     forecast: FlushForecast | None = None
     if measured is not None:
@@ -30,8 +30,10 @@ def warnings_of(spec: RunSpec, measured: RunPaths | None) -> list[str]:
 
 
 def _scheduler_grace(resources: Resources) -> tuple[str, float | None]:
-    """Who gives a preempted job how many seconds: its QOS or its partition. None: nobody, or it
-    is not known."""
+    """Return the QOS or partition that gives a preempted job its grace, and the grace in seconds.
+
+    The grace is None if there is none or it is unknown.
+    """
     if resources.executor != "slurm":
         return "", None
     try:
@@ -46,9 +48,10 @@ def _scheduler_grace(resources: Resources) -> tuple[str, float | None]:
 
 
 def grace_of_qos(known: Mapping[str, tuple[str, str]], wanted: str) -> float | None:
-    """Grace seconds of a QOS: pure. `known` has the accounting's `00:00:30`, and whom it preempts.
+    """Return the grace of a QOS in seconds, without side effects.
 
-    None where no other preempts it, or it is not known: the one that an account has by default.
+    `known` maps each QOS to its grace, such as `00:00:30`, and to the QOS that it preempts. Returns
+    None if no other QOS preempts `wanted`, or if `wanted` is the account's default and so unknown.
     """
     preempted = {name for _, names in known.values() for name in names.split(",")}
     if wanted not in known or wanted not in preempted:
@@ -60,7 +63,7 @@ def grace_of_qos(known: Mapping[str, tuple[str, str]], wanted: str) -> float | N
 def grace_of_partition(
     partitions: list[dict[str, str]], wanted: str | None
 ) -> tuple[str, float | None]:
-    """Name and grace seconds of the partition a job goes to: pure. None: it preempts nobody."""
+    """Return the name and the grace (seconds) of a job's partition; None if it is not preempted."""
     for fields in partitions:
         name, is_default = fields.get("PartitionName", ""), fields.get("Default") == "YES"
         if (name != wanted) if wanted else not is_default:

@@ -1,7 +1,7 @@
-"""When a running attempt gives way to a larger one: capacity that has come back, and stays.
+"""Decide when a running attempt stops so that a larger one can start, as a pure function.
 
-Pure. Taking more GPUs costs a restart, so free ones must have been seen for a while, the attempt
-must have trained as long, and each time that a grown attempt was preempted again doubles that.
+More GPUs cost a restart. So they must have been free for a while, and the attempt must have trained
+as long. That delay doubles each time a grown attempt was preempted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DOUBLINGS_MAX: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityObservation:
-    """Room for `gpus` GPUs, seen at every look since `since`, Unix seconds."""
+    """Capacity for `gpus` GPUs at every check since `since` (Unix seconds)."""
 
     gpus: int
     since: float
@@ -34,11 +34,11 @@ def observe_capacity(
     now: float,
     fits: Callable[[int], bool],
 ) -> CapacityObservation | None:
-    """The room for a larger attempt that is seen now; `before` is what the last look saw.
+    """Return the capacity for a larger attempt now; `before` is the previous observation.
 
-    `capacity` counts the GPUs that are free or the attempt's own, `fits` says whether the
-    checkpoint can go on at a count. None without such room, and
-    while nobody knows. A larger size than before is no new sighting, a smaller one is.
+    `capacity` counts free GPUs and the attempt's own. `fits` returns whether the checkpoint can
+    continue at a count. Returns None without such capacity or if it is unknown. A larger size than
+    before keeps the start time, a smaller one resets it.
     """
     last, spec = history.last_attempt, history.spec
     if not spec.elastic.grow or capacity is None or last is None:
@@ -55,7 +55,7 @@ def observe_capacity(
 
 
 def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float) -> bool:
-    """True when the attempt should save, stop and go on at `seen.gpus`."""
+    """Return True if the attempt should save, stop and continue at `seen.gpus`."""
     last = history.last_attempt
     if seen is None or last is None or history.pending_request is not None:
         return False
@@ -65,7 +65,7 @@ def is_due(history: RunHistory, seen: CapacityObservation | None, *, now: float)
 
 
 def grow_delay(history: RunHistory) -> float:
-    """Seconds that room must have been there, and the attempt trained."""
+    """Return the seconds for which capacity must be free and the attempt must have trained."""
     grown = {
         int(event.data["after_attempt"]) + 1
         for event in history.events

@@ -1,4 +1,4 @@
-"""Heartbeats: one small file per node, replaced every few seconds by the node's agent."""
+"""Heartbeats: one small file per node, which the node's agent replaces every few seconds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from holdfast.contracts.paths import AttemptPaths
 from holdfast.workers.agent.calibration import PhaseTimes
 from holdfast.workers.agent.gpus import GpuBeat
 
-# So many heartbeats that do not come make a node silent.
+# A node is silent after this many missed heartbeats.
 BEATS_MISSED_MAX: Final = 3
-# Clocks of a cluster agree to far less; more is somebody's mistake.
+# The clocks of a cluster agree to far less than this. More is a configuration error.
 CLOCK_SKEW_S: Final = 30.0
 
 
 class RankBeat(Document):
-    """One rank as the agent last saw it. `age_s` is seconds since its last sign of life.
+    """One rank as the agent last saw it. `age_s` is the seconds since its last sign of life.
 
-    `own_s` is what of a step it spent not waiting for others. None: the kernel does not say.
+    `own_s` is the part of a step in which it did not wait for others. A value of None means that
+    the kernel does not report it.
     """
 
     rank: Number
@@ -47,10 +48,10 @@ class RankBeat(Document):
 
 
 class NodeBeat(Document):
-    """`heartbeats/node-NNNN.json`: a node's ranks.
+    """`heartbeats/node-NNNN.json`: a node and its ranks.
 
-    `time` is Unix seconds and for people; `monotonic_s`, of the boot `boot_id`, no change of the
-    clock moves. `phases` is how long each phase is silent when all is well.
+    `time` is Unix seconds, for display only. `monotonic_s`, of the boot `boot_id`, does not change
+    with the clock. `phases` is how long each phase is silent in normal operation.
     """
 
     node: Number
@@ -69,10 +70,10 @@ class NodeBeat(Document):
 
 
 def read_heartbeats(paths: AttemptPaths) -> list[NodeBeat]:
-    """The newest heartbeat of every node that gave one, in order of node."""
+    """Return the newest heartbeat of every node that wrote one, in order of node."""
     beats = []
     for path in sorted(paths.heartbeats.glob("node-*.json")):
-        # A beat that cannot be believed is one that did not come.
+        # An invalid heartbeat counts as a missed one.
         with contextlib.suppress(OSError, HoldfastError):
             beat = read_document(NodeBeat, path)
             beats += [beat] if beat else []
@@ -80,19 +81,19 @@ def read_heartbeats(paths: AttemptPaths) -> list[NodeBeat]:
 
 
 def newest_step(beats: list[NodeBeat]) -> int | None:
-    """The last step that any rank finished, or None when none has said."""
+    """Return the last step that any rank finished, or None if no rank has reported one."""
     steps = [rank.step for beat in beats for rank in beat.ranks if rank.step >= 0]
     return max(steps, default=None)
 
 
 def clock_problems(beats: Iterable[NodeBeat], now: float) -> list[str]:
-    """What is wrong with the nodes' clocks, in words: beats from the future. `now` is Unix time.
+    """Return a message for each node whose heartbeat lies in the future. `now` is Unix time.
 
-    Nothing is decided by these clocks; people who read times should know.
+    Holdfast decides nothing by these clocks, but they explain odd times in the output.
     """
     return [
-        f"the heartbeat of {beat.host} is {beat.time - now:.0f} s in the future; its clock or "
-        "this one is wrong"
+        f"the heartbeat of {beat.host} is {beat.time - now:.0f} s in the future; the clock of that "
+        "host or of this one is wrong"
         for beat in beats
         if beat.time - now > CLOCK_SKEW_S
     ]
@@ -100,7 +101,7 @@ def clock_problems(beats: Iterable[NodeBeat], now: float) -> list[str]:
 
 @dataclass
 class _Seen:
-    """What was last seen of a node's file, and when, by this process's monotonic clock."""
+    """The last state of a node's file, and when this process saw it (monotonic seconds)."""
 
     state: tuple[int, int]
     at: float
@@ -108,10 +109,10 @@ class _Seen:
 
 
 class HeartbeatWatch:
-    """Which nodes have fallen silent: from the change of their files, by one's own clock.
+    """Finds silent nodes by changes of their files and this process's own clock.
 
-    A look costs one `stat` for each node and reads no file, so one supervisor watches thousands.
-    Neither the nodes' clocks nor the storage's count, nor what a file says of its time.
+    A check costs one `stat` per node and reads no file, so one supervisor can watch thousands.
+    Neither the nodes' clocks, nor the storage's clock, nor the times in the files matter.
     """
 
     def __init__(self, paths: AttemptPaths, heartbeat_s: float) -> None:
@@ -120,24 +121,24 @@ class HeartbeatWatch:
         self._seen: dict[str, _Seen] = {}
 
     def look(self, now: float | None = None) -> tuple[list[str], list[str]]:
-        """(newly silent, heard again): the nodes' names. `now` is monotonic seconds."""
+        """Return the nodes that fell silent and that returned. `now` is monotonic seconds."""
         now = time.monotonic() if now is None else now
-        silent, again = [], []
+        silent, returned = [], []
         for name, state in self._states():
             seen = self._seen.get(name)
             if seen is None:
                 self._seen[name] = _Seen(state, now)
             elif state != seen.state:
                 if seen.is_silent:
-                    again.append(name)
+                    returned.append(name)
                 self._seen[name] = _Seen(state, now)
             elif not seen.is_silent and now - seen.at > self._silence_s:
                 seen.is_silent = True
                 silent.append(name)
-        return silent, again
+        return silent, returned
 
     def _states(self) -> list[tuple[str, tuple[int, int]]]:
-        """(node, what changes with each beat) of every heartbeat file there is."""
+        """Return (node, a value that changes with each heartbeat) of every heartbeat file."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self._directory) as entries:
             for entry in entries:

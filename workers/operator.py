@@ -1,4 +1,4 @@
-"""What people ask of a run: a journal line first, then a word to the agent or the scheduler."""
+"""Requests of operators: journaled first, then passed to the agent or the scheduler."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from holdfast.workers.sizes import problem_with
 
 Action = Literal["stop", "pause", "resume", "cancel", "relaunch"]
 ACTIONS: Final[tuple[Action, ...]] = ("stop", "pause", "resume", "cancel", "relaunch")
-# What a live attempt is told; `resume` finds none.
+# Requests that end a live attempt.
 _ENDS_ATTEMPT: Final = frozenset({"stop", "pause", "cancel", "relaunch"})
-# An operator's turn takes milliseconds.
+# A request holds the lock for milliseconds.
 TURN_S: Final = 30.0
-# So long another operator waits for what was asked to come about.
+# For this long, another operator's request is refused while the first is pending.
 UNDER_WAY_S: Final = 60.0
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -63,12 +63,12 @@ def request(
     writer: str = "cli",
     alone: bool = False,
 ) -> str:
-    """Ask that a run be stopped, paused, resumed, cancelled or relaunched; returns what happens.
+    """Request that a run be stopped, paused, resumed, cancelled or relaunched; return what happens.
 
-    The request is journaled, then a live attempt is told to end after one last checkpoint and a
-    queued one is taken back. Harmless when repeated. Raises `SpecError` for what makes no sense
-    and `NotFoundError` without a run; where it must be `alone`, `RequestConflictError` while what
-    somebody asked for a moment ago has not come about.
+    The request is journaled. Then a live attempt is asked to end after one last checkpoint, and a
+    queued one is cancelled. Repeating a request is harmless. Raises `SpecError` for a request that
+    does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
+    `RequestConflictError` while another recent request is pending.
     """
     try:
         return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
@@ -77,28 +77,28 @@ def request(
             raise
         is_released = release_reserve(paths)
         if not is_released:
-            raise HoldfastError(_full_words(paths, action, error)) from error
+            raise HoldfastError(_disk_full_message(paths, action, error)) from error
     try:
         return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise HoldfastError(_full_words(paths, action, error)) from error
+        raise HoldfastError(_disk_full_message(paths, action, error)) from error
 
 
-def _full_words(paths: RunPaths, action: Action, error: OSError) -> str:
+def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
     last = load_history(paths).last_attempt
     job = f", or end job {last.job_id} by the scheduler's own command" if last else ""
     return (
-        f"run {paths.name}: the file system is full ({error}), so the request to {action} could "
-        f"not be recorded; free some space there and ask again{job}"
+        f"run {paths.name}: the file system is full ({error}), so the request to {action} was "
+        f"not recorded; free some space there and repeat the request{job}"
     )
 
 
 def _request(
     paths: RunPaths, action: Action, *, by: str, gpus: int | None, writer: str, alone: bool
 ) -> str:
-    with _turn(paths):
+    with _operator_lock(paths):
         history = load_history(paths)
         if alone:
             _refuse_second(history, time.time())
@@ -119,20 +119,20 @@ def _request(
 
 
 def pin(paths: RunPaths, checkpoint: str, *, by: str, note: str = "", writer: str = "cli") -> str:
-    """Keep a checkpoint whatever the keep rules say; returns its id.
+    """Keep a checkpoint whatever the keep rules say; return its id.
 
-    Raises `NotFoundError` when there is none, or when it was deleted before the pin held.
+    Raises `NotFoundError` if there is none, or if it was deleted before the pin took effect.
     """
     _committed(paths, checkpoint)
     with JournalWriter(paths.journal_of(writer)) as journal:
         journal.append(EventKind.PINNED, checkpoint=checkpoint, by=by, note=note)
-    # Who deletes takes the manifest away and then looks for pins: one of us sees the other.
+    # A deletion removes the manifest and then looks for pins, so one of the two sees the other.
     _committed(paths, checkpoint)
     return checkpoint_id(paths.name, checkpoint)
 
 
 def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> str:
-    """Leave a checkpoint to the keep rules again; returns its id."""
+    """Make a checkpoint subject to the keep rules again; return its id."""
     if checkpoint not in pinned_checkpoints(load_history(paths).events):
         raise SpecError(f"{checkpoint_id(paths.name, checkpoint)} is not pinned")
     with JournalWriter(paths.journal_of(writer)) as journal:
@@ -141,10 +141,10 @@ def unpin(paths: RunPaths, checkpoint: str, *, by: str, writer: str = "cli") -> 
 
 
 @contextlib.contextmanager
-def _turn(paths: RunPaths) -> Iterator[None]:
-    """One operator after the other: each sees what the one before asked for."""
+def _operator_lock(paths: RunPaths) -> Iterator[None]:
+    """Hold the run's operator lock, so that each request sees the ones before it."""
     if not has_spec(paths.directory):
-        # No lock is left in a folder that is no run's; who reads the history says so.
+        # This folder is not a run, so leave no lock in it. Reading the history raises the error.
         yield
         return
     handle = open_beneath(paths.operator_lock, LOCK_FLAGS, below=paths.directory)
@@ -153,7 +153,7 @@ def _turn(paths: RunPaths) -> Iterator[None]:
         if not wait_for_lock(handle, wait_s):
             raise RunConflictError(
                 f"run {paths.name}: another process has kept {paths.operator_lock} locked for "
-                f"{wait_s:.0f} s; `fuser {paths.operator_lock}` names it"
+                f"{wait_s:.0f} s; find it with `fuser {paths.operator_lock}`"
             )
         yield
     finally:
@@ -161,27 +161,28 @@ def _turn(paths: RunPaths) -> Iterator[None]:
 
 
 def _refuse_second(history: RunHistory, now: float) -> None:
-    """Raise `RequestConflictError` while the newest request is fresh and not yet carried out."""
+    """Raise `RequestConflictError` while a recent request is still pending."""
     last, asked = history.last_attempt, history.pending_request
-    told = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
-    if asked is None or asked.get("by") == GROWER or now - told[-1].time > UNDER_WAY_S:
+    requests = [e for e in history.events if e.kind is EventKind.OPERATOR_REQUEST]
+    if asked is None or asked.get("by") == GROWER or now - requests[-1].time > UNDER_WAY_S:
         return
     has_ended = last is None or last.state.is_terminal
     if has_ended and asked["action"] not in OPERATOR_GOES_ON:
         return
-    who, what = str(asked.get("by") or "somebody"), str(asked["action"])
+    who, action = str(asked.get("by") or "another operator"), str(asked["action"])
     size = f" at {asked['gpus']} GPUs" if asked.get("gpus") else ""
     raise RequestConflictError(
-        f"{who} asked {now - told[-1].time:.0f} s ago to {what} run {history.paths.name}{size}, "
-        "and that is under way; look how it goes, then ask again",
+        f"{who} requested {now - requests[-1].time:.0f} s ago to {action} run "
+        f"{history.paths.name}{size}, and that request is still pending; wait until it is done, "
+        "then repeat yours",
         by=who,
-        action=what,
-        at=told[-1].time,
+        action=action,
+        at=requests[-1].time,
     )
 
 
 def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
-    """Raise `SpecError` for a request that makes no sense in the run's condition."""
+    """Raise `SpecError` for a request that does not fit the run's state."""
     run, state = history.paths.name, history.state
     if action not in ACTIONS:
         raise SpecError(f"{action!r}: expected one of {', '.join(ACTIONS)}")
@@ -189,64 +190,62 @@ def _check(history: RunHistory, action: Action, gpus: int | None) -> None:
     may_go_on = action == "relaunch" and last is not None and last.may_lack_steps
     if state is RunState.COMPLETED and not may_go_on:
         raise SpecError(
-            f"run {run} is completed, there is nothing to {action}; `holdfast fork` begins a new "
-            "run from one of its checkpoints"
+            f"run {run} is completed, so there is nothing to {action}; start a new run from one of "
+            "its checkpoints with `holdfast fork`"
         )
     if action == "resume" and state is not RunState.PAUSED:
         raise SpecError(
-            f"run {run} is {state}, not paused; `holdfast relaunch {run}` takes an ended run up "
-            "again"
+            f"run {run} is {state}, not paused; continue a run that has ended with "
+            f"`holdfast relaunch {run}`"
         )
     if action in {"stop", "pause", "cancel"} and not state.is_live:
-        raise SpecError(f"run {run} is {state} already; there is nothing to {action}")
-    words = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
-    if words:
-        raise SpecError(f"run {run}: {words}. Nothing was queued or stopped", [words])
+        raise SpecError(f"run {run} is already {state}; there is nothing to {action}")
+    reason = why_not_submitted(history.record) if action in OPERATOR_GOES_ON else ""
+    if reason:
+        raise SpecError(f"run {run}: {reason}. Nothing was queued or stopped", [reason])
     if gpus is None:
         return
     if action != "relaunch":
-        raise SpecError(
-            f"{action} takes no GPU count; `holdfast relaunch {run} --gpus {gpus}` does"
-        )
+        raise SpecError(f"{action} takes no GPU count; use `holdfast relaunch {run} --gpus {gpus}`")
     problem = problem_with(history.spec, gpus)
     if problem:
         raise SpecError(f"run {run}: {problem}", [problem])
     problem = Feasibility.of(history).problem(gpus)
     if problem:
         raise SpecError(
-            f"run {run}: {problem}; a program with another mesh is another run: begin it with "
+            f"run {run}: {problem}; a program with another mesh is another run: start it with "
             "`holdfast fork`. Nothing was queued or stopped",
             [problem],
         )
 
 
 def _end_attempt(attempt: AttemptPaths, view: AttemptView, action: Action, by: str) -> str:
-    """Tell a live attempt to end: by a file to its agent, by the scheduler while it is queued."""
+    """End a live attempt by a file to its agent, or by the scheduler while it is queued."""
     stop = StopFile(action=action, by=by, requested_at=time.time())
     write_document(attempt.stop, stop)
-    told = f"attempt {view.number} ends after one last checkpoint ({action})"
+    message = f"attempt {view.number} ends after one last checkpoint ({action})"
     asked = read_document(Request, attempt.request)
     submission = read_document(Submission, attempt.submission)
     if asked is None or asked.executor == "local" or read_claim(attempt):
-        return told
-    # No agent reads the file of a queued job; one that starts meanwhile still finds it.
+        return message
+    # A queued job has no agent yet. If one starts meanwhile, it finds the file.
     with contextlib.suppress(SchedulerError):
         executor = executor_for(asked.executor)
         submission = submission or executor.find(asked)
         if submission is None:
-            return told
+            return message
         status = executor.status(asked, submission)
         if status.state == "pending":
             executor.cancel(asked, submission)
-            return f"attempt {view.number} was still queued and is taken back ({action})"
-    return told
+            return f"attempt {view.number} was still queued and is cancelled ({action})"
+    return message
 
 
 def _what_follows(history: RunHistory, action: Action, gpus: int | None) -> str:
     run = history.paths.name
     if action in {"resume", "relaunch"}:
         before = history.last_attempt.world_size if history.last_attempt else history.spec.gpus
-        return f"run {run} goes on at {gpus or before or history.spec.gpus} GPUs"
+        return f"run {run} continues at {gpus or before or history.spec.gpus} GPUs"
     return f"run {run} will not be relaunched ({action})"
 
 

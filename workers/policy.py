@@ -1,4 +1,4 @@
-"""What comes next: a pure function of what disk knows, the free GPUs and the time."""
+"""Decide what a run does next: a pure function of its records, the free GPUs and the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from holdfast.workers.sizes import allowed_sizes, choose_gpus
 Action = Literal["relaunch", "restart", "wait", "stop"]
 
 UNLIMITED: Final = 1_000_000
-# Relaunches that are forgiven per cause over the life of a run; a spec may say otherwise.
+# Relaunches allowed per cause since an operator's last relaunch; a spec may change them.
 BUDGETS: Final[dict[Cause, int]] = {
     Cause.PREEMPTION: UNLIMITED,
     Cause.TIME_LIMIT: UNLIMITED,
@@ -42,23 +42,23 @@ BUDGETS: Final[dict[Cause, int]] = {
     Cause.OPERATOR: 0,
 }
 BREAKER_ATTEMPTS: Final = 3
-# Slurm starts the job that preempted ours only after ours has gone. Asked sooner what is free,
-# it would count the very GPUs that are about to be taken.
+# Slurm starts the job that preempted ours only after ours has ended. An earlier query would count
+# as free the GPUs that the other job is about to take.
 PREEMPTOR_S: Final = 6.0
 EXCLUDE_S: Final = 6 * 3600.0
 EXCLUDED_MAX: Final = 16
-# One hang or broken connection may be anybody's; the second in a row of one host is its own.
+# One hang or broken connection may be another host's fault. The second on one host is its own.
 SUSPICIONS_MAX: Final = 2
 BACKOFF_S_MAX: Final = 600.0
 BACKOFF_DOUBLINGS_MAX: Final = 6
-# These come from outside; waiting longer and longer for them would only waste the cluster.
-# The scheduler is asked again about a refused job after this, and each time after twice as long.
+# A refused job is submitted again after this time, which doubles with each refusal.
 REFUSAL_WAIT_S: Final = 10.0
 REFUSAL_WAIT_S_MAX: Final = 600.0
-# A refusal that can pass is waited out for this long, like a place in a queue.
+# A refusal that may pass is retried for this long.
 REFUSED_S_MAX: Final = 7 * 24 * 3600.0
-# Other refusals are the spec's own fault, or the machine's.
+# Other refusals come from the spec or this machine, so more tries do not help.
 REFUSALS_MAX: Final = 3
+# These causes come from outside the program, so a longer wait would only waste the cluster.
 _NO_BACKOFF: Final = frozenset({Cause.PREEMPTION, Cause.TIME_LIMIT, Cause.OPERATOR})
 _SUSPICIOUS: Final = frozenset({Cause.HANG, Cause.INFRASTRUCTURE, Cause.UNKNOWN})
 _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG})
@@ -66,7 +66,7 @@ _RESTARTABLE: Final = frozenset({Cause.INFRASTRUCTURE, Cause.UNKNOWN, Cause.HANG
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do next, and why. `delay_s` is seconds to wait before doing it."""
+    """What to do next, and why. `delay_s` is the number of seconds to wait before it."""
 
     action: Action
     reason: str
@@ -76,7 +76,7 @@ class Decision:
 
 
 def fits_any(_gpus: int) -> bool:
-    """What is known of a run without a checkpoint: it fits every GPU count."""
+    """Return True: a run without a checkpoint fits every GPU count."""
     return True
 
 
@@ -87,10 +87,10 @@ def decide(
     now: float,
     fits: Callable[[int], bool] = fits_any,
 ) -> Decision:
-    """What the supervisor does with a run that it finds in this condition.
+    """Return what the supervisor does next with a run.
 
-    `capacity` is the number of GPUs free now (None: unknown or unbounded), `now` Unix seconds;
-    `fits` says whether the newest checkpoint can go on at a GPU count.
+    `capacity` is the number of GPUs free now (None: unknown or unlimited). `now` is Unix seconds.
+    `fits` returns whether the newest checkpoint can continue at a GPU count.
     """
     last, spec = history.last_asked, history.spec
     if last is not None and not last.state.is_terminal:
@@ -98,21 +98,21 @@ def decide(
     is_completed = last is not None and last.state is AttemptState.COMPLETED
     if is_completed and not takes_up_completed(history.pending_request):
         return Decision(action="stop", reason="completed")
-    held = _operator_word(history, capacity, fits)
-    if held is not None:
-        return held
+    requested = _decide_by_request(history, capacity, fits)
+    if requested is not None:
+        return requested
     if last is None:
         return Decision(action="relaunch", gpus=spec.gpus, reason="first")
-    return _after(history, last, capacity, now, fits)
+    return _decide_after(history, last, capacity, now, fits)
 
 
-def _operator_word(
+def _decide_by_request(
     history: RunHistory, capacity: int | None, fits: Callable[[int], bool]
 ) -> Decision | None:
-    """The decision that an operator's unanswered request makes by itself.
+    """Return the decision that an operator's pending request makes, or None.
 
-    A policy's own stop request for more GPUs is no more than a stop request: what is free by now
-    decides.
+    A request that Holdfast itself made to grow the run only stops the attempt. The number of GPUs
+    free now decides the next size.
     """
     request = history.pending_request
     if request is None:
@@ -131,31 +131,31 @@ def _operator_word(
     return Decision(action="relaunch", gpus=gpus, reason=f"{action} at {gpus} GPUs by {by}")
 
 
-def _after(
+def _decide_after(
     history: RunHistory,
     last: AttemptView,
     capacity: int | None,
     now: float,
     fits: Callable[[int], bool],
 ) -> Decision:
-    """What follows an attempt that ended and of which no operator has said anything."""
+    """Return what follows an attempt that ended without an operator's request."""
     cause = last.cause or Cause.UNKNOWN
     if cause is Cause.OPERATOR:
         return Decision(action="stop", reason="cancelled from outside Holdfast")
     spent = _spent(history.attempts, history, cause)
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
     if spent > budget:
-        again = f" ({spent} times, {budget} forgiven)" if budget else ""
+        again = f" ({spent} times, {budget} allowed)" if budget else ""
         return Decision(action="stop", reason=f"{cause}{again}: {_why(last)}")
     if len(history.attempts) >= history.spec.supervision.attempts_max:
         limit = history.spec.supervision.attempts_max
-        return Decision(action="stop", reason=f"supervision.attempts_max {limit} is reached")
+        return Decision(action="stop", reason=f"supervision.attempts_max ({limit}) is reached")
     stuck = _attempts_without_progress(history)
     if stuck >= BREAKER_ATTEMPTS:
         return Decision(
             action="stop",
             reason=f"{stuck} attempts in a row committed no new step, the last ended by {cause}; "
-            "`holdfast relaunch` goes on once the reason is mended",
+            "fix the cause, then run `holdfast relaunch`",
         )
     gpus, why = choose_gpus(
         history.spec,
@@ -179,7 +179,7 @@ def _why(last: AttemptView) -> str:
 
 
 def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -> int:
-    """How often `cause` has ended an attempt since an operator last set the run going."""
+    """Return how often `cause` ended an attempt since an operator's last relaunch."""
     since = max(
         (
             int(event.data.get("after_attempt", 0))
@@ -197,16 +197,16 @@ def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -
         and a.state.is_terminal
         and a.cause is cause
         and a.was_submitted
-        # The ranks themselves count rollbacks, and say when there have been enough.
+        # The ranks count rollbacks themselves and stop when there are too many.
         and not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
     )
 
 
 def _attempts_without_progress(history: RunHistory) -> int:
-    """Attempts at the end of the run, in a row, that committed no step newer than all before.
+    """Return the number of last attempts in a row that committed no new step.
 
-    Operators' own relaunches are no sign of trouble, and begin the count again. A preemption says
-    nothing of the run, so it is not counted.
+    An operator's relaunch is no failure and starts the count again. A preempted attempt says
+    nothing about the run and is not counted.
     """
     newest, stuck = -1, 0
     committed = _committed_steps(history)
@@ -223,9 +223,9 @@ def _attempts_without_progress(history: RunHistory) -> int:
 
 
 def _committed_steps(history: RunHistory) -> dict[int, int]:
-    """The newest committed step of each attempt, from outcomes, endings and journal lines.
+    """Return each attempt's newest committed step, from outcomes, endings and journal lines.
 
-    Steps that a rollback took off the run's branch are no progress.
+    Steps that a rollback removed from the run's branch do not count.
     """
     steps: dict[int, int] = {}
     excluded = excluded_checkpoints(history.events)
@@ -237,24 +237,24 @@ def _committed_steps(history: RunHistory) -> dict[int, int]:
             steps[attempt] = max(steps.get(attempt, -1), step)
 
     for attempt in history.attempts:
-        told = [attempt.facts.get("committed_step")]
-        told += [attempt.outcome.committed_step] if attempt.outcome else []
-        for step in told:
+        recorded = [attempt.facts.get("committed_step")]
+        recorded += [attempt.outcome.committed_step] if attempt.outcome else []
+        for step in recorded:
             if (attempt.number, step) not in undone:
                 note(attempt.number, step)
     for event in history.events:
-        is_told = event.kind == "committed" and "attempt" in event.data
-        if is_told and event.data.get("checkpoint") not in excluded:
+        is_commit = event.kind == "committed" and "attempt" in event.data
+        if is_commit and event.data.get("checkpoint") not in excluded:
             note(int(event.data["attempt"]), event.data.get("step"))
     return steps
 
 
 def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ...]:
-    """Hosts that failed within `EXCLUDE_S` seconds, newest first, `EXCLUDED_MAX` at most.
+    """Return the hosts that failed within `EXCLUDE_S` seconds, newest first.
 
-    A host is shut out when it was lost, when the evidence names a fault of its hardware, and
-    when ranks there failed first `SUSPICIONS_MAX` times by a hang or by what comes from
-    outside the program.
+    At most `EXCLUDED_MAX` hosts are returned. A host is excluded if it was lost, if the evidence
+    names a hardware fault of it, or if its ranks failed first in `SUSPICIONS_MAX` attempts that
+    ended by a hang or by a cause outside the program.
     """
     hosts: list[str] = []
     suspicions: Counter[str] = Counter()
@@ -264,7 +264,7 @@ def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ..
         if attempt.cause is Cause.NODE_FAILURE:
             lost = attempt.facts.get("lost_hosts")
             named = lost if lost is not None else attempt.hosts
-            # Without the name of the one that failed, all of a large job would be shut out.
+            # If the lost host is unknown, do not exclude all hosts of a large job.
             hosts += named if lost or len(named) == 1 else ()
         suspect = _suspect(attempt)
         if suspect and attempt.cause in _SUSPICIOUS:
@@ -275,20 +275,20 @@ def excluded_hosts(attempts: Sequence[AttemptView], now: float) -> tuple[str, ..
 
 
 def _suspect(attempt: AttemptView) -> str | None:
-    """The host of the rank that failed first, where one is named."""
+    """Return the host of the rank that failed first, if it is known."""
     named = attempt.outcome.failed_host if attempt.outcome else None
     return named or attempt.facts.get("failed_host")
 
 
 def _delay_s(history: RunHistory, last: AttemptView, spent: int, capacity: int | None) -> float:
-    """Seconds between the end of an attempt and the next one; no capacity, no preemptor."""
+    """Return the seconds between an attempt's end and the next one."""
     if last.cause is Cause.PREEMPTION and capacity is not None:
         return PREEMPTOR_S
     return backoff_s(history, last, spent)
 
 
 def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
-    """Seconds to wait before the next attempt: doubling, with a jitter that is always the same."""
+    """Return the seconds to wait: doubling with each failure, with a deterministic jitter."""
     if last.cause in _NO_BACKOFF:
         return 0.0
     doublings = min(max(spent - 1, 0), BACKOFF_DOUBLINGS_MAX)
@@ -299,14 +299,14 @@ def backoff_s(history: RunHistory, last: AttemptView, spent: int) -> float:
 
 
 def wait_after_refusal(tried: SubmissionTry, *, now: float) -> float | None:
-    """Seconds until a refused job is submitted again, 0 when it is due; None to give it up."""
+    """Return the seconds until a refused job is submitted again (0: now), or None to give up."""
     if not tried.may_pass:
         return None if tried.refusals >= REFUSALS_MAX else 0.0
     if now - (tried.refused_since or now) > REFUSED_S_MAX:
         return None
     doublings = min(max(tried.refusals - 1, 0), BACKOFF_DOUBLINGS_MAX)
     wait_s = min(REFUSAL_WAIT_S * 2.0**doublings, REFUSAL_WAIT_S_MAX)
-    # A clock that was set back does not make the wait longer than that.
+    # If the clock was set back, the wait still does not exceed `wait_s`.
     return min(max(tried.tried_at + wait_s - now, 0.0), wait_s)
 
 
@@ -321,22 +321,22 @@ def decide_in_place(
     hangs_max: int = BUDGETS[Cause.HANG],
     rolled_back: bool = False,
 ) -> Decision:
-    """Whether torchrun is started again on the nodes that the attempt still has.
+    """Decide whether torchrun is restarted on the nodes that the attempt still has.
 
-    `ending` is how the launch ended. A killed process, a broken connection or a hang is worth
-    another start; the program's own error, a lack of memory, a lost or a faulty node are not.
-    Without new steps only one restart is granted, and no more than `hangs_max` for the `hangs` of
-    this attempt. A loss that is not to be trusted is worth one where ranks have `rolled_back`.
+    `ending` is how the launch ended. A killed process, a broken connection or a hang allows a
+    restart. The program's own error, a lack of memory and a lost or faulty node do not. After a
+    restart that gained no step there is no other. The attempt's number of `hangs` may not exceed
+    `hangs_max`. A bad loss allows a restart if the ranks have `rolled_back`.
     """
     why = ending.evidence[0] if ending.evidence else "no evidence"
     if lost_nodes:
-        return Decision(action="stop", reason=f"nodes {', '.join(lost_nodes)} are lost")
+        return Decision(action="stop", reason=f"lost nodes: {', '.join(lost_nodes)}")
     if restarts >= restarts_max:
-        return Decision(action="stop", reason=f"{restarts} restarts in place of {restarts_max}")
+        return Decision(action="stop", reason=f"used {restarts} of {restarts_max} restarts")
     if restarts > 0 and not gained_steps:
-        return Decision(action="stop", reason="the last restart in place gained no step")
+        return Decision(action="stop", reason="the last restart in place made no progress")
     if ending.cause is Cause.HANG and hangs > hangs_max:
-        return Decision(action="stop", reason=f"hung {hangs} times, {hangs_max} forgiven: {why}")
+        return Decision(action="stop", reason=f"hung {hangs} times, {hangs_max} allowed: {why}")
     if ending.cause is Cause.NUMERICS and rolled_back:
         return Decision(action="restart", reason=f"{ending.cause}: {why}")
     if ending.cause not in _RESTARTABLE or names_hardware(ending.evidence):

@@ -1,4 +1,4 @@
-"""What can be known to be missing before anything is queued; every problem found is told."""
+"""Check what a run needs before anything is queued, and report every problem found."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _FIND_MODULES = (
 
 
 def check(spec: RunSpec, root: Path) -> None:
-    """Raise `PreflightError` naming everything that this run would miss; queues nothing."""
+    """Raise `PreflightError` with everything that this run would lack; queue nothing."""
     problems = [*_root_problems(root), *_program_problems(spec)]
     if spec.resources.executor == "slurm":
         problems += _slurm_problems(spec, root)
     if problems:
         listing = "\n".join(f"  - {problem}" for problem in problems)
         raise PreflightError(
-            f"run {spec.name} cannot start, {len(problems)} thing(s) to mend:\n{listing}", problems
+            f"run {spec.name} cannot start, {len(problems)} problems to fix:\n{listing}", problems
         )
 
 
 def _root_problems(root: Path) -> list[str]:
-    """Whether a file can be made under `root`; the only test that quotas and ACLs obey."""
+    """Check that a file can be created under `root`; only this also tests quotas and ACLs."""
     try:
         make_directory(root)
         with tempfile.NamedTemporaryFile(dir=root, prefix=".preflight.") as file:
@@ -50,7 +50,7 @@ def _root_problems(root: Path) -> list[str]:
     except OSError as error:
         return [
             (
-                f"root {root}: cannot be written ({error.strerror or error}); give a writable "
+                f"root {root}: cannot write there ({error.strerror or error}); give a writable "
                 "directory with --root or HOLDFAST_ROOT"
             )
         ]
@@ -58,10 +58,10 @@ def _root_problems(root: Path) -> list[str]:
 
 
 def _lock_and_link_problems(root: Path) -> list[str]:
-    """Whether the file system has what keeps two processes from the same work.
+    """Check that the file system can keep two processes from doing the same work.
 
-    Exclusive creation needs hard links, and one supervisor per run needs locks that hold between
-    hosts. FUSE programs and Lustre without `-o flock` lack one of them.
+    Exclusive creation needs hard links. One supervisor per run needs locks that hold between
+    hosts. FUSE file systems and Lustre without `-o flock` lack one of the two.
     """
     problems = []
     advice = "give another directory with --root or HOLDFAST_ROOT"
@@ -72,22 +72,23 @@ def _lock_and_link_problems(root: Path) -> list[str]:
             os.link(first, second)
         except OSError as error:
             problems.append(
-                f"root {root}: has no hard links ({error.strerror}), by which checkpoints are "
-                f"committed and attempts are claimed; {advice}"
+                f"root {root}: the file system has no hard links ({error.strerror}), which commits "
+                f"and claims need; {advice}"
             )
         with open(first, "rb") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 problems.append(
-                    f"root {root}: has no file locks ({error.strerror}), which keep a run from "
-                    f"having two supervisors; mount it with locks (Lustre: -o flock), or {advice}"
+                    f"root {root}: the file system has no file locks ({error.strerror}), so a run "
+                    "could have two supervisors; mount it with locks (Lustre: -o flock), or "
+                    f"{advice}"
                 )
     mounted = filesystem_of(root)
     if local := mounted.local_lock_option:
         problems.append(
-            f"root {root}: is mounted with {local}, so locks hold on one host only and a run could "
-            f"have two supervisors; mount it without that option, or {advice}"
+            f"root {root}: it is mounted with {local}, so locks hold on one host only and a run "
+            f"could have two supervisors; mount it without that option, or {advice}"
         )
     return problems
 
@@ -98,28 +99,30 @@ def _program_problems(spec: RunSpec) -> list[str]:
         return [f"launch.working_directory {directory}: no such directory"]
     python = spec.launch.python or sys.executable
     if spec.launch.container:
-        # The interpreter and its modules are in an image that only the job sees.
+        # The interpreter and its modules are in an image that only the job can see.
         return []
     if shutil.which(python) is None:
         if spec.launch.setup:
             return []
-        return [f"launch.python {python}: no such interpreter; give the job environment's python"]
+        return [
+            f"launch.python {python}: no such interpreter; give the Python of the job's environment"
+        ]
     problems = []
     modules = ["torch", "holdfast.trainer", "holdfast.workers.agent.main", "submitit"]
     if spec.command[0] == "-m":
         if len(spec.command) < 2:
-            return ["command: -m needs the name of a module after it"]
+            return ["command: -m needs a module name after it"]
         modules.append(spec.command[1])
     elif not (directory / spec.command[0]).is_file():
         problems.append(
-            f"command: {spec.command[0]} is no file under {directory}; give the program's path "
-            "from launch.working_directory"
+            f"command: {spec.command[0]} is not a file under {directory}; give the program's path "
+            "relative to launch.working_directory"
         )
     return problems + _module_problems(python, modules, directory)
 
 
 def _module_problems(python: str, modules: list[str], directory: Path) -> list[str]:
-    """Which modules the job's interpreter does not have; it only looks, it imports nothing big."""
+    """Return problems for modules that the job's interpreter lacks, without importing them."""
     try:
         done = subprocess.run(
             [python, "-c", _FIND_MODULES, *modules],
@@ -130,19 +133,19 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"launch.python {python}: could not be asked for its modules ({error})"]
+        return [f"launch.python {python}: it could not list its modules ({error})"]
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         return [
             (
-                f"launch.python {python}: has no usable holdfast or program ({last}); install "
-                "`holdfast[trainer]` there, or name another interpreter"
+                f"launch.python {python}: it cannot import holdfast or the program ({last}); "
+                "install `holdfast[trainer]` there, or give another interpreter"
             )
         ]
     missing = done.stdout.split()
     return [
-        f"launch.python {python}: has no module {name}; install `holdfast[trainer]` and the "
-        "program's own needs there, or name another interpreter"
+        f"launch.python {python}: module {name} is missing; install `holdfast[trainer]` and the "
+        "program's own requirements there, or give another interpreter"
         for name in missing
     ]
 
@@ -165,8 +168,8 @@ def _slurm_problems(spec: RunSpec, root: Path) -> list[str]:
     problems = _partition_problems(spec.resources, partitions)
     if federation:
         problems.append(
-            f"Slurm: this cluster is in the federation {federation!r}, where another cluster may "
-            "take the job and this one no longer shows it; submit to a cluster outside a federation"
+            f"Slurm: this cluster is in the federation {federation!r}, so another cluster may run "
+            "the job, where Holdfast cannot see it; submit to a cluster outside a federation"
         )
     problems += _gpu_problems(spec.resources, nodes)
     problems += _account_problems(spec.resources)
@@ -177,20 +180,21 @@ def _partition_problems(resources: Resources, partitions: list[dict[str, str]]) 
     known = {p["PartitionName"]: p for p in partitions}
     wanted = (resources.partition or "").split(",") if resources.partition else []
     problems = [
-        f"resources.partition {name!r}: no such partition; there are {', '.join(sorted(known))}"
+        f"resources.partition {name!r}: no such partition; choose from {', '.join(sorted(known))}"
         for name in wanted
         if name not in known
     ]
     if not wanted and not any(p.get("Default") == "YES" for p in partitions):
         problems.append(
-            f"resources.partition: Slurm has no default; choose of {', '.join(sorted(known))}"
+            "resources.partition: Slurm has no default partition; choose from "
+            f"{', '.join(sorted(known))}"
         )
     for name in wanted:
         limit = slurm_client.parse_minutes(known.get(name, {}).get("MaxTime", ""))
         asked = resources.time_limit_min
         if limit is not None and asked is not None and asked > limit:
             problems.append(
-                f"resources.time_limit_min {asked}: partition {name} allows {limit:.0f} minutes"
+                f"resources.time_limit_min {asked}: partition {name} allows at most {limit:.0f} min"
             )
     return problems
 
@@ -215,7 +219,7 @@ def _gpu_problems(resources: Resources, nodes: list[dict[str, str]]) -> list[str
 
 
 def _account_problems(resources: Resources) -> list[str]:
-    """Unknown accounts and QOS; a site without accounting knows none and refuses none."""
+    """Check that Slurm knows the account and QOS; a site without accounting refuses none."""
     problems = []
     for kind, name, column in (
         ("account", resources.account, "Account"),
@@ -226,21 +230,21 @@ def _account_problems(resources: Resources) -> list[str]:
         try:
             out = slurm_client.call(["sacctmgr", "-n", "-P", "show", kind, f"format={column}"])
         except SchedulerUnavailableError as error:
-            problems.append(f"resources.{kind} {name!r}: cannot be checked: {error}")
+            problems.append(f"resources.{kind} {name!r}: it could not be checked: {error}")
             continue
         except SchedulerError:
             continue
         known = sorted(set(out.split()))
         if known and name not in known:
             problems.append(
-                f"resources.{kind} {name!r}: Slurm does not know it; there are "
+                f"resources.{kind} {name!r}: Slurm has no such {kind}; choose from "
                 f"{', '.join(known[:20])}"
             )
     return problems
 
 
 def _sharing_problems(root: Path, nodes: list[dict[str, str]]) -> list[str]:
-    """Whether the cluster's nodes can see `root`, as far as a file system's type tells."""
+    """Check that the cluster's nodes can see `root`, as far as its file system type shows."""
     own = {socket.gethostname(), socket.gethostname().split(".")[0]}
     elsewhere = sorted(
         n.get("NodeName", "?") for n in nodes if n.get("NodeHostName", "") not in own
@@ -251,10 +255,10 @@ def _sharing_problems(root: Path, nodes: list[dict[str, str]]) -> list[str]:
     if mounted.may_be_shared:
         return []
     kind = mounted.kind
-    words = "lies in memory" if kind in NODE_LOCAL else f"is a local file system ({kind or '?'})"
+    location = "is in memory" if kind in NODE_LOCAL else f"is a local file system ({kind or '?'})"
     return [
         (
-            f"root {root} {words}: node {elsewhere[0]} would not see it; give a directory that all "
-            "nodes share with --root or HOLDFAST_ROOT"
+            f"root {root} {location}, so node {elsewhere[0]} would not see it; give a directory "
+            "that all nodes share with --root or HOLDFAST_ROOT"
         )
     ]

@@ -1,4 +1,4 @@
-"""Processes of this machine, named so that a number used again is not mistaken for them."""
+"""Processes of this machine, named so that a reused process id is not mistaken for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import psutil
 
-# psutil derives start times from the boot time, which moves a little when the clock is set.
+# psutil derives start times from the boot time, which shifts slightly when the clock is set.
 START_TOLERANCE_S: Final = 2.0
 TERM_WAIT_S: Final = 3.0
 KILL_WAIT_S: Final = 10.0
@@ -21,7 +21,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class ProcessName:
-    """One process, for ever: its number, its start (Unix seconds) and the machine's boot."""
+    """A permanent name of one process: its id, its start (Unix seconds) and the machine's boot."""
 
     pid: int
     started_at: float
@@ -29,7 +29,7 @@ class ProcessName:
 
 
 def boot_id() -> str:
-    """The identity of this boot of the machine, or an empty string where Linux gives none."""
+    """Return the id of this boot of the machine, or '' if Linux gives none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -37,7 +37,7 @@ def boot_id() -> str:
 
 
 def name_process(pid: int) -> ProcessName | None:
-    """The lasting name of the process that has number `pid` now, or None when there is none."""
+    """Return the permanent name of the process that now has id `pid`, or None if there is none."""
     try:
         return ProcessName(pid, psutil.Process(pid).create_time(), boot_id())
     except psutil.NoSuchProcess:
@@ -45,7 +45,7 @@ def name_process(pid: int) -> ProcessName | None:
 
 
 def find_process(name: ProcessName) -> psutil.Process | None:
-    """The process behind `name` when it still runs on this boot of this machine."""
+    """Return the process called `name` if it still runs on this boot of this machine."""
     if name.boot_id != boot_id():
         return None
     try:
@@ -57,12 +57,12 @@ def find_process(name: ProcessName) -> psutil.Process | None:
 
 
 def is_alive(name: ProcessName) -> bool:
-    """True while the process behind `name` runs; a zombie does not."""
+    """Return True while the process called `name` runs; a zombie does not run."""
     return find_process(name) is not None
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Every process below `process`, sessions of their own included."""
+    """Return every process below `process`, including those in sessions of their own."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
@@ -75,7 +75,7 @@ def end_processes(
     term_wait_s: float = TERM_WAIT_S,
     kill_wait_s: float = KILL_WAIT_S,
 ) -> list[int]:
-    """TERM, a bounded wait, KILL, a bounded wait; returns the numbers of those still alive."""
+    """Send TERM, wait, send KILL, wait; return the ids of the processes that are still alive."""
     alive = [p for p in processes if p.pid != os.getpid()]
     for number, wait_s in ((signal.SIGTERM, term_wait_s), (signal.SIGKILL, kill_wait_s)):
         if number == signal.SIGTERM and term_wait_s <= 0:
@@ -88,7 +88,7 @@ def end_processes(
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:
     try:
-        # psutil compares the start time first, so a number used again is left alone.
+        # psutil compares the start time first, so a reused id is left alone.
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return

@@ -1,8 +1,8 @@
-"""Bringing the journal up to date with what happened: any process may do it, at any time.
+"""Bring the journal up to date with what happened. Any process may do so at any time.
 
-For each attempt that is not known to have ended, the outcome, the claim and the scheduler are
-read; a change of state is journaled, and an ending exactly once. So a row becomes terminal when
-the flow, Prefect and its worker have long been killed.
+For each attempt without a known ending, this reads the outcome, the claim and the scheduler. It
+journals a change of state, and the ending exactly once. So an attempt gets its final state even
+if the flow, Prefect and its worker were killed long before.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from holdfast.workers.checkpoints import newest_committed
 from holdfast.workers.executors import JobStatus, executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
 
-# How long an outcome waits for the scheduler's own word on it.
+# How long an outcome waits for the scheduler's final state.
 VERDICT_WAIT_S: Final = 60.0
-# Agents write heartbeats every few seconds; clocks of hosts may differ by some of these.
+# Agents write heartbeats every few seconds, and the clocks of hosts may differ by some of these.
 BEATS_S: Final = 120.0
 ENDING_LOCK_S: Final = 60.0
 LOG_TAIL_BYTES: Final = 4096
@@ -60,7 +60,7 @@ LOG_TAIL_BYTES: Final = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """All that is known of one attempt at one moment."""
+    """Everything known about one attempt at one moment."""
 
     request: Request | None
     submission: Submission | None
@@ -70,12 +70,12 @@ class Observation:
     status: JobStatus | None
 
     def has_ended(self, now: float) -> bool:
-        """True when the attempt's own outcome says how it ended, and nothing can change that."""
-        return self.outcome is not None and self._has_last_word(self.outcome, now)
+        """Return True if the outcome says how the attempt ended and nothing can change that."""
+        return self.outcome is not None and self._is_final(self.outcome, now)
 
     @property
     def misses(self) -> str:
-        """What should be there and is not, while the scheduler says that the job is over."""
+        """What is missing although the scheduler reports the end: "job", "outcome" or ""."""
         if self.status is None or not self.status.has_ended:
             return ""
         if self.status.is_absent:
@@ -87,23 +87,23 @@ class Observation:
         """The job that runs the attempt."""
         return job_of(self.submission, self.claim)
 
-    def _has_last_word(self, outcome: Outcome, now: float) -> bool:
-        """True when nothing that the scheduler may still say would change the ending.
+    def _is_final(self, outcome: Outcome, now: float) -> bool:
+        """Return True if no later answer of the scheduler would change the ending.
 
-        Slurm calls a job COMPLETING until its nodes are free, and only then why it ended.
+        Slurm reports a job as COMPLETING until its nodes are free, and only then why it ended.
         """
         if self.request is None or self.request.executor != "slurm":
             return True
         if outcome.state is AttemptState.COMPLETED or is_certain(outcome):
             return True
-        has_said = self.status is not None and self.status.has_ended
-        return has_said or now - outcome.ended_at >= VERDICT_WAIT_S
+        has_reported = self.status is not None and self.status.has_ended
+        return has_reported or now - outcome.ended_at >= VERDICT_WAIT_S
 
 
 def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
-    """Journal what happened to the run's attempts since anybody looked; returns the history.
+    """Journal what happened to the run's attempts since the last call; return the history.
 
-    A scheduler that does not answer changes nothing. Raises `NotFoundError` without a run.
+    If the scheduler does not answer, nothing changes. Raises `NotFoundError` if there is no run.
     """
     history = load_history(paths)
     open_attempts = [view for view in history.attempts if not view.state.is_terminal]
@@ -113,46 +113,46 @@ def reconcile(paths: RunPaths, *, writer: str = "flow") -> RunHistory:
             changed |= _reconcile_attempt(paths, view, writer)
     history = load_history(paths) if changed else history
     if not history.state.is_live:
-        # The supervisor may be dead, and the values of secrets must not outlive the run.
+        # The supervisor may be dead, and secrets must not stay on disk after the run.
         forget_record(paths, lambda: not load_history(paths).state.is_live)
     return history
 
 
 def complete_goodput(paths: RunPaths, journal: JournalWriter) -> None:
-    """Journal the accounts of attempts whose ending a process wrote that died right after it."""
+    """Journal the goodput of attempts whose ending was written by a process that then died."""
     history = load_history(paths)
-    told = {e.data.get("attempt") for e in history.events if e.kind is EventKind.GOODPUT}
+    journaled = {e.data.get("attempt") for e in history.events if e.kind is EventKind.GOODPUT}
     for view in history.attempts:
-        if view.was_submitted and view.state.is_terminal and view.number not in told:
-            _tell_goodput(paths, view.number, journal)
+        if view.was_submitted and view.state.is_terminal and view.number not in journaled:
+            _journal_goodput(paths, view.number, journal)
 
 
-def _tell_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
-    """Journal where the run's time went up to the end of attempt `number`."""
+def _journal_goodput(paths: RunPaths, number: int, journal: JournalWriter) -> None:
+    """Journal the goodput of the run up to the end of attempt `number`."""
     history = load_history(paths)
     spans = spans_of(history)[: [view.number for view in history.attempts].index(number) + 1]
     created_at = history.record.created_at
-    kept = account(
+    goodput = account(
         spans,
         created_at=created_at,
         until=spans[-1].ended_at or time.time(),
         prices=prices_of(history.record.spec),
         safe_step=safe_step_of(history),
     )
-    journal.append(EventKind.GOODPUT, attempt=number, **asdict(kept))
+    journal.append(EventKind.GOODPUT, attempt=number, **asdict(goodput))
 
 
 def observe(attempt: AttemptPaths) -> Observation:
-    """Read an attempt's documents and ask its scheduler; `status` is None without an answer."""
+    """Read an attempt's documents and its job's status (None if the scheduler does not answer)."""
     request = read_document(Request, attempt.request)
     submission = read_document(Submission, attempt.submission)
     status = None
     if request is not None:
         with contextlib.suppress(SchedulerUnavailableError, SchedulerError):
-            # The job that claimed the attempt runs it, whichever was recorded.
+            # The job that claimed the attempt runs it, even if another was recorded.
             job = job_of(submission, read_claim(attempt))
             status = executor_for(request.executor).status(request, job)
-    # Read after the scheduler was asked: an outcome written before the job ended is seen then.
+    # Read the documents after the scheduler: an outcome written before the job ended is then seen.
     return Observation(
         request=request,
         submission=submission,
@@ -164,7 +164,7 @@ def observe(attempt: AttemptPaths) -> Observation:
 
 
 def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
-    """Journal one attempt's news; True when there was any."""
+    """Journal what is new about one attempt; return True if anything was."""
     attempt = paths.attempt(view.number)
     seen = observe(attempt)
     if seen.status is not None and seen.status.is_leaderless and seen.outcome is None:
@@ -183,10 +183,10 @@ def _reconcile_attempt(paths: RunPaths, view: AttemptView, writer: str) -> bool:
 
 
 def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
-    """True when the attempt has ended for good, and nothing that is missing can still appear.
+    """Return True if the attempt has ended and nothing that is missing can still appear.
 
-    An outcome counts at once. Without one, or without a job, the absence must last for as long as
-    a file system or a scheduler can be late, from the first time that anybody noticed it.
+    An outcome counts at once. A missing outcome or job must stay missing for as long as a file
+    system or scheduler can be late, counted from the first process that noticed it.
     """
     if seen.has_ended(now):
         return True
@@ -205,7 +205,7 @@ def _is_over(attempt: AttemptPaths, seen: Observation, now: float) -> bool:
 
 
 def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
-    """Seconds for which what is missing must have been missed before that is believed."""
+    """Return for how many seconds the outcome or job must be missing before that counts."""
     if seen.request is None:
         return delay_s(attempt.directory)
     if seen.request.executor == "local":
@@ -217,7 +217,7 @@ def _absence_s(attempt: AttemptPaths, seen: Observation) -> float:
 
 
 def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> bool:
-    """Journal the attempt's one ending; False when a second look finds that it has not ended."""
+    """Journal the attempt's ending once; return False if a second check finds it alive."""
     with _ending_lock(attempt):
         own = _events_of(paths, attempt.number)
         if any(event.kind is EventKind.ATTEMPT_ENDED for event in own):
@@ -227,12 +227,12 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
             seen = replace(seen, outcome=read_outcome(attempt), claim=read_claim(attempt))
             if seen.outcome is None and _is_alive(attempt, seen):
                 return False
-            # No job that starts late may run an attempt that has ended.
+            # A job that starts late must not run an attempt that has ended.
             if seen.claim is None and not close_claim(attempt):
                 return False
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(EventKind.ATTEMPT_ENDED, **_ending_data(paths, attempt, seen, own))
-            _tell_goodput(paths, attempt.number, journal)
+            _journal_goodput(paths, attempt.number, journal)
     attempt.missing.unlink(missing_ok=True)
     if seen.request is not None:
         cancel_leftovers(attempt, seen.request, ended=_job_id(seen))
@@ -240,9 +240,9 @@ def _end(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str)
 
 
 def _is_alive(attempt: AttemptPaths, seen: Observation) -> bool:
-    """True when agents still write heartbeats although the scheduler knows no such job.
+    """Return True if agents still write heartbeats although the scheduler has no such job.
 
-    A command that asks the wrong cluster finds no job of this one.
+    A command that queries the wrong cluster finds no job of this one.
     """
     if seen.status is None or not seen.status.is_absent:
         return False
@@ -251,9 +251,9 @@ def _is_alive(attempt: AttemptPaths, seen: Observation) -> bool:
 
 
 def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, writer: str) -> None:
-    """End a job whose leading node is lost: it would hold the other nodes for nothing.
+    """Cancel a job that lost its leading node, because it would hold the other nodes idle.
 
-    The loss is journaled first, so that the ending is not taken for somebody's cancellation.
+    The loss is journaled first, so that the ending does not count as an operator's cancellation.
     """
     known = [e for e in _events_of(paths, attempt.number) if e.kind is EventKind.NODE_LOST]
     if not known:
@@ -271,7 +271,7 @@ def _end_leaderless(paths: RunPaths, attempt: AttemptPaths, seen: Observation, w
 
 
 def _awaits_submission(seen: Observation) -> bool:
-    """True for an attempt that was never submitted: `resume_submission` decides on it."""
+    """Return True for an attempt that was never submitted; `resume_submission` handles it."""
     return (
         seen.submission is None
         and seen.claim is None
@@ -282,7 +282,7 @@ def _awaits_submission(seen: Observation) -> bool:
 
 @contextlib.contextmanager
 def _ending_lock(attempt: AttemptPaths) -> Iterator[None]:
-    """Held for the moment in which one process writes the one ending."""
+    """Hold the lock under which one process writes the attempt's ending."""
     below = folder_of(attempt.ending_lock)
     handle = open_beneath(attempt.ending_lock, LOCK_FLAGS, below=below)
     try:
@@ -303,7 +303,7 @@ def _events_of(paths: RunPaths, number: int) -> list[Event]:
 def _ending_data(
     paths: RunPaths, attempt: AttemptPaths, seen: Observation, own: list[Event]
 ) -> dict[str, Any]:
-    """The `attempt_ended` line's data: the ending, and the facts that may be asked for later."""
+    """Return the `attempt_ended` line's data: the ending, and the facts that readers need."""
     losses = [str(event.data["host"]) for event in own if event.kind is EventKind.NODE_LOST]
     lost_hosts = list(dict.fromkeys(losses))
     ending = classify(
@@ -327,8 +327,8 @@ def _ending_data(
         "lost_hosts": lost_hosts,
     }
     if outcome is not None:
-        told = outcome.model_dump(mode="json", exclude={"state", "cause", "evidence", "job_id"})
-        return {**told, **data}
+        facts = outcome.model_dump(mode="json", exclude={"state", "cause", "evidence", "job_id"})
+        return {**facts, **data}
     committed = newest_committed(paths, attempt.number)
     resumed = [event.data for event in own if event.kind is EventKind.RESUMED]
     beats = read_heartbeats(attempt)
@@ -348,7 +348,7 @@ def _ending_data(
 
 
 def job_log_tail(attempt: AttemptPaths) -> str:
-    """The end of what the job wrote on its standard error; empty when there is nothing."""
+    """Return the end of the job's standard error, or '' if there is none."""
     found = sorted(attempt.logs.glob("*.err"))
     try:
         return read_tail(found[-1], LOG_TAIL_BYTES, below=attempt.directory) if found else ""
@@ -363,7 +363,7 @@ def _job_id(seen: Observation) -> str | None:
 
 
 def _ended_at(status: JobStatus | None, beats: list[float]) -> float:
-    """The scheduler's time of the end, else the last heartbeat's, else now. Unix seconds."""
+    """Return when the attempt ended (Unix seconds): by the scheduler, last heartbeat, or now."""
     if status is not None and status.ended_at:
         return status.ended_at
     return max(beats, default=time.time())

@@ -1,4 +1,4 @@
-"""From a run's spec to one submission as plain data. Pure: nothing here touches the world."""
+"""Build an attempt's submission from a run's spec, as plain data and without side effects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from holdfast.contracts.digests import command_digest
 from holdfast.contracts.spec import Resources, RunSpec, Supervision, split_gpus
 from holdfast.contracts.spec_part import RECORDED
 
-# The agent plans its own stop; the warning is asked for before that.
+# The agent plans its own stop, so Slurm's warning is requested this much earlier.
 WARNING_MARGIN_S: Final = 30
-# Slurm sends it up to a minute early, and its clock of minutes adds to that.
+# Slurm may send the warning up to a minute early, plus the resolution of its clock.
 WARNING_EARLY_S: Final = 90
-# Until an agent hears signals; one that comes before ends the job instead.
+# The time until an agent handles signals; an earlier signal would end the job.
 AGENT_START_S: Final = 60
 LOCAL_TIMEOUT_MIN: Final = 10 * 365 * 24 * 60
 NO_GRES: Final = "none"
@@ -24,7 +24,7 @@ UNKNOWN: Final = Provenance()
 
 
 def job_name(run: str, run_uid: str, attempt: int) -> str:
-    """The scheduler's name of an attempt, by which anybody can find it again."""
+    """Return the scheduler's job name for an attempt, by which any process can find the job."""
     return f"holdfast-{run}-{run_uid[:8]}-a{attempt:04d}"
 
 
@@ -39,9 +39,9 @@ def build_request(
     created_at: float = 0.0,
     provenance: Provenance = UNKNOWN,
 ) -> Request:
-    """The request for attempt number `attempt` of a run on `gpus` GPUs.
+    """Return the request for attempt number `attempt` of a run on `gpus` GPUs.
 
-    `created_at` is Unix seconds, 0 for a dry run. Raises `ValueError` when `gpus` do not fill
+    `created_at` is Unix seconds, or 0 for a dry run. Raises `ValueError` if `gpus` does not fill
     whole nodes of the spec.
     """
     nodes, per_node = split_gpus(gpus, spec.resources.gpus_per_node)
@@ -81,19 +81,19 @@ def build_request(
         "reason": reason,
         "provenance": provenance,
     }
-    # The rules for new input applied when the spec was given; an executor applies its own.
+    # A recorded spec must stay readable, so the rules for new specs do not apply here.
     return Request.model_validate(facts, context=RECORDED)
 
 
 def working_directory_of(record: RunRecord, spec: RunSpec) -> str:
-    """Where the program runs: the folder of its code, or the run's own copy of it."""
+    """Return the directory the program runs in: the original folder, or the run's copy of it."""
     if spec.launch.code == "snapshot":
         return str(Path(record.root) / record.run / "code")
     return spec.launch.working_directory
 
 
 def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:
-    """Parameters of submitit's local executor; the agent keeps the time limit itself."""
+    """Return submitit's parameters for the local executor; the agent enforces the time limit."""
     parameters: dict[str, Any] = {
         "timeout_min": LOCAL_TIMEOUT_MIN,
         "tasks_per_node": 1,
@@ -107,21 +107,21 @@ def _local_parameters(spec: RunSpec, per_node: int) -> dict[str, Any]:
 def _slurm_parameters(
     spec: RunSpec, name: str, nodes: int, per_node: int, exclude: Sequence[str]
 ) -> dict[str, Any]:
-    """Parameters of submitit's Slurm executor: one task, the agent, on each node.
+    """Return submitit's parameters for Slurm: one task per node, which is the agent.
 
-    `time` is None where the spec has no limit, because submitit's own default is 5 minutes.
+    `time` is None if the spec has no limit, because submitit's own default is 5 minutes.
     """
     resources = spec.resources
     warning_s = warning_lead_s(spec.supervision, resources)
     cpus = resources.cpus_per_gpu * per_node if resources.cpus_per_gpu else None
-    # The spec refuses options of its own by these names.
+    # The spec does not accept these names in `resources.extra`.
     options: dict[str, Any] = {
         **resources.extra,
         "no-requeue": True,
         "no-kill": True,
         "signal": f"USR2@{warning_s}",
     }
-    # A node that fails must not take the others' agents with it: they still hold the state.
+    # A failing node must not end the other nodes' agents, which still hold the state.
     step = ["--no-kill", "--kill-on-bad-exit=0"]
     if cpus:
         step.append(f"--cpus-per-task={cpus}")
@@ -142,7 +142,7 @@ def _slurm_parameters(
         "ntasks_per_node": 1,
         "time": resources.time_limit_min,
         "signal_delay_s": warning_s,
-        # Else submitit names one of its own, which sites that check these keys refuse.
+        # submitit would set a key of its own, which sites that check these keys refuse.
         "wckey": None,
         **{key: value for key, value in wanted.items() if value is not None},
         "srun_args": [*step, *spec.launch.container, *spec.launch.srun],
@@ -151,10 +151,10 @@ def _slurm_parameters(
 
 
 def warning_lead_s(supervision: Supervision, resources: Resources) -> int:
-    """Seconds before the end of a Slurm job at which its USR2 warning is asked for, 0 for never.
+    """Return how many seconds before the end Slurm warns a job by USR2; 0 for no warning.
 
-    A job that is too short for it is not warned, for it might be before its agent hears anything:
-    the agent knows how long it has, and a preemption has a signal of its own.
+    A job that is too short gets no warning, because it might come before the agent handles
+    signals. The agent knows its time limit anyway, and a preemption has a signal of its own.
     """
     lead_s = math.ceil(supervision.grace_s) + WARNING_MARGIN_S
     limit_min = resources.time_limit_min

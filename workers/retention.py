@@ -1,7 +1,7 @@
-"""Which checkpoints are kept, which are not, and why: each has a verdict with its reason.
+"""Decide which checkpoints are kept, with a reason for each.
 
-A pure decision over gathered facts. What may never be deleted comes first (`protections`), then
-the keep rules of the spec (`contracts.keep_rules`), and what neither names is let go.
+The decision is a pure function of gathered facts. First come the checkpoints that must never be
+deleted (`protections`), then the spec's keep rules (`contracts.keep_rules`). Others are deleted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ NEWEST: Final = "the newest"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run's checkpoints beside their manifests, by directory name.
+    """What is known about a run's checkpoints besides their manifests, by directory name.
 
-    `in_use` says who needs one and `read` who reads it. `damaged` says what is wrong with it.
-    `mirrored` are those whose second copy is durable, None where no second copy is asked for.
+    `in_use` says what needs a checkpoint, `read` which process reads it, and `damaged` what is
+    wrong with it. `mirrored` has the checkpoints with a durable second copy. It is None if the spec
+    requests no copy.
     """
 
     pins: Collection[str] = ()
@@ -48,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What becomes of one checkpoint, and why. `step` and `bytes` are the manifest's."""
+    """Whether one checkpoint is kept, and why. `step` and `bytes` are the manifest's."""
 
     name: str
     step: int
@@ -60,10 +61,10 @@ class Verdict:
 def plan_prune(
     manifests: Sequence[Manifest], *, keep: Keep, facts: Facts, now: float
 ) -> list[Verdict]:
-    """A verdict on each checkpoint, oldest step first; `now` is Unix seconds.
+    """Return a verdict on each checkpoint, oldest step first; `now` is Unix seconds.
 
-    One that a rollback excluded does not count for the rules, nor does a damaged one, which stays
-    for people to look at. Without a keep rule nothing is deleted.
+    A checkpoint that a rollback excluded does not count for the rules. Neither does a damaged one,
+    which is kept for inspection. Without a keep rule nothing is deleted.
     """
     ordered = sorted(manifests, key=_order)
     branch = _branch(ordered, facts)
@@ -84,32 +85,35 @@ def plan_prune(
 
 
 def protections(manifests: Sequence[Manifest], facts: Facts) -> dict[str, tuple[str, ...]]:
-    """Why checkpoints may not be deleted whatever the keep rules say, by directory name."""
+    """Return why checkpoints may not be deleted whatever the keep rules say, by directory name."""
     ordered = sorted(manifests, key=_order)
     branch = _branch(ordered, facts)
-    said: dict[str, list[str]] = {one.name: [] for one in ordered}
+    reasons_of: dict[str, list[str]] = {one.name: [] for one in ordered}
     if branch:
-        said[branch[-1].name].append(NEWEST)
+        reasons_of[branch[-1].name].append(NEWEST)
     if facts.mirrored is not None:
-        # Until a later one has its second copy too, one may be all that a lost disk leaves.
+        # Until a later one has its second copy, this one may be all that survives a lost disk.
         copied = [place for place, one in enumerate(branch) if one.name in facts.mirrored]
         for one in branch[copied[-1] if copied else 0 : -1]:
-            said[one.name].append("no later one has a second copy yet")
+            reasons_of[one.name].append("no newer checkpoint has a second copy yet")
     for one in ordered:
         if one.name in facts.pins:
-            said[one.name].append("pinned")
+            reasons_of[one.name].append("pinned")
         if one.name in facts.in_use:
-            said[one.name].append(facts.in_use[one.name])
+            reasons_of[one.name].append(facts.in_use[one.name])
         if one.name in facts.read:
-            said[one.name].append(f"being read by {facts.read[one.name]}")
+            reasons_of[one.name].append(f"being read by {facts.read[one.name]}")
         if one.name in facts.damaged:
-            said[one.name].append(f"damaged, left for people: {facts.damaged[one.name]}")
-    return {name: tuple(reasons) for name, reasons in said.items() if reasons}
+            reasons_of[one.name].append(f"damaged, kept for inspection: {facts.damaged[one.name]}")
+    return {name: tuple(reasons) for name, reasons in reasons_of.items() if reasons}
 
 
 def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
-    """Directory names that a live attempt resumed from, that a fork began with, or that an
-    export whose result is still there was made of; each with that reason."""
+    """Return the checkpoints in use, each with its use, by directory name.
+
+    A checkpoint is in use if a live attempt resumed from it, a fork started from it, or an export
+    of it still exists.
+    """
     uses: dict[str, str] = {}
     for event in history.events:
         if event.kind is EventKind.FORKED:
@@ -124,20 +128,22 @@ def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
                 for event in history.events
                 if event.kind is EventKind.RESUMED and event.data.get("attempt") == attempt.number
             ]
-            # Each launch resumes again; what the one before it went on from is needed no more.
+            # Each launch resumes again, so only the newest launch's checkpoint is needed.
             if resumed and resumed[-1].data.get("checkpoint"):
-                uses[_name_in(resumed[-1])] = f"what attempt {attempt.number} resumed from"
+                uses[_name_in(resumed[-1])] = (
+                    f"the checkpoint that attempt {attempt.number} resumed from"
+                )
     return uses
 
 
 def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
-    """The facts of a run on disk. Files' sizes are looked at, their contents are not."""
+    """Gather the facts of a run on disk. Files' sizes are checked, their contents are not."""
     paths = history.paths
     read = {one.name: readers(paths.checkpoint(one.name)) for one in manifests}
     damage = {
         one.name: find_damage(paths.checkpoint(one.name), one, contents=False)
         for one in manifests
-        # With a node-local tier the files lie on the nodes, which nobody here can look at.
+        # With a node-local tier the files are on the nodes, which cannot be checked here.
         if history.spec.checkpoint.local is None
     }
     return Facts(
@@ -151,7 +157,7 @@ def gather(history: RunHistory, manifests: Sequence[Manifest]) -> Facts:
 
 
 def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[str] | None:
-    """The checkpoints that the run's mirror has; None when its spec names none."""
+    """Return the checkpoints that are in the run's mirror; None if its spec has no mirror."""
     if history.spec.checkpoint.mirror is None:
         return None
     paths = history.paths
@@ -159,12 +165,12 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
 
 
 def protection(history: RunHistory, manifests: Sequence[Manifest], checkpoint: str) -> str:
-    """Why one checkpoint may not be deleted by anybody, or an empty string."""
+    """Return why one checkpoint may not be deleted, or ''."""
     return ", ".join(protections(manifests, gather(history, manifests)).get(checkpoint, ()))
 
 
 def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
-    """`plan_prune` for a run on disk, by its own keep rules; unreadable manifests are named."""
+    """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests."""
     history = load_history(paths)
     manifests, unreadable = _read_manifests(paths)
     verdicts = plan_prune(
@@ -177,13 +183,13 @@ def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
 
 
 def _read_manifests(paths: RunPaths) -> tuple[list[Manifest], list[Verdict]]:
-    """Every manifest that can be believed, and a verdict on each that cannot: it stays."""
+    """Return every valid manifest, and a verdict on each invalid one, which is kept."""
     manifests, unreadable = [], []
     for directory in paths.list_checkpoints():
         try:
             manifest = read_manifest(directory)
         except DamagedCheckpointError as error:
-            why = f"damaged, left for people: {'; '.join(error.damaged) or MANIFEST}"
+            why = f"damaged, kept for inspection: {'; '.join(error.damaged) or MANIFEST}"
             step = int(directory.name[len("step-") :].partition(".")[0])
             unreadable.append(
                 Verdict(name=directory.name, step=step, bytes=0, is_kept=True, reason=why)
@@ -201,7 +207,7 @@ def _why_deleted(one: Manifest, keep: Keep, facts: Facts) -> str:
 
 
 def _branch(ordered: Sequence[Manifest], facts: Facts) -> list[Manifest]:
-    """What the run may resume from."""
+    """Return the checkpoints that the run may resume from."""
     return [one for one in ordered if one.name not in {*facts.excluded, *facts.damaged}]
 
 
@@ -210,5 +216,5 @@ def _order(one: Manifest) -> tuple[int, int, int]:
 
 
 def _name_in(event: Event) -> str:
-    """The directory name in an event that names a checkpoint by id or by name."""
+    """Return the directory name in an event that names a checkpoint by id or by name."""
     return str(event.data["checkpoint"]).rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""Making, finding and re-attaching runs: a run is a folder with a `spec.json` in it."""
+"""Create, find and attach to runs. A run is a folder that contains a `spec.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.workers.code_files import is_open_here
 GENERATIONS_MAX: Final = 10_000
 GIT_TIMEOUT_S: Final = 60.0
 CODE_BYTES_MAX: Final = 512 * 1024 * 1024
-# A few journal lines and documents.
+# Enough for a few journal lines and documents.
 RESERVE_BYTES: Final = 64 * 1024
 _GENERATION = re.compile(r"(?P<name>[^.]+)(?:\.r(?P<generation>[1-9]\d{0,6}))?")
 _NOT_CODE = frozenset(
@@ -39,7 +39,7 @@ _NOT_CODE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ForkPoint:
-    """The committed checkpoint that a new run begins from."""
+    """The committed checkpoint that a new run starts from."""
 
     checkpoint_id: str
     path: Path
@@ -56,7 +56,7 @@ def create_run(
 ) -> RunPaths:
     """Create the folder of a new run and its `spec.json`, durably.
 
-    `folder` is the spec's name unless given. Raises `RunConflictError` when it exists already.
+    `folder` defaults to the spec's name. Raises `RunConflictError` if the folder exists already.
     """
     paths = RunPaths(root / (folder or spec.name))
     make_directory(root)
@@ -66,7 +66,7 @@ def create_run(
     except FileExistsError:
         if not _is_abandoned(paths):
             raise RunConflictError(
-                f"{paths.directory}: there is a run of this name already; give another name"
+                f"{paths.directory}: a run of this name exists already; give another name"
             ) from None
     fsync_directory(root)
     for directory in (paths.journal, paths.attempts, paths.checkpoints, paths.tombstones):
@@ -91,20 +91,20 @@ def create_run(
     if not create_document(paths.spec, record):
         raise RunConflictError(
             f"{paths.directory}: another process created this run at the same time; "
-            "submit again to attach to it"
+            "run the same command again to attach to it"
         )
     return paths
 
 
 def keep_reserve(paths: RunPaths) -> None:
-    """Hold some room in the run's folder, so that an operator's request fits on a full disk."""
+    """Reserve space in the run's folder, so that an operator's request fits on a full disk."""
     if not paths.reserve.exists():
-        # Random bytes take room on file systems that compress, too.
+        # Random bytes take space on compressing file systems, too.
         write_bytes(paths.reserve, os.urandom(RESERVE_BYTES), mode=0o600)
 
 
 def release_reserve(paths: RunPaths) -> bool:
-    """Give the room back for what has to be written now; False when there was none."""
+    """Free the reserved space for a write that must happen now; return False if there was none."""
     try:
         paths.reserve.unlink()
     except FileNotFoundError:
@@ -113,13 +113,13 @@ def release_reserve(paths: RunPaths) -> bool:
 
 
 def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[RunPaths, bool]:
-    """The run that `spec` means under `root`, and True when it had to be created.
+    """Return the run that `spec` describes under `root`, and True if it was created.
 
-    The newest generation of the name decides that is the caller's own, for to attach to a run is to
-    start what its spec says: live or completed with the same digest, it is
-    returned; ended with another digest, a new generation (`name.r2`, …) is created. Raises
-    `RunConflictError` when another spec's run is live under the name, or when the same spec's
-    run failed or was cancelled, which only `relaunch` continues.
+    Only the caller's own runs count, because attaching to a run starts what its spec says. The
+    newest generation of the name decides. If it is live or completed and has the same digest, it is
+    returned. If it ended with another digest, a new generation (`name.r2`, …) is created. Raises
+    `RunConflictError` if a run with another spec is live under the name, or if the same spec's run
+    failed or was cancelled: only `relaunch` continues such a run.
     """
     newest = newest_generation(root, spec.name)
     if newest is None:
@@ -135,23 +135,23 @@ def attach_or_create(spec: RunSpec, root: Path, *, created_by: str) -> tuple[Run
     if same:
         raise RunConflictError(
             f"run {newest.name} {_ended(state)}; `holdfast relaunch {newest.name}` continues it "
-            "from its newest checkpoint, another name starts again"
+            "from its newest checkpoint; give another name to start again"
         )
     if state.is_live:
         raise RunConflictError(
             f"run {newest.name} is {state} with another spec (digest {record.spec_digest[:12]}, "
-            f"given {spec.digest[:12]}); a live run keeps its spec. Stop it first, or `holdfast "
-            "fork` one of its checkpoints under a new name"
+            f"given {spec.digest[:12]}); the spec of a live run cannot change. Stop the run first, "
+            "or `holdfast fork` one of its checkpoints under a new name"
         )
     return create_run(spec, root, created_by=created_by, folder=following), True
 
 
 def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
-    """True when `spec` means the run of `record`, whichever version of Holdfast recorded it.
+    """Return True if `spec` describes the run of `record`, whichever Holdfast version recorded it.
 
     The recorded spec is compared as this version reads it, so a key that is new here has its
-    default in both; else what a person gave is compared, so that a changed default makes no
-    difference either.
+    default in both. The keys that the user gave are compared too, so that a changed default makes
+    no difference.
     """
     if record.spec_digest == spec.digest or record.given == spec.given:
         return True
@@ -159,27 +159,27 @@ def is_same_spec(record: RunRecord, spec: RunSpec) -> bool:
 
 
 def newer_keys(record: RunRecord) -> list[str]:
-    """The keys that a newer version of Holdfast was given, and that mean nothing to this one.
+    """Return the keys that the user gave and that this version does not know.
 
-    Keys that merely have their defaults there change nothing here. Without a record of what was
-    given, all keys count.
+    Unknown keys that only have their defaults in the newer version do not count. If the record
+    has no list of the given keys, all keys count.
     """
     return unknown_keys(record.spec if record.given is None else record.given, RunSpec)
 
 
 def why_not_submitted(record: RunRecord) -> str:
-    """Why this version of Holdfast submits no attempt of a run; empty when it does."""
+    """Return why this version of Holdfast cannot submit attempts of a run, or ''."""
     newer = newer_keys(record)
     if not newer:
         return ""
     return (
-        "a newer Holdfast recorded the run, with keys that this version does not know: "
+        "a newer version of Holdfast recorded the run, with keys that this version does not know: "
         f"{', '.join(newer)}; relaunch it with that version"
     )
 
 
 def newest_generation(root: Path, name: str) -> RunPaths | None:
-    """The newest run of the spec name `name` under `root`, or None; one's own before others'."""
+    """Return the newest run with spec name `name` under `root`, the caller's own first, or None."""
     found = _generations(root, name)
     return max(found, key=lambda run: (_is_own(run), _generation(run.name)), default=None)
 
@@ -200,9 +200,9 @@ def _is_own(run: RunPaths) -> bool:
 
 
 def find_run(root: Path, name: str) -> RunPaths:
-    """The run called `name`: that very folder, else the newest generation of the name.
+    """Return the run called `name`: the folder of that name, or the name's newest generation.
 
-    Raises `NotFoundError` with the names that come near.
+    Raises `NotFoundError`, with similar names, if there is none.
     """
     exact = RunPaths(root / name)
     if RUN_NAME.fullmatch(name) and has_spec(exact.directory):
@@ -212,22 +212,22 @@ def find_run(root: Path, name: str) -> RunPaths:
         return newest
     there = [run.name for run in list_runs(root)]
     near = difflib.get_close_matches(name, there, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else "`holdfast runs` lists those there are"
-    raise NotFoundError(f"no run {name!r} under {root} ({len(there)} there); {hint}")
+    hint = f"did you mean {', '.join(near)}?" if near else "list the runs with `holdfast runs`"
+    raise NotFoundError(f"no run {name!r} under {root} ({len(there)} runs there); {hint}")
 
 
 def read_record(paths: RunPaths) -> RunRecord:
-    """The run's `spec.json`. Raises `NotFoundError` when no run was created there."""
+    """Return the run's `spec.json`. Raises `NotFoundError` if the folder is not a run."""
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
-            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+            f"{paths.directory}: no run here (no spec.json); list the runs with `holdfast runs`"
         )
     return record
 
 
 def _is_abandoned(paths: RunPaths) -> bool:
-    """True for a folder of one's own that a crash left before anything was in it to be lost."""
+    """Return True for the caller's own folder that a crash left before it held a run."""
     is_empty = not has_spec(paths.directory) and not any(paths.attempts.glob("*"))
     return is_empty and _is_own(paths)
 
@@ -247,9 +247,9 @@ def _generation(folder: str) -> int:
 
 
 def _copy_code(source: Path, target: Path) -> None:
-    """Copy what git tracks under `source`, or all but caches where there is no git.
+    """Copy the files that git tracks under `source`, or all but caches without git.
 
-    Raises `PreflightError` when that is more than `CODE_BYTES_MAX`.
+    Raises `PreflightError` if they are larger than `CODE_BYTES_MAX`.
     """
     if target.exists():
         return
@@ -265,7 +265,7 @@ def _copy_code(source: Path, target: Path) -> None:
     if total > CODE_BYTES_MAX:
         raise PreflightError(
             f"launch.code = 'snapshot': {source} holds {total} bytes, expected at most "
-            f"{CODE_BYTES_MAX}; use 'in_place', or a working directory of code alone"
+            f"{CODE_BYTES_MAX}; use 'in_place', or a working directory that holds only code"
         )
     unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     for name in files:

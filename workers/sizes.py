@@ -1,4 +1,4 @@
-"""GPU counts that a relaunch may use, and which of them it takes. Pure."""
+"""The GPU counts that a relaunch may use, and the choice between them. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from holdfast.contracts.spec import RunSpec, split_gpus
 
 
 def problem_with(spec: RunSpec, gpus: int) -> str | None:
-    """None when a relaunch may use `gpus` GPUs, else what is wrong and what would do."""
+    """Return None if a relaunch may use `gpus` GPUs, otherwise why not and what is allowed."""
     per_node = spec.resources.gpus_per_node
     if not spec.gpus_min <= gpus <= spec.gpus_max and not _is_single(spec):
         return (
@@ -22,14 +22,14 @@ def problem_with(spec: RunSpec, gpus: int) -> str | None:
     except ValueError as error:
         return str(error)
     if spec.resources.executor == "local" and nodes > 1:
-        return f"{gpus} GPUs on one machine of {per_node}: the local executor has one node"
+        return f"{gpus} GPUs do not fit on one node of {per_node}; the local executor has one node"
     if spec.elastic.choices and gpus not in spec.elastic.choices and gpus != spec.gpus:
         return f"{gpus} GPUs are not among elastic.choices; allowed: {_listing(spec)}"
     return None
 
 
 def allowed_sizes(spec: RunSpec) -> tuple[int, ...]:
-    """Every GPU count that the spec lets a relaunch use, smallest first."""
+    """Return every GPU count that the spec allows for a relaunch, smallest first."""
     if spec.elastic.choices:
         return tuple(sorted(set(spec.elastic.choices)))
     per_node, low, high = spec.resources.gpus_per_node, spec.gpus_min, spec.gpus_max
@@ -48,12 +48,12 @@ def choose_gpus(
     capacity: int | None,
     fits: Callable[[int], bool],
 ) -> tuple[int, str]:
-    """(GPUs of the next attempt, why).
+    """Return the GPUs of the next attempt, and why.
 
-    After a preemption `elastic.on_preemption` is followed if given: its n-th count after the
-    n-th preemption, the last one repeating. Else the largest allowed count that is free now is
-    taken; when none is, the job queues at the smallest; when nobody knows, the count stays. A
-    count that the checkpoint does not fit is taken only where the spec leaves no other.
+    After a preemption, `elastic.on_preemption` applies if it is given: its n-th count after the
+    n-th preemption, with the last one repeating. Otherwise the largest allowed count that is free
+    now is used. If none is free, the job queues at the smallest. If the capacity is unknown, the
+    count stays. A count that the checkpoint does not fit is used only if the spec allows no other.
     """
     plan = spec.elastic.on_preemption
     if plan and preemptions:
@@ -71,7 +71,7 @@ def choose_gpus(
 
 
 def _is_single(spec: RunSpec) -> bool:
-    """True when the spec names no elastic bounds: an operator may then give any count."""
+    """Return True if the spec has no elastic bounds, so that an operator may give any count."""
     elastic = spec.elastic
     return not (elastic.min_gpus or elastic.max_gpus or elastic.choices or elastic.on_preemption)
 

@@ -1,4 +1,4 @@
-"""Asking Slurm: every call bounded, every answer parsed here. A silence is never an absence."""
+"""Query Slurm. Every call is bounded in time. No answer never counts as "no such job"."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMMANDS: Final = "SLURM SLURMD SBATCH SRUN SALLOC SQUEUE SACCT SINFO SCONTROL 
 _DEFAULTS: Final = tuple(f"{name}_" for name in _COMMANDS.split())
 _KEPT: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY"})
 _FIELD = re.compile(r"(?:^| )([A-Za-z][A-Za-z0-9_/:]*)=")
-# `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`: a kind is not all digits, and no count means one.
+# `gpu`, `gpu:2`, `gpu:h100`, `gpu:2080ti:2`. A kind is not all digits. No count means one GPU.
 _GPUS = re.compile(
     r"(?:^|,)(?:gres[/:])?gpu(?::([^:(,=]*[^0-9:(,=][^:(,=]*))?(?:[:=]([0-9]+))?(?=[(,]|$)"
 )
-# `(S:0-1)`, `(IDX:0,2-3)`: where the GPUs sit, with commas of its own.
+# `(S:0-1)`, `(IDX:0,2-3)`: the location of the GPUs, which contains commas.
 _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _NO_ACCOUNTING = ("accounting storage is disabled", "not running a supported accounting_storage")
 _NO_JOB = ("invalid job id", "no job", "not found")
@@ -31,7 +31,7 @@ _NO_JOB = ("invalid job id", "no job", "not found")
 
 @dataclass(frozen=True)
 class JobLine:
-    """One job as squeue, scontrol or sacct showed it. Times are Unix seconds."""
+    """One job as squeue, scontrol or sacct prints it. Times are Unix seconds."""
 
     job_id: str
     name: str
@@ -44,10 +44,10 @@ class JobLine:
 
 
 def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
-    """Standard output of a Slurm command.
+    """Return the standard output of a Slurm command.
 
-    Raises `SchedulerUnavailableError` when it does not exist, is late, or cannot reach the
-    controller, and `SchedulerError` with its own words when it refused.
+    Raises `SchedulerUnavailableError` if the command does not exist, times out or cannot reach the
+    controller. Raises `SchedulerError` with Slurm's message if the controller refused it.
     """
     try:
         done = subprocess.run(
@@ -68,23 +68,23 @@ def call(arguments: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> str:
         ) from None
     if done.returncode == 0:
         return done.stdout
-    words = " ".join((done.stderr or done.stdout).split())[:1000]
-    if is_refusal(words):
-        raise SchedulerError(f"{' '.join(arguments)}: {words}")
-    raise SchedulerUnavailableError(f"{arguments[0]} cannot ask Slurm: {words}")
+    message = " ".join((done.stderr or done.stdout).split())[:1000]
+    if is_refusal(message):
+        raise SchedulerError(f"{' '.join(arguments)}: {message}")
+    raise SchedulerUnavailableError(f"{arguments[0]} cannot reach Slurm: {message}")
 
 
 def is_users_default(name: str) -> bool:
-    """True for a variable by which a person or a surrounding job changes what Slurm prints or does.
+    """Return True for a variable that changes Slurm's output or its jobs.
 
-    `SLURM_TIME_FORMAT` and `SQUEUE_FORMAT` change what is parsed here, and the variables of an
-    allocation that this process is in would become those of a job that it submits. What finds the
-    cluster and proves who asks stays.
+    `SLURM_TIME_FORMAT` and `SQUEUE_FORMAT` change the output that is parsed here. If this process
+    is in an allocation, its variables would become those of a submitted job. The variables that
+    locate the cluster and authenticate the user stay.
     """
     return name.startswith(_DEFAULTS) and name not in _KEPT
 
 
-# Slurm's words, and the system's, for a request whose answer did not come back.
+# Messages of Slurm and the system which mean that no answer to the request arrived.
 _NO_ANSWER = (
     "unable to contact",
     "socket timed out",
@@ -111,8 +111,8 @@ _NO_ANSWER = (
     "protocol authentication error",
     "protocol version has changed",
 )
-# Refusals that the same request meets again whenever it is made. All others may pass: limits of an
-# account or a QOS count other jobs, and partitions, licences and reservations come back.
+# Refusals that the same request always meets. All others may pass: limits of an account or a QOS
+# count other jobs, and partitions, licences and reservations become available again.
 _FINAL = (
     "invalid partition name",
     "invalid account",
@@ -145,27 +145,27 @@ _FINAL = (
 )
 
 
-def is_refusal(words: str) -> bool:
-    """True for an answer of the controller, False where it may not have been reached."""
-    return not any(sign in words.lower() for sign in _NO_ANSWER)
+def is_refusal(message: str) -> bool:
+    """Return True for an answer of the controller, False if it may not have been reached."""
+    return not any(sign in message.lower() for sign in _NO_ANSWER)
 
 
-def may_pass(words: str) -> bool:
-    """True when the scheduler may accept later what it refused with these words."""
-    return not any(sign in words.lower() for sign in _FINAL)
+def may_pass(message: str) -> bool:
+    """Return True if the scheduler may later accept the request that it refused with `message`."""
+    return not any(sign in message.lower() for sign in _FINAL)
 
 
 def queued_jobs(name: str) -> list[JobLine]:
-    """Jobs called `name` that the controller still remembers, ended ones too, newest last."""
+    """Return the jobs called `name` that the controller still knows, newest last, even if ended."""
     out = call(["squeue", "-h", "-t", "all", f"--name={name}", "-o", "%i|%j|%T|%r|%N|%S|%e"])
     rows = [line.split("|") for line in out.splitlines() if line.count("|") >= 6]
     return [JobLine(r[0], r[1], r[2], r[3], r[4], parse_time(r[5]), parse_time(r[6])) for r in rows]
 
 
 def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> list[JobLine]:
-    """Jobs that the accounting database knows by name or number, oldest first.
+    """Return the jobs in the accounting database by name or id, oldest first.
 
-    Empty where the site keeps no accounts. `since` is Unix seconds.
+    Empty if the site has no accounting. `since` is Unix seconds.
     """
     chosen = [f"--jobs={job_id}"] if job_id else [f"--name={name}"]
     start = datetime.fromtimestamp(max(since - 24 * 3600.0, 0.0)).strftime("%Y-%m-%dT%H:%M:%S")
@@ -181,7 +181,7 @@ def recorded_jobs(*, name: str = "", job_id: str = "", since: float = 0.0) -> li
 
 
 def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
-    """The job as the controller holds it, or None when it has forgotten it."""
+    """Return the job as the controller knows it, or None if it no longer knows the job."""
     try:
         out = call(["scontrol", "-o", "show", "job", job_id], timeout_s)
     except SchedulerUnavailableError:
@@ -206,33 +206,33 @@ def show_job(job_id: str, timeout_s: float = CALL_TIMEOUT_S) -> JobLine | None:
 
 
 def show_nodes() -> list[dict[str, str]]:
-    """Every node's fields as `scontrol -d show node` prints them, in hidden partitions too."""
+    """Return every node's fields as `scontrol -d show node` prints them, hidden ones too."""
     out = call(["scontrol", "--all", "-o", "-d", "show", "node"])
     return [parse_fields(line) for line in out.splitlines() if line.startswith("NodeName=")]
 
 
 def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
-    """Every partition's fields, hidden ones' too, as `scontrol show partition` prints them."""
+    """Return every partition's fields as `scontrol show partition` prints them, hidden ones too."""
     out = call(["scontrol", "--all", "-o", "show", "partition"], timeout_s)
     return [parse_fields(line) for line in out.splitlines() if line.startswith("PartitionName=")]
 
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
-    """By what the site preempts, such as `preempt/partition_prio`; empty when it does not say."""
+    """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
     lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
     found = [line.partition("=")[2] for line in lines if line.startswith("PreemptType ")]
     return found[0].strip() if found else ""
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
-    """Each QOS's preemption grace and the QOSs that it preempts, as the accounting writes them."""
+    """Return each QOS's preemption grace and the QOSs that it preempts, as sacctmgr prints them."""
     command = ["sacctmgr", "-n", "-P", "show", "qos", "format=Name,GraceTime,Preempt"]
     rows = [line.split("|") for line in call(command, timeout_s).splitlines()]
     return {row[0]: (row[1], row[2]) for row in rows if len(row) == 3}
 
 
 def enforces_qos(timeout_s: float = CALL_TIMEOUT_S) -> bool:
-    """True when the controller holds jobs to the limits of their QOS."""
+    """Return True if the controller enforces the limits of each QOS."""
     lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
     found = [
         line.partition("=")[2] for line in lines if line.startswith("AccountingStorageEnforce")
@@ -241,7 +241,7 @@ def enforces_qos(timeout_s: float = CALL_TIMEOUT_S) -> bool:
 
 
 def qos_limits(name: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
-    """The limits of one QOS on what its jobs may have at once, by sacctmgr's names for them."""
+    """Return the limits of one QOS on its jobs' resources, by sacctmgr's names."""
     fields = ("GrpTRES", "MaxTRES", "MaxTRESPU")
     command = ["sacctmgr", "-n", "-P", "show", "qos", f"name={name}", f"format={','.join(fields)}"]
     rows = [line.split("|") for line in call(command, timeout_s).splitlines() if line]
@@ -249,14 +249,14 @@ def qos_limits(name: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:
 
 
 def jobs_in_qos(name: str, timeout_s: float = CALL_TIMEOUT_S) -> list[tuple[str, str]]:
-    """User and allocated TRES of each job that holds resources under a QOS."""
+    """Return the user and the allocated TRES of each job that holds resources under a QOS."""
     command = ["squeue", "-h", "-t", "R,CG,CF,S", "-q", name, "-O", "UserName:128,tres-alloc:1024"]
     rows = [line.split() for line in call(command, timeout_s).splitlines()]
     return [(row[0], row[1]) for row in rows if len(row) == 2]
 
 
 def reservation_nodes(names: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[str, ...]:
-    """The nodes of reservations, given by names with commas between them."""
+    """Return the nodes of reservations. `names` are separated by commas."""
     found: list[str] = []
     for name in names.split(","):
         out = call(["scontrol", "-o", "show", "reservation", name], timeout_s)
@@ -265,14 +265,14 @@ def reservation_nodes(names: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[st
 
 
 def federation(timeout_s: float = CALL_TIMEOUT_S) -> str:
-    """The federation that this cluster is a part of; empty outside one, or without accounting."""
+    """Return the federation that this cluster belongs to; '' without one or without accounting."""
     out = call(["scontrol", "show", "federation"], timeout_s)
     found = re.search(r"^Federation: *(\S+)", out, re.MULTILINE)
     return found[1] if found else ""
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """`A=1 B=two words C=3` as a dict; a value runs up to the next `name=`."""
+    """Return `A=1 B=two words C=3` as a dict; a value extends to the next `name=`."""
     marks = list(_FIELD.finditer(text.strip()))
     ends = [mark.start() for mark in marks[1:]] + [len(text.strip())]
     pairs = zip(marks, ends, strict=True)
@@ -280,7 +280,7 @@ def parse_fields(text: str) -> dict[str, str]:
 
 
 def parse_time(text: str) -> float | None:
-    """Unix seconds of Slurm's local time, None for `Unknown`, `N/A`, `None` and the like."""
+    """Return Slurm's local time as Unix seconds; None for `Unknown`, `N/A`, `None` and the like."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -288,7 +288,7 @@ def parse_time(text: str) -> float | None:
 
 
 def parse_minutes(text: str) -> float | None:
-    """Minutes of a Slurm duration (`1-02:03:04`, `30:00`), None for `UNLIMITED` and the like."""
+    """Return the minutes of a Slurm duration (`1-02:03:04`, `30:00`); None for `UNLIMITED` etc."""
     days, _, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(p.isdigit() for p in parts) or (days and not days.isdigit()):
@@ -305,19 +305,19 @@ def parse_minutes(text: str) -> float | None:
 
 
 def gpus_of(gres: str, kind: str = "") -> int:
-    """GPUs in a GRES string such as `gpu:a100:4(S:0-1),shard:8`; with `kind`, those of it alone."""
+    """Return the GPUs in a GRES such as `gpu:a100:4(S:0-1),shard:8`, only of `kind` if given."""
     found = _GPUS.findall(_IN_BRACKETS.sub("", gres))
     return sum(int(count or 1) for each, count in found if kind in {"", each})
 
 
 def gpu_kind(gres: str) -> str:
-    """The one kind of GPU that a GRES string asks for, empty when it names none or several."""
+    """Return the one GPU kind in a GRES string; '' if it names none or several."""
     kinds = {kind for kind, _ in _GPUS.findall(_IN_BRACKETS.sub("", gres)) if kind}
     return kinds.pop() if len(kinds) == 1 else ""
 
 
 def expand_hosts(node_list: str) -> tuple[str, ...]:
-    """Host names in Slurm's short form: `n[1-3,7],m2` is n1, n2, n3, n7, m2."""
+    """Return the hosts in Slurm's short form: `n[1-3,7],m2` is n1, n2, n3, n7, m2."""
     hosts: list[str] = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", node_list):
         hosts += _expand(part)
@@ -338,5 +338,5 @@ def _expand(part: str) -> list[str]:
 
 
 def now() -> float:
-    """Unix seconds; one place, so that what waits for Slurm's clock says so."""
+    """Return Unix seconds; a separate function so that tests can replace Slurm's clock."""
     return time.time()

@@ -1,4 +1,4 @@
-"""Slurm's words for where a job stands, each translated once."""
+"""The mapping of Slurm's job states to attempt states."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ SLURM_STATES: Final[dict[str, AttemptState]] = {
 }
 
 
-def translate(word: str) -> AttemptState | None:
-    """The attempt state behind Slurm's `word`, or None for a word of no known version.
+def translate(state: str) -> AttemptState | None:
+    """Return the attempt state for a Slurm state, or None for a state of no known version.
 
-    Slurm adds to its words: `CANCELLED by 1000`, `NODE_FAIL+`, a trailing `*` for flags.
+    Slurm may add to its states: `CANCELLED by 1000`, `NODE_FAIL+`, a trailing `*` for flags.
     """
-    base = bare_word(word)
+    base = bare_state(state)
     return SLURM_STATES.get(base)
 
 
-def bare_word(word: str) -> str:
-    """Slurm's word without what it adds: `CANCELLED by 0` is `CANCELLED`."""
-    return word.split(" ")[0].split(",")[0].rstrip("+*") if word else ""
+def bare_state(state: str) -> str:
+    """Return Slurm's state without additions: `CANCELLED by 0` is `CANCELLED`."""
+    return state.split(" ")[0].split(",")[0].rstrip("+*") if state else ""

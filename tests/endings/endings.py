@@ -228,9 +228,9 @@ JOBS: Final[tuple[JobEnding, ...]] = (
     ),
     JobEnding(name="slurm_time_limit", cause=Cause.TIME_LIMIT, quote="time is up"),
     # To the nodes that are left this is the same as the loss of the whole node.
-    JobEnding(name="slurm_agent_killed", cause=Cause.NODE_FAILURE, quote="its agent is gone"),
+    JobEnding(name="slurm_agent_killed", cause=Cause.NODE_FAILURE, quote="its agent is lost"),
     JobEnding(name="slurm_node_lost", cause=Cause.NODE_FAILURE, quote="was lost"),
-    JobEnding(name="slurm_leading_node_lost", cause=Cause.NODE_FAILURE, quote="agent is gone"),
+    JobEnding(name="slurm_leading_node_lost", cause=Cause.NODE_FAILURE, quote="agent is lost"),
     JobEnding(name="slurm_only_node_lost", cause=Cause.NODE_FAILURE, quote="NODE_FAIL"),
     JobEnding(
         name="slurm_python_missing",

@@ -79,7 +79,7 @@ def test_without_a_preflight_a_run_starts_that_the_checks_refuse(local: Local) -
     )
     refused = local.call("submit", str(spec))
     assert refused.returncode != 0
-    assert "has no module away_program" in refused.stderr
+    assert "module away_program is missing" in refused.stderr
     assert not (local.root / "unchecked").exists()
     told = local.json("submit", str(spec), "--no-preflight", "--wait")
     assert (told["state"], told["step"]) == ("completed", 5)

@@ -23,7 +23,7 @@ MB = 1 << 20
 DISK_MB = 24
 FLOATS_PER_MB = MB // 4
 LEFT_BYTES = 2 * MB
-NONE = "0 checkpoints that no keep rule keeps were deleted"
+NONE = "0 checkpoints that nothing keeps were deleted"
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -112,5 +112,5 @@ def test_a_disk_without_any_room_is_named_to_the_operator(tmp_path: Path) -> Non
         paths, _ = runs.attach_or_create(spec_of(), root, created_by="ann")
         runs.release_reserve(paths)
         _fill(root)
-        with pytest.raises(HoldfastError, match="free some space there and ask again"):
+        with pytest.raises(HoldfastError, match="free some space there and repeat the request"):
             operator.request(paths, "cancel", by="ann")

@@ -184,7 +184,7 @@ def test_a_queued_job_is_pending_counted_and_taken_back(slurm: SlurmCluster, mak
     assert submission is not None
     assert found is not None
     assert found.job_id == submission.job_id
-    assert "taken back" in operator.request(run.paths, "cancel", by="tester")
+    assert "still queued and is cancelled" in operator.request(run.paths, "cancel", by="tester")
     assert ended(run.wait_for_end()) == (AttemptState.CANCELLED, Cause.OPERATOR)
     assert run.history().state == "cancelled"
 
@@ -213,7 +213,7 @@ def test_what_slurm_lacks_is_told_before_anything_is_queued(make: Make, tmp_path
     with pytest.raises(PreflightError) as caught:
         preflight.check(run.spec, tmp_path)
     text = "\n".join(caught.value.problems)
-    assert "'night': no such partition; there are prod, spot" in text
+    assert "'night': no such partition; choose from prod, spot" in text
     assert "resources.account 'nobody'" in text
     assert "resources.qos 'gold'" in text
     large = make(resources={"gpus_per_node": 8})

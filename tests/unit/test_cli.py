@@ -166,7 +166,7 @@ def test_a_missing_program_is_refused_before_anything_is_queued(
     spec = write_spec(tmp_path, command=["tarin.py"])
     answer = call("submit", spec)
     assert answer.status == 2
-    assert "tarin.py is no file under" in answer.err
+    assert "tarin.py is not a file under" in answer.err
     assert not (root / "kelp").exists()
 
 
@@ -174,7 +174,7 @@ def test_a_root_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) ->
     (tmp_path / "file").write_text("in the way")
     answer = call("submit", write_spec(tmp_path), "--root", tmp_path / "file" / "runs")
     assert answer.status == 2
-    assert "cannot be written" in answer.err
+    assert "cannot write there" in answer.err
 
 
 def test_an_unreachable_prefect_is_refused_before_anything_is_queued(

@@ -79,7 +79,7 @@ def test_a_relaunch_in_an_impossible_shape_is_refused_and_nothing_is_asked(run: 
         operator.request(run.paths, "relaunch", by="me", gpus=3)
     events = load_history(run.paths).events
     assert [e for e in events if e.kind is EventKind.OPERATOR_REQUEST] == []
-    assert "goes on at 2 GPUs" in operator.request(run.paths, "relaunch", by="me", gpus=2)
+    assert "continues at 2 GPUs" in operator.request(run.paths, "relaunch", by="me", gpus=2)
 
 
 def test_what_a_rollback_excluded_and_what_is_damaged_has_no_say(run: RunFolder) -> None:
@@ -96,7 +96,7 @@ def test_what_is_not_known_is_allowed_and_doubted(run: RunFolder) -> None:
     run.commit(20, 1)
     found = Feasibility.of(load_history(run.paths))
     assert found.problem(3) is None
-    assert "does not say over which mesh" in (found.doubt(3) or "")
+    assert "does not record its mesh" in (found.doubt(3) or "")
     assert found.doubt(2) is None, "as many as saved it"
     assert Feasibility(saved_by(4, **TENSOR_PARALLEL)).doubt(3) is None
 

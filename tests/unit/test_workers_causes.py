@@ -57,7 +57,7 @@ def slurm(word: str) -> JobStatus:
 
 
 GONE = JobStatus(state=AttemptState.LOST, raw="gone", evidence=("the process is gone",))
-REBOOTED = JobStatus(state=AttemptState.LOST, raw="rebooted", evidence=("it was started again",))
+REBOOTED = JobStatus(state=AttemptState.LOST, raw="rebooted", evidence=("it has rebooted",))
 
 
 @pytest.mark.parametrize("cause", list(Cause))
@@ -140,7 +140,7 @@ def test_a_job_that_survivors_ended_failed_by_its_node() -> None:
     status = JobStatus(state=AttemptState.CANCELLED, raw="CANCELLED")
     ending = classify(outcome=None, status=status, claimed=True, lost_hosts=["n1"])
     assert (ending.state, ending.cause) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
-    assert ending.evidence[0] == "n1: its agent is gone"
+    assert ending.evidence[0] == "n1: its agent is lost"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def said(step: int, reason: str = "") -> dict[str, str]:
             [
                 *["-not among the last 1"] * 2,
                 "the newest, last 1",
-                "damaged, left for people: a: 0 bytes",
+                "damaged, kept for inspection: a: 0 bytes",
             ],
         ),
         # A time to live leaves the newest, however old it is.
@@ -97,14 +97,14 @@ def said(step: int, reason: str = "") -> dict[str, str]:
             {"mirrored": [name_of(10), name_of(20)]},
             [
                 "-not among the last 1",
-                *["no later one has a second copy yet"] * 2,
+                *["no newer checkpoint has a second copy yet"] * 2,
                 "the newest, last 1",
             ],
         ),
         (
             Keep(last=1),
             {"mirrored": []},
-            [*["no later one has a second copy yet"] * 3, "the newest, last 1"],
+            [*["no newer checkpoint has a second copy yet"] * 3, "the newest, last 1"],
         ),
         (
             Keep(last=1),
@@ -172,7 +172,7 @@ def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
     uses = retention.checkpoints_in_use(load_history(paths))
     # The second launch went on from another one than the first.
     assert uses == {
-        name_of(20): "what attempt 2 resumed from",
+        name_of(20): "the checkpoint that attempt 2 resumed from",
         name_of(30): "the parent of run b",
     }
     (tmp_path / "out.pt").touch()
@@ -187,8 +187,10 @@ def test_damaged_checkpoints_stay_and_are_named(folder: RunFolder) -> None:
     torn.write_bytes(b"")
     (paths.checkpoint(name_of(20)) / MANIFEST).write_bytes(b"{}")
     plan = {one.name: one for one in retention.plan_run(paths)}
-    assert plan[name_of(40)].reason.startswith("damaged, left for people: __0_0.distcp: 0 bytes")
-    assert plan[name_of(20)].reason.startswith("damaged, left for people: manifest.json")
+    assert plan[name_of(40)].reason.startswith(
+        "damaged, kept for inspection: __0_0.distcp: 0 bytes"
+    )
+    assert plan[name_of(20)].reason.startswith("damaged, kept for inspection: manifest.json")
     # The torn one is not the newest, nor does it count among the last two.
     assert deletion.apply(paths, by="ann") == []
     assert plan[name_of(30)].reason == "the newest, last 2"

@@ -362,7 +362,7 @@ def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: 
     spec = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
     paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
-    assert "taken back" in operator.request(paths, "cancel", by="ann")
+    assert "still queued and is cancelled" in operator.request(paths, "cancel", by="ann")
     assert not scheduler.jobs
     stop = read_document(StopFile, attempt.stop)
     assert stop is not None
@@ -377,7 +377,7 @@ def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: 
     [
         (None, "relaunch", None, "is completed"),
         (None, "stop", None, "is completed"),
-        (Cause.USER_ERROR, "stop", None, "failed already"),
+        (Cause.USER_ERROR, "stop", None, "already failed"),
         (Cause.USER_ERROR, "resume", None, "not paused"),
         (Cause.USER_ERROR, "relaunch", 3, "outside elastic 2 to 4|not among"),
         (Cause.USER_ERROR, "relaunch", 8, "outside elastic"),
@@ -416,19 +416,19 @@ def test_preflight_tells_every_problem_at_once(tmp_path: Path) -> None:
     with pytest.raises(PreflightError) as caught:
         preflight.check(spec, tmp_path / "file" / "root")
     text = "\n".join(caught.value.problems)
-    assert "cannot be written" in text
+    assert "cannot write there" in text
     assert "/no/such/python: no such interpreter" in text
     assert len(caught.value.problems) == 2
 
 
 def test_preflight_finds_a_missing_program_and_module(tmp_path: Path) -> None:
     spec = spec_of(launch={"working_directory": str(tmp_path)})
-    with pytest.raises(PreflightError, match=r"t\.py is no file under"):
+    with pytest.raises(PreflightError, match=r"t\.py is not a file under"):
         preflight.check(spec, tmp_path / "root")
     named = RunSpec(
         name="r", command=("-m", "no_such_module"), launch={"working_directory": str(tmp_path)}
     )
-    with pytest.raises(PreflightError, match="has no module no_such_module"):
+    with pytest.raises(PreflightError, match="module no_such_module is missing"):
         preflight.check(named, tmp_path / "root")
 
 

@@ -25,7 +25,7 @@ from holdfast.workers.executors.slurm_capacity import (
     wanted_of,
 )
 from holdfast.workers.request import build_request
-from holdfast.workers.slurm_states import SLURM_STATES, bare_word, translate
+from holdfast.workers.slurm_states import SLURM_STATES, bare_state, translate
 
 # `squeue --helpstate` of 24.11 and, for the words it leaves out, slurm.h's base states and flags.
 HELPSTATE = """
@@ -70,7 +70,7 @@ def test_terminal_words_are_terminal_and_no_others() -> None:
         "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
         "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
     }  # fmt: skip
-    assert bare_word("CANCELLED by 0") == "CANCELLED"
+    assert bare_state("CANCELLED by 0") == "CANCELLED"
 
 
 SHOW_JOB = (

@@ -233,7 +233,7 @@ def test_of_two_jobs_one_runs_and_the_other_is_cancelled(
         assert claim_as(flow.attempt, claimant)
     (said,) = flow.end_duplicates()
     kept = claimant or "101"
-    assert f"job {kept} has" in said
+    assert f"duplicates job {kept} of attempt" in said
     states = {job: state.is_terminal for job, state in slurm.states.items()}
     assert states == {job: job != kept for job in ("100", "101")}
     assert flow.job == kept

@@ -14,7 +14,7 @@ from typing import Final
 from holdfast.contracts.states import Cause
 from holdfast.workers.request import WARNING_EARLY_S
 from holdfast.workers.slurm_client import parse_time
-from holdfast.workers.slurm_states import bare_word
+from holdfast.workers.slurm_states import bare_state
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 # A TERM this close to the end of the job is its time limit's.
@@ -90,7 +90,7 @@ def judge(
             end_at=end_at,
             warning_s=warning_s,
         )
-    state = bare_word(job.get("JobState", ""))
+    state = bare_state(job.get("JobState", ""))
     end = parse_time(job.get("EndTime", ""))
     preempted_at = parse_time(job.get("PreemptTime", ""))
     seen = f"JobState={state} EndTime={job.get('EndTime')} PreemptTime={job.get('PreemptTime')}"

@@ -1,4 +1,4 @@
-"""Where jobs run: one interface, one module per scheduler."""
+"""Executors, which run jobs: one interface, and one module for each kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KINDS: dict[str, type[Executor]] = {"local": LocalExecutor, "slurm": SlurmExecu
 
 
 def executor_for(kind: str) -> Executor:
-    """The executor called `kind`. Raises `SpecError` with the whole list for any other word."""
+    """Return the executor called `kind`. Raises `SpecError` with the list of kinds if unknown."""
     try:
         return _KINDS[kind]()
     except KeyError:

@@ -1,4 +1,4 @@
-"""What every executor offers, and what it says about a job."""
+"""The interface of every executor, and the status of a job."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from holdfast.contracts.paths import AttemptPaths
 from holdfast.contracts.spec import Resources
 from holdfast.contracts.states import AttemptState
 
-# What the executor of this machine says in place of a scheduler's word: the processes are gone
-# while the machine stayed up, or the machine was started again.
+# The local executor's states in place of a scheduler's: the processes are gone although the machine
+# stayed up, or the machine was rebooted.
 GONE: Final = "gone"
 REBOOTED: Final = "rebooted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """What the scheduler says of a job now. Times are Unix seconds.
+    """The scheduler's current report on a job. Times are Unix seconds.
 
-    `state` is None when it said something that tells nothing yet; `LOST` when it answered and
-    knows no such job. `raw` is its own word, `evidence` what is worth keeping with the ending.
+    `state` is None if the report does not determine a state yet, and `LOST` if the scheduler knows
+    no such job. `raw` is the scheduler's own state. `evidence` is kept with the attempt's ending.
     """
 
     state: AttemptState | None
@@ -33,68 +33,68 @@ class JobStatus:
     started_at: float | None = None
     ended_at: float | None = None
     evidence: tuple[str, ...] = ()
-    # The node that led the job is gone and the job is not: nothing can come of it any more.
+    # The leading node is gone but the job is not, so the job can no longer succeed.
     is_leaderless: bool = False
-    # The scheduler answered, and has no such job.
+    # The scheduler answered and has no such job.
     is_absent: bool = False
 
     @property
     def has_ended(self) -> bool:
-        """True when the job will not run any more."""
+        """True if the job will not run any more."""
         return self.state is not None and self.state.is_terminal
 
 
 class Executor(ABC):
-    """A place that takes jobs. Every call is bounded in time."""
+    """A service that runs jobs. Every call is bounded in time."""
 
     kind: str
-    # Seconds after which a job that was submitted without an answer, and that the scheduler does
-    # not show, is believed not to exist.
+    # A job that was submitted without an answer counts as nonexistent if the scheduler does not
+    # list it for this many seconds.
     absence_s: float
 
     @abstractmethod
     def submit(self, paths: AttemptPaths, request: Request) -> Submission:
-        """Hand the attempt's agent to the scheduler.
+        """Submit the attempt's agent to the scheduler.
 
-        Raises `SchedulerError` when it refused, with its own words, and
-        `SchedulerUnavailableError` when nobody knows whether it took the job.
+        Raises `SchedulerError` with the scheduler's message if it refused the job, and
+        `SchedulerUnavailableError` if it is unknown whether it accepted the job.
         """
 
     @abstractmethod
     def find(self, request: Request) -> Submission | None:
-        """The job that was submitted for `request`, by its name, or None when there is none.
+        """Return the job that was submitted for `request`, found by its name, or None.
 
-        Raises `SchedulerUnavailableError` when the scheduler did not answer.
+        Raises `SchedulerUnavailableError` if the scheduler did not answer.
         """
 
     def live_jobs(self, request: Request) -> tuple[Submission, ...]:
-        """Every job of the attempt's name that has not ended, oldest first.
+        """Return every job with the attempt's name that has not ended, oldest first.
 
-        Raises `SchedulerUnavailableError` when the scheduler did not answer.
+        Raises `SchedulerUnavailableError` if the scheduler did not answer.
         """
         found = self.find(request)
         return () if found is None else (found,)
 
     def withdraw(self, request: Request, submission: Submission) -> None:
-        """Cancel the job unless it has begun to run."""
+        """Cancel the job unless it has started."""
         self.cancel(request, submission)
 
     @abstractmethod
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
-        """Where the job stands. Raises `SchedulerUnavailableError` without an answer."""
+        """Return the job's status. Raises `SchedulerUnavailableError` without an answer."""
 
     @abstractmethod
     def cancel(self, request: Request, submission: Submission) -> None:
-        """End the job by force, without a last checkpoint; harmless when it has ended."""
+        """Kill the job without a last checkpoint; harmless if it has ended."""
 
     @abstractmethod
     def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
-        """GPUs that are free now for such resources; None when unknown or unbounded.
+        """Return the GPUs free now for `resources`; None if unknown or unlimited.
 
-        `held` are GPUs, by host, that would be free as well were a job of ours gone.
+        `held` maps hosts to GPUs of our own job that count as free, because it will release them.
         """
 
     def held_after_end(self, request: Request, submission: Submission) -> dict[str, int]:
-        """GPUs, by host, of a job that has ended and whose nodes are still being cleaned up."""
+        """Return the GPUs by host that an ended job still holds while Slurm cleans up its nodes."""
         del request, submission
         return {}

@@ -1,4 +1,4 @@
-"""This machine as a place for jobs: one node, no queue, jobs that outlive their submitter."""
+"""The local executor: one node, no queue, and jobs that outlive their submitter."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from holdfast.workers.processes import (
 
 LAUNCH_TIMEOUT_S: Final = 120.0
 LAUNCHER: Final = "holdfast.workers.executors.local_launch"
-# submitit's, above the agent.
+# submitit's process above the agent.
 CONTROLLER: Final = "submitit.local._local"
-# The kernel lists processes without delay, but a process that was just forked has its parent's
-# command line for a moment.
+# The kernel lists processes without delay, but a process that was just forked briefly has its
+# parent's command line.
 ABSENCE_S: Final = 1.0
-# The flusher may have a sealed step to write when the job is cancelled by force.
+# When a job is cancelled by force, its flusher may still have a sealed step to write.
 CANCEL_TERM_WAIT_S: Final = 2.0
 
 
 class LocalExecutor(Executor):
-    """Jobs are process trees of this machine; documents and process names tell where they are."""
+    """Jobs are process trees of this machine, found by documents and process names."""
 
     kind = "local"
     absence_s = ABSENCE_S
@@ -70,7 +70,7 @@ class LocalExecutor(Executor):
                 f"{LAUNCH_TIMEOUT_S:.0f} s; see {log}"
             ) from None
         except OSError as error:
-            raise SchedulerError(f"{command[0]} cannot be started: {error}") from error
+            raise SchedulerError(f"cannot start {command[0]}: {error}") from error
         if done.returncode != 0:
             raise SchedulerError(
                 f"the local job of attempt {request.attempt} was not started: "
@@ -87,7 +87,7 @@ class LocalExecutor(Executor):
                 job_id=claim.job_id, executor=self.kind, submitted_at=claim.claimed_at
             )
         found = [p for p in psutil.process_iter() if _is_of(p, CONTROLLER, paths)]
-        # The launcher ends soon; what it has started by then is the job.
+        # The launcher exits soon; before that, it stands for the job that it starts.
         found = found or [p for p in psutil.process_iter() if _is_of(p, LAUNCHER, paths)]
         if not found:
             return None
@@ -111,7 +111,7 @@ class LocalExecutor(Executor):
             state = AttemptState.RUNNING if claim else AttemptState.PENDING
             return JobStatus(state=state, raw="running", nodes=(socket.gethostname(),))
         if claim is None:
-            # A submission that was cut short may name the launcher, which has ended since.
+            # An interrupted submission may name the launcher, which has ended since.
             if self.find(request) is not None:
                 return JobStatus(state=AttemptState.PENDING, raw="running")
             if submission is None:
@@ -119,7 +119,7 @@ class LocalExecutor(Executor):
         gone = [f"process {name.pid} of the local job is gone" for name in names]
         has_rebooted = any(name.boot_id != boot_id() for name in names)
         if has_rebooted:
-            gone.append("this machine was started again since")
+            gone.append("this machine has rebooted since")
         raw = REBOOTED if has_rebooted else GONE
         return JobStatus(state=AttemptState.LOST, raw=raw, evidence=tuple(gone))
 
@@ -131,8 +131,8 @@ class LocalExecutor(Executor):
         left = end_processes(tree.values(), term_wait_s=CANCEL_TERM_WAIT_S)
         if left:
             raise SchedulerError(
-                f"processes {left} of attempt {request.attempt} did not end; they may wait for a "
-                "device or a file system"
+                f"processes {left} of attempt {request.attempt} did not end; they may wait for "
+                "a device or a file system"
             )
 
     def capacity(self, resources: Resources, held: Mapping[str, int] | None = None) -> int | None:
@@ -144,7 +144,7 @@ def _paths(request: Request) -> AttemptPaths:
 
 
 def _claim_here(paths: AttemptPaths) -> Claim | None:
-    """The attempt's claim; raises when another machine, whose processes are unseen, made it."""
+    """Return the attempt's claim; raise if another machine made it, whose processes are unseen."""
     claim = read_claim(paths)
     _check_host(claim.host if claim else None, paths)
     return claim
@@ -153,7 +153,7 @@ def _claim_here(paths: AttemptPaths) -> Claim | None:
 def _check_host(host: str | None, paths: AttemptPaths) -> None:
     if host not in {None, socket.gethostname()}:
         raise SchedulerUnavailableError(
-            f"attempt {paths.number} runs on {host} with the local executor; ask there"
+            f"attempt {paths.number} runs on {host} with the local executor; run the command there"
         )
 
 
@@ -168,7 +168,7 @@ def _names(submission: Submission | None, claim: Claim | None) -> list[ProcessNa
 
 
 def _is_of(process: psutil.Process, module: str, paths: AttemptPaths) -> bool:
-    """True for a process that runs `module` for this very attempt."""
+    """Return True for a process that runs `module` for this attempt."""
     if process.pid == os.getpid():
         return False
     try:
@@ -181,4 +181,4 @@ def _is_of(process: psutil.Process, module: str, paths: AttemptPaths) -> bool:
 
 def _last_line(log: Path) -> str:
     lines: list[Any] = [line for line in log.read_text(errors="replace").splitlines() if line]
-    return str(lines[-1]) if lines else "it said nothing"
+    return str(lines[-1]) if lines else "it printed no error"

@@ -1,6 +1,6 @@
-"""Starts one local job in a session of its own, says which process it is, and ends.
+"""Start one local job in a session of its own, print its process and exit.
 
-`python -m holdfast.workers.executors.local_launch <request.json>`: run with a new session, so
+`python -m holdfast.workers.executors.local_launch <request.json>` must run in a new session, so
 that a signal to the submitter's process group does not reach the job.
 """
 
@@ -23,13 +23,15 @@ from holdfast.workers.processes import name_process
 
 
 def launch(request_path: Path) -> dict[str, object]:
-    """Submit the agent with submitit's local executor; returns the job's process name.
+    """Submit the agent with submitit's local executor; return the job's process name.
 
-    Raises `NotFoundError` when there is no request at `request_path`.
+    Raises `NotFoundError` if there is no request at `request_path`.
     """
     request = read_document(Request, request_path)
     if request is None:
-        raise NotFoundError(f"{request_path}: no request here; it is written before submission")
+        raise NotFoundError(
+            f"{request_path}: no request here; the supervisor writes it before submission"
+        )
     paths = AttemptPaths(request_path.parent)
     python = shlex.quote(request.launch.python or sys.executable)
     executor = submitit.LocalExecutor(folder=paths.logs, python=python)
@@ -47,7 +49,7 @@ def launch(request_path: Path) -> dict[str, object]:
 
 
 def _visible_gpus(given: str | None, count: int) -> dict[str, tuple[int, ...]]:
-    """submitit's choice is 0 to n-1; what the submitter sees goes first when it is enough."""
+    """Return the first `count` GPUs that the submitter sees; submitit would take 0 to n-1."""
     parts = [part.strip() for part in (given or "").split(",")]
     if len(parts) < count or not all(part.isdigit() for part in parts):
         return {}
@@ -55,10 +57,10 @@ def _visible_gpus(given: str | None, count: int) -> dict[str, tuple[int, ...]]:
 
 
 def main(request_path: Path) -> None:
-    """Launch, and answer on standard output, which the job itself must not inherit.
+    """Launch the job and print the answer, on a pipe that the job itself must not inherit.
 
-    Whoever reads the answer waits for the end of the pipe; a job that held it would be waited
-    for as well.
+    The reader of the answer waits for the end of the pipe, so a job that held it would block the
+    reader.
     """
     answer = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Slurm: submission through submitit, everything else through our own bounded questions."""
+"""The Slurm executor: submitit submits, and bounded calls of `slurm_client` do the rest."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from holdfast.workers.executors.slurm_capacity import (
     wanted_of,
 )
 from holdfast.workers.slurm_client import JobLine
-from holdfast.workers.slurm_states import bare_word, translate
+from holdfast.workers.slurm_states import bare_state, translate
 
 SBATCH_TIMEOUT_S: Final = 60
 AGENT: Final = "holdfast.workers.agent.main"
-# How long a job may exist before Slurm shows it. A submission that timed out here may wait in a
-# loaded controller's queue for minutes, and the accounts follow the controller later still.
+# How long a job may exist before Slurm lists it. A submission that timed out here may wait for
+# minutes in a loaded controller, and accounting lags behind the controller.
 ABSENCE_S: Final = 300.0
-# By which a site gives its users an account and the like; a spec that names one comes first.
+# Variables by which a site gives its users an account and the like. The spec's keys come first.
 SITE_DEFAULTS: Final = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
@@ -55,10 +55,10 @@ SITE_DEFAULTS: Final = {
 
 
 class _BoundedSlurmExecutor(submitit.SlurmExecutor):
-    """submitit's executor with a bound on sbatch, which by itself may wait for minutes.
+    """submitit's Slurm executor with a time limit on sbatch, which may otherwise take minutes.
 
-    Its jobs start the agent themselves. submitit's own would wait for a file that is named after
-    the job's number, so a job whose number was never heard here could not start.
+    The jobs start the agent directly. submitit's own start waits for a file named after the job's
+    id, so a job whose id never arrived here could not start.
     """
 
     request: Path
@@ -68,31 +68,32 @@ class _BoundedSlurmExecutor(submitit.SlurmExecutor):
         return f"{self.python} -u -m {AGENT} {shlex.quote(str(self.request))}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        clean = [word for name in self._variables_to_hide() for word in ("-u", name)]
+        clean = [argument for name in self._variables_to_hide() for argument in ("-u", name)]
         bound = ["timeout", "--kill-after=5", str(SBATCH_TIMEOUT_S)]
         return ["env", *clean, *bound, "sbatch", str(submission_file_path)]
 
     def _variables_to_hide(self) -> list[str]:
-        """Variables of this process that would change the job, or pass for the job's own.
+        """Return the variables of this process that would change the job or its environment.
 
-        sbatch puts its `SBATCH_*` above the request, and gives the job the whole environment,
-        where an allocation around this process would contradict the job's own.
+        sbatch prefers its `SBATCH_*` variables to the request. It also passes its environment to
+        the job, where the variables of an allocation around this process would contradict the
+        job's own.
         """
         given = {**self.parameters, **self.parameters.get("additional_parameters", {})}
-        asked = {name for name, value in given.items() if value is not None}
+        requested = {name for name, value in given.items() if value is not None}
         return [
             name
             for name in os.environ
             if (slurm_client.is_users_default(name) or name.startswith("SUBMITIT_"))
-            and (name not in SITE_DEFAULTS or SITE_DEFAULTS[name] in asked)
+            and (name not in SITE_DEFAULTS or SITE_DEFAULTS[name] in requested)
         ]
 
 
 def _check_parameters(request: Request) -> None:
-    """Raise `SubmissionRefusedError` for what may be in no sbatch script.
+    """Raise `SubmissionRefusedError` for values that must not be in an sbatch script.
 
-    A run that an earlier version recorded may have options, or line breaks, that are refused in new
-    specs. Those that would end a line of the script, or lose the job, are refused here.
+    A run recorded by an earlier version may have options or line breaks that new specs may not
+    have. This refuses those that would end a line of the script or lose the job.
     """
     python = ("launch.python", problem_with_value(request.launch.python, several_lines=False))
     found = [python] + [
@@ -101,18 +102,18 @@ def _check_parameters(request: Request) -> None:
     ]
     problems = [f"{key}: {problem}" for key, problem in found if problem]
     extra = request.resources.extra
-    problems += [words for name in extra if (words := problem_with_option(name, LOSES_JOB))]
+    problems += [problem for name in extra if (problem := problem_with_option(name, LOSES_JOB))]
     if problems:
         raise SubmissionRefusedError(
-            f"{request.job_name} was not submitted, because its recorded spec has values that are "
-            f"refused: {'; '.join(problems)}. Fork the newest checkpoint and change them there "
+            f"{request.job_name} was not submitted: its recorded spec has values that this version "
+            f"refuses: {'; '.join(problems)}. Fork the newest checkpoint with other values "
             f"(`holdfast fork {request.run}:CHECKPOINT --set KEY=VALUE`)",
             may_pass=False,
         )
 
 
 class SlurmExecutor(Executor):
-    """Jobs of a Slurm cluster whose commands work on this host."""
+    """Runs jobs on a Slurm cluster whose commands work on this host."""
 
     kind = "slurm"
     absence_s = ABSENCE_S
@@ -129,16 +130,16 @@ class SlurmExecutor(Executor):
             executor.update_parameters(**request.scheduler)
             job = executor.submit(run_agent, str(paths.request))
         except (FailedJobError, FailedSubmissionError) as error:
-            words = " ".join(str(error).split())[:1000]
-            passes = slurm_client.may_pass(words)
-            is_answer = "Batch job submission failed" in words or not passes
-            if is_answer and slurm_client.is_refusal(words):
+            message = " ".join(str(error).split())[:1000]
+            passes = slurm_client.may_pass(message)
+            is_answer = "Batch job submission failed" in message or not passes
+            if is_answer and slurm_client.is_refusal(message):
                 raise SubmissionRefusedError(
-                    f"Slurm refused {request.job_name}: {words}",
+                    f"Slurm refused {request.job_name}: {message}",
                     may_pass=passes,
                 ) from error
             raise SchedulerUnavailableError(
-                f"nobody knows whether Slurm took {request.job_name}: {words}; it will be looked "
+                f"it is unknown whether Slurm accepted {request.job_name}: {message}; it is looked "
                 "up by name before it is submitted again"
             ) from error
         return Submission(job_id=job.job_id, executor=self.kind, submitted_at=time.time())
@@ -165,7 +166,7 @@ class SlurmExecutor(Executor):
         )
 
     def withdraw(self, request: Request, submission: Submission) -> None:
-        # Slurm compares the state itself: a job that began in this moment is left alone.
+        # Slurm checks the state itself, so a job that starts at this moment is not cancelled.
         self._scancel("--state=PENDING", submission.job_id)
 
     def status(self, request: Request, submission: Submission | None) -> JobStatus:
@@ -173,7 +174,7 @@ class SlurmExecutor(Executor):
         if submission is None:
             return self._absent(request.created_at, request.job_name)
         line = slurm_client.show_job(submission.job_id)
-        # Slurm uses numbers again: a job of another name is another job.
+        # Slurm reuses job ids, so a job with another name is another job.
         if line is not None and line.name == request.job_name:
             return _status_of(line)
         recorded = slurm_client.recorded_jobs(
@@ -214,7 +215,7 @@ class SlurmExecutor(Executor):
         return ranks if ranks is None or allowed is None else min(ranks, allowed)
 
     def _gpus_under_qos(self, qos: str | None, held: Mapping[str, int]) -> int | None:
-        """GPUs that the spec's QOS still allows; None without one, or where it is not enforced."""
+        """Return the GPUs that the spec's QOS still allows; None without an enforced QOS."""
         if qos is None or not slurm_client.enforces_qos():
             return None
         limits, in_use = slurm_client.qos_limits(qos), slurm_client.jobs_in_qos(qos)
@@ -226,15 +227,17 @@ class SlurmExecutor(Executor):
             line = slurm_client.show_job(submission.job_id)
         except SchedulerError:
             return {}
-        if line is None or line.name != request.job_name or bare_word(line.state) != "COMPLETING":
+        if line is None or line.name != request.job_name or bare_state(line.state) != "COMPLETING":
             return {}
         return dict.fromkeys(slurm_client.expand_hosts(line.nodes), request.gpus_per_node)
 
     def _absent(self, since: float, name: str) -> JobStatus:
         if slurm_client.now() - since < ABSENCE_S:
-            return JobStatus(state=None, detail="Slurm does not show the job yet")
-        words = f"neither squeue nor sacct knows {name}"
-        return JobStatus(state=AttemptState.LOST, detail=words, evidence=(words,), is_absent=True)
+            return JobStatus(state=None, detail="Slurm does not list the job yet")
+        message = f"neither squeue nor sacct lists {name}"
+        return JobStatus(
+            state=AttemptState.LOST, detail=message, evidence=(message,), is_absent=True
+        )
 
 
 def _status_of(line: JobLine) -> JobStatus:
@@ -250,13 +253,15 @@ def _status_of(line: JobLine) -> JobStatus:
             evidence.append(f"Slurm: {key} {value}")
     nodes = slurm_client.expand_hosts(line.nodes)
     batch_host = (line.fields or {}).get("BatchHost", "")
-    # With --no-kill Slurm takes a lost node out of the job and lets the job be.
+    # With --no-kill Slurm removes a lost node from the job and keeps the job.
     is_leaderless = state is AttemptState.RUNNING and batch_host not in {"", *nodes}
     if is_leaderless:
-        evidence.append(f"Slurm: {batch_host}, which led the job, is no longer among its nodes")
+        evidence.append(
+            f"Slurm: {batch_host}, the job's leading node, is no longer one of its nodes"
+        )
     return JobStatus(
         state=state,
-        raw=bare_word(line.state),
+        raw=bare_state(line.state),
         detail=reason or line.state,
         nodes=nodes,
         is_leaderless=is_leaderless,
@@ -267,6 +272,6 @@ def _status_of(line: JobLine) -> JobStatus:
 
 
 def _serial(job_id: str) -> tuple[int, str]:
-    """Slurm numbers jobs in order, so 999 is older than 1000."""
+    """Return a sort key: Slurm numbers jobs in order, so 999 is older than 1000."""
     head = job_id.split("_")[0]
     return (int(head) if head.isdigit() else 0, job_id)

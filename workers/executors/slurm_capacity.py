@@ -1,4 +1,4 @@
-"""How many GPUs a job could have now, from what Slurm says of nodes, reservations and QOS. Pure."""
+"""Compute the GPUs a job could have now from Slurm's nodes, reservations and QOS, purely."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from holdfast.contracts.spec import Resources
 from holdfast.workers.request import NO_GRES
 from holdfast.workers.slurm_client import gpu_kind, gpus_of
 
-# What Slurm hangs on a state: not responding, powering up, rebooting, planned and the like.
+# The marks that Slurm appends to a state: not responding, powering up, rebooting, planned etc.
 _STATE_MARKS: Final = "*~#!%$@^-+"
-# Base states and flags in which a node starts no job. A node that is powered down is not among
-# them: Slurm powers it up for the job.
+# Base states and flags in which a node starts no job. A powered-down node is not listed here,
+# because Slurm powers it up for the job.
 _UNUSABLE: Final = frozenset(
     {"DOWN", "DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "FUTURE", "UNKNOWN", "ERROR"}
     | {"NO_RESPOND", "NOT_RESPONDING", "POWERING_DOWN", "POWER_DOWN", "INVAL", "INVALID_REG"}
     | {"REBOOT_REQUESTED", "REBOOT_ISSUED", "BLOCKED"}
 )
-# States that keep a node for the jobs of a reservation.
+# States that reserve a node for the jobs of a reservation.
 _KEPT: Final = frozenset({"RESERVED", "RESV", "MAINT"})
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_.:/\-]+|[&|()]")
 _COUNT: Final = re.compile(r"\*[0-9]+")
@@ -29,7 +29,7 @@ _GPU_TRES: Final = re.compile(r"(?:^|,)gres/gpu=([0-9]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a node must be and have for a job of ours. `reserved` is None without a reservation."""
+    """What our job needs of a node. `reserved` is None without a reservation."""
 
     partitions: frozenset[str] = frozenset()
     gpu_kind: str = ""
@@ -38,7 +38,7 @@ class Wanted:
 
 
 def wanted_of(resources: Resources, reserved: Collection[str] | None = None) -> Wanted:
-    """What `resources` want of a node; `reserved` are the nodes of the spec's reservation."""
+    """Return what a node must offer; `reserved` are the nodes of the spec's reservation."""
     return Wanted(
         partitions=frozenset((resources.partition or "").split(",")) - {""},
         gpu_kind=gpu_kind(resources.gres or ""),
@@ -48,9 +48,9 @@ def wanted_of(resources: Resources, reserved: Collection[str] | None = None) -> 
 
 
 def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
-    """GPUs of one node that a job could have now.
+    """Return the GPUs of one node that a job could have now.
 
-    `held` are GPUs of the node that a job of ours has and will have given back by then.
+    `held` are GPUs of the node that our own job has and will release before that.
     """
     if not _is_usable(node, wanted):
         return 0
@@ -60,11 +60,11 @@ def free_gpus(node: Mapping[str, str], wanted: Wanted, held: int = 0) -> int:
 
 
 def _is_usable(node: Mapping[str, str], wanted: Wanted) -> bool:
-    words = {word.strip(_STATE_MARKS) for word in node.get("State", "").upper().split("+")}
-    if words & _UNUSABLE:
+    states = {state.strip(_STATE_MARKS) for state in node.get("State", "").upper().split("+")}
+    if states & _UNUSABLE:
         return False
     if wanted.reserved is None:
-        if words & _KEPT:
+        if states & _KEPT:
             return False
     elif node.get("NodeName", "") not in wanted.reserved:
         return False
@@ -76,11 +76,11 @@ def _is_usable(node: Mapping[str, str], wanted: Wanted) -> bool:
 
 
 def satisfies(constraint: str, features: Collection[str]) -> bool:
-    """True when a node with `features` satisfies Slurm's `--constraint` expression.
+    """Return True if a node with `features` satisfies Slurm's `--constraint` expression.
 
-    Knows `&` and `,` for and, `|` for or, and parentheses. Counts (`a*2`) and the rule that all
-    nodes take the same branch of `[a|b]` concern several nodes, so one node is judged without
-    them. An expression that is not understood excludes no node.
+    Supports `&` and `,` for and, `|` for or, and parentheses. Counts (`a*2`) and the rule that all
+    nodes take the same branch of `[a|b]` concern several nodes and are ignored for one node. An
+    expression that cannot be parsed excludes no node.
     """
     text = _COUNT.sub("", constraint).replace("[", "(").replace("]", ")").replace(",", "&")
     if not text.strip():
@@ -96,7 +96,7 @@ def satisfies(constraint: str, features: Collection[str]) -> bool:
 
 
 def _any_of(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Sequence[str]]:
-    """The value of `a | b | …` at the head of `tokens`, and the tokens after it."""
+    """Return the value of `a | b | …` at the start of `tokens`, and the remaining tokens."""
     answer, rest = _all_of(tokens, features)
     while rest and rest[0] == "|":
         right, rest = _all_of(rest[1:], features)
@@ -122,10 +122,10 @@ def _one_of(tokens: Sequence[str], features: Collection[str]) -> tuple[bool, Seq
 def gpus_under_qos(
     limits: Mapping[str, str], in_use: Sequence[tuple[str, str]], user: str, held: int = 0
 ) -> int | None:
-    """GPUs that a QOS still lets `user` have in one job; None where it limits none.
+    """Return the GPUs that a QOS still allows `user` in one job; None if it has no limit.
 
-    `limits` are the QOS's `GrpTRES`, `MaxTRES` and `MaxTRESPU` as sacctmgr prints them, `in_use`
-    the user and allocated TRES of each job in it, `held` GPUs of ours that will be given back.
+    `limits` are the QOS's `GrpTRES`, `MaxTRES` and `MaxTRESPU` as sacctmgr prints them. `in_use`
+    has the user and allocated TRES of each job in it. `held` are our own GPUs to be released.
     """
     by_all = sum(_gpus_of_tres(tres) or 0 for _, tres in in_use) - held
     by_user = sum(_gpus_of_tres(tres) or 0 for name, tres in in_use if name == user) - held
@@ -142,10 +142,10 @@ def _gpus_of_tres(tres: str) -> int | None:
 
 
 def ranks_that_fit(free: Sequence[int], resources: Resources) -> int | None:
-    """The most ranks that nodes with `free` GPUs each can start now; None where GPUs do not tell.
+    """Return how many ranks nodes with `free` GPUs can start now; None if GPUs do not limit them.
 
-    A job of several nodes needs all that the spec asks for on each of them; one of a single node
-    is content with a part, unless the spec's GRES says what a node must give.
+    A job on several nodes needs the spec's full count on each of them. A job on one node may use a
+    part, unless the spec's GRES sets the count per node.
     """
     if resources.gres == NO_GRES:
         return None
