@@ -1,4 +1,4 @@
-"""How Alembic reaches the database: over a connection it is handed, or one that it opens itself."""
+"""Alembic's environment. It uses the connection it is given, or opens one itself."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from sqlalchemy import Connection, text
 from holdfast.lineage.database import connect_for_migration
 from holdfast.lineage.models import Base
 
-# Any number serves, as long as every process takes the same one.
+# An arbitrary number that is the same for all processes.
 MIGRATION_LOCK = 4_846_424_601
 
 
 def migrate(connection: Connection) -> None:
-    """Run the migrations that were asked for, one process at a time, all of them or none."""
+    """Run the requested migrations in one transaction, one process at a time."""
     context.configure(
         connection=connection,
         target_metadata=Base.metadata,
-        # SQLite alters a table by copying it; its DDL is transactional once we say BEGIN.
+        # SQLite alters a table by copying it. Its DDL is transactional after an explicit BEGIN.
         render_as_batch=True,
         transactional_ddl=True,
     )
@@ -28,7 +28,7 @@ def migrate(connection: Connection) -> None:
 
 
 if context.is_offline_mode():
-    raise SystemExit("--sql is not offered: a migration reads the schema that it changes")
+    raise SystemExit("--sql is not supported, because the migrations read the existing schema")
 given: Connection | None = context.config.attributes.get("connection")
 if given is not None:
     migrate(given)

@@ -12,10 +12,10 @@ depends_on = ${repr(depends_on)}
 
 
 def upgrade() -> None:
-    """Bring the schema from the revision before to this one."""
+    """Upgrade the schema from the previous revision."""
     ${upgrades if upgrades else "raise NotImplementedError"}
 
 
 def downgrade() -> None:
-    """Take back what `upgrade` did."""
+    """Revert `upgrade`."""
     ${downgrades if downgrades else "raise NotImplementedError"}

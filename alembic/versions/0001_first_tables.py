@@ -13,7 +13,7 @@ down_revision = None
 branch_labels = None
 depends_on = None
 
-# The words are spelled out: a migration must not change when the code's lists do.
+# The values are repeated here, because a migration must not change with the enums in the code.
 RUN_STATES = ("queued", "running", "waiting", "paused", "completed", "failed", "cancelled")
 ATTEMPT_STATES = (
     *("created", "submitted", "pending", "running", "stopping", "completed", "preempted"),
@@ -33,7 +33,7 @@ DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
 
 
 def upgrade() -> None:
-    """Bring the schema from the revision before to this one."""
+    """Upgrade the schema from the previous revision."""
     _create_runs()
     _create_attempts()
     _create_launches()
@@ -43,7 +43,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take back what `upgrade` did."""
+    """Revert `upgrade`."""
     for table in (
         *("events", "journals", "checkpoint_edges", "checkpoints", "launches", "attempts"),
         "runs",

@@ -1,8 +1,7 @@
-"""Digests of attempts, their nodes, checkpoints' files, metrics, pins; ancestry without circles.
+"""Adds digests and nodes of attempts, checkpoint files, metrics and pins; prevents cycles.
 
-What stands in the tables stays. What the new columns hold of runs that were read before comes
-with their next ingest: the fingerprints and stamps, by which a folder is known not to have
-changed, are forgotten here, so everything is read once more.
+Existing rows are kept. The new columns of existing runs are filled at their next ingest: this
+migration clears the fingerprints and stamps, so every folder is read again.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ DOCUMENT = sa.JSON().with_variant(JSONB(), "postgresql")
 
 
 def upgrade() -> None:
-    """Bring the schema from the revision before to this one."""
+    """Upgrade the schema from the previous revision."""
     for table, columns in FORMER_INDEXES:
         op.drop_index(_index_name(table, columns), table)
     _widen_runs()
@@ -74,7 +73,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take back what `upgrade` did; parents' edges come back with the next ingest."""
+    """Revert `upgrade`. The next ingest restores the edges to parents."""
     _drop_guard()
     for table in ("metrics", "metric_files", "checkpoint_files", "attempt_nodes"):
         op.drop_table(table)
@@ -116,7 +115,7 @@ def _add(table: str, kind: sa.types.TypeEngine[Any], *names: str, **options: Any
 
 
 def _widen_runs() -> None:
-    """A run changed last when the newest thing known of it happened."""
+    """Add `updated_at`, `committed_at` and `goodput` to the runs."""
     _add("runs", REAL, "updated_at", nullable=False, server_default="0")
     _add("runs", REAL, "committed_at")
     _add("runs", DOCUMENT, "goodput", nullable=False, server_default="{}")
@@ -135,12 +134,12 @@ def _widen_attempts() -> None:
 
 
 def _widen_checkpoints() -> None:
-    """A parent that cannot be an ancestor is not followed; what the manifest says stays."""
+    """Clear the references to parents that cannot be ancestors. The column `parent` stays."""
     _add("checkpoints", NUMBER, "parent_step")
     _add("checkpoints", DOCUMENT, "versions", "topology", nullable=False, server_default="{}")
     _add("checkpoints", TEXT, "pinned_by", "pin_note")
     _add("checkpoints", REAL, "pinned_at")
-    # `step-00000100.a0001.l01`; SQLite's cast stops at the first character that is no digit.
+    # Names are like `step-00000100.a0001.l01`. SQLite's cast stops at the first non-digit.
     digits = "split_part(substr(parent_name, 6), '.', 1)" if _is_postgresql() else None
     step = f"CAST({digits or 'substr(parent_name, 6)'} AS BIGINT)"
     op.execute(
@@ -158,7 +157,7 @@ def _widen_checkpoints() -> None:
 
 
 def _narrow_edges() -> None:
-    """Parents stand with the checkpoints; a second record of each was half of the table's rows."""
+    """Delete the edges to parents. Checkpoints have them too, and they were half of the rows."""
     op.execute("DELETE FROM checkpoint_edges WHERE kind = 'parent'")
     with op.batch_alter_table("checkpoint_edges") as batch:
         batch.drop_constraint(op.f("ck_checkpoint_edges_kind"), type_="check")
@@ -246,7 +245,7 @@ def _create_metrics() -> None:
     )
 
 
-# Follows parents of the same step from NEW on; steps only fall, so the way is short.
+# Follows the parents of NEW that have the same step. There are few of them.
 WALK = (
     "WITH RECURSIVE line(uid, name) AS (SELECT NEW.parent_uid, NEW.parent_name UNION "
     "SELECT c.parent_uid, c.parent_name FROM checkpoints c JOIN line "

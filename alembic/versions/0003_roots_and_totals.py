@@ -1,8 +1,8 @@
-"""Roots by their UUID, totals of each run for sorting, and which older programs may still work.
+"""Adds root UUIDs, totals of each run for sorting, and the compatibility table.
 
-All of it is added with defaults, so that programs of revision 0003 and later can read and write
-newer schemas for as long as `compatibility.oldest` allows it. A migration that older programs
-cannot live with raises that value. Every run is read once more at its next ingest.
+All new columns have defaults. So programs of revision 0003 and later can read and write newer
+schemas as long as `compatibility.oldest` permits it. A migration that breaks older programs must
+raise that value. Every run is read again at its next ingest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DOCUMENT: sa.types.TypeEngine[Any] = sa.JSON().with_variant(JSONB(), "postgresql
 
 
 def upgrade() -> None:
-    """Bring the schema from the revision before to this one."""
+    """Upgrade the schema from the previous revision."""
     _add(TEXT, "root_id", "")
     _add(DOCUMENT, "unknown_kinds", "[]")
     for name in COUNTS:
@@ -44,7 +44,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take back what `upgrade` did."""
+    """Revert `upgrade`."""
     op.drop_table("compatibility")
     for name in ("world_size", *reversed(COUNTS), "unknown_kinds", "root_id"):
         op.drop_column("runs", name)
@@ -52,5 +52,5 @@ def downgrade() -> None:
 
 
 def _add(kind: sa.types.TypeEngine[Any], name: str, default: str) -> None:
-    """A column that rows of older programs, which do not name it, get with its default."""
+    """Add a column with a default, which rows written by older programs get."""
     op.add_column("runs", sa.Column(name, kind, nullable=False, server_default=default))

@@ -138,7 +138,10 @@ def test_a_newer_schema_is_not_touched(url: str) -> None:
         ("mysql://me@there/x", "expected sqlite"),
         ("not a url", "expected sqlite"),
         ("sqlite://", "expected sqlite"),
-        ("postgresql://me:secret@127.0.0.1:9/x?connect_timeout=2", "see that the server runs"),
+        (
+            "postgresql://me:secret@127.0.0.1:9/x?connect_timeout=2",
+            "check that the server is running",
+        ),
         ("sqlite:////proc/nowhere/index.db", "cannot be created"),
     ],
 )

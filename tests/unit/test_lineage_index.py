@@ -40,7 +40,7 @@ def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
         damage(path)
         # What the connections have in memory is as sound as it was.
         index.open().engine.dispose()
-        with pytest.warns(UserWarning, match="set aside as"):
+        with pytest.warns(UserWarning, match="the index was damaged. It was moved to"):
             index.update(run.paths)
         other.update(run.paths)
         assert (index.files, other.files) == (2, 2)
@@ -66,7 +66,7 @@ Index().update(RunPaths(Path({str(run.paths.directory)!r})))"
 
 
 def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
-    with pytest.raises(LineageError, match="cannot be set aside"):
+    with pytest.raises(LineageError, match="the index is damaged and cannot be moved away"):
         quarantine(tmp_path / "gone" / "index.db")
 
 

@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def last(self) -> int:
-        """Return the number of the newest message."""
+        """The number of the newest message."""
         return self._messages[-1].number
 
     def text(self, run: str | None, after: int) -> bytes:
@@ -84,7 +84,7 @@ class Hub:
 
     @property
     def readers(self) -> int:
-        """Return the number of open streams."""
+        """The number of open streams."""
         return len(self._readers)
 
     def open(self) -> None:

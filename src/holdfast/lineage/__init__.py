@@ -1,5 +1,5 @@
-"""The index of runs in SQL: built from disk, rebuilt from disk, asked by the command and the API.
+"""The SQL index of runs. It is built from disk, and the CLI and the API query it.
 
-Nothing here is the truth. What a run is stands in its folder; `ingest_run` brings the rows of
-one run in line with it, `reindex` does so for a whole root, and `queries` answers from the rows.
+The index is not a source of truth: a run's folder is. `ingest_run` updates the rows of one run
+from its folder, `reindex` rebuilds the rows of a whole root, and `queries` reads the rows.
 """

@@ -1,9 +1,9 @@
-"""A checkpoint's line of descent, read as quickly as a long one needs.
+"""Fast queries for the ancestry of a checkpoint, which may be long.
 
-A run's checkpoints descend from each other, but for its first, which may come from another run's.
-So of each run on the way everything up to some step is read as one range of an index, and the line
-is followed from parent to parent in memory: in half the time of a recursive query, which looks for
-every parent by itself. What of the range is not on the line is passed over.
+Nearly all parents are in the same run; only the first checkpoint of a run may have its parent in
+another run. So all checkpoints of a run up to a step are read as one index range, and the parents
+are followed in memory. This takes half the time of a recursive query, which looks up each parent.
+Checkpoints in the range that are not ancestors are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.lineage.database import Database
 from holdfast.lineage.find import Row, checkpoint_row
 from holdfast.lineage.tables import CHECKPOINTS, RUNS
 
-# No more of each checkpoint than a line about it needs; its path is its run's and its name.
+# Only the columns that a result needs. The path follows from the run's folder and the name.
 _COLUMNS: Final = (
     *("name", "parent_uid", "parent_name", "step", "attempt", "state", "parent"),
     *("world_size", "bytes", "checksum", "committed_at", "pinned", "rolled_back"),
@@ -30,7 +30,7 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True)
 class Stretch:
-    """Checkpoints of one run, each the parent of the one before it; `rows` have `_COLUMNS`."""
+    """A chain of checkpoints of one run, newest first; `rows` have the columns `_COLUMNS`."""
 
     uid: str
     run: str
@@ -38,9 +38,9 @@ class Stretch:
     rows: list[Any]
 
     def ancestors(self) -> list[reports.Ancestor]:
-        """The stretch as it is told."""
+        """Return the chain as dictionaries for JSON."""
         run, folder, iso = self.run, f"{RunPaths(Path(self.directory)).checkpoints}/", views.iso
-        # There may be ten thousand: this stays one plain pass over tuples.
+        # There may be ten thousand, so keep this one plain pass over tuples.
         return [
             {
                 "id": f"{run}:{name}",
@@ -75,7 +75,7 @@ class Stretch:
         ]
 
     def mappings(self) -> Iterator[Row]:
-        """The stretch as rows of the table have it, as far as it was read, with the run's name."""
+        """Yield the chain as table rows with the columns read, the path and the run's name."""
         paths = RunPaths(Path(self.directory))
         for row in self.rows:
             named = dict(zip(_COLUMNS, row, strict=True))
@@ -86,9 +86,9 @@ class Stretch:
 def ancestry(
     database: Database, identity: str, *, root: Path | None = None
 ) -> list[reports.Ancestor]:
-    """A checkpoint, its parent, that one's parent and so on, through forks, to the first.
+    """Return a checkpoint and all its ancestors, across forks, newest first.
 
-    Raises `NotFoundError` when the index has no such checkpoint.
+    Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
         _, row = checkpoint_row(connection, identity, root)
@@ -97,10 +97,10 @@ def ancestry(
 
 
 def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
-    """The line of a checkpoint from young to old, itself first; empty when it is not known.
+    """Return the chains of a checkpoint and its ancestors, newest first; empty if it is unknown.
 
-    The database lets no checkpoint be its own ancestor, and what was passed is not met again:
-    so the way has an end.
+    The loop ends, because each visited checkpoint is removed from the rows in memory and the
+    database rejects cycles.
     """
     stretches: list[Stretch] = []
     read: dict[str, dict[str, Any]] = {}
@@ -118,7 +118,7 @@ def descent(connection: Connection, uid: str, name: str) -> list[Stretch]:
 
 
 def _read_until(connection: Connection, uid: str | None, name: str | None) -> dict[str, Any]:
-    """A run's checkpoints, by name, up to the step of the one named."""
+    """Return a run's checkpoints up to the step of checkpoint `name`, by name."""
     last = CheckpointName.parse(name or "")
     if uid is None or last is None:
         return {}
@@ -130,7 +130,7 @@ def _read_until(connection: Connection, uid: str | None, name: str | None) -> di
 
 
 def _follow(rows: dict[str, Any], uid: str, name: str) -> list[Any]:
-    """Take from `rows`, which are one run's, a checkpoint and its ancestors in that run."""
+    """Remove a checkpoint and its ancestors in the same run from `rows`, and return them."""
     line = []
     row = rows.pop(name, None)
     while row is not None:

@@ -1,4 +1,4 @@
-"""Which of two folders is a run's own, where both bear its uid."""
+"""The check for copied run folders: two folders with the same uid."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.lineage.tables import RUNS
 
 
 def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
-    """Raise `UnreadableRunError` for a folder that bears the uid of another run of the index.
+    """Raise `UnreadableRunError` if another folder with the same uid has precedence.
 
-    Rows belong to the folder that comes first by `contracts.paths.precedence`. A folder that was
-    moved is not in its old place.
+    The rows belong to the folder that is first by `contracts.paths.precedence`. A folder that was
+    moved causes no error, because its old path no longer exists.
     """
     with database.reading() as connection:
         known = connection.scalar(select(RUNS.c.directory).where(RUNS.c.uid == uid))
@@ -31,6 +31,6 @@ def check_uid(database: Database, paths: RunPaths, uid: str) -> None:
     except (HoldfastError, OSError):
         return
     raise UnreadableRunError(
-        f"{paths.directory}: bears the uid of the run in {rival.directory}, {uid}; move the copy "
-        "out of the root"
+        f"{paths.directory}: has the same uid as the run in {rival.directory} ({uid}); move the "
+        "copy out of the root"
     )

@@ -1,4 +1,4 @@
-"""Values from outside as every database can store them, and rows without secrets."""
+"""Converts external values to ones that every database can store, and removes secrets from rows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from holdfast.lineage.rows import RunRows
 
 
 def clean(value: Any) -> Any:
-    """`value` as every database can store it; itself where it can be stored as it is.
+    """Return `value` in a form that every database can store; `value` itself if possible.
 
-    PostgreSQL takes neither NUL characters nor NaN in a document; programs' tracebacks and
-    metrics have both.
+    PostgreSQL accepts neither NUL characters nor NaN in a document. Tracebacks and metrics can
+    contain both.
     """
     return value if _is_clean(value) else _cleaned(value)
 
 
 def _is_clean(value: Any) -> bool:
-    # Asked of every row: a plain loop takes a fifth of the time of calls for each value.
+    # Called for every row: a plain loop takes a fifth of the time of a call per value.
     kind = type(value)
     if kind is dict:
         for key in value:
@@ -62,15 +62,15 @@ def _cleaned(value: Any) -> Any:
 
 
 def redacted(rows: RunRows, secrets: Sequence[str]) -> RunRows:
-    """The rows without secrets, which the database and whoever reads it are not told."""
+    """Return the rows with secrets masked: the database must not contain any."""
     run = {**rows.run, "spec": redact(rows.run["spec"], secrets)}
     run["reason"] = redact(run["reason"], secrets)
-    told = ("evidence", "reason", "traceback")
+    columns = ("evidence", "reason", "traceback")
     attempts = [
-        {**row, **{key: redact(row[key], secrets) for key in told}} for row in rows.attempts
+        {**row, **{key: redact(row[key], secrets) for key in columns}} for row in rows.attempts
     ]
-    noted = ("detail", "pin_note", "deleted_reason")
+    columns = ("detail", "pin_note", "deleted_reason")
     checkpoints = [
-        {**row, **{key: redact(row[key], secrets) for key in noted}} for row in rows.checkpoints
+        {**row, **{key: redact(row[key], secrets) for key in columns}} for row in rows.checkpoints
     ]
     return replace(rows, run=run, attempts=attempts, checkpoints=checkpoints)

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side: what they were made with, and what came out."""
+"""Comparison of two checkpoints, and the list of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _FACTS: Final = ("step", "world_size", "bytes", "files", "checksum", "reason")
 def compare(
     database: Database, one: str, other: str, *, root: Path | None = None
 ) -> reports.Comparison:
-    """What is the same in two checkpoints and what is not, fact by fact, digests first.
+    """Compare two checkpoints fact by fact, digests first.
 
-    `common_ancestor` is the youngest checkpoint that both grew from, one of the two itself if the
-    other grew from it. Raises `NotFoundError` for a checkpoint that the index does not have.
+    `common_ancestor` is the newest checkpoint in both ancestries. It is one of the two if that
+    one is an ancestor of the other. Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
         sides = [_side(connection, identity, root) for identity in (one, other)]
@@ -57,9 +57,9 @@ def compare(
 def list_files(
     database: Database, checkpoint: str, *, root: Path | None = None, limit: int = FILES_MAX
 ) -> list[reports.FileView]:
-    """The files of a checkpoint as its manifest lists them, so many at most.
+    """Return the first `limit` files of a checkpoint in the order of its manifest.
 
-    Raises `NotFoundError` for a checkpoint that the index does not have.
+    Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
         _, row = checkpoint_row(connection, checkpoint, root)
@@ -77,7 +77,7 @@ def list_files(
 
 
 def _side(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row, Row]:
-    """(run, checkpoint, attempt that wrote it); the last is empty when it is not known."""
+    """Return (run, checkpoint, attempt that wrote it); an unknown attempt is empty."""
     run, row = checkpoint_row(connection, identity, root)
     query = select(ATTEMPTS).where(
         ATTEMPTS.c.run_uid == run["uid"], ATTEMPTS.c.number == row["attempt"]
@@ -101,12 +101,12 @@ def _facts(run: Row, checkpoint: Row, attempt: Mapping[str, Any]) -> dict[str, A
 
 
 def _same(one: Any, other: Any) -> bool | None:
-    """None where a side does not say: two unknowns are not the same."""
+    """Return whether two values are equal, or None if one of them is unknown."""
     return None if one is None or other is None else bool(one == other)
 
 
 def _differences(one: Any, other: Any, at: str = "") -> list[reports.Fact]:
-    """Where two specs differ, by the dotted path of what does."""
+    """Return the differences of two specs, by dotted key."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
             fact

@@ -1,8 +1,7 @@
-"""Pages of a list: so many rows, and a cursor that leads to the next ones.
+"""Pagination of lists by keyset cursors.
 
-A page begins after the sort key of the last row seen (keyset), never at a count of rows: rows
-that come meanwhile neither repeat nor hide others, and the thousandth page costs what the first
-does.
+A page begins after the sort key of the previous page's last row, not at an offset. So rows that
+are added meanwhile cause neither repeated nor skipped rows, and all pages cost the same.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """Some rows, and the cursor of those after them; None when there are no more."""
+    """One page of rows; `next` is the cursor of the next page, None on the last one."""
 
     items: list[T]
     next: str | None
 
     def map(self, change: Callable[[T], Any]) -> Page[Any]:
-        """The same page of other values."""
+        """Return a page with `change` applied to each item."""
         return Page([change(item) for item in self.items], self.next)
 
 
 @dataclass(frozen=True)
 class Order:
-    """A sort: its name, which cursors carry, and columns that together name a row."""
+    """A sort order: its name, which cursors contain, and columns that together are unique."""
 
     name: str
     columns: tuple[Any, ...]
@@ -50,13 +49,15 @@ class Order:
 def fetch_page(
     connection: Connection, query: Select[Any], order: Order, after: str | None, limit: int
 ) -> Page[Row]:
-    """The `limit` rows of `query` that come next by `order`.
+    """Return the next `limit` rows of `query` by `order`, after the cursor `after`.
 
-    The query must select the columns of the order. Raises `QueryError` for a limit that is not
-    within 1 and `PAGE_MAX`, and for a cursor that no page of this order gave.
+    The query must select the columns of the order. Raises `QueryError` if the limit is not
+    between 1 and `PAGE_MAX`, or if the cursor is not one of this order.
     """
     if not 1 <= limit <= PAGE_MAX:
-        raise QueryError(f"limit {limit}: expected 1 to {PAGE_MAX}; ask for several pages")
+        raise QueryError(
+            f"limit is {limit}; expected 1 to {PAGE_MAX}; request several pages instead"
+        )
     if after is not None:
         key, seen = tuple_(*order.columns), tuple_(*read_cursor(order, after))
         query = query.where(key < seen if order.descending else key > seen)
@@ -67,28 +68,28 @@ def fetch_page(
 
 
 def write_cursor(order: Order, row: Row) -> str:
-    """The cursor of the page that begins after `row`; opaque to those who get it."""
-    said = json.dumps([order.name, *(row[column.name] for column in order.columns)])
-    return base64.urlsafe_b64encode(said.encode()).decode().rstrip("=")
+    """Return the cursor of the page that begins after `row`, as an opaque text."""
+    content = json.dumps([order.name, *(row[column.name] for column in order.columns)])
+    return base64.urlsafe_b64encode(content.encode()).decode().rstrip("=")
 
 
 def read_cursor(order: Order, cursor: str) -> list[str | int | float]:
-    """The sort key in a cursor. Raises `QueryError` when it is not one of this order."""
+    """Return the sort key in a cursor. Raises `QueryError` if it is not one of this order."""
     try:
         if len(cursor) > CURSOR_CHARACTERS_MAX:
             raise ValueError("too long")
         padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
-        said = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
-        name: str | None = said[0]
-        values: list[Any] = said[1:]
+        content = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
+        name: str | None = content[0]
+        values: list[Any] = content[1:]
         kinds = [column.type.python_type for column in order.columns]
         fits = len(values) == len(kinds) and all(map(_is_of, values, kinds))
     except (ValueError, TypeError, LookupError, RecursionError, binascii.Error):
         name, values, fits = None, [], False
     if name != order.name or not fits:
         raise QueryError(
-            f"{cursor[:80]!r}: not a cursor of this list sorted by {order.name}; give the `next` "
-            "of the page before unchanged, or none to begin"
+            f"{cursor[:80]!r} is not a cursor of this list sorted by {order.name}; pass the "
+            "unchanged `next` of the previous page, or no cursor for the first page"
         )
     return values
 

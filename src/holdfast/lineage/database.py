@@ -1,4 +1,4 @@
-"""Opening the database: which one, whether it can be used, and bringing its schema up to date."""
+"""Opening the database: its URL, its connections, and upgrades of its schema."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ WAL_TRIES_MAX: Final = 100
 WAL_PAUSE_S: Final = 0.05
 MIGRATIONS: Final = Path(__file__).parent / "migrations"
 _WRITES: Final = "holdfast_writes"
-# Alembic keeps what it works on in module globals, so a process migrates in one thread at a time.
+# Alembic keeps its state in module globals, so only one thread of a process may migrate at a time.
 _MIGRATING: Final = threading.Lock()
 
 
 def database_url() -> str:
-    """`$HOLDFAST_DATABASE_URL`, or SQLite in `holdfast.db` under `$HOLDFAST_HOME`."""
+    """Return `$HOLDFAST_DATABASE_URL`, by default SQLite in `$HOLDFAST_HOME/holdfast.db`."""
     given = os.environ.get(URL_VARIABLE)
     return given or f"sqlite:///{holdfast_home().absolute() / 'holdfast.db'}"
 
 
 class Database:
-    """A database whose schema is this version's; every error of it is a `LineageError`.
+    """An open database with a compatible schema. Its errors are raised as `LineageError`.
 
-    One that `is_damaged` has said so of its file: better not used again.
+    `is_damaged` is set once SQLite reports a damaged file. Do not use the object after that.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_damaged = False
-        self._look = threading.local()
+        self._shared = threading.local()
 
     @property
     def name(self) -> str:
-        """The URL without its password, for people."""
+        """The URL without its password, for messages."""
         return self.engine.url.render_as_string(hide_password=True)
 
     @property
@@ -75,9 +75,11 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection in a transaction that sees one state of the database: its own, or that of
-        the look that this thread takes."""
-        shared: Connection | None = getattr(self._look, "connection", None)
+        """Yield a connection in a transaction that sees one state of the database.
+
+        Inside `consistent_read`, this is the connection of that read.
+        """
+        shared: Connection | None = getattr(self._shared, "connection", None)
         if shared is not None:
             with self._guarded():
                 yield shared
@@ -91,23 +93,23 @@ class Database:
 
     @contextlib.contextmanager
     def consistent_read(self) -> Iterator[None]:
-        """All that this thread reads meanwhile is of one state of the database, and comes by one
-        transaction: a server is asked as often as there are questions, and not thrice for each.
+        """Run all reads of this thread in one transaction, which sees one state of the database.
 
-        Not for whoever waits meanwhile for what others write.
+        This also saves round trips: the transaction begins and ends once, not once per query.
+        Do not wait for the writes of others inside it, because it does not see them.
         """
         with self.reading() as connection:
-            is_outermost = getattr(self._look, "connection", None) is None
-            self._look.connection = connection
+            is_outermost = getattr(self._shared, "connection", None) is None
+            self._shared.connection = connection
             try:
                 yield
             finally:
                 if is_outermost:
-                    self._look.connection = None
+                    self._shared.connection = None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A connection in a transaction that may write; SQLite lets one in at a time."""
+        """Yield a connection in a transaction that may write. SQLite allows one at a time."""
         with self._guarded(), self.engine.connect() as connection:
             connection = connection.execution_options(**{_WRITES: True})
             with connection.begin():
@@ -116,14 +118,14 @@ class Database:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         try:
-            with _said(self.engine.url):
+            with _translate_errors(self.engine.url):
                 yield
         except DamagedIndexError:
             self.is_damaged = True
             raise
 
     def close(self) -> None:
-        """Give all connections back."""
+        """Close all connections."""
         self.engine.dispose()
 
     def __enter__(self) -> Database:
@@ -134,12 +136,12 @@ class Database:
 
 
 def open_database(url: str | None = None) -> Database:
-    """The database at `url`, or at `database_url()`, ready for ingest and queries.
+    """Open the database at `url`, by default at `database_url()`, for ingest and queries.
 
-    A SQLite file is created and its schema brought up to date, and one that is damaged is set
-    aside first; the schema of PostgreSQL, which others use too, changes by `holdfast db upgrade`
-    alone. A newer schema is used as long as it says that this version may. Raises `LineageError`
-    with what to do when the database cannot be reached or its schema cannot be used.
+    A SQLite file is created if needed and its schema is upgraded. A damaged file is moved away
+    first. The schema of PostgreSQL, which is shared, changes only by `holdfast db upgrade`. A
+    newer schema is used if it declares itself compatible with this version. Raises `LineageError`
+    if the database cannot be reached or its schema cannot be used.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
@@ -147,7 +149,7 @@ def open_database(url: str | None = None) -> Database:
         try:
             _bring_up_to_date(parsed, url)
         except DamagedIndexError:
-            # Any other file is somebody's, and a URL that is wrong.
+            # Any other file is not an index: the URL is wrong, and the file must stay.
             if not was_database(Path(parsed.database or "")):
                 raise
             replace_damaged(parsed)
@@ -155,39 +157,39 @@ def open_database(url: str | None = None) -> Database:
     else:
         found = _revision(parsed)
         if found != head_revision() and not _is_compatible(parsed, found):
-            raise LineageError(_schema_words(parsed, found))
+            raise LineageError(_schema_problem(parsed, found))
     return Database(_engine(parsed))
 
 
 def replace_damaged(url: URL) -> None:
-    """Make room for a new SQLite file where SQLite finds the old one damaged; a sound one stays.
+    """Move a damaged SQLite file away, so that a new one can be created. A sound file stays.
 
-    Raises `LineageError` when it cannot be moved.
+    Raises `LineageError` if the file cannot be moved.
     """
     aside = quarantine(Path(url.database or ""))
     if aside is not None:
         warnings.warn(
-            f"{url.database}: damaged. It was set aside as {aside}, and a new index is made: its "
-            "rows come back from disk as runs are looked at, all of a root's at once by "
-            "`holdfast reindex ROOT`",
+            f"{url.database}: the index was damaged. It was moved to {aside} and a new one is "
+            "created. The rows of a run are rebuilt from disk when the run is next read; "
+            "`holdfast reindex ROOT` rebuilds those of all runs in a root",
             stacklevel=2,
         )
 
 
 def upgrade(url: str | None = None, revision: str = "head") -> str:
-    """Bring the schema to `revision`; returns the one it has then. Safe to run twice at once."""
+    """Upgrade the schema to `revision` and return the new revision. Safe to run concurrently."""
     _migrate(url, command.upgrade, revision)
     return current_revision(url) or ""
 
 
 def downgrade(url: str | None, revision: str) -> str | None:
-    """Take the schema back to `revision` (`base` for none); returns the one it has then."""
+    """Downgrade the schema to `revision` (`base` drops it) and return the new revision."""
     _migrate(url, command.downgrade, revision)
     return current_revision(url)
 
 
 def current_revision(url: str | None = None) -> str | None:
-    """The schema's revision, or None when there is no schema yet."""
+    """Return the schema's revision, or None if there is no schema yet."""
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite" and not Path(parsed.database or "").exists():
         return None
@@ -195,23 +197,23 @@ def current_revision(url: str | None = None) -> str | None:
 
 
 def head_revision() -> str:
-    """The revision that this version of Holdfast works with."""
+    """Return the schema revision of this version of Holdfast."""
     return ScriptDirectory(str(MIGRATIONS)).get_current_head() or ""
 
 
 @contextlib.contextmanager
 def connect_for_migration(url: str | None = None) -> Iterator[Connection]:
-    """A connection that is fit to change the schema.
+    """Yield a connection for schema changes.
 
-    Foreign keys are not enforced on it: SQLite alters a table by copying it and dropping the
-    old one, and the drop would take every referring row along.
+    It does not enforce foreign keys. SQLite alters a table by copying it and dropping the old
+    one, and with foreign keys the drop would delete every referring row.
     """
     parsed = _parse(url)
     if parsed.get_backend_name() == "sqlite":
         _prepare_file(parsed)
     engine = _engine(parsed, foreign_keys=False, poolclass=NullPool)
     try:
-        with _said(parsed), engine.connect() as connection:
+        with _translate_errors(parsed), engine.connect() as connection:
             yield connection.execution_options(**{_WRITES: True})
     finally:
         engine.dispose()
@@ -224,7 +226,7 @@ def _parse(url: str | None) -> URL:
         backend = parsed.get_backend_name()
     except ArgumentError as error:
         raise LineageError(
-            f"{URL_VARIABLE}: not a database URL; expected sqlite:////path/to/file or "
+            f"{URL_VARIABLE} is not a database URL; expected sqlite:////path/to/file or "
             "postgresql://user@host/database"
         ) from error
     if backend == "postgres":
@@ -234,37 +236,38 @@ def _parse(url: str | None) -> URL:
     if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
         return parsed
     raise LineageError(
-        f"{parsed.render_as_string(hide_password=True)}: expected sqlite:////path/to/file or "
-        f"postgresql://user@host/database in {URL_VARIABLE}"
+        f"{parsed.render_as_string(hide_password=True)}: this database is not supported; expected "
+        f"sqlite:////path/to/file or postgresql://user@host/database in {URL_VARIABLE}"
     )
 
 
 def _prepare_file(url: URL) -> None:
-    """Make room for a SQLite file; refuse one that several hosts would write."""
+    """Create the folder of a SQLite file. Raise `LineageError` on a network file system."""
     path = Path(url.database or "").absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LineageError(
-            f"{path.parent}: cannot be created ({error.strerror}); set HOLDFAST_HOME to a folder "
-            f"of yours on a local disk, or {URL_VARIABLE} to a PostgreSQL server"
+            f"{path.parent}: the folder cannot be created ({error.strerror}); set HOLDFAST_HOME to "
+            f"a folder of your own on a local disk, or {URL_VARIABLE} to a PostgreSQL server"
         ) from error
     mounted = filesystem_of(path)
     if mounted.is_network:
-        # SQLite's locks and its shared memory do not hold between the hosts of one.
+        # SQLite's locks and shared memory do not work between hosts.
         raise LineageError(
-            f"{path} lies on a network file system ({mounted.kind}), where SQLite's locks do not "
-            "hold and the file can be ruined; set HOLDFAST_HOME to a folder on a local disk, or "
+            f"{path} is on a network file system ({mounted.kind}), where SQLite's locks do not "
+            "work and the file can be damaged; set HOLDFAST_HOME to a folder on a local disk, or "
             f"{URL_VARIABLE} to a PostgreSQL server (postgresql://user@host/holdfast)"
         )
 
 
 def _create_private(path: Path) -> None:
-    """Create a SQLite file that its owner alone reads; its log and shared memory follow it.
+    """Create a SQLite file that only its owner can read, unless it exists.
 
-    It holds the specs and journals of every run. One that exists keeps its permissions.
+    It contains the specs and journals of all runs. SQLite gives its log and shared memory the
+    same permissions.
     """
-    # Whatever else is wrong with the place, SQLite says it.
+    # SQLite reports all other problems with the path.
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
@@ -280,17 +283,17 @@ def _engine(url: URL, *, foreign_keys: bool = True, **options: Any) -> Engine:
         return create_engine(url, connect_args=arguments, pool_pre_ping=True, **options)
     except (NoSuchModuleError, ModuleNotFoundError) as error:
         raise LineageError(
-            f"{url.drivername}: its driver is not installed ({error}); "
-            "install holdfast[server], which brings it"
+            f"{url.drivername}: the database driver is not installed ({error}); "
+            "install holdfast[server], which includes it"
         ) from error
 
 
 def _tune_sqlite(engine: Engine, *, foreign_keys: bool) -> None:
-    """Write-ahead log, foreign keys, and transactions that begin when we say so."""
+    """Turn on the write-ahead log, foreign keys and explicit transactions."""
 
     @event.listens_for(engine, "connect")
     def connected(connection: sqlite3.Connection, _record: object) -> None:
-        # The driver would begin transactions by its own lights, and too late for DDL.
+        # Otherwise the driver begins transactions itself, and too late for DDL.
         connection.isolation_level = None
         connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
         connection.execute("PRAGMA synchronous=NORMAL")
@@ -299,12 +302,12 @@ def _tune_sqlite(engine: Engine, *, foreign_keys: bool) -> None:
     @event.listens_for(engine, "begin")
     def begun(connection: Connection) -> None:
         writes = connection.get_execution_options().get(_WRITES)
-        # A writer takes the lock at once: one that read first could not wait for another.
+        # A writer takes the lock at once: a transaction that has read first cannot wait for it.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Switch the file to its write-ahead log; the switch itself does not wait for locks."""
+    """Switch the file to the write-ahead log. Retry, because the switch does not wait for locks."""
     for attempt in range(WAL_TRIES_MAX):
         if connection.execute("PRAGMA journal_mode").fetchone() == ("wal",):
             return
@@ -323,27 +326,27 @@ def _bring_up_to_date(parsed: URL, url: str | None) -> None:
 
 
 def _is_compatible(url: URL, found: str | None) -> bool:
-    """True for a newer schema that says that programs of this revision can read and write it."""
+    """Return True for a newer schema that programs of this revision may still read and write."""
     head = head_revision()
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
     if found is None or found in known:
         return False
     engine = _engine(url, poolclass=NullPool)
     try:
-        with _said(url), engine.connect() as connection:
+        with _translate_errors(url), engine.connect() as connection:
             if not inspect(connection).has_table(models.Compatibility.__tablename__):
                 return False
             oldest = connection.scalar(select(models.Compatibility.oldest))
     finally:
         engine.dispose()
-    # Revisions are numbers of four digits.
+    # Revisions are four-digit numbers, so they compare as text.
     return oldest is not None and str(oldest) <= head
 
 
 def _revision(url: URL) -> str | None:
     engine = _engine(url, poolclass=NullPool)
     try:
-        with _said(url), engine.connect() as connection:
+        with _translate_errors(url), engine.connect() as connection:
             return MigrationContext.configure(connection).get_current_revision()
     finally:
         engine.dispose()
@@ -360,42 +363,42 @@ def _migrate(url: str | None, act: Any, revision: str) -> None:
             act(config, revision)
         except CommandError as error:
             raise LineageError(
-                f"{parsed.render_as_string(hide_password=True)}: {error}. The database may be of "
-                f"a newer Holdfast than this one, whose revision is {head_revision()}; "
-                "upgrade Holdfast, or name a revision that it knows"
+                f"{parsed.render_as_string(hide_password=True)}: {error}. The database may belong "
+                f"to a newer version of Holdfast; this one has revision {head_revision()}. Upgrade "
+                "Holdfast, or name a revision that it knows"
             ) from error
         connection.commit()
 
 
-def _schema_words(url: URL, found: str | None) -> str:
+def _schema_problem(url: URL, found: str | None) -> str:
     name = url.render_as_string(hide_password=True)
     if found is None:
-        return f"{name}: no Holdfast schema yet; run `holdfast db upgrade`"
+        return f"{name}: the database has no Holdfast schema yet; run `holdfast db upgrade`"
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
     if found not in known:
         return (
-            f"{name}: its schema is revision {found}, which is newer than this Holdfast "
-            f"({head_revision()}); upgrade Holdfast here"
+            f"{name}: the schema has revision {found}, which is newer than this Holdfast "
+            f"({head_revision()}); upgrade Holdfast on this machine"
         )
     return (
-        f"{name}: its schema is revision {found}, this Holdfast needs {head_revision()}; "
+        f"{name}: the schema has revision {found}, but this Holdfast needs {head_revision()}; "
         "run `holdfast db upgrade`"
     )
 
 
 @contextlib.contextmanager
-def _said(url: URL) -> Iterator[None]:
-    """Turn an error of the database into one that says what to do."""
+def _translate_errors(url: URL) -> Iterator[None]:
+    """Translate database errors into `LineageError` with advice."""
     try:
         yield
     except SQLAlchemyError as error:
         name = url.render_as_string(hide_password=True)
-        words = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        problem = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
         advice = (
-            "see that the server runs and the URL is right"
+            "check that the server is running and the URL is correct"
             if url.get_backend_name() == "postgresql"
-            else "see that the file is a database and can be written; it is an index only: move "
-            "it away and run `holdfast reindex ROOT` to build a new one"
+            else "check that the file is a database and writable; all its data can be rebuilt: "
+            "move it away and run `holdfast reindex ROOT`"
         )
         kind = DamagedIndexError if says_damage(getattr(error, "orig", None)) else LineageError
-        raise kind(f"{name}: {words}; {advice} ({URL_VARIABLE})") from error
+        raise kind(f"{name}: {problem}; {advice} ({URL_VARIABLE})") from error

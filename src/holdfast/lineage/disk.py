@@ -1,7 +1,7 @@
-"""What a run's folder holds for the index: its checkpoints, its journal lines, its fingerprint.
+"""Reads a run's folder for the index: its checkpoints, journal lines and fingerprint.
 
-Reads, and decides nothing. A folder may change while it is read; the survey is therefore made
-first, so that whatever changed after it is seen the next time.
+A folder may change while it is read. Therefore the survey, which computes the fingerprint, comes
+first: a change after it gives another fingerprint at the next ingest.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Row = dict[str, Any]
 
 _METRICS: Final = re.compile(r"a([0-9]{4,9})\.l([0-9]{2,9})")
 
-# Ten million lines.
+# About ten million lines.
 METRICS_BYTES_MAX: Final = 1 << 30
-# Counted up when rows are built in another way, so that every run is read again.
+# Increase this when rows are built differently, so that every run is ingested again.
 INGEST_VERSION: Final = 3
-# What a manifest alone says of a checkpoint; the rest of its row comes from name and journals.
+# The columns that come from the manifest. The others come from the name and the journals.
 FACTS: Final = (
     *("reason", "world_size", "parent", "bytes", "files", "checksum", "command_digest"),
     *("blocked_s", "flush_s", "staged_at", "committed_at", "metrics", "detail"),
@@ -44,7 +44,7 @@ FileFacts = tuple[tuple[str, int, str], ...]
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """A manifest or a tombstone, and its size and time when it was seen, before it was read."""
+    """A manifest or a tombstone, with its size and time from before it was read (`stamp`)."""
 
     name: CheckpointName
     path: str
@@ -54,9 +54,9 @@ class CommitRecord:
 
 @dataclass(frozen=True)
 class Survey:
-    """What was seen in a run's folder at one look.
+    """The result of one survey of a run's folder.
 
-    The fingerprint changes when anything in the folder that rows are built from changes.
+    The fingerprint changes with every file from which rows are built.
     """
 
     fingerprint: str
@@ -65,9 +65,9 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that has a manifest, or had one: `facts` are the columns of `FACTS`.
+    """A checkpoint with a manifest or a tombstone; `facts` has the columns in `FACTS`.
 
-    `files` is None where the manifest has not changed since it was read before.
+    `files` is None if the manifest has not changed since the last ingest.
     """
 
     name: CheckpointName
@@ -79,7 +79,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class JournalLines:
-    """All whole lines of one journal; `attempt` when it is an attempt's own."""
+    """All complete lines of one journal; `attempt` is set for the journal of an attempt."""
 
     journal: str
     attempt: int | None
@@ -87,9 +87,9 @@ class JournalLines:
 
 
 def survey(paths: RunPaths) -> Survey:
-    """Look at everything in the folder that rows are built from, and read none of it.
+    """Survey the files from which rows are built, by `stat` alone.
 
-    A directory without a manifest is no checkpoint and is passed over.
+    A directory without a manifest is not a checkpoint and is ignored.
     """
     base = len(f"{paths.directory}/")
     seen: list[tuple[str, str]] = []
@@ -110,7 +110,7 @@ def survey(paths: RunPaths) -> Survey:
     folder = str(paths.checkpoints)
     for name in paths.list_checkpoint_names():
         path = f"{folder}/{name}/{MANIFEST}"
-        # The manifest is what commits: while it stands, a deletion was not carried through.
+        # A manifest commits: while it exists, the checkpoint is not deleted, despite a tombstone.
         if stamp := look(path):
             records[name] = CommitRecord(name, path, stamp, False)
     return Survey(
@@ -120,13 +120,13 @@ def survey(paths: RunPaths) -> Survey:
 
 
 def version_of(fingerprint: str) -> int:
-    """The `INGEST_VERSION` of the program that made a fingerprint, 0 when it does not say."""
+    """Return the `INGEST_VERSION` in a fingerprint, or 0 if it has none."""
     version, colon, _ = fingerprint.partition(":")
     return int(version) if colon and version.isdigit() else 0
 
 
 def is_same_state(stored: str, seen: str) -> bool:
-    """True when both tell of the same folder, and the stored one's program knew as much."""
+    """Return True if both have the same content and the stored version is not older."""
     return (
         version_of(stored) >= version_of(seen)
         and stored.partition(":")[2] == seen.partition(":")[2]
@@ -136,19 +136,19 @@ def is_same_state(stored: str, seen: str) -> bool:
 def read_checkpoints(
     records: Sequence[CommitRecord], known: Mapping[str, Row]
 ) -> list[FoundCheckpoint]:
-    """Every checkpoint that was ever committed here and left a manifest or a tombstone.
+    """Return every checkpoint that has a manifest or a tombstone, sorted by step.
 
-    `known` are rows from an earlier reading, by name: a manifest that has not changed since is
-    not read again.
+    `known` has the rows of an earlier ingest by name. A manifest that has not changed since then
+    is not read again.
     """
     found = [_found(one, known) for one in records]
     return sorted(found, key=lambda one: (one.name.step, one.name.attempt, one.name.launch))
 
 
 def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
-    """Every journal of the run with all its whole lines, in the order that they lie there.
+    """Return every journal of the run with all its complete lines, in file order.
 
-    Of journals that this process has read before, only what was added is read, unless `fresh`.
+    If this process has read a journal before, only the added lines are read, unless `fresh`.
     """
     lines = []
     for path in paths.list_journals():
@@ -167,7 +167,7 @@ def read_lines(paths: RunPaths, *, fresh: bool = False) -> list[JournalLines]:
 
 
 def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
-    """The files of logged metrics by (attempt, launch)."""
+    """Return the metrics files by (attempt, launch)."""
     found = {}
     for path in paths.metrics.glob("*.jsonl"):
         match = _METRICS.fullmatch(path.stem)
@@ -177,53 +177,53 @@ def list_metrics(paths: RunPaths) -> dict[tuple[int, int], Path]:
 
 
 def _is_plausible(path: Path) -> bool:
-    """False for what is no file of metrics whatever its name: a link, a pipe, a huge file."""
+    """Return True for a regular file of plausible size, which excludes links and pipes."""
     found = path.lstat()
     return stat.S_ISREG(found.st_mode) and found.st_size <= METRICS_BYTES_MAX
 
 
 def empty_facts(detail: str | None) -> Row:
-    """The facts of a checkpoint whose manifest says nothing that can be believed."""
+    """Return the facts of a checkpoint without a valid manifest."""
     documents: Row = {"metrics": {}, "versions": {}, "topology": {}}
     return {**dict.fromkeys(FACTS), **documents, "detail": detail}
 
 
 def _found(record: CommitRecord, known: Mapping[str, Row]) -> FoundCheckpoint:
-    """What a record says, or what was known of it where that was read from the same file."""
+    """Return a checkpoint, from its unchanged row in `known` or from its manifest or tombstone."""
     name, is_deleted = record.name, record.is_deleted
     stamp = f"{'deleted' if is_deleted else 'there'} {record.stamp}"
     row = known.get(str(name)) if known else None
     if row and row["stamp"] == stamp:
         facts = {column: row[column] for column in FACTS}
-        # With a checksum the manifest was believed, and the detail came from a journal.
+        # If the row has a checksum, the manifest was valid and the detail came from a journal.
         facts["detail"] = None if row["checksum"] else row["detail"]
         return FoundCheckpoint(
             name=name, facts=facts, stamp=stamp, is_deleted=is_deleted, files=None
         )
     path = record.path
-    said = _read_tombstone(path) if is_deleted else _read(path.removesuffix(f"/{MANIFEST}"))
-    if isinstance(said, str):
+    content = _read_tombstone(path) if is_deleted else _read(path.removesuffix(f"/{MANIFEST}"))
+    if isinstance(content, str):
         return FoundCheckpoint(
-            name=name, facts=empty_facts(said), stamp=stamp, is_deleted=is_deleted
+            name=name, facts=empty_facts(content), stamp=stamp, is_deleted=is_deleted
         )
     return FoundCheckpoint(
         name=name,
-        facts=_facts(said),
+        facts=_facts(content),
         stamp=stamp,
         is_deleted=is_deleted,
-        files=tuple((one.path, one.bytes, one.checksum) for one in said.files),
+        files=tuple((one.path, one.bytes, one.checksum) for one in content.files),
     )
 
 
 def _read(directory: str) -> Manifest | str:
-    """The manifest in a directory, or why it cannot be believed."""
+    """Return the manifest in a directory, or the reason why it is invalid."""
     try:
         manifest = read_manifest(Path(directory))
     except DamagedCheckpointError as error:
         return "; ".join(error.damaged) or str(error)
     except OSError as error:
         return f"{MANIFEST}: cannot be read: {error.strerror}"
-    return manifest or f"{MANIFEST}: gone while it was read"
+    return manifest or f"{MANIFEST}: deleted while it was read"
 
 
 def _read_tombstone(path: str) -> Manifest | str:
@@ -251,12 +251,12 @@ def _facts(manifest: Manifest) -> Row:
 
 
 def _finite(value: float) -> float | None:
-    """`value` unless it is one of the floats that JSON does not have."""
+    """Return `value`, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _documents(paths: RunPaths) -> Iterator[str]:
-    """Every file that rows are built from, but those that stand for one checkpoint."""
+    """Yield every file from which rows are built, except manifests and tombstones."""
     yield str(paths.spec)
     yield from map(str, paths.list_journals())
     for attempt in paths.list_attempts():
@@ -266,10 +266,10 @@ def _documents(paths: RunPaths) -> Iterator[str]:
 
 
 def _stamp(path: str) -> str:
-    """Size and time of the last change, empty when there is no such file."""
+    """Return the size and modification time of a file; empty if it does not exist."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    # A directory's time and size say what lies beside our files; that it exists is enough.
+    # The time of a directory changes with unrelated files, so record only that it exists.
     return "directory" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} {status.st_mtime_ns}"

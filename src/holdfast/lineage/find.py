@@ -1,4 +1,4 @@
-"""Which run or checkpoint a person means, and the small steps that every query takes."""
+"""Resolves the names of runs and checkpoints, and has small helpers for queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class RunRef(BaseModel):
-    """Which run is meant."""
+    """A reference to a run in the index."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -41,10 +41,10 @@ class RunRef(BaseModel):
 
 
 def find_run(database: Database, name: str, root: Path | None = None) -> RunRef:
-    """The run that `name` means: its uid, its folder's path or name, or the newest of the name.
+    """Return the run with this uid, folder path, folder name or name.
 
-    Names can repeat from root to root: one under `root` is preferred, then the newest. Raises
-    `NotFoundError`, which names what is near.
+    Several roots may have runs of the same name. A run under `root` is preferred, then the
+    newest one. Raises `NotFoundError`, which suggests similar names.
     """
     with database.reading() as connection:
         return _ref(run_row(connection, name, root))
@@ -53,9 +53,9 @@ def find_run(database: Database, name: str, root: Path | None = None) -> RunRef:
 def find_checkpoint(
     database: Database, identity: str, root: Path | None = None
 ) -> tuple[RunRef, str]:
-    """(run, directory's name) of a checkpoint given as `run:directory` or as a path.
+    """Return (run, directory name) of a checkpoint given as `run:directory` or as a path.
 
-    Raises `NotFoundError` when the index has no such checkpoint.
+    Raises `NotFoundError` for an unknown checkpoint.
     """
     with database.reading() as connection:
         run, row = checkpoint_row(connection, identity, root)
@@ -63,20 +63,20 @@ def find_checkpoint(
 
 
 def plain_root(root: Path) -> str:
-    """A folder as the index spells it."""
+    """Return a folder's path in the form that the index uses."""
     return str(root.expanduser().resolve())
 
 
 def is_under(root: Path) -> Any:
-    """The condition for runs of a root: of its path, and not of another cluster's same path."""
-    place = plain_root(root)
-    return and_(RUNS.c.root == place, RUNS.c.root_id == read_root_id(Path(place)))
+    """Return the SQL condition for runs of a root, excluding the same path on other clusters."""
+    path = plain_root(root)
+    return and_(RUNS.c.root == path, RUNS.c.root_id == read_root_id(Path(path)))
 
 
 def rows_of(connection: Connection, query: Select[Any]) -> list[Row]:
-    """The rows that a query finds, as dictionaries."""
+    """Return the rows of a query as dictionaries."""
     found = connection.execute(query)
-    # Fetched in one go: of a long page the fetching of row after row is a third.
+    # Fetch all rows at once: fetching them one by one takes a third of the time of a long page.
     names = tuple(found.keys())
     return [dict(zip(names, row, strict=True)) for row in found.all()]
 
@@ -86,22 +86,22 @@ def _ref(run: Row) -> RunRef:
 
 
 def rows_of_run(table: Any, run: Row, *order: Any) -> Select[Any]:
-    """A query for a run's rows of a table, in the order of some columns."""
+    """Return a query for a run's rows of a table, sorted by the columns `order`."""
     return select(table).where(table.c.run_uid == run["uid"]).order_by(*order)
 
 
 def run_row(connection: Connection, name: str, root: Path | None) -> Row:
-    """The run that `name` means, folders' names before spec names, newer before older."""
+    """Return the run with this name; folder names come before spec names, newer before older."""
     matches = [RUNS.c.uid == name, RUNS.c.run == name, RUNS.c.name == name]
     if "/" in name:
         directory = Path(plain_root(Path(name)))
-        # The folder's name has an index; a path is too long for one.
+        # The column of the folder's name has an index; paths may be too long for one.
         matches = [and_(RUNS.c.run == directory.name, RUNS.c.directory == str(directory))]
     newest = RUNS.c.created_at.desc(), RUNS.c.uid
     found = rows_of(connection, select(RUNS).where(or_(*matches)).order_by(*newest))
     wanted = plain_root(root) if root else None
     is_several = len(found) > 1
-    # Sorting is stable: within each group the newest stays first.
+    # The sort is stable, so the newest run stays first in each group.
     found.sort(
         key=lambda run: (
             run["root"] != wanted,
@@ -113,20 +113,20 @@ def run_row(connection: Connection, name: str, root: Path | None) -> Row:
         return found[0]
     names = connection.scalars(select(RUNS.c.run).order_by(*newest).limit(NAMES_SEARCHED_MAX))
     near = difflib.get_close_matches(name, set(names), NAMES_SUGGESTED_MAX)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists those there are"
+    hint = f"did you mean {' or '.join(near)}?" if near else "`holdfast runs` lists all runs"
     raise NotFoundError(f"{name}: no such run; {hint}")
 
 
 def checkpoint_row(connection: Connection, identity: str, root: Path | None) -> tuple[Row, Row]:
-    """(run, checkpoint) that an id or a directory means; raises `NotFoundError`."""
+    """Return the rows (run, checkpoint) of an id or a directory. Raises `NotFoundError`."""
     run_name, _, name = identity.rpartition(":")
     if "/" in identity and not CheckpointName.parse(name):
         directory = Path(identity).expanduser().resolve()
         run_name, name = str(directory.parent.parent), directory.name
     if not run_name or not CheckpointName.parse(name):
         raise NotFoundError(
-            f"{identity}: not a checkpoint's id; expected <run>:step-NNNNNNNN.aNNNN.lNN, as "
-            "`holdfast checkpoints RUN` lists them, or a checkpoint's directory"
+            f"{identity} is not a checkpoint id; expected <run>:step-NNNNNNNN.aNNNN.lNN, as "
+            "listed by `holdfast checkpoints RUN`, or the path of a checkpoint"
         )
     run = run_row(connection, run_name, root)
     query = select(CHECKPOINTS).where(
@@ -136,6 +136,6 @@ def checkpoint_row(connection: Connection, identity: str, root: Path | None) -> 
     if not found:
         raise NotFoundError(
             f"{identity}: run {run['run']} has no such committed checkpoint; "
-            f"`holdfast checkpoints {run['run']}` lists those there are"
+            f"`holdfast checkpoints {run['run']}` lists all checkpoints"
         )
     return run, found[0]

@@ -1,9 +1,10 @@
-"""A SQLite index that is damaged is set aside, so that a new one can be made from disk.
+"""Replacement of a damaged SQLite index: the file is moved, so that a new one can be created.
 
-The files are an index alone, so nothing is lost with them. What must not happen is that a process
-takes up the log of the old file for the new one: both would be ruined. So the old file is made
-unreadable in its place first, and opened by nobody from then on; then its log goes, and it goes
-last. (SQLite, "How To Corrupt An SQLite Database File", section 2.)
+The index contains nothing that is not on disk, so no data is lost. A process must never apply the
+write-ahead log of the old file to the new one, because that would damage both. Therefore the
+header of the old file is overwritten first, so that no process can open it. Then its log is
+moved, and the file itself last. See section 2 of SQLite's "How To Corrupt An SQLite Database
+File".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from holdfast.contracts.file_locks import wait_for_lock
 
 DAMAGED: Final = ".damaged"
 LOCK_TIMEOUT_S: Final = 60.0
-# Longer than a process may take between seeing the log's name and opening it.
+# Longer than a process takes between finding the name of the log and opening it.
 GRACE_S: Final = 0.1
 CHECK_TIMEOUT_S: Final = 60.0
 HEADER_BYTES: Final = 100
@@ -31,13 +32,13 @@ _PRIMARY_CODE: Final = 0xFF
 
 
 def says_damage(error: BaseException | None) -> bool:
-    """True when an error of the driver says that the file is damaged, or is no database."""
+    """Return True if a driver error means that the file is damaged or is not a database."""
     code = getattr(error, "sqlite_errorcode", None)
     return code is not None and code & _PRIMARY_CODE in _CODES
 
 
 def was_database(path: Path) -> bool:
-    """True when the file begins as SQLite's do, or as one that was about to be set aside."""
+    """Return True if the file has SQLite's header, or the zeros that `quarantine` writes there."""
     try:
         with open(path, "rb") as stream:
             header = stream.read(HEADER_BYTES)
@@ -47,11 +48,11 @@ def was_database(path: Path) -> bool:
 
 
 def quarantine(path: Path) -> Path | None:
-    """Move a damaged SQLite file to `<name>.damaged`, over an older one; None when it is sound.
+    """Move a damaged SQLite file to `<name>.damaged` and return the new path.
 
-    Safe to call from several processes: one of them moves it, the others find it gone. It takes
-    as long as SQLite's integrity check does. Raises `LineageError` when the file can be neither
-    checked nor moved.
+    Returns None if the file is sound or missing. An older `.damaged` file is replaced. Several
+    processes may call this at once; one of them moves the file. The time is that of SQLite's
+    integrity check. Raises `LineageError` if the file can be neither checked nor moved.
     """
     try:
         with _locked(path.parent):
@@ -60,8 +61,8 @@ def quarantine(path: Path) -> Path | None:
             return _move(path)
     except OSError as error:
         raise LineageError(
-            f"{path}: damaged, and it cannot be set aside ({error.strerror}); it is an index "
-            "only: move it away, and its -wal and -shm with it"
+            f"{path}: the index is damaged and cannot be moved away ({error.strerror}); all its "
+            "data can be rebuilt from disk: move the file, and its -wal and -shm files, yourself"
         ) from error
 
 
@@ -84,7 +85,7 @@ def _move(path: Path) -> Path:
 
 
 def _is_sound(path: Path) -> bool:
-    """What SQLite itself says of the file; one that is not there is sound."""
+    """Return the result of SQLite's integrity check. A missing file counts as sound."""
     if not path.exists():
         return True
     try:
@@ -93,23 +94,23 @@ def _is_sound(path: Path) -> bool:
                 f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=CHECK_TIMEOUT_S
             )
         ) as connection:
-            (word,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-            return bool(word == "ok")
+            (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            return bool(result == "ok")
     except sqlite3.Error as error:
         if says_damage(error):
             return False
-        raise LineageError(f"{path}: cannot be checked: {error}") from error
+        raise LineageError(f"{path}: the integrity check failed to run: {error}") from error
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from setting aside the same file; the folder itself is the lock."""
+    """Lock the folder, so that only one process moves the file."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if not wait_for_lock(handle, LOCK_TIMEOUT_S):
             raise LineageError(
-                f"{folder}: another process has been setting a damaged index aside for "
-                f"{LOCK_TIMEOUT_S:.0f} s; see `fuser {folder}`"
+                f"{folder}: locked for {LOCK_TIMEOUT_S:.0f} s by another process that is replacing "
+                f"a damaged index; `fuser {folder}` shows the process"
             )
         yield
     finally:

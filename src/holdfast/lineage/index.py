@@ -1,7 +1,4 @@
-"""The index as long-lived processes use it: opened when needed, and again after it was away.
-
-A SQLite file that turns out to be damaged is replaced by a new one, whose rows come from disk.
-"""
+"""The index for long-lived processes: it reconnects, and it replaces a damaged SQLite file."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from holdfast.lineage.ingest import ingest_run
 
 
 class Index:
-    """The database, opened when it is first needed and again after it was away.
+    """The database, opened on first use and again after a failure. Thread-safe.
 
-    Safe for several threads. A connection to a file that was removed or replaced is not used
-    again: what is written there nobody reads. `files` counts the files that it has used: where it
-    grows, rows that were in the former one must be brought back from disk.
+    A connection to a deleted or replaced file is not used again, because its writes would be
+    lost. `files` counts the files that were used. When it increases, the rows of the old file
+    must be rebuilt from disk.
     """
 
     def __init__(self) -> None:
@@ -29,7 +26,7 @@ class Index:
         self.files = 0
 
     def open(self) -> Database:
-        """The database. Raises `LineageError` with what to do when it cannot be used."""
+        """Return the open database. Raises `LineageError` if it cannot be used."""
         with self._lock:
             if self._database is not None and self._database.is_damaged:
                 self._replace_file()
@@ -43,9 +40,9 @@ class Index:
             return self._database
 
     def update(self, paths: RunPaths) -> None:
-        """Bring one run's rows in line with its folder. Raises `LineageError`.
+        """Update the rows of one run from its folder. Raises `LineageError`.
 
-        A connection that failed is not used again; a damaged file is replaced at once.
+        A damaged file is replaced at once. After another failure, the connection is closed.
         """
         try:
             try:
@@ -57,7 +54,7 @@ class Index:
             raise
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         with self._lock:
             if self._database is not None:
                 self._database.close()
@@ -77,12 +74,12 @@ class Index:
 
 
 def _file_of(database: Database) -> tuple[int, int] | None:
-    """Device and number of the file at the place of an SQLite database; None without one."""
-    place = database.engine.url.database
-    if database.is_postgresql or not place:
+    """Return the device and inode of the SQLite file, or None if there is none."""
+    path = database.engine.url.database
+    if database.is_postgresql or not path:
         return None
     try:
-        facts = os.stat(place)
+        facts = os.stat(path)
     except OSError:
         return None
     return facts.st_dev, facts.st_ino

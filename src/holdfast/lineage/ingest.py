@@ -1,8 +1,8 @@
-"""Ingest: the rows of one run brought in line with its folder, in one transaction.
+"""Ingest: updates the rows of one run from its folder, in one transaction.
 
-Any process may do it at any time, several at once, as often as they like. The folder is read
-without a lock. The lock is held only to write, and only what was read since the rows were last
-written is written: the last process to write is also the last one that looked.
+Any number of processes may ingest a run at any time. The folder is read without a lock; the lock
+is held only while writing. A process writes only if the rows have not changed since it read the
+folder, so the rows always come from the newest read.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from holdfast.lineage.tables import (
     upsert,
 )
 
-# So often the folder is read again because somebody else has written its rows meanwhile.
-LOOKS_MAX: Final = 3
+# The number of reads without the lock, if other processes keep writing the rows meanwhile.
+READS_MAX: Final = 3
 
 
 def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> None:
-    """Make the rows of the run at `paths` what its folder says; costs little if nothing changed.
+    """Update the rows of the run at `paths` from its folder. Cheap if nothing has changed.
 
-    With `fresh` everything is read again and written again, whatever the rows held. Raises
-    `NotFoundError` when there is no run there, `UnreadableRunError` when its files cannot be
-    believed, `LineageError` when the database cannot be used.
+    With `fresh`, all files are read and all rows are written again. Raises `NotFoundError` if
+    the folder is not a run, `UnreadableRunError` if its files are invalid, and `LineageError` if
+    the database cannot be used.
     """
     paths = RunPaths(paths.directory.resolve())
     record = read_document(RunRecord, paths.spec)
     if record is None:
         raise NotFoundError(
-            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists those there are"
+            f"{paths.directory}: no run here (no spec.json); `holdfast runs` lists the runs"
         )
     check_identity(paths, record)
     with reading_run(paths.directory):
@@ -82,8 +82,8 @@ def ingest_run(database: Database, paths: RunPaths, *, fresh: bool = False) -> N
             if not isinstance(error.__cause__, DataError | IntegrityError):
                 raise
             raise UnreadableRunError(
-                f"{paths.directory}: the index refuses what lies there: {error.__cause__.orig}; "
-                "restore the file that is damaged, or move the folder out of the root"
+                f"{paths.directory}: the database rejected the run's data: {error.__cause__.orig}; "
+                "restore the damaged file, or move the folder out of the root"
             ) from error
 
 
@@ -92,26 +92,26 @@ def _ingest(database: Database, paths: RunPaths, record: RunRecord, *, fresh: bo
     if not fresh and _is_current(database, paths, record.uid):
         follow_metrics(database, paths, record.uid)
         return
-    for _ in range(LOOKS_MAX):
+    for _ in range(READS_MAX):
         with database.reading() as connection:
             stored = _before(connection, record.uid, fresh=fresh)
-        look = _read_folder(paths, *stored, fresh=fresh)
+        content = _read_folder(paths, *stored, fresh=fresh)
         with database.writing() as connection:
             lock_run(connection, record.uid)
-            if _fingerprint(connection, record.uid) == look.fingerprint_before:
-                _write_state(connection, paths, record.uid, look, fresh=fresh)
+            if _fingerprint(connection, record.uid) == content.fingerprint_before:
+                _write_state(connection, paths, record.uid, content, fresh=fresh)
                 return
     with database.writing() as connection:
-        # Others write this run all the time; with the lock held nobody comes in between.
+        # Other processes keep writing this run, so read the folder while holding the lock.
         lock_run(connection, record.uid)
         stored = _before(connection, record.uid, fresh=fresh)
-        look = _read_folder(paths, *stored, fresh=fresh)
-        _write_state(connection, paths, record.uid, look, fresh=fresh)
+        content = _read_folder(paths, *stored, fresh=fresh)
+        _write_state(connection, paths, record.uid, content, fresh=fresh)
 
 
 @dataclass(frozen=True)
-class _Look:
-    """What a run's folder held, and what the index held just before it was read."""
+class _Content:
+    """The content of a run's folder, and the fingerprint that the index had before the read."""
 
     fingerprint_before: str | None
     found: list[FoundCheckpoint]
@@ -121,21 +121,21 @@ class _Look:
 
 
 def _before(connection: Connection, uid: str, *, fresh: bool) -> tuple[str | None, list[Row]]:
-    """The run's fingerprint in the index, and the checkpoints that need no second reading."""
+    """Return the run's fingerprint and its checkpoint rows (none if `fresh`) in the index."""
     return _fingerprint(connection, uid), [] if fresh else _stored(connection, CHECKPOINTS, uid)
 
 
 def _read_folder(
     paths: RunPaths, before: str | None, checkpoints: Sequence[Row], *, fresh: bool
-) -> _Look:
+) -> _Content:
     seen = survey(paths)
     found = read_checkpoints(seen.records, {row["name"]: row for row in checkpoints})
     lines = read_lines(paths, fresh=fresh)
-    told = in_order(lines)
-    history = load_history(paths, [one.event for one in told])
+    events = in_order(lines)
+    history = load_history(paths, [one.event for one in events])
     secrets = known_secrets(history.record.spec, paths)
-    rows = redacted(build_rows(history, found, told, seen.fingerprint), secrets)
-    return _Look(before, found, lines, rows, secrets)
+    rows = redacted(build_rows(history, found, events, seen.fingerprint), secrets)
+    return _Content(before, found, lines, rows, secrets)
 
 
 def _fingerprint(connection: Connection, uid: str) -> str | None:
@@ -143,34 +143,35 @@ def _fingerprint(connection: Connection, uid: str) -> str | None:
 
 
 def _write_state(
-    connection: Connection, paths: RunPaths, uid: str, look: _Look, *, fresh: bool
+    connection: Connection, paths: RunPaths, uid: str, content: _Content, *, fresh: bool
 ) -> None:
     if fresh:
         connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
-    # Another run once had this folder; on disk it is no more. Another root may have the same path.
+    # Delete the rows of an earlier run in this folder. A root of another cluster can have the
+    # same path, so compare `root_id` too.
     connection.execute(
         delete(RUNS).where(
             RUNS.c.run == paths.name,
             RUNS.c.directory == str(paths.directory),
-            RUNS.c.root_id == look.rows.run["root_id"],
+            RUNS.c.root_id == content.rows.run["root_id"],
             RUNS.c.uid != uid,
         )
     )
-    _write_run(connection, uid, look)
+    _write_run(connection, uid, content)
     write_metrics(connection, paths, uid)
 
 
 def forget_run(database: Database, uid: str) -> None:
-    """Delete all rows of a run whose folder is gone."""
+    """Delete all rows of a run whose folder no longer exists."""
     with database.writing() as connection:
         lock_run(connection, uid)
         connection.execute(delete(RUNS).where(RUNS.c.uid == uid))
 
 
 def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
-    """True when nothing has changed, and this program would not understand more of it.
+    """Return True if the folder has not changed and this version would not build more rows.
 
-    A newer program's rows are kept.
+    Rows that a newer version wrote are kept.
     """
     query = select(RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
     with database.reading() as connection:
@@ -183,33 +184,33 @@ def _is_current(database: Database, paths: RunPaths, uid: str) -> bool:
     )
 
 
-def _write_run(connection: Connection, uid: str, look: _Look) -> None:
-    # Without its own row a run has no others, and they need not be asked for.
+def _write_run(connection: Connection, uid: str, content: _Content) -> None:
+    # A run without a row in `runs` has no other rows, so they need no query.
     query = select(RUNS.c.uid, RUNS.c.fingerprint, RUNS.c.unknown_kinds).where(RUNS.c.uid == uid)
     row = connection.execute(query).first()
     known = row.uid if row else None
-    # A program that understands other lines has counted them differently.
+    # Another version, which knows other event kinds, may have counted the lines differently.
     is_other = row is not None and (
         version_of(row.fingerprint) != INGEST_VERSION
-        or row.unknown_kinds != look.rows.run["unknown_kinds"]
+        or row.unknown_kinds != content.rows.run["unknown_kinds"]
     )
     checkpoints = _stored(connection, CHECKPOINTS, known)
-    rows = look.rows
+    rows = content.rows
     upsert(connection, RUNS, [clean(rows.run)])
     _sync(connection, ATTEMPTS, rows.attempts, _stored(connection, ATTEMPTS, known))
     _sync(connection, LAUNCHES, rows.launches, _stored(connection, LAUNCHES, known))
     _sync(connection, NODES, rows.nodes, _stored(connection, NODES, known))
     _sync(connection, CHECKPOINTS, rows.checkpoints, checkpoints)
-    _write_files(connection, uid, look.found, bool(checkpoints))
+    _write_files(connection, uid, content.found, bool(checkpoints))
     _sync(connection, EDGES, rows.edges, _stored(connection, EDGES, known))
     stored = _stored(connection, JOURNALS, known)
-    _write_lines(connection, uid, look, stored, is_other=is_other)
+    _write_lines(connection, uid, content, stored, is_other=is_other)
 
 
 def _write_files(
     connection: Connection, uid: str, found: Sequence[FoundCheckpoint], is_known: bool
 ) -> None:
-    """Write the file tables of manifests that were read; the others' are there already."""
+    """Write the file rows of the manifests that were read; the others have theirs already."""
     read = [one for one in found if one.files is not None]
     if is_known and read:
         matches = [FILES.c.run_uid == bindparam("uid"), FILES.c.checkpoint == bindparam("of")]
@@ -236,18 +237,18 @@ def _write_files(
 
 
 def _write_lines(
-    connection: Connection, uid: str, look: _Look, stored: Sequence[Row], *, is_other: bool
+    connection: Connection, uid: str, content: _Content, stored: Sequence[Row], *, is_other: bool
 ) -> None:
-    """Add the journal lines that are new; lines are only ever added to a journal.
+    """Add the new lines of the journals, which are append-only.
 
-    With `is_other` all lines are written: another program read the journals before.
+    With `is_other`, all lines are written, because another version read the journals before.
     """
-    lines = look.lines
+    lines = content.lines
     counts = {row["journal"]: 0 if is_other else row["lines"] for row in stored}
     wanted = [{"run_uid": uid, "journal": j.journal, "lines": len(j.events)} for j in lines]
     shrunk = [j.journal for j in lines if len(j.events) < counts.get(j.journal, 0)]
     if shrunk:
-        # Not the file that was read before: its lines are taken from the start.
+        # A journal with fewer lines was replaced, so write all its lines again.
         connection.execute(
             delete(EVENTS).where(EVENTS.c.run_uid == uid, EVENTS.c.journal.in_(shrunk))
         )
@@ -266,7 +267,7 @@ def _write_lines(
                     "attempt": attempt_of(event, part.attempt),
                     "time": event.time,
                     "kind": str(event.kind),
-                    "data": redact(event.data, look.secrets),
+                    "data": redact(event.data, content.secrets),
                 }
             )
             for part in lines
@@ -286,7 +287,7 @@ def _stored(connection: Connection, table: Table, uid: str | None) -> list[Row]:
 def _sync(
     connection: Connection, table: Table, wanted: Sequence[Row], stored: Sequence[Row]
 ) -> None:
-    """Write the rows that differ from the stored ones and delete those that are no longer."""
+    """Write the rows that differ from the stored ones, and delete the stored rows not wanted."""
     keys = [column.name for column in table.primary_key]
     key_of = itemgetter(*keys)
     there = {key_of(row): row for row in stored}

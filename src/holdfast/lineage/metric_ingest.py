@@ -1,4 +1,4 @@
-"""Logged metrics into the index, as their files grow: only what was not read before is read."""
+"""Ingest of metrics. Only the lines that were added since the last ingest are read."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from holdfast.lineage.tables import METRIC_FILES, METRICS, Row, lock_run, upsert
 
 
 def follow_metrics(database: Database, paths: RunPaths, uid: str) -> None:
-    """Take in what a run that is in the index has logged since; costs little if it is nothing."""
-    if _has_news(database, paths, uid):
+    """Ingest the new metrics of a run that is in the index. Cheap if there are none."""
+    if _has_changed(database, paths, uid):
         with database.writing() as connection:
             lock_run(connection, uid)
             write_metrics(connection, paths, uid)
 
 
-def _has_news(database: Database, paths: RunPaths, uid: str) -> bool:
-    """True when a file of metrics grew, came or went since it was read."""
+def _has_changed(database: Database, paths: RunPaths, uid: str) -> bool:
+    """Return True if a metrics file was added, removed or changed its size since the last read."""
     with database.reading() as connection:
         offsets = {key: row["offset"] for key, row in _known(connection, uid).items()}
     sizes = {key: path.stat().st_size for key, path in list_metrics(paths).items()}
@@ -30,7 +30,7 @@ def _has_news(database: Database, paths: RunPaths, uid: str) -> bool:
 
 
 def write_metrics(connection: Connection, paths: RunPaths, uid: str) -> None:
-    """Bring the buckets of a run in line with its files of metrics."""
+    """Update the metric buckets of a run from its metrics files."""
     known, found = _known(connection, uid), list_metrics(paths)
     for key in known.keys() - found.keys():
         connection.execute(delete(METRIC_FILES).where(_is_file(METRIC_FILES, uid, key)))
@@ -39,12 +39,12 @@ def write_metrics(connection: Connection, paths: RunPaths, uid: str) -> None:
         row = known.get(key)
         if row and row["offset"] == size:
             continue
-        # A file that shrank is another one: it is read from its start.
-        goes_on = row is not None and row["offset"] < size
-        series = _load(connection, uid, key, row) if row and goes_on else MetricSeries()
+        # A file that became smaller was replaced, so read it from the start.
+        has_grown = row is not None and row["offset"] < size
+        series = _load(connection, uid, key, row) if row and has_grown else MetricSeries()
         stride = series.stride
         series.read(path)
-        _save(connection, uid, key, series, again=not goes_on or series.stride != stride)
+        _save(connection, uid, key, series, again=not has_grown or series.stride != stride)
 
 
 def _known(connection: Connection, uid: str) -> dict[tuple[int, int], Row]:

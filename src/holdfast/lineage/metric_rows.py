@@ -1,8 +1,8 @@
-"""Logged metrics, down-sampled: a file of lines becomes a few hundred buckets of steps.
+"""Down-sampling of metrics: a metrics file becomes a few hundred buckets of steps.
 
-Buckets are `stride` steps wide, a power of two, the least that leaves `BUCKETS_MAX` of them. Each
-keeps of every metric the last value and the extremes, so a spike shows however long the run is.
-What comes out is the same whether a file is read at once or as it grows.
+A bucket covers `stride` steps. The stride is the smallest power of two with at most `BUCKETS_MAX`
+buckets. A bucket keeps the last, lowest and highest value of each metric, so a spike stays
+visible in a long run. The result does not depend on how many times a growing file is read.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ LINE_BYTES_MAX: Final = 1024 * 1024
 LOSS: Final = "loss"
 SPARK_POINTS: Final = 32
 
-# (step, last, least, greatest); None where no value was finite.
+# (step, last, lowest, highest); values are None if none was finite.
 Spread = tuple[int, float | None, float | None, float | None]
 
 
 @dataclass
 class Bucket:
-    """Some steps in a row: the step and time of the last line, and of each metric its spread."""
+    """A range of steps: the step and time of its last line, and the spread of each metric."""
 
     step: int
     time: float
     data: dict[str, Spread] = field(default_factory=dict)
 
     def add(self, other: Bucket) -> None:
-        """Take in what was logged later, or of other steps of this bucket."""
+        """Merge another bucket into this one; for equal steps, `other` is the later."""
         if other.step >= self.step:
             self.step, self.time = other.step, other.time
         for name, spread in other.data.items():
@@ -50,7 +50,7 @@ class Bucket:
 
 @dataclass
 class MetricSeries:
-    """The buckets of one file by their first step, and how far the file was read."""
+    """The buckets of one metrics file by their first step, and the read position in the file."""
 
     offset: int = 0
     stride: int = 1
@@ -59,12 +59,12 @@ class MetricSeries:
     buckets_max: int = BUCKETS_MAX
 
     def read(self, path: Path) -> None:
-        """Take in the whole lines that follow; those that are no metrics are passed over."""
+        """Read the complete new lines of the file. Lines that are not metrics are skipped."""
         with open(open_regular(path, below=folder_of(path)), "rb") as stream:
             stream.seek(self.offset)
             while line := stream.readline(LINE_BYTES_MAX):
                 if not line.endswith(b"\n") and len(line) < LINE_BYTES_MAX:
-                    # The writer is at it: the next reading finds it whole.
+                    # The writer has not finished this line; the next read will get it.
                     break
                 self.offset += len(line)
                 bucket = parse_line(line)
@@ -72,7 +72,7 @@ class MetricSeries:
                     self.add(bucket)
 
     def add(self, line: Bucket) -> None:
-        """Take in one line."""
+        """Add one line."""
         start = line.step // self.stride * self.stride
         if start in self.buckets:
             self.buckets[start].add(line)
@@ -83,9 +83,9 @@ class MetricSeries:
             self._widen()
 
     def lasts(self, metric: str) -> list[float]:
-        """The last value of a metric in each bucket that has one, oldest first."""
-        said = (self.buckets[start].data.get(metric) for start in sorted(self.buckets))
-        return [spread[1] for spread in said if spread and spread[1] is not None]
+        """Return the last value of a metric in each bucket that has one, oldest first."""
+        spreads = (self.buckets[start].data.get(metric) for start in sorted(self.buckets))
+        return [spread[1] for spread in spreads if spread and spread[1] is not None]
 
     def _widen(self) -> None:
         self.stride *= 2
@@ -100,27 +100,27 @@ class MetricSeries:
 
 
 def thin(values: Sequence[float], count: int) -> list[float]:
-    """`count` of the values at most, evenly, the last among them."""
+    """Return at most `count` evenly spaced values, including the last one."""
     if len(values) <= count:
         return list(values)
     return [values[(index + 1) * len(values) // count - 1] for index in range(count)]
 
 
 def parse_line(line: bytes) -> Bucket | None:
-    """What one line says: `step`, `time` and numbers by name; None when it does not."""
+    """Return a line (`step`, `time` and numbers by name) as a bucket, or None if it is invalid."""
     try:
-        said = json.loads(line)
+        document = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict):
+    if not isinstance(document, dict):
         return None
-    step, time = said.pop("step", None), _number(said.pop("time", None))
+    step, time = document.pop("step", None), _number(document.pop("time", None))
     if type(step) is not int or not 0 <= step <= INTEGER_MAX or time is None:
         return None
     data: dict[str, Spread] = {}
-    for name, given in list(said.items())[:NAMES_MAX]:
+    for name, given in list(document.items())[:NAMES_MAX]:
         value = _number(given)
-        # `nan` and `inf` come as words; anything else is not a metric.
+        # `nan` and `inf` are written as strings. Values of other types are not metrics.
         if value is not None or isinstance(given, str):
             data[_named(name)] = (step, value, value, value)
     return Bucket(step, time, data)
@@ -142,7 +142,7 @@ def _number(value: Any) -> float | None:
 
 
 def _join(one: Spread, other: Spread) -> Spread:
-    """Both spreads as one; of equal steps `other` is the later."""
+    """Merge two spreads; for equal steps, `other` is the later."""
     step, last = (other if other[0] >= one[0] else one)[:2]
     lows = [value for value in (one[2], other[2]) if value is not None]
     highs = [value for value in (one[3], other[3]) if value is not None]

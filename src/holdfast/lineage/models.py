@@ -1,7 +1,7 @@
-"""The tables. Times are Unix seconds, sizes bytes, durations seconds; text is unbounded.
+"""The tables. Times are Unix seconds, durations are in seconds and sizes are in bytes.
 
-A row is a fact that stands on disk. A checkpoint is known by its run's uid and its directory's
-name, because two roots may each hold a run of the same name.
+Text columns are unbounded. All rows are derived from disk. A checkpoint is identified by its
+run's uid and its directory name, because runs in two roots can have the same name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INTEGER_MAX: Final = 2**63 - 1
 
 
 class CheckpointState(StrEnum):
-    """What became of a checkpoint."""
+    """The state of a checkpoint in the index."""
 
     COMMITTED = "committed"
     DAMAGED = "damaged"
@@ -39,7 +39,7 @@ class CheckpointState(StrEnum):
 
 
 class EdgeKind(StrEnum):
-    """How two things of the lineage hang together, read as `source kind target`."""
+    """The kind of a lineage edge, which reads `source kind target`."""
 
     PARENT = "parent"
     RESUMED_FROM = "resumed_from"
@@ -49,7 +49,7 @@ class EdgeKind(StrEnum):
 
 
 class Base(DeclarativeBase):
-    """What every table shares: constraint names that are the same in every database."""
+    """The base of all tables. It sets constraint names that are the same in every database."""
 
     metadata = MetaData(
         naming_convention={
@@ -73,21 +73,21 @@ class Base(DeclarativeBase):
 STORED_EDGES: Final = tuple(kind for kind in EdgeKind if kind is not EdgeKind.PARENT)
 
 
-def _listing(words: Iterable[str]) -> str:
-    return ", ".join(f"'{word}'" for word in words)
+def _listing(values: Iterable[str]) -> str:
+    return ", ".join(f"'{value}'" for value in values)
 
 
-def _one_of(column: str, words: type[StrEnum]) -> CheckConstraint:
-    return CheckConstraint(f"{column} IN ({_listing(words)})", name=column)
+def _one_of(column: str, values: type[StrEnum]) -> CheckConstraint:
+    return CheckConstraint(f"{column} IN ({_listing(values)})", name=column)
 
 
 class Run(Base):
-    """One run: `spec.json`, and what its attempts and journals add up to.
+    """One run: its `spec.json` and a summary of its attempts and journals.
 
-    `goodput` is the account of its time until its end, or until `updated_at`, the newest time
-    that its folder tells of, while it lives. `root_id` is the UUID of its root. `unknown_kinds`
-    are the kinds of journal lines that the program which wrote the row did not know. `world_size`
-    is that of the newest attempt; `kept`, `damaged` and `deleted` count checkpoints by state.
+    `updated_at` is the newest time in its folder. `goodput` covers the time until the end of the
+    run, or until `updated_at` if it is live. `root_id` is the UUID of its root. `unknown_kinds`
+    are the event kinds that the version which wrote the row did not know. `world_size` is that of
+    the newest attempt. `kept`, `damaged` and `deleted` count checkpoints by state.
     """
 
     __tablename__ = "runs"
@@ -98,7 +98,7 @@ class Run(Base):
         Index(None, "name", "uid"),
         Index(None, "run", "created_at"),
         Index(None, "state", "created_at", "uid"),
-        # A path may be too long for PostgreSQL's ordered index.
+        # A path may be too long for a B-tree index of PostgreSQL.
         Index(None, "root", postgresql_using="hash"),
     )
 
@@ -137,7 +137,7 @@ class Run(Base):
 
 
 class Attempt(Base):
-    """One scheduler job of a run; the digests are those of its request."""
+    """One attempt: one scheduler job of a run. The digests are from its request."""
 
     __tablename__ = "attempts"
     __table_args__ = (
@@ -182,7 +182,7 @@ class Attempt(Base):
 
 
 class AttemptNode(Base):
-    """A node that an attempt ran on; `fault` is the attempt's cause where this node is to blame."""
+    """A node of an attempt; `fault` is the failure's cause if it is attributed to this node."""
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (
@@ -227,8 +227,8 @@ class Launch(Base):
     exit_code: Mapped[int | None]
 
 
-# Steps never go back from parent to child, and within a run equal steps do not either: so no
-# circle can be made of them. One of equal steps through several runs is for a trigger to refuse.
+# A child never has a smaller step than its parent, and equal steps in one run are ordered by
+# name, so these rows cannot form a cycle. A trigger rejects cycles of equal steps across runs.
 PARENT_IS_EARLIER: Final = (
     "parent_uid IS NULL OR (parent_name IS NOT NULL AND parent_step IS NOT NULL "
     "AND (parent_step < step OR (parent_step = step AND (parent_uid <> run_uid "
@@ -238,10 +238,10 @@ PARENT_IS_EARLIER: Final = (
 
 
 class Checkpoint(Base):
-    """One checkpoint that was committed at some time; a directory without manifest is no row.
+    """One checkpoint that was committed at some time. Directories without manifest have no row.
 
-    `parent` is what the manifest says; `parent_uid`, `parent_name` and `parent_step` are null
-    where that cannot be an ancestor.
+    `parent` is taken from the manifest. `parent_uid`, `parent_name` and `parent_step` are null if
+    that checkpoint cannot be an ancestor.
     """
 
     __tablename__ = "checkpoints"
@@ -294,7 +294,7 @@ class Checkpoint(Base):
 
 
 class CheckpointFile(Base):
-    """One file of a checkpoint as its manifest lists it; `number` is its place there."""
+    """One file of a checkpoint; `number` is its position in the manifest."""
 
     __tablename__ = "checkpoint_files"
     __table_args__ = (
@@ -314,11 +314,11 @@ class CheckpointFile(Base):
 
 
 class CheckpointEdge(Base):
-    """`source kind target`, told by the folder of `run_uid`; parents stand with the checkpoints.
+    """One lineage edge, recorded in the folder of `run_uid`. Parents are in `checkpoints`.
 
-    `source` and `target` are a checkpoint's directory name, `attempt-NNNN`, the empty text for
-    the run itself, or the path of an export (its `target_uid` is then null). The id is a digest
-    of all other columns: a path is too long for an index of PostgreSQL.
+    `source` and `target` are a checkpoint's directory name, `attempt-NNNN`, the empty string for
+    the run itself, or the path of an export, whose `target_uid` is null. The id is a digest of all
+    other columns, because a path may be too long for an index of PostgreSQL.
     """
 
     __tablename__ = "checkpoint_edges"
@@ -341,7 +341,7 @@ class CheckpointEdge(Base):
 
 
 class Journal(Base):
-    """How many whole lines of a journal were read; `journal` is its path in the run's folder."""
+    """The number of lines read from a journal; `journal` is its path in the run's folder."""
 
     __tablename__ = "journals"
 
@@ -353,7 +353,7 @@ class Journal(Base):
 
 
 class Event(Base):
-    """One journal line. Its kind is free text: a newer version may have written it."""
+    """One journal line. Its kind is unconstrained: a newer version may have written it."""
 
     __tablename__ = "events"
     __table_args__ = (
@@ -375,9 +375,9 @@ class Event(Base):
 
 
 class MetricFile(Base):
-    """How far a file of logged metrics was read: `offset` bytes, in buckets of `stride` steps.
+    """The read position in a metrics file: `offset` bytes, in buckets of `stride` steps.
 
-    `spark` is the loss in a few values, oldest first: a line to look at in the list of runs.
+    `spark` has a few values of the loss, oldest first, for the sparkline in the list of runs.
     """
 
     __tablename__ = "metric_files"
@@ -393,10 +393,10 @@ class MetricFile(Base):
 
 
 class Metric(Base):
-    """What was logged in the steps from `bucket` on: of each metric its last, least and greatest.
+    """One bucket of metrics, which begins at step `bucket`.
 
-    `step` and `time` are those of the last line in the bucket; `data` has by metric's name the
-    step of its last value, that value, the least and the greatest.
+    `step` and `time` are from the last line in the bucket. `data` maps each metric's name to
+    (step of the last value, last value, lowest value, highest value).
     """
 
     __tablename__ = "metrics"
@@ -418,7 +418,7 @@ class Metric(Base):
 
 
 class Compatibility(Base):
-    """One row: the oldest revision whose programs can still read and write this schema."""
+    """A single row: the oldest revision whose programs can still read and write this schema."""
 
     __tablename__ = "compatibility"
 

@@ -1,4 +1,4 @@
-"""The nodes that attempts ran on, and which of them is to blame when one ended badly. Pure."""
+"""The rows of the nodes that attempts ran on, with the faults attributed to them. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from holdfast.contracts.states import Cause
 
 Row = dict[str, Any]
 
-# Causes for which a node answers when nobody says which: the whole attempt's are blamed on none.
+# Causes that are attributed to the only node of an attempt if no record names a node.
 _ALONE = frozenset({Cause.NODE_FAILURE, Cause.HOST_OOM, Cause.GPU_OOM, Cause.INFRASTRUCTURE})
-# Causes that may lie in the node that failed first. A program's error, its losses, a preemption
-# and an operator's word are no fault of the machine on which they showed.
+# Causes that are attributed to the node that failed first. An error of the program, bad losses, a
+# preemption and an operator's request are not faults of the machine.
 _OF_MACHINES = _ALONE | {Cause.HANG, Cause.UNKNOWN}
 
 
 def node_rows(history: RunHistory) -> list[Row]:
-    """A row for each attempt and host."""
+    """Return a row for each attempt and host."""
     lost: dict[int, set[str]] = {}
     for event in history.events:
         attempt, host = event.data.get("attempt"), event.data.get("host")
@@ -49,7 +49,7 @@ def _rows(history: RunHistory, view: AttemptView, lost: Any) -> list[Row]:
 
 
 def _fault(view: AttemptView, is_lost: bool) -> str | None:
-    """A node that was lost failed, whatever the attempt made of it."""
+    """Return the fault of a node; a lost node has a node failure, whatever the attempt's cause."""
     if is_lost:
         return Cause.NODE_FAILURE.value
     return view.cause.value if view.cause in _OF_MACHINES else None

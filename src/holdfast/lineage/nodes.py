@@ -1,4 +1,4 @@
-"""The machines: how often each one ran attempts, and how often it was to blame for an end."""
+"""Queries about machines: their attempts and the failures that are attributed to them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FAULTS_SHOWN_MAX = 20
 def list_nodes(
     database: Database, *, after: str | None = None, limit: int = PAGE_DEFAULT
 ) -> Page[reports.NodeRow]:
-    """Every host that an attempt ran on, by name, with its faults by cause.
+    """Return one page of the hosts that attempts ran on, by name, with their faults by cause.
 
-    Raises `QueryError` for a cursor or a limit that cannot be meant.
+    Raises `QueryError` for an invalid cursor or limit.
     """
     columns = NODES.c
     order = Order("host", (columns.host,))
@@ -56,7 +56,7 @@ def list_nodes(
 
 
 def node_faults(database: Database, host: str) -> list[reports.NodeFault]:
-    """The newest faults of a host, `FAULTS_SHOWN_MAX` at most: in which attempt, and why."""
+    """Return the newest faults of a host with attempt and cause, at most `FAULTS_SHOWN_MAX`."""
     columns = NODES.c
     query = (
         select(NODES, RUNS.c.run)

@@ -1,8 +1,9 @@
-"""A run as OpenLineage events, for catalogues that gather lineage from many systems.
+"""Export of a run as OpenLineage events, for catalogues that collect lineage from many systems.
 
-Each attempt is a run of the job that has the run's name: it starts, and it completes, fails or is
-aborted. What it resumed from is its input, what it committed its outputs: datasets of the
-namespace `file`, whose version is the manifest's checksum. All attempts name the run as parent.
+Each attempt is an OpenLineage run of the job named after the Holdfast run. It has a START event
+and a COMPLETE, FAIL or ABORT event. The checkpoint that it resumed from is its input, and the
+checkpoints that it committed are its outputs: datasets in the namespace `file`, with the
+manifest's checksum as version. All attempts have the Holdfast run as parent.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ _ENDINGS: Final[Mapping[str, RunState]] = {
 
 
 def export_run(database: Database, run: str) -> list[dict[str, Any]]:
-    """The OpenLineage events of the run that `run` means, from the index.
+    """Return the OpenLineage events of `run`, as `find_run` resolves it.
 
-    Raises `NotFoundError` when there is none.
+    Raises `NotFoundError` for an unknown run.
     """
     shown = queries.show_run(database, run)
     found = queries.list_checkpoints(database, shown["uid"])
     origins: list[reports.Ancestor] = []
     if shown["forked_from"]:
-        # A parent that the index does not have is named by its id alone.
+        # A parent checkpoint that is not in the index is referred to by its id.
         with contextlib.suppress(NotFoundError):
             origins = queries.ancestry(database, shown["forked_from"])[:1]
     return openlineage_events(shown, found, origins)
@@ -72,9 +73,10 @@ def openlineage_events(
     checkpoints: Sequence[views.CheckpointView],
     origins: Sequence[reports.Ancestor] = (),
 ) -> list[dict[str, Any]]:
-    """The events of a run's attempts in order of time, as plain data.
+    """Return the events of a run's attempts, sorted by time, as plain data.
 
-    `checkpoints` are the run's own, `origins` those of other runs that it began from.
+    `checkpoints` are the run's own. `origins` are the checkpoints of other runs that it was
+    forked from.
     """
     known = {one["id"]: (one["path"], one["checksum"]) for one in (*checkpoints, *origins)}
     written: defaultdict[int, list[views.CheckpointView]] = defaultdict(list)
@@ -147,7 +149,7 @@ def _error(attempt: views.AttemptView) -> error_message_run.ErrorMessageRunFacet
 
 
 def _input(identity: str, known: Mapping[str, tuple[str, str | None]]) -> InputDataset:
-    """What was resumed from; one of a run that the index does not have keeps its id as name."""
+    """Return the dataset of a checkpoint; one that is not in the index has its id as name."""
     if identity not in known:
         return InputDataset(namespace=NAMESPACE, name=identity)
     path, checksum = known[identity]
@@ -166,5 +168,5 @@ def _version(checksum: str | None) -> dict[str, Any]:
 
 
 def _attempt_id(uid: str, number: int) -> str:
-    """The same UUID for the same attempt, whoever exports it and however often."""
+    """Return the UUID of an attempt. It is the same at every export."""
     return str(uuid.uuid5(uuid.UUID(hex=uid), f"attempt-{number:04d}"))

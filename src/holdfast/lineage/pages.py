@@ -1,8 +1,8 @@
-"""Lists of the index by pages: runs, attempts, checkpoints, events, storage.
+"""Paginated lists from the index: runs, attempts, checkpoints, events and storage.
 
-Every list takes what to show (`where`), a cursor of the page before (`after`) and a `limit`, and
-gives a `Page`. Raises of all: `QueryError` for a cursor or a limit that cannot be meant,
-`NotFoundError` for a run that is not there, `LineageError` when the database cannot be used.
+Every list takes a filter (`where`), the cursor of the previous page (`after`) and a `limit`, and
+returns a `Page`. All functions raise `QueryError` for an invalid cursor or limit, `NotFoundError`
+for an unknown run, and `LineageError` if the database cannot be used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SortOrder = Literal["asc", "desc"]
 
 
 def _figure(value: Any) -> tuple[Any, ...]:
-    """A figure to sort by; rows without it count as less than all others."""
+    """Return columns that sort by a number; rows without it count as the smallest."""
     return func.coalesce(value, -1, type_=Double()).label("sort_key"), RUNS.c.uid
 
 
@@ -60,10 +60,10 @@ def _goodput(name: str) -> Any:
     return RUNS.c.goodput[name].as_float()
 
 
-# What a list of runs begins with unless it is told: names by the alphabet, all else greatest
-# first. Those with an index come first; the others read the table of runs, not its pages.
+# The default direction of each sort: names and states ascending, all others descending. The
+# sorts in `INDEXED` use a database index; the others read the whole table of runs.
 RUN_ORDERS: dict[RunSort, Order] = {
-    # Runs under way come before all that have ended.
+    # Live runs come before ended ones.
     "live": Order("live", (_is_live(), RUNS.c.created_at, RUNS.c.uid), descending=True),
     "created": Order("created", (RUNS.c.created_at, RUNS.c.uid), descending=True),
     "updated": Order("updated", (RUNS.c.updated_at, RUNS.c.uid), descending=True),
@@ -86,13 +86,13 @@ _LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
 
 
 class Filter(BaseModel):
-    """What of a list is wanted; what is not given does not matter."""
+    """The base of all filters. Fields that are not set do not filter."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunFilter(Filter):
-    """Which runs: of some states, with a text in name or folder, created in a time, of a root."""
+    """A filter of runs by state, text in name or folder, creation time (inclusive) and root."""
 
     states: tuple[RunState, ...] = ()
     search: str | None = None
@@ -102,13 +102,13 @@ class RunFilter(Filter):
 
 
 class AttemptFilter(Filter):
-    """Which attempts of a run."""
+    """A filter of a run's attempts."""
 
     states: tuple[AttemptState, ...] = ()
 
 
 class CheckpointFilter(Filter):
-    """Which checkpoints of a run; `step_to` is still among them."""
+    """A filter of a run's checkpoints; `step_to` is inclusive."""
 
     states: tuple[CheckpointState, ...] = ()
     pinned: bool | None = None
@@ -117,7 +117,7 @@ class CheckpointFilter(Filter):
 
 
 class EventFilter(Filter):
-    """Which journal lines of a run."""
+    """A filter of a run's journal lines."""
 
     kinds: tuple[str, ...] = ()
     attempt: int | None = None
@@ -132,7 +132,10 @@ def list_runs(
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.RunRow]:
-    """Runs, newest first, or sorted by another column, in its usual order or the given one."""
+    """Return one page of runs, by default newest first.
+
+    Without `order`, the sort has its default direction in `RUN_ORDERS`.
+    """
     with database.reading() as connection:
         page = _page_of_runs(connection, where, sort, order, after, limit)
         uids = [run["uid"] for run in page.items]
@@ -155,7 +158,7 @@ def list_attempts(
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.AttemptView]:
-    """The attempts of a run with their launches."""
+    """Return one page of a run's attempts with their launches."""
     where = where or AttemptFilter()
     columns = ATTEMPTS.c
     with database.reading() as connection:
@@ -183,15 +186,15 @@ def list_checkpoints(
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.CheckpointView]:
-    """The checkpoints that were ever committed in a run, with why each is kept or gone."""
+    """Return one page of a run's checkpoints, deleted ones included, each with its reason."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
         query = _wanted_checkpoints(row, where or CheckpointFilter())
         order = Order("step", _STEPS, descending=newest_first)
         page = fetch_page(connection, query, order, after, limit)
         reasons = reasons_of(connection, row, page.items)
-    told = {one["name"]: why for one, why in zip(page.items, reasons, strict=True)}
-    return page.map(lambda one: views.checkpoint_view(row["run"], one, told[one["name"]]))
+    reason_of = {one["name"]: reason for one, reason in zip(page.items, reasons, strict=True)}
+    return page.map(lambda one: views.checkpoint_view(row["run"], one, reason_of[one["name"]]))
 
 
 def list_events(
@@ -204,7 +207,7 @@ def list_events(
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.EventView]:
-    """The journal lines of a run by their time, then by journal and number."""
+    """Return one page of a run's journal lines, sorted by time, then by journal and number."""
     where = where or EventFilter()
     with database.reading() as connection:
         row = run_row(connection, run, root)
@@ -227,7 +230,7 @@ def list_storage(
     after: str | None = None,
     limit: int = PAGE_DEFAULT,
 ) -> Page[views.StorageRow]:
-    """What each run's checkpoints take, and what the next prune would give back."""
+    """Return one page of runs with their storage, and what the next prune would delete."""
     with database.reading() as connection:
         page = _page_of_runs(connection, where, sort, order, after, limit)
         rows = [_storage(connection, run) for run in page.items]
@@ -251,7 +254,7 @@ def _page_of_runs(
 
 
 def wanted_runs(query: Select[*tuple[Any, ...]], where: RunFilter) -> Select[*tuple[Any, ...]]:
-    """The query of runs for those alone that are wanted."""
+    """Return a query of runs with the conditions of `where`."""
     columns = RUNS.c
     if where.states:
         query = query.where(columns.state.in_([str(state) for state in where.states]))
@@ -288,7 +291,7 @@ def _wanted_checkpoints(run: Row, where: CheckpointFilter) -> Select[Any]:
 
 
 def _newest_attempts(connection: Connection, uids: Sequence[str]) -> dict[str, tuple[Row, int]]:
-    """By run: its newest attempt, and how many there are."""
+    """Return the newest attempt and the number of attempts, by the run's uid."""
     counts = (
         select(
             ATTEMPTS.c.run_uid,
@@ -322,7 +325,7 @@ def _launches(
 
 
 def _storage(connection: Connection, run: Row) -> views.StorageRow:
-    """One run's line; only keep rules that limit anything make a prune delete."""
+    """Return one run's storage. A prune deletes only if the keep rules limit what is kept."""
     prunable: list[Row] = []
     if keep_of(run).is_limited:
         query = _wanted_checkpoints(run, CheckpointFilter(states=(CheckpointState.COMMITTED,)))

@@ -1,4 +1,4 @@
-"""Questions to the index. Every answer is a plain dictionary or a list of them; see `views`."""
+"""Queries to the index. They return plain dictionaries or lists of them; see `views`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from holdfast.lineage.retained import reasons_of
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, EVENTS, LAUNCHES, RUNS
 
 EVENTS_MAX: Final = 1000
-# Those of ten thousand saves take a megabyte.
+# The number of runs whose spans are cached. The spans of ten thousand saves take a megabyte.
 SPANS_MAX: Final = 32
-# A save that takes less than such a part of a run's time is narrower than a pixel of its timeline.
+# A blocked time shorter than 1/TIMELINE_PARTS of the run is narrower than a pixel of the timeline.
 TIMELINE_PARTS: Final = 2000
-# By database, then by run's uid and fingerprint, the newest last.
+# A cache by engine, then by the run's uid and fingerprint, newest last.
 _SPANS: Final[WeakKeyDictionary[Engine, dict[tuple[str, str], Sequence[Span]]]] = (
     WeakKeyDictionary()
 )
 _KEEPING_SPANS: Final = threading.Lock()
-# What of a checkpoint is drawn in a graph.
+# The checkpoint columns that the lineage graph needs.
 _DRAWN: Final = (
     *("name", "step", "state", "world_size", "pinned", "rolled_back", "path"),
     *("parent", "parent_uid", "parent_name"),
@@ -69,7 +69,7 @@ __all__ = (
 def list_runs(
     database: Database, *, root: Path | None = None, limit: int | None = None
 ) -> list[views.RunSummary]:
-    """All runs, newest first; of one root, or so many at most, when those are given."""
+    """Return runs, newest first: all of them, or at most `limit`, or only those of `root`."""
     query = select(RUNS).order_by(RUNS.c.created_at.desc(), RUNS.c.uid).limit(limit)
     if root is not None:
         query = query.where(is_under(root))
@@ -99,14 +99,14 @@ def list_runs(
 
 
 def count_runs(database: Database) -> dict[str, int]:
-    """How many runs are in each state."""
+    """Return the number of runs in each state."""
     query = select(RUNS.c.state, func.count()).group_by(RUNS.c.state)
     with database.reading() as connection:
         return {str(state): int(count) for state, count in connection.execute(query)}
 
 
 def read_spec(database: Database, run: str) -> Mapping[str, Any]:
-    """The spec of a run, as plain data."""
+    """Return the spec of a run as plain data."""
     with database.reading() as connection:
         spec: Mapping[str, Any] = run_row(connection, run, None)["spec"]
     return spec
@@ -115,7 +115,7 @@ def read_spec(database: Database, run: str) -> Mapping[str, Any]:
 def show_run(
     database: Database, run: str, *, root: Path | None = None, now: float | None = None
 ) -> views.RunView:
-    """All about one run; `now` (Unix seconds) ends the account of one that is still live."""
+    """Return one run; the goodput of a live run covers the time until `now` (Unix seconds)."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
@@ -123,7 +123,7 @@ def show_run(
         is_live = RunState(row["state"]).is_live
         goodput = None if is_live else row["goodput"]
         spans = [] if goodput else _known_spans(connection, row, attempts, launches)
-    # The account of an ended run stands in its row; the others' goes on until now.
+    # The goodput of an ended run is in its row; that of a live run is computed until now.
     goodput = goodput or asdict(
         account(
             spans,
@@ -143,7 +143,10 @@ def show_run(
 def timeline(
     database: Database, run: str, *, root: Path | None = None, now: float
 ) -> list[reports.Segment]:
-    """What each attempt of a run did when, as `show_run` accounts for it; `now` is Unix seconds."""
+    """Return what each attempt of a run did and when, with the parts of the run's goodput.
+
+    `now` is Unix seconds.
+    """
     with database.reading() as connection:
         row = run_row(connection, run, root)
         attempts = rows_of(connection, rows_of_run(ATTEMPTS, row, ATTEMPTS.c.number))
@@ -171,7 +174,7 @@ def timeline(
 def list_checkpoints(
     database: Database, run: str, *, root: Path | None = None
 ) -> list[views.CheckpointView]:
-    """All checkpoints that were ever committed in a run, oldest first, the deleted ones too."""
+    """Return all checkpoints of a run, oldest first, including deleted ones."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
         checkpoints = rows_of(connection, _in_order(row))
@@ -183,10 +186,10 @@ def list_checkpoints(
 
 
 def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> views.Graph:
-    """What a run came from and what came of it.
+    """Return the lineage graph of a run.
 
-    Nodes are the run, its attempts and its checkpoints, and whatever an edge of theirs reaches:
-    the checkpoint it was forked from with that one's ancestors, its forks, its exports.
+    The nodes are the run, its attempts and its checkpoints, and all that their edges reach: the
+    checkpoint from which the run was forked and its ancestors, the run's forks, and its exports.
     """
     with database.reading() as connection:
         row = run_row(connection, run, root)
@@ -236,7 +239,7 @@ def lineage_graph(database: Database, run: str, *, root: Path | None = None) -> 
 def list_events(
     database: Database, run: str, *, root: Path | None = None, limit: int = EVENTS_MAX
 ) -> list[views.EventView]:
-    """The newest `limit` journal lines of a run, oldest first."""
+    """Return the newest `limit` journal lines of a run, oldest first."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
         order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
@@ -247,13 +250,13 @@ def list_events(
 
 
 def _in_order(run: Row) -> Select[Any]:
-    """A query for a run's checkpoints, oldest first."""
+    """Return a query for a run's checkpoints, oldest first."""
     columns = CHECKPOINTS.c
     return rows_of_run(CHECKPOINTS, run, columns.step, columns.attempt, columns.launch)
 
 
 def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
-    """The launches of a run by attempt, each attempt's in order."""
+    """Return the launches of a run by attempt, each list in order."""
     launches: defaultdict[int, list[Row]] = defaultdict(list)
     query = rows_of_run(LAUNCHES, run, LAUNCHES.c.attempt, LAUNCHES.c.number)
     for row in rows_of(connection, query):
@@ -262,18 +265,18 @@ def _launches(connection: Connection, run: Row) -> defaultdict[int, list[Row]]:
 
 
 def _safe_step(attempts: Sequence[Row]) -> int:
-    """The newest step that an attempt committed; 0 for none."""
+    """Return the newest step that an attempt committed, or 0."""
     return max((attempt["committed_step"] or 0 for attempt in attempts), default=0)
 
 
 def _known_spans(
     connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
 ) -> Sequence[Span]:
-    """`_spans`, or what they were when the run's folder was last asked about as it is now.
+    """Return `_spans`, from the cache if the run's fingerprint has not changed.
 
-    A long run has a line for each of its saves, and many pages are open on a run that lives.
+    A long run has a journal line for every save, and many pages may show the same live run.
     """
-    # With a fingerprint the rows are those of the folder at one moment.
+    # Rows with the same fingerprint were built from the same content of the folder.
     key = run["uid"], run["fingerprint"]
     with _KEEPING_SPANS:
         kept = _SPANS.setdefault(connection.engine, {})
@@ -290,7 +293,7 @@ def _known_spans(
 def _spans(
     connection: Connection, run: Row, attempts: Sequence[Row], launches: Mapping[int, Sequence[Row]]
 ) -> list[Span]:
-    """The attempts as the account of the run's time needs them."""
+    """Return the attempts in the form that the goodput account needs."""
     columns = EVENTS.c
     query = (
         select(columns.attempt, columns.kind, columns.time, columns.data)
@@ -300,21 +303,21 @@ def _spans(
     )
     marks = [Mark(*row) for row in connection.execute(query)]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]
-    told = launches_of(marks, records)
+    launch_spans = launches_of(marks, records)
     times = ("submitted_at", "started_at", "stop_requested_at", "ended_at")
     fields = ("world_size", *times, "resumed_step", "last_step")
     return [
         Span(
             **{field: attempt[field] for field in fields},
             is_preempted=attempt["cause"] == Cause.PREEMPTION,
-            launches=told.get(attempt["number"], ()),
+            launches=launch_spans.get(attempt["number"], ()),
         )
         for attempt in attempts
     ]
 
 
 def _edges_about(connection: Connection, run: Row) -> list[Row]:
-    """Edges that begin or end at this run or at anything in it, whichever folder told them."""
+    """Return the edges that begin or end at this run or its parts, from all runs' folders."""
     uid = run["uid"]
     about = or_(EDGES.c.source_uid == uid, EDGES.c.target_uid == uid)
     order = (EDGES.c.kind, EDGES.c.source_run, EDGES.c.source, EDGES.c.target, EDGES.c.id)
@@ -322,7 +325,7 @@ def _edges_about(connection: Connection, run: Row) -> list[Row]:
 
 
 def _children(connection: Connection, run: Row) -> list[Row]:
-    """The checkpoints of other runs whose parent is one of this run."""
+    """Return the checkpoints of other runs whose parent is a checkpoint of this run."""
     columns = CHECKPOINTS.c
     query = (
         select(columns.name, columns.parent, RUNS.c.run)
@@ -340,7 +343,7 @@ def _edge(row: Row) -> views.Edge:
 
 
 def _other_node(identity: str, *, is_export: bool) -> views.Node:
-    """A node that an edge names and that this index holds no row of."""
+    """Return a node for the end of an edge that has no row in the index."""
     if is_export:
         return views.Node(id=identity, kind="export", path=identity)
     run, _, name = identity.rpartition(":")

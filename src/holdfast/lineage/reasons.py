@@ -1,4 +1,4 @@
-"""Why a checkpoint is still there, or why it is not. Pure."""
+"""Reasons why checkpoints are kept or were deleted. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING_KEEPS: Final = "no rule keeps it; the next prune deletes it"
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A row as the keep rules look at it."""
+    """The facts of a checkpoint that the keep rules need."""
 
     name: str
     step: int
@@ -34,11 +34,12 @@ def explain(
     branch: Sequence[Row] | None = None,
     now: float | None = None,
 ) -> list[str]:
-    """A reason for each checkpoint of one run, which are given oldest first.
+    """Return a reason for each of `checkpoints`, which belong to one run, oldest first.
 
-    `branch` has what may be resumed from, oldest first, when `checkpoints` are not the whole run;
-    the newest is enough where no rule limits what is kept. `uses` says by directory's name what
-    else still needs it, such as `parent of run b`. `now` is Unix seconds, the clock's unless given.
+    If `checkpoints` are only a part of the run, `branch` must contain all checkpoints that the
+    run can resume from, oldest first. The newest is enough if no rule limits what is kept. `uses`
+    has other uses by directory name, such as `parent of run b`. `now` is Unix seconds; by default
+    it is the current time.
     """
     on_branch = [
         _Candidate(row["name"], row["step"], row["committed_at"] or 0.0, row["metrics"] or {})
@@ -62,17 +63,17 @@ def _explain(
 ) -> str:
     if row["state"] == CheckpointState.DELETED:
         return f"deleted: {row['deleted_reason'] or 'no reason was recorded'}"
-    said = []
+    reasons = []
     if row["state"] == CheckpointState.DAMAGED:
-        said.append(f"damaged: {row['detail']}")
+        reasons.append(f"damaged: {row['detail']}")
     if row["rolled_back"]:
-        said.append("rolled back")
+        reasons.append("rolled back")
     if is_newest:
-        said.append("newest")
+        reasons.append("newest")
     if row["pinned"]:
-        said.append("pinned")
-    said.extend(uses)
+        reasons.append("pinned")
+    reasons.extend(uses)
     rules = ruled.get(row["name"], () if keep.is_limited else ("all",))
     if rules:
-        said.append(f"kept by rule: {', '.join(rules)}")
-    return ", ".join(said) or NOTHING_KEEPS
+        reasons.append(f"kept by rule: {', '.join(rules)}")
+    return ", ".join(reasons) or NOTHING_KEEPS

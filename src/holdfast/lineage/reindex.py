@@ -1,4 +1,4 @@
-"""Reindex: all rows of a root built again from disk alone."""
+"""Reindex: rebuilds all rows of a root from disk."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from holdfast.lineage.database import Database
 from holdfast.lineage.ingest import forget_run, ingest_run
 from holdfast.lineage.tables import RUNS
 
-# More of them wait for each other: most of the work is Python's.
+# More threads would wait for each other, because most of the work is in Python.
 RUNS_AT_ONCE: Final = 2
 
 
 class ReindexReport(BaseModel):
-    """What a reindex did, by folders' names: read again, not readable and why, gone from disk."""
+    """The result of a reindex, by folder name: rebuilt, failed with the reason, and removed."""
 
     root: str
     runs: list[str] = []
@@ -31,22 +31,22 @@ class ReindexReport(BaseModel):
 
     @property
     def ok(self) -> bool:
-        """True when every run of the root could be read."""
+        """True if every run of the root could be read."""
         return not self.failed
 
 
 def reindex(
     database: Database, root: Path, progress: Callable[[str], None] | None = None
 ) -> ReindexReport:
-    """Build the rows of every run under `root` again, and drop those of runs that are gone.
+    """Rebuild the rows of every run under `root`, and delete those of runs that no longer exist.
 
-    A run that cannot be read is reported and its rows stay as they are; the others go on.
-    `progress` is told each folder's name when it is done. Raises `NotFoundError` when there is
-    no such folder, `LineageError` when the database cannot be used.
+    A run that cannot be read is reported and keeps its rows. `progress` is called with the name
+    of each folder when it is done. Raises `NotFoundError` if `root` is not a folder, and
+    `LineageError` if the database cannot be used.
     """
     root = root.expanduser().resolve()
     if not root.is_dir():
-        raise NotFoundError(f"{root}: no such folder; give the root that holds the runs' folders")
+        raise NotFoundError(f"{root}: no such folder; expected the root that contains the runs")
     report = ReindexReport(root=str(root))
     found = list_runs(root)
     for paths, failure in zip(found, _ingest_all(database, found), strict=True):
@@ -57,7 +57,7 @@ def reindex(
         if progress:
             progress(paths.name)
     with database.reading() as connection:
-        # Another cluster's root may have the same path.
+        # A root of another cluster can have the same path.
         is_this = (RUNS.c.root == str(root)) & (RUNS.c.root_id == read_root_id(root))
         stored = connection.execute(select(RUNS.c.uid, RUNS.c.run).where(is_this))
         known = {str(uid): str(run) for uid, run in stored}
@@ -70,12 +70,12 @@ def reindex(
 
 
 def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
-    """Read each run again; gives in turn why it could not be read, empty when it was."""
+    """Ingest each run; yield in turn the reason why it failed, or an empty text."""
     if not database.is_postgresql:
-        # SQLite lets one in at a time.
+        # SQLite allows one writer at a time.
         yield from (_ingest(database, paths) for paths in found)
         return
-    # While the server works on the rows of one run, the folder of another is read.
+    # While PostgreSQL writes the rows of one run, read the folder of another.
     with ThreadPoolExecutor(RUNS_AT_ONCE, thread_name_prefix="reindex") as pool:
         try:
             yield from pool.map(lambda paths: _ingest(database, paths), found)
@@ -84,7 +84,7 @@ def _ingest_all(database: Database, found: Sequence[RunPaths]) -> Iterator[str]:
 
 
 def _ingest(database: Database, paths: RunPaths) -> str:
-    """Read one run again; returns why it could not be read, empty when it was."""
+    """Ingest one run; return the reason why it failed, or an empty text."""
     try:
         ingest_run(database, paths, fresh=True)
     except LineageError:

@@ -1,4 +1,4 @@
-"""Why the checkpoints of a run are kept, and what would be deleted: asked of the index."""
+"""Why the checkpoints of a run are kept or would be deleted, according to the index."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from holdfast.lineage.models import CheckpointState, EdgeKind
 from holdfast.lineage.reasons import explain
 from holdfast.lineage.tables import ATTEMPTS, CHECKPOINTS, EDGES, RUNS
 
-# What the keep rules look at.
-_LOOKED_AT = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
+# The columns that the keep rules need.
+_RULE_COLUMNS = ("name", "step", "committed_at", "metrics", "state", "rolled_back")
 
 
 def reasons_of(connection: Connection, run: Row, checkpoints: Sequence[Row]) -> list[str]:
-    """Why each of some checkpoints of a run is still there, or why it is not."""
+    """Return why each of `checkpoints`, which belong to `run`, is kept or was deleted."""
     keep = keep_of(run)
     branch = _branch(connection, run, whole=keep.is_limited)
     return explain(checkpoints, _uses(connection, run), keep, branch=branch)
 
 
 def keep_of(run: Row) -> Keep:
-    """The keep rules of a run's spec."""
+    """Return the keep rules of a run's spec."""
     keep = (run["spec"].get("checkpoint") or {}).get("keep") or {}
     return Keep.read(keep)
 
 
 def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
-    """What may be resumed from, oldest first; the newest alone unless the whole is asked for."""
+    """Return the checkpoints the run can resume from, oldest first; unless `whole`, the newest."""
     columns = CHECKPOINTS.c
     order = (columns.step, columns.attempt, columns.launch)
-    query = select(*(columns[name] for name in _LOOKED_AT)).where(
+    query = select(*(columns[name] for name in _RULE_COLUMNS)).where(
         columns.run_uid == run["uid"],
         columns.state == CheckpointState.COMMITTED.value,
         columns.rolled_back.is_(False),
@@ -47,7 +47,7 @@ def _branch(connection: Connection, run: Row, *, whole: bool) -> list[Row]:
 
 
 def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
-    """By directory's name, what else needs a checkpoint of this run."""
+    """Return the other uses of this run's checkpoints, by directory name."""
     live = [str(state) for state in RunState if state.is_live]
     source = RUNS.alias("source")
     query = (
@@ -67,10 +67,10 @@ def _uses(connection: Connection, run: Row) -> dict[str, list[str]]:
     for number, identity in connection.execute(resumed):
         uses[identity.rpartition(":")[2]][f"in use: attempt {number} resumed from it"] = None
     for edge in rows_of(connection, query):
-        # A fork whose folder this index has not seen may be live for all it knows.
+        # A fork that is not in the index may be live.
         is_live = edge["state"] in (None, *live)
         if edge["kind"] == EdgeKind.EXPORTED_TO and edge["source_uid"] == run["uid"]:
             uses[edge["source"]][f"exported to {edge['target']}"] = None
         elif edge["kind"] == EdgeKind.FORKED_FROM and edge["target_uid"] == run["uid"] and is_live:
             uses[edge["target"]][f"in use as the parent of run {edge['source_run']}"] = None
-    return {name: list(said) for name, said in uses.items()}
+    return {name: list(texts) for name, texts in uses.items()}

@@ -1,4 +1,4 @@
-"""The rows of one run, as a pure function of what its folder holds."""
+"""Builds the rows of one run from the content of its folder. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.lineage.node_rows import node_rows
 
 # The end of the year 9999: later times have no date.
 TIME_MAX: Final = 253_402_300_799.0
-# Columns of a run that count its checkpoints of a state.
+# The columns of a run that count its checkpoints in each state.
 STORAGE: Final = {
     "kept": CheckpointState.COMMITTED,
     "damaged": CheckpointState.DAMAGED,
@@ -38,7 +38,7 @@ _NAME_INSIDE: Final = re.compile(r"step-\d{8,}\.a\d{4,}\.l\d{2,}")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """All rows of one run but its journal lines; see `models` for the columns."""
+    """All rows of one run except its journal lines; see `models` for the columns."""
 
     run: Row
     attempts: list[Row]
@@ -50,7 +50,7 @@ class RunRows:
 
 @dataclass(frozen=True)
 class AttemptEvent:
-    """A journal line and the attempt that it is about, if it is about one."""
+    """A journal line and the attempt that it belongs to, if any."""
 
     attempt: int | None
     event: Event
@@ -59,13 +59,13 @@ class AttemptEvent:
 def build_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    told: Sequence[AttemptEvent],
+    events: Sequence[AttemptEvent],
     fingerprint: str,
 ) -> RunRows:
-    """Every row of the run, but for the events themselves; `told` are these `in_order`."""
+    """Return all rows of the run except its journal lines; `events` are from `in_order`."""
     origins = Origins(history.record, {str(one.name): one.name for one in found})
-    checkpoints = _checkpoint_rows(history, found, told, origins)
-    launches = _launch_rows(history, told, origins)
+    checkpoints = _checkpoint_rows(history, found, events, origins)
+    launches = _launch_rows(history, events, origins)
     attempts = [
         _attempt_row(history, view, checkpoints, launches, origins) for view in history.attempts
     ]
@@ -80,13 +80,13 @@ def build_rows(
 
 
 def in_order(lines: Sequence[JournalLines]) -> list[AttemptEvent]:
-    """The lines of all journals by time, writer and number, as `contracts.history` orders them."""
-    told = [
+    """Return the lines of all journals by time, writer and number, as in `contracts.history`."""
+    events = [
         AttemptEvent(attempt_of(event, part.attempt), event)
         for part in lines
         for event in part.events
     ]
-    told.sort(
+    events.sort(
         key=lambda one: (
             one.event.time,
             one.event.writer,
@@ -94,37 +94,37 @@ def in_order(lines: Sequence[JournalLines]) -> list[AttemptEvent]:
             one.event.sequence,
         )
     )
-    return told
+    return events
 
 
 def attempt_of(event: Event, own: int | None) -> int | None:
-    """The attempt that a line is about: the one that it names, else its journal's."""
+    """Return the attempt in the event's data, or else `own`, the attempt of its journal."""
     named = whole(event.data.get("attempt"))
     return own if named is None else named
 
 
 def whole(value: object) -> int | None:
-    """`value` when it is an integer that a column can hold."""
+    """Return `value` if it is an integer that fits in a column, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value if abs(value) <= INTEGER_MAX else None
 
 
 class Origins:
-    """Whose checkpoint an id means: ids name a run's folder, and folders' names can repeat."""
+    """Resolves checkpoint ids to runs. An id contains a folder name, which may not be unique."""
 
     def __init__(self, record: RunRecord, own: Mapping[str, CheckpointName]) -> None:
         self._record = record
         self._own = own
 
     def name(self, identity: object) -> str | None:
-        """`identity` as an id, `run:directory`; a bare directory's name is the run's own."""
+        """Return `identity` as `run:directory`; a bare directory name belongs to this run."""
         if not isinstance(identity, str) or not identity:
             return None
         return identity if ":" in identity else checkpoint_id(self._record.run, identity)
 
     def find(self, identity: str | None) -> tuple[str | None, str | None, str | None]:
-        """(uid, run, directory's name) of an id; the uid is None for a run not known here."""
+        """Return (uid, run, directory name) of an id; the uid is None if the run is unknown."""
         if not identity:
             return None, None, None
         run, _, name = identity.rpartition(":")
@@ -134,10 +134,10 @@ class Origins:
         return (self._record.forked_uid if is_origin else None), run, name
 
     def parent(self, child: CheckpointName, identity: object) -> tuple[str, CheckpointName] | None:
-        """(uid, name) of the parent that a manifest names, if it can be an ancestor of `child`.
+        """Return (uid, name) of a manifest's parent, or None if it cannot be one of `child`.
 
-        Training never goes back from parent to child, and within a run equal steps are by a later
-        attempt or launch: whatever else a manifest says would make circles.
+        A parent must have a smaller step, or the same step in an earlier attempt or launch or in
+        another run. Any other parent could form a cycle.
         """
         uid, _, name = self.find(self.name(identity))
         parent = self._own.get(name or "") or CheckpointName.parse(name or "")
@@ -204,7 +204,7 @@ def _run_row(
 
 
 def _storage(checkpoints: Sequence[Row]) -> Row:
-    """How many checkpoints there are in each state, and the bytes of them."""
+    """Return the number and the bytes of checkpoints in each state."""
     totals: Row = {}
     for name, state in STORAGE.items():
         mine = [one["bytes"] or 0 for one in checkpoints if one["state"] == state]
@@ -213,7 +213,7 @@ def _storage(checkpoints: Sequence[Row]) -> Row:
 
 
 def _reason(history: RunHistory, state: RunState) -> str | None:
-    """Why the run is in its state, in the words of whoever brought it there."""
+    """Return why the run is in its state, from the newest record that explains it."""
     request, decision = history.pending_request, history.last_decision
     ended = _last(history.events, EventKind.RUN_ENDED)
     if not state.is_live and ended and ended.data.get("state") == state:
@@ -222,32 +222,32 @@ def _reason(history: RunHistory, state: RunState) -> str | None:
     if state is RunState.WAITING and last and last.waits_for:
         return last.waits_for
     if request and state in {RunState.PAUSED, RunState.CANCELLED, RunState.WAITING}:
-        return f"{request['action']} by {request.get('by') or 'somebody'}"
+        return f"{request['action']} by {request.get('by') or 'unknown'}"
     if decision and state is not RunState.RUNNING:
         return str(decision.get("reason") or "") or None
     return None
 
 
 def _step(state: RunState, attempts: Sequence[Row], checkpoints: Sequence[Row]) -> int | None:
-    """The newest step committed on the run's branch; of a completed run its last step."""
+    """Return the newest committed step on the run's branch; a completed run has its last step."""
     committed = [c["step"] for c in on_branch(checkpoints)]
     finished = attempts[-1]["last_step"] if state is RunState.COMPLETED and attempts else None
     return max([*committed, *([finished] if finished is not None else [])], default=None)
 
 
 def on_branch(checkpoints: Iterable[Row]) -> list[Row]:
-    """The checkpoints that may be resumed from."""
+    """Return the checkpoints that the run can resume from."""
     return [
         c for c in checkpoints if c["state"] == CheckpointState.COMMITTED and not c["rolled_back"]
     ]
 
 
 def newest_time(history: RunHistory, attempts: Iterable[Row], checkpoints: Iterable[Row]) -> float:
-    """Unix seconds of the newest thing that the folder tells of; nonsense is passed over."""
-    told = [event.time for event in history.events]
-    told += [row[key] for row in attempts for key in ("submitted_at", "started_at", "ended_at")]
-    told += [row[key] for row in checkpoints for key in ("committed_at", "deleted_at")]
-    plausible = (time for time in told if time is not None and 0 <= time <= TIME_MAX)
+    """Return the newest time in the folder, in Unix seconds. Implausible times are ignored."""
+    times = [event.time for event in history.events]
+    times += [row[key] for row in attempts for key in ("submitted_at", "started_at", "ended_at")]
+    times += [row[key] for row in checkpoints for key in ("committed_at", "deleted_at")]
+    plausible = (time for time in times if time is not None and 0 <= time <= TIME_MAX)
     return max(plausible, default=history.record.created_at)
 
 
@@ -262,7 +262,7 @@ def _attempt_row(
     launches = [i for i in launches if i["attempt"] == view.number]
     resumed = next((i for i in launches if i["resumed_step"] is not None), None)
     committed = [c["step"] for c in checkpoints if c["attempt"] == view.number and c["checksum"]]
-    told = outcome.committed_step if outcome else None
+    recorded_step = outcome.committed_step if outcome else None
     digest = view.command_digest or (outcome.command_digest if outcome else None)
     return {
         "run_uid": history.record.uid,
@@ -277,13 +277,13 @@ def _attempt_row(
         "hosts": list(view.hosts),
         "nodes": request.nodes if request else None,
         "world_size": view.world_size or (outcome.world_size if outcome else 0),
-        # Until rank 0 has told what it saw, what was asked for is the best that is known.
+        # Until rank 0 has recorded the digest, use the one of the request.
         "command_digest": digest or (request.command_digest if request else None),
         "resumed_from": origins.name(view.resumed_from),
         "resumed_step": resumed["resumed_step"] if resumed else None,
         "first_step": view.first_step,
         "last_step": view.last_step,
-        "committed_step": max(committed, default=told),
+        "committed_step": max(committed, default=recorded_step),
         "created_at": request.created_at if request else None,
         "submitted_at": view.submitted_at,
         "started_at": view.started_at,
@@ -296,7 +296,9 @@ def _attempt_row(
     }
 
 
-def _launch_rows(history: RunHistory, told: Iterable[AttemptEvent], origins: Origins) -> list[Row]:
+def _launch_rows(
+    history: RunHistory, events: Iterable[AttemptEvent], origins: Origins
+) -> list[Row]:
     rows: dict[tuple[int, int], Row] = {}
 
     def row(attempt: int, number: int) -> Row:
@@ -309,10 +311,10 @@ def _launch_rows(history: RunHistory, told: Iterable[AttemptEvent], origins: Ori
         return rows.setdefault((attempt, number), {**key, **blank})
 
     known = {view.number for view in history.attempts}
-    for one in told:
+    for one in events:
         number = whole(one.event.data.get("launch"))
         if one.attempt in known and number is not None:
-            _tell_launch(row, one.attempt or 0, number, one.event, origins)
+            _update_launch(row, one.attempt or 0, number, one.event, origins)
     for view in history.attempts:
         for record in view.outcome.launches if view.outcome else ():
             facts = record.model_dump(mode="json", exclude={"number"})
@@ -322,8 +324,8 @@ def _launch_rows(history: RunHistory, told: Iterable[AttemptEvent], origins: Ori
     return [rows[key] for key in sorted(rows)]
 
 
-def _tell_launch(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
-    """Put into a launch's row what one line says of it; the first node's word stands."""
+def _update_launch(row: Any, attempt: int, number: int, event: Event, origins: Origins) -> None:
+    """Add the facts of an event to its launch's row. Values that are already set stay."""
     data = event.data
     if event.kind is EventKind.LAUNCH_STARTED:
         facts: Row = {"started_at": event.time, "world_size": whole(data.get("world_size"))}
@@ -353,10 +355,10 @@ def _tell_launch(row: Any, attempt: int, number: int, event: Event, origins: Ori
 def _checkpoint_rows(
     history: RunHistory,
     found: Sequence[FoundCheckpoint],
-    told: Sequence[AttemptEvent],
+    attempt_events: Sequence[AttemptEvent],
     origins: Origins,
 ) -> list[Row]:
-    events = [one.event for one in told]
+    events = [one.event for one in attempt_events]
     pinned = {_bare(name) for name in pinned_checkpoints(events)}
     pins = {
         _bare(event.data.get("checkpoint")): event
@@ -369,7 +371,7 @@ def _checkpoint_rows(
         for event in events
         if event.kind is EventKind.CHECKPOINT_DELETED
     }
-    secondary_errors = _secondary_errors(events)
+    damage = _damage_at_resume(events)
     folder = f"{history.paths.checkpoints}/"
     rows = []
     for one in [*found, *_only_journaled(found, deletions)]:
@@ -377,11 +379,11 @@ def _checkpoint_rows(
         deletion = deletions.get(name)
         detail = one.facts["detail"]
         if detail is None and not one.is_deleted and name not in excluded:
-            detail = secondary_errors.get(name)
+            detail = damage.get(name)
         state = CheckpointState.DAMAGED if detail else CheckpointState.COMMITTED
         parent = origins.parent(one.name, one.facts["parent"])
         pin = pins.get(name)
-        told_of = deletion if one.is_deleted else None
+        deleted = deletion if one.is_deleted else None
         rows.append(
             {
                 **one.facts,
@@ -402,9 +404,9 @@ def _checkpoint_rows(
                 "pinned_at": pin.time if pin else None,
                 "pin_note": str(pin.data.get("note") or "") or None if pin else None,
                 "rolled_back": name in excluded,
-                "deleted_reason": told_of.data.get("reason") if told_of else None,
-                "deleted_by": told_of.data.get("by") if told_of else None,
-                "deleted_at": told_of.time if told_of else None,
+                "deleted_reason": deleted.data.get("reason") if deleted else None,
+                "deleted_by": deleted.data.get("by") if deleted else None,
+                "deleted_at": deleted.time if deleted else None,
                 "stamp": one.stamp,
             }
         )
@@ -414,27 +416,27 @@ def _checkpoint_rows(
 def _only_journaled(
     found: Sequence[FoundCheckpoint], deletions: dict[str, Event]
 ) -> Iterator[FoundCheckpoint]:
-    """Deletions of which the line alone is left: neither directory nor tombstone."""
+    """Yield deleted checkpoints that have only a journal line, no directory and no tombstone."""
     there = {str(one.name) for one in found}
     for text in deletions:
         name = CheckpointName.parse(text)
         if name and text not in there and name.step <= INTEGER_MAX:
-            facts = empty_facts("it left no tombstone")
+            facts = empty_facts("it has no tombstone")
             yield FoundCheckpoint(name=name, facts=facts, stamp="", is_deleted=True)
 
 
-def _secondary_errors(events: Iterable[Event]) -> dict[str, str]:
-    """What resumes said of checkpoints that they passed over, unless a later one took it."""
-    said: dict[str, str] = {}
+def _damage_at_resume(events: Iterable[Event]) -> dict[str, str]:
+    """Return why resumes skipped checkpoints, by name, unless a later resume loaded them."""
+    skipped: dict[str, str] = {}
     for event in events:
         if event.kind is not EventKind.RESUMED:
             continue
         for line in event.data.get("skipped") or ():
             match = _NAME_INSIDE.search(str(line))
             if match:
-                said[match[0]] = str(line)
-        said.pop(_bare(event.data.get("checkpoint")), None)
-    return said
+                skipped[match[0]] = str(line)
+        skipped.pop(_bare(event.data.get("checkpoint")), None)
+    return skipped
 
 
 def _edge_rows(
@@ -475,12 +477,12 @@ def _edge_rows(
 
 
 def attempt_node(number: int) -> str:
-    """The name of an attempt among a run's nodes."""
+    """Return the name of an attempt in the lineage graph."""
     return f"attempt-{number:04d}"
 
 
 def _bare(identity: object) -> str:
-    """The directory's name of an id or of a directory's name."""
+    """Return the directory name of a checkpoint id or of a bare directory name."""
     return str(identity or "").rpartition(":")[2]
 
 

@@ -1,4 +1,4 @@
-"""Curves of a run: what it logged, attempt by attempt, and how fast it went."""
+"""Queries for a run's metrics and its speed, by launch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def metric_series(
     root: Path | None = None,
     points: int = POINTS_DEFAULT,
 ) -> list[reports.Series]:
-    """What each launch of a run logged, in their order, at about `points` points in all.
+    """Return the metrics of each launch of a run, in order, with about `points` points in total.
 
-    `names` are the metrics wanted, all when there are none. A point is a stretch of steps with its
-    last value and extremes, so spikes stay. Raises `NotFoundError` for an unknown run.
+    `names` selects metrics; by default all are returned. A point covers a range of steps and has
+    the last, lowest and highest value, so spikes stay visible. Raises `NotFoundError` for an
+    unknown run.
     """
     with database.reading() as connection:
         row = run_row(connection, run, root)
@@ -53,7 +54,7 @@ def metric_series(
 
 
 def _points(buckets: Sequence[Row], every: int, names: Sequence[str]) -> list[reports.Point]:
-    """`every` buckets as one point; the rate is between the ends of neighbouring points."""
+    """Merge each `every` buckets into one point; the rate is between the ends of two points."""
     points: list[reports.Point] = []
     for start in range(0, len(buckets), every):
         group = buckets[start : start + every]
@@ -86,7 +87,7 @@ def _join(
 
 
 def sparks(connection: Connection, uids: Sequence[str]) -> dict[str, list[float]]:
-    """By run's uid the loss of its newest launch in a few values, oldest first."""
+    """Return a few losses of the newest launch of each run, oldest first, by the run's uid."""
     columns = METRIC_FILES.c
     query = (
         select(columns.run_uid, columns.spark)

@@ -1,4 +1,4 @@
-"""The tables as SQLAlchemy's core writes them, and rows written into them."""
+"""The tables for SQLAlchemy Core, and functions that write rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from holdfast.lineage import models
 
 ROWS_PER_STATEMENT_MAX: Final = 1000
-# Below it the temporary table costs more than it saves.
+# For fewer rows the temporary table costs more than it saves.
 COPY_ROWS_MIN: Final = 50
 
 Row = dict[str, Any]
@@ -34,9 +34,9 @@ METRICS: Final[Any] = models.Metric.__table__
 
 
 def lock_run(connection: Connection, uid: str) -> None:
-    """Keep other ingests of this run out until the transaction ends.
+    """Lock a run against other ingests until the transaction ends.
 
-    SQLite has one writer at a time anyway, and this transaction is it already.
+    SQLite needs no lock: it has one writer at a time, which is this transaction.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(uid, 0))))
@@ -45,9 +45,9 @@ def lock_run(connection: Connection, uid: str) -> None:
 def upsert(
     connection: Connection, table: Table, rows: Iterable[Row], *, is_new: bool = False
 ) -> None:
-    """Insert rows, or replace those with the same key; of rows of one key the last stands.
+    """Insert rows, or replace those with the same key. Of several rows with one key, the last wins.
 
-    `is_new` says that the table has no row with any of these keys, which costs less.
+    Pass `is_new` if the table has none of these keys. This is faster.
     """
     keys = [column.name for column in table.primary_key]
     key_of = itemgetter(*keys)
@@ -65,10 +65,10 @@ def upsert(
 
 
 def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: bool) -> None:
-    """Many rows at once by PostgreSQL's COPY, several times as fast as statements with values.
+    """Write many rows by PostgreSQL's COPY, which is several times as fast as INSERT.
 
-    COPY cannot replace rows. So unless they are new it fills a temporary table, from which one
-    statement does.
+    COPY cannot replace rows. So unless the rows are new, it fills a temporary table, from which
+    one statement inserts or replaces them.
     """
     names = [f'"{column.name}"' for column in table.columns]
     keys = [f'"{column.name}"' for column in table.primary_key]
@@ -96,7 +96,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
 
 
 def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> None:
-    """Send rows to a COPY, documents as JSON."""
+    """Send rows to a COPY statement, with documents as JSON."""
     values = itemgetter(*(column.name for column in table.columns))
     documents = [i for i, c in enumerate(table.columns) if isinstance(c.type, JSON)]
     with cursor.copy(statement) as copy:
@@ -108,7 +108,7 @@ def _send(cursor: Any, statement: str, table: Table, rows: Sequence[Row]) -> Non
 
 
 def _document(value: Any) -> str:
-    """`value` as JSON, quickly; what only the slower writer knows, such as huge integers, by it."""
+    """Return `value` as JSON. Values that orjson rejects, such as huge integers, use `json`."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:

@@ -191,7 +191,7 @@ export interface CheckpointRow {
   mirrored_at: string | null;
 }
 
-/** What became of a checkpoint. */
+/** The state of a checkpoint in the index. */
 export type CheckpointState = "committed" | "damaged" | "deleted";
 
 /** A comparison of two checkpoints; `config` contains the differences of their runs' specs. */
