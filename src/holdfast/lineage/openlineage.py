@@ -84,11 +84,11 @@ def openlineage_events(
         written[one["attempt"]].append(one)
     events = []
     for attempt in run["attempts"]:
-        begun, ended = attempt["started_at"] or attempt["submitted_at"], attempt["ended_at"]
+        started_at, ended = attempt["started_at"] or attempt["submitted_at"], attempt["ended_at"]
         inputs = [_input(attempt["resumed_from"], known)] if attempt["resumed_from"] else []
         facets = _facets(run, attempt)
-        if begun:
-            events.append(_event(run, attempt, RunState.START, begun, facets, inputs, []))
+        if started_at:
+            events.append(_event(run, attempt, RunState.START, started_at, facets, inputs, []))
         ending = _ENDINGS.get(attempt["state"])
         if ending and ended:
             outputs = [_output(one) for one in written[attempt["number"]]]
@@ -123,7 +123,7 @@ def _event(
 
 
 def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
-    begun = attempt["started_at"] or attempt["submitted_at"]
+    started_at = attempt["started_at"] or attempt["submitted_at"]
     facets: dict[str, Any] = {
         "parent": parent_run.ParentRunFacet(
             run=parent_run.Run(runId=str(uuid.UUID(hex=run["uid"]))),
@@ -133,9 +133,9 @@ def _facets(run: views.RunView, attempt: views.AttemptView) -> dict[str, Any]:
             version=__version__, name="holdfast"
         ),
     }
-    if begun:
+    if started_at:
         facets["nominalTime"] = nominal_time_run.NominalTimeRunFacet(
-            nominalStartTime=begun, nominalEndTime=attempt["ended_at"]
+            nominalStartTime=started_at, nominalEndTime=attempt["ended_at"]
         )
     return facets
 

@@ -74,7 +74,7 @@ def _copy(connection: Connection, table: Table, rows: Sequence[Row], *, is_new: 
     keys = [f'"{column.name}"' for column in table.primary_key]
     listing, key, incoming = ", ".join(names), ", ".join(keys), f'"incoming_{table.name}"'
     changes = ", ".join(f"{name} = excluded.{name}" for name in names if name not in keys)
-    # The driver's own connection: SQLAlchemy has no words for COPY.
+    # Use the driver's own connection, because SQLAlchemy does not support COPY.
     driver: Any = connection.connection.driver_connection
     try:
         with driver.cursor() as cursor:

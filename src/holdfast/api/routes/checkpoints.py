@@ -115,11 +115,11 @@ def verify(request: Request, checkpoint: CheckpointId, _: Empty, caller: Operato
         total_bytes=manifest.bytes if manifest else None,
     )
     with audited(paths, "verify", caller, checkpoint=name):
-        begun = services.jobs.start(
+        started = services.jobs.start(
             job,
             lambda advance: _verify(directory, caller.name, advance),
         )
-    return JobRow.model_validate(vars(begun))
+    return JobRow.model_validate(vars(started))
 
 
 @router.post("/{checkpoint}/export", status_code=202)
@@ -145,8 +145,8 @@ def export(request: Request, checkpoint: CheckpointId, body: AskExport, caller: 
         )
 
     with audited(paths, "export", caller, checkpoint=name, output=output.name):
-        begun = services.jobs.start(Job(kind="export", about=about, by=caller.name), work)
-    return JobRow.model_validate(vars(begun))
+        started = services.jobs.start(Job(kind="export", about=about, by=caller.name), work)
+    return JobRow.model_validate(vars(started))
 
 
 @router.post("/{checkpoint}/fork", status_code=201)
