@@ -1,7 +1,7 @@
-"""What runs inside the job: the session, the checkpoint engine, the flusher, resume, data order.
+"""Code that runs inside the job: session, checkpoint engine, flusher, resume and data order.
 
-Importing this package does not import torch, so that the flusher starts in a fraction of a
-second; what it offers by name is fetched when it is first asked for.
+Importing this package does not import torch, so that the flusher starts in a fraction of a second.
+Public names are imported on first use.
 """
 
 from __future__ import annotations

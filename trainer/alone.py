@@ -1,5 +1,7 @@
-"""One live session per process: two would share a node's status table, a flusher and torch's
-groups."""
+"""The limit of one open session per process.
+
+Two sessions would share the node's status table, the flusher and torch's process groups.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,32 @@ _live: dict[int, weakref.ref[object]] = {}
 
 @contextlib.contextmanager
 def claimed(session: object, abandon: Callable[[], None]) -> Iterator[None]:
-    """Make `session` the live one of this process, until `release`.
+    """Register `session` as the open session of this process, until `release`.
 
-    What fails within is abandoned, and `session` is no longer live. Raises `SessionError` when
-    there is another.
+    If the body raises, call `abandon` and release the session. Raises `SessionError` if another
+    session is open.
     """
     holder = _live.get(os.getpid())
     if holder is not None and holder() is not None:
         raise SessionError(
             "this process already has a Session; expected one at a time. Give one Session all "
             "models and optimizers as lists, and further objects as extra; or call close() on the "
-            "first before you make the second"
+            "first before you create the second"
         )
-    # A forked child is a process of its own, whatever it inherited.
+    # A forked child inherits the entry of its parent. It may open its own session.
     _live.clear()
     _live[os.getpid()] = weakref.ref(session)
     try:
         yield
     except BaseException:
-        # Whatever it was goes on to the program, which may make another session.
+        # The error reaches the program, which may then create another session.
         release(session)
         abandon()
         raise
 
 
 def release(session: object) -> None:
-    """Another session may be made, if `session` was the live one."""
+    """Allow another session, if `session` is the registered one."""
     holder = _live.get(os.getpid())
     if holder is not None and holder() is session:
         _live.clear()

@@ -1,8 +1,8 @@
-"""Few words between ranks at start and at saves, over a gloo group of the session's own.
+"""Small collectives between ranks at the start and at saves, over the session's own gloo group.
 
-The training group is never used: a collective of ours between two of the program's would
-deadlock as soon as one rank is late. An error on one rank is told to all, so that nobody waits
-for a rank that has raised.
+The training group is never used. A collective between two of the program's collectives would
+deadlock as soon as one rank is late. An error on one rank is sent to all ranks, so that no rank
+waits for a rank that has raised.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """All ranks of the program; with a single process every word stays where it is.
+    """All ranks of the program. With a single process there is no communication.
 
-    `stage_group` is over the ranks that save together: those of the pipeline stage, where there
-    are stages, else all.
+    `stage_group` contains the ranks that save together: the ranks of the pipeline stage, or all
+    ranks if there are no stages.
     """
 
     def __init__(self) -> None:
-        """Makes the group, so every rank must construct this at the same point."""
+        """Create the group. Every rank must call this at the same point."""
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -42,12 +42,15 @@ class ControlGroup:
         self._meeting: NodeMeeting | None = None
 
     def meet_on(self, status_table: RankStatusTable, local_rank: int) -> None:
-        """Agree on numbers through `status_table` from now on, if all ranks have a record of it."""
+        """Use `status_table` to agree on numbers from now on, if it has a record of every rank."""
         if self.group is not None and status_table.ranks == self.world_size:
             self._meeting = NodeMeeting(status_table, local_rank)
 
     def join_stage(self, stages: Sequence[int]) -> None:
-        """Make the groups of the stages; `stages` has each rank's. All make all: they count."""
+        """Create the group of every stage. `stages` lists each rank's stage.
+
+        Every rank creates all groups, because torch counts them.
+        """
         if self.group is None:
             return
         for stage in sorted(set(stages)):
@@ -57,23 +60,23 @@ class ControlGroup:
                 self.stage_group = made
 
     def close(self) -> None:
-        """Let the groups go, once nothing waits in them; nobody else may still refer to them.
+        """Destroy the groups, once no collective is pending. No other reference may remain.
 
-        A group's threads let go of a collective's tensors after those who waited for it went on.
-        Where the interpreter ends first, such a thread ends the process by SIGABRT. Only the end
-        of the group waits for its threads, and it comes with the last reference.
+        A group's threads release a collective's tensors after the waiting rank has continued. If
+        the interpreter ends first, such a thread ends the process with SIGABRT. Only the destructor
+        of the group joins its threads, and it runs when the last reference is dropped.
         """
         if self._meeting is not None:
             self._meeting.close()
         groups = {id(group): group for group in (self.stage_group, self.group) if group}
         self.group = self.stage_group = None
         while groups:
-            # The program may have let all groups go before.
+            # The program may already have destroyed all groups.
             with contextlib.suppress(AssertionError, ValueError):
                 dist.destroy_process_group(groups.popitem()[1])
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What `compute` returned on rank 0, on every rank; its error is raised everywhere."""
+        """Run `compute` on rank 0 and return its result on every rank. Errors raise everywhere."""
         mine = _attempt(compute) if self.rank == 0 else None
         box: list[Any] = [_portable(mine) if mine else None]
         if self.group is not None:
@@ -82,7 +85,7 @@ class ControlGroup:
         return value
 
     def gather(self, compute: Callable[[], T]) -> list[T]:
-        """What `compute` returned on each rank, by rank; one rank's error is raised everywhere."""
+        """Return the results of `compute` by rank. One rank's error is raised on every rank."""
         mine = _attempt(compute)
         boxes: list[Any] = [mine]
         if self.group is not None:
@@ -92,21 +95,21 @@ class ControlGroup:
         return _unpack(boxes, own=self.rank)
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """The largest of each number over all ranks; every rank gives as many."""
+        """Return the largest of each number over all ranks. Every rank passes equally many."""
         if self.group is None:
             return list(values)
         if self._meeting is not None:
             return self._meeting.largest([int(value) for value in values])
-        words = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(words, op=dist.ReduceOp.MAX, group=self.group)
-        return [int(word) for word in words.tolist()]
+        numbers = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(number) for number in numbers.tolist()]
 
 
 def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None, str]:
     try:
         return compute(), None, ""
     except Exception as error:
-        # Whatever it is, the other ranks wait for a word; it is raised again by `_unpack`.
+        # The other ranks wait for an answer, so catch every error. `_unpack` raises it again.
         return None, error, f"{type(error).__name__}: {error}"
 
 
@@ -115,7 +118,7 @@ def _portable(outcome: tuple[Any, Exception | None, str]) -> tuple[Any, None, st
 
 
 def _unpack(boxes: list[Any], own: int | None) -> list[Any]:
-    """The values, or the first error: one's own as it is, another rank's in its words."""
+    """Return the values, or raise the first error: the own one as is, another's as text."""
     if own is not None and boxes[own][1] is not None:
         raise boxes[own][1]
     for rank, (_, _, problem) in enumerate(boxes):
@@ -125,10 +128,10 @@ def _unpack(boxes: list[Any], own: int | None) -> list[Any]:
 
 
 class HierarchicalGroup:
-    """Talk that grows with nodes: ranks to the first of their node, those to the first of all.
+    """Communication whose cost grows with nodes: ranks to their node's first rank, those to rank 0.
 
-    Every rank of the group calls the same methods in the same order. Made together: each says
-    which `node` it is on.
+    Every rank of the group calls the same methods in the same order. All ranks construct it
+    together, each with its `node`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, node: int) -> None:
@@ -142,7 +145,7 @@ class HierarchicalGroup:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that speaks for its node."""
+        """True on the rank that represents its node."""
         return self._rank == self._mates[0]
 
     @property
@@ -155,23 +158,23 @@ class HierarchicalGroup:
         return self._mates
 
     def gather_node(self, value: Any) -> list[Any]:
-        """What each rank of the node gave, on its first rank; empty on others."""
+        """Return each value of the node's ranks on its first rank, and [] on others."""
         return self._gather(value, self._mates)
 
     def gather_firsts(self, value: Any) -> list[Any]:
-        """What each node's first rank gave, on the root; empty on others. First ranks only."""
+        """Return the values of the nodes' first ranks on the root, [] on others. First ranks only."""
         return self._gather(value, self._firsts)
 
     def scatter_firsts(self, values: Sequence[Any]) -> Any:
-        """The root's word for this node; `values` has one for each. First ranks only."""
+        """Return the root's value for this node, one of `values` for each. First ranks only."""
         return self._scatter(values, self._firsts)
 
     def scatter_node(self, values: Sequence[Any]) -> Any:
-        """The first rank's word for this rank; `values` has one for each of the node."""
+        """Return the first rank's value for this rank, one of `values` for each of the node."""
         return self._scatter(values, self._mates)
 
     def gather_all(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank, on the root; empty on others."""
+        """Return every rank's value, by rank, on the root, and [] on others."""
         mine = dict(zip(self._mates, self.gather_node(value), strict=False))
         if not self.is_first:
             return []
@@ -179,7 +182,7 @@ class HierarchicalGroup:
         return [every[rank] for rank in sorted(every)]
 
     def scatter_all(self, values: Sequence[Any]) -> Any:
-        """The root's word for this rank; `values` has one for each rank."""
+        """Return the root's value for this rank, one of `values` for each rank."""
         node: Sequence[Any] = []
         if self.is_first:
             by_node: dict[int, list[Any]] = {self._nodes[first]: [] for first in self._firsts}
@@ -189,17 +192,17 @@ class HierarchicalGroup:
         return self.scatter_node(node)
 
     def agree(self, problem: str | None) -> list[str]:
-        """Every rank's problem, on every rank, in the order of nodes; empty when there is none."""
+        """Return the problems of all ranks on every rank, ordered by node. Empty without any."""
         found = [text for text in self.gather_node(problem) if text]
         verdict: list[str] = []
         if self.is_first:
-            told = [text for node in self.gather_firsts(found) for text in node]
-            verdict = self.scatter_firsts([told] * len(self._firsts))
+            problems = [text for node in self.gather_firsts(found) for text in node]
+            verdict = self.scatter_firsts([problems] * len(self._firsts))
         agreed: list[str] = self.scatter_node([verdict] * len(self._mates))
         return agreed
 
     def _gather(self, value: Any, ranks: Sequence[int]) -> list[Any]:
-        """To the first of `ranks`, one after another: no group of their own is needed."""
+        """Send to the first of `ranks`, one after another, so that no extra group is needed."""
         if self._rank == ranks[0]:
             return [value, *(self._receive(rank) for rank in ranks[1:])]
         self._send(value, ranks[0])

@@ -1,7 +1,7 @@
 """The program's own settings: the `[config]` table of the run's spec.
 
-Under an agent the table comes by environment, so that `--set config.x=…` reaches the program
-without a change of its command line. Run by hand, the program reads the spec file itself.
+Under an agent, the table comes from an environment variable, so that `--set config.x=…` reaches
+the program without a change of its command line. Without an agent, the program reads the spec file.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from holdfast.contracts.errors import SpecError
 
 
 def config(default: str | Path | None = None) -> dict[str, Any]:
-    """The `[config]` table: from `$HOLDFAST_CONFIG` if set, else of the TOML spec at `default`.
+    """Return the `[config]` table: `$HOLDFAST_CONFIG` if set, else from the TOML spec `default`.
 
-    Raises `SpecError` when it is not a table, or when there is neither.
+    Raises `SpecError` if the value is not a table, or if there is neither variable nor spec.
     """
     given = os.environ.get(CONFIG)
     if given is not None:
         return _table(_parse_json(given), f"${CONFIG}")
     if default is None:
-        raise SpecError(f"no settings: expected ${CONFIG}, or the path of a TOML spec")
+        raise SpecError(f"no settings: expected ${CONFIG} to be set, or the path of a TOML spec")
     path = Path(default)
     try:
         document = tomllib.loads(path.read_text())

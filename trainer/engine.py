@@ -1,7 +1,7 @@
-"""The checkpoint engine: what a rank calls to save, to learn what became of it, and to load.
+"""The checkpoint engine: a rank calls it to save, to poll the results of saves, and to load.
 
-The ranks plan together once. After that a save is a copy into memory and a seal, without
-communication. The node's flusher does the rest while training goes on.
+The ranks plan together once. After that, a save is a copy into memory and a seal, without
+communication. The node's flusher does the rest while training continues.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ POLL_S: Final = 0.002
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of one save: committed, or the reason why not."""
+    """The result of one save: committed, or the reason why not."""
 
     step: int
     checkpoint: str
@@ -61,10 +61,10 @@ class SaveResult:
 class CheckpointEngine:
     """One rank's saves and loads.
 
-    `flusher` is the file by which the node's flusher is found, called by `prepare`. `group` is a
-    gloo group over all ranks, or None for a single process; `stage_group` one over the ranks of
-    this pipeline stage, where `identity` names one. A `planner` of the user's own plans every save
-    again, with all ranks; without one, or with one that is just stock DCP's, the plan is kept.
+    `flusher` is the address file of the node's flusher, called by `prepare`. `group` is a gloo
+    group over all ranks, or None for a single process. `stage_group` is one over the ranks of this
+    pipeline stage, if `identity` has a stage. A custom `planner` makes all ranks plan every save.
+    Without one, or with stock DCP's default planner, the plan is kept.
     """
 
     def __init__(
@@ -94,27 +94,27 @@ class CheckpointEngine:
 
     @property
     def last_committed(self) -> str | None:
-        """Directory name of the newest save of this engine known to be committed."""
+        """Directory name of this engine's newest save that is known to be committed."""
         self._collect()
         return self._last_committed
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of tensors that this rank writes at each save; 0 before anything is planned."""
+        """Bytes of tensors that this rank writes at each save, or 0 before the first plan."""
         return self._tensor_bytes
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Steps that are staged and neither committed nor failed yet."""
+        """Steps that are staged and not yet committed or failed."""
         self._collect()
         return tuple(sorted(name.step for name in self._in_flight.values()))
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
-        """Plan for states like `state` and get the slots; the next save is then like any other.
+        """Plan for states like `state` and allocate the slots, so that the next save is ordinary.
 
-        All ranks call it together: before the first save, and again when the state of one of
-        them has changed. It waits at most `timeout_s` seconds for saves of the former plan.
-        Raises `SaveError` on all ranks when one cannot save its state or get its slots.
+        All ranks call this together: before the first save, and again when any rank's state has
+        changed. It waits at most `timeout_s` seconds for saves of the previous plan. Raises
+        `SaveError` on all ranks if one cannot save its state or allocate its slots.
         """
         if self._planner is not None:
             self._build_custom(self._planner, state, timeout_s)
@@ -122,19 +122,18 @@ class CheckpointEngine:
             self._build(state, timeout_s)
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Wait until the memory of the slots is there; False when it is not in `timeout_s` seconds.
+        """Wait until the slots' memory is allocated. Return False after `timeout_s` seconds.
 
-        A save need not wait for that: it then takes the missing pages one by one, and is slower.
+        A save need not wait for this. It then allocates the missing pages itself and is slower.
         """
         return self._stage is None or self._stage.wait_until_ready(timeout_s)
 
     def changes(self, state: dict[str, Any]) -> str | None:
-        """What no longer fits the plan, in words for people; None while a save needs no new one.
+        """Return what no longer fits the plan, as text, or None if a save needs no new plan.
 
-        Also why the plan cannot be used, where `.metadata` could not be made beside training; the
-        next `prepare` then raises it on all ranks.
-        A save of this very `state` right after it does not compare again.
-        Raises `SaveError` when the state cannot be saved at all.
+        The text may also be why `.metadata` could not be made. The next `prepare` then raises that
+        on all ranks. A save of the same `state` right after this call does not compare again.
+        Raises `SaveError` if the state cannot be saved at all.
         """
         if self._planner is not None:
             return None
@@ -149,11 +148,11 @@ class CheckpointEngine:
 
     @property
     def awaits_metadata(self) -> bool:
-        """True while `.metadata` is made beside training; a save waits for it before it seals."""
+        """True while `.metadata` is made in the background. A save waits for it before sealing."""
         return self._stage is not None and not self._stage.is_late_done
 
     def wait_for_metadata(self) -> str | None:
-        """Wait until `.metadata` is in the slots; why it never will be, in words for people."""
+        """Wait until `.metadata` is in the slots. Return the reason, as text, if it failed."""
         return None if self._stage is None else self._stage.wait_for_metadata()
 
     def save(
@@ -170,13 +169,12 @@ class CheckpointEngine:
     ) -> str | None:
         """Stage `state` as the checkpoint of `step` and return its directory name.
 
-        All ranks call it after the same step. On return the state may change; `poll` tells when
-        it is committed. `train_state` is JSON, written by rank 0. None means that both slots are
-        still being written and this save was passed over; with `must` it waits for a free one.
-        A first save without `prepare` plans with all ranks, and so does each with a planner of
-        the user's; others plan nothing.
-        Raises `SaveError` when the state cannot be saved, is another than was planned, does not
-        fit into memory, or no slot came free within `timeout_s` seconds.
+        All ranks call this after the same step. When it returns, the state may change. `poll`
+        reports when the step is committed. `train_state` is JSON that rank 0 writes. The result
+        is None if both slots are still being written and the save was skipped. With `must`, the
+        call waits for a free slot. A first save without `prepare` plans with all ranks, and so does
+        every save with a custom planner. Raises `SaveError` if the state cannot be saved, differs
+        from the plan or does not fit into memory, or if no slot is free within `timeout_s` seconds.
         """
         began = time.monotonic()
         stage, flat = self._planned(state, timeout_s)
@@ -184,8 +182,8 @@ class CheckpointEngine:
         staged = self._take_slot(stage, step, timeout_s if must else 0.0)
         if staged is None and must:
             raise SaveError(
-                f"step {step}: no staging slot came free within {timeout_s:.0f} s, steps "
-                f"{list(self.in_flight)} are still being written; storage may be hanging"
+                f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
+                f"{list(self.in_flight)} are still being written; the storage may be hanging"
             )
         if staged is None:
             self._connection.notify("skipped", step=step)
@@ -209,12 +207,12 @@ class CheckpointEngine:
         parent: str | None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Keep `state` in memory alone, to be committed as `step` only if the ranks die.
+        """Keep `state` in memory only. It is committed as `step` only if the ranks die.
 
-        It overwrites the older snapshot, and never what is being written: False says that it was
-        passed over because no slot was free. Each rank decides that for itself; after a crash
-        the newest step that all of them have is committed. Raises `SaveError` when the state
-        cannot be saved or is another than was planned.
+        It overwrites the older snapshot, and never a slot that is being written. Returns False if
+        no slot was free, so that the snapshot was skipped. Each rank decides this for itself. After
+        a crash, the newest step that all ranks have is committed. Raises `SaveError` if the
+        state cannot be saved or differs from the plan.
         """
         began = time.monotonic()
         if self._layout is None or self._stage is None or self._planner is not None:
@@ -235,22 +233,22 @@ class CheckpointEngine:
         return True
 
     def discard_snapshots(self, step: int | None = None) -> None:
-        """Give up what is in memory alone, or the snapshot of `step` only."""
+        """Discard all snapshots, or only the snapshot of `step`."""
         for staged in self._stage.slots if self._stage else ():
             slot = staged.slot
             if slot.state is SlotState.SNAPSHOT and step in {None, slot.step}:
                 slot.state = SlotState.EMPTY
 
     def poll(self) -> list[SaveResult]:
-        """Results since the last call, oldest first; reads shared memory and nothing else."""
+        """Return results since the last call, oldest first. This reads shared memory only."""
         self._collect()
         results, self._results = self._results, []
         return results
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> list[SaveResult]:
-        """Wait until nothing of this rank is in flight; returns results as `poll` does.
+        """Wait until no save of this rank is in flight. Return results like `poll`.
 
-        After `timeout_s` seconds it returns what there is; `in_flight` then names the rest.
+        After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
         give_up = time.monotonic() + timeout_s
         while self.in_flight and time.monotonic() < give_up:
@@ -266,13 +264,13 @@ class CheckpointEngine:
         rename: Mapping[str, str] | None = None,
         exclude: Collection[str] = (),
     ) -> LoadReport:
-        """Load a checkpoint, ours or stock DCP's, in place into `state`; see `load_state`."""
+        """Load a Holdfast or stock DCP checkpoint in place into `state`. See `load_state`."""
         return load_state(
             directory, state, group=self._group, strict=strict, rename=rename, exclude=exclude
         )
 
     def close(self) -> None:
-        """Let slots and flusher go; what is sealed is committed all the same."""
+        """Release slots and flusher. Sealed steps are still committed."""
         if self._stage is not None:
             self._collect()
             self._stage.close()
@@ -283,7 +281,7 @@ class CheckpointEngine:
         self.__dict__.pop("_trees", None)
 
     def _planned(self, state: dict[str, Any], timeout_s: float) -> tuple[Stage, Mapping[str, Any]]:
-        """The plan's slots, and what to copy into them."""
+        """Return the plan's slots and the values to copy into them."""
         if self._planner is not None:
             values = self._build_custom(self._planner, state, timeout_s)
         else:
@@ -295,7 +293,7 @@ class CheckpointEngine:
         return self._stage, values
 
     def _build(self, state: dict[str, Any], timeout_s: float) -> None:
-        """Plan with all ranks and get slots for the plan; all succeed or all raise."""
+        """Plan with all ranks and open slots for the plan. All ranks succeed or all raise."""
         tree, stage_tree = self._trees
         layout = plan_together(
             state,
@@ -309,7 +307,7 @@ class CheckpointEngine:
     def _build_custom(
         self, planner: SavePlanner, state: dict[str, Any], timeout_s: float
     ) -> Mapping[str, Any]:
-        """Plan one save with the user's planner; new slots only when its layout is another."""
+        """Plan one save with the custom planner. Open new slots only if the layout changed."""
         tree, stage_tree = self._trees
         made = plan_custom(
             planner, state, identity=self._identity, tree=tree, stage_tree=stage_tree
@@ -321,7 +319,7 @@ class CheckpointEngine:
 
     @functools.cached_property
     def _trees(self) -> tuple[HierarchicalGroup, HierarchicalGroup]:
-        """The groups of all ranks and of the ranks of this pipeline stage."""
+        """The hierarchical groups of all ranks and of this pipeline stage's ranks."""
         who = self._identity
         whole = HierarchicalGroup(self._group, who.node)
         is_whole = who.stage is None
@@ -343,14 +341,14 @@ class CheckpointEngine:
         self._tensor_bytes = sum(place.bytes for place in layout.tensors)
 
     def _release_old_stage(self, timeout_s: float) -> None:
-        """Before a new plan: what was staged by the old one must be written, then let go."""
+        """Wait until the old plan's staged steps are written, then release its slots."""
         if self._stage is None:
             return
         self._results = self.wait(timeout_s)
         if self._in_flight:
             raise SaveError(
                 f"steps {list(self.in_flight)} were not written within {timeout_s:.0f} s, so the "
-                "layout cannot be built again; storage may be hanging"
+                "layout cannot be planned again; the storage may be hanging"
             )
         self.discard_snapshots()
         problem = self._stage.problem
@@ -362,7 +360,7 @@ class CheckpointEngine:
     # --- one save -------------------------------------------------------------------------
 
     def _checked(self, layout: Layout, state: dict[str, Any]) -> dict[str, Any]:
-        """`state` flattened; raises `SaveError` when it does not fit `layout`."""
+        """Return `state` flattened. Raises `SaveError` if it does not fit `layout`."""
         compared, self._compared = self._compared, None
         if compared is not None and compared[0] is state:
             return compared[1]
@@ -381,7 +379,7 @@ class CheckpointEngine:
         name: CheckpointName,
         began: float,
     ) -> dict[str, Any]:
-        """Copy everything into the slot; returns its table. A slot that failed is free again."""
+        """Copy all data into the slot and return its table. On failure the slot is free again."""
         assert self._layout is not None
         assert self._stage is not None
         try:
@@ -398,7 +396,7 @@ class CheckpointEngine:
             self._collect()
             staged = stage.free()
             if staged in self._in_flight:
-                # Written since it was looked at; filled now, its save would never be told of.
+                # It was written after `_collect`. Filled now, its result would be lost.
                 continue
             if staged is not None:
                 staged.slot.begin(step)
@@ -408,7 +406,7 @@ class CheckpointEngine:
             time.sleep(POLL_S)
 
     def _collect(self) -> None:
-        """Move what the flusher has decided from the slots to the results."""
+        """Move the flusher's decisions from the slots to the results."""
         for staged, name in sorted(self._in_flight.items(), key=lambda item: item[1]):
             state = staged.slot.state
             if state is SlotState.DONE:
@@ -427,13 +425,13 @@ class CheckpointEngine:
             content = to_json(dict(train_state))
         except (TypeError, ValueError) as error:
             raise SaveError(
-                f"the train state is not JSON: {error}; put tensors into the state, and numbers, "
-                "text, lists and mappings here"
+                f"the train state is not JSON: {error}; put tensors into the state. The train state "
+                "takes numbers, text, lists and mappings"
             ) from error
         if len(content) > TRAIN_STATE_BYTES_MAX:
             raise SaveError(
                 f"the train state is {len(content)} bytes of JSON, expected "
-                f"{TRAIN_STATE_BYTES_MAX} or less; put bulk into the state as tensors"
+                f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
             )
         return content
 

@@ -1,8 +1,8 @@
-"""The flusher supervisor of a node's flusher where there is no agent: a thread of the local rank 0.
+"""The supervisor of a node's flusher if there is no agent: a thread of local rank 0.
 
-It holds the descriptors of the staging slots, so that a flusher that was killed can be started
-again and finish what was sealed. Its hanging up, even by a crash, tells the flusher to finish and
-leave.
+It holds the descriptors of the staging slots, so that a flusher that was killed can be restarted
+and finish the sealed steps. When its connection closes, even by a crash, the flusher finishes its
+work and exits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ POLL_S: Final = 0.02
 
 
 class FlusherSupervisor:
-    """Starts a flusher, restarts it `RESTARTS_MAX` times if it dies, and sends it home."""
+    """Starts a flusher, restarts it up to `RESTARTS_MAX` times, and ends it."""
 
     def __init__(self, place: Path, *, node: int, nodes: int, log: Path, run: Path) -> None:
-        """`place` is a new file, by which others find the flusher: see `contracts.wire`.
+        """Start the flusher. `place` is its new address file: see `contracts.wire`.
 
-        Raises `PreflightError` when the flusher does not answer within `START_TIMEOUT_S`.
+        Raises `PreflightError` if the flusher does not answer within `START_TIMEOUT_S`.
         """
         self._place, self._node, self._nodes = place, node, nodes
         self._log, self._run = log, run
@@ -54,9 +54,9 @@ class FlusherSupervisor:
         self._thread.start()
 
     def close(self, *, wait: bool) -> None:
-        """Hang up; with `wait`, wait for the flusher to finish, its copies to a mirror included.
+        """Disconnect. With `wait`, wait for the flusher to finish, including copies to a mirror.
 
-        For `END_TIMEOUT_S` at most, and with a mirror for `MIRROR_TIMEOUT_S`.
+        The wait is at most `END_TIMEOUT_S`, or `MIRROR_TIMEOUT_S` with a mirror.
         """
         self._is_closing = True
         with contextlib.suppress(OSError):
@@ -78,8 +78,8 @@ class FlusherSupervisor:
         command += ["--node", str(self._node), "--nodes", str(self._nodes)]
         command += ["--run", str(self._run)]
         with theirs, open(self._log, "ab") as log:
-            # Output goes to a file: the flusher outlives the ranks, and whoever reads torchrun's
-            # output would wait for it. A session of its own keeps torchrun's signals away.
+            # Output goes to a file. The flusher outlives the ranks, and a reader of torchrun's
+            # output would wait for it. Its own process session keeps torchrun's signals away.
             process = subprocess.Popen(
                 [*command, "--supervisor-fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -108,12 +108,12 @@ class FlusherSupervisor:
             self._end_former()
             self._socket.close()
             self._process, self._socket = self._start()
-            # One that dies at once is met by the next round of the loop.
+            # If the new flusher dies at once, the next iteration restarts it.
             with contextlib.suppress(OSError):
                 self._give_back()
 
     def _end_former(self) -> None:
-        """It hung up, so it is as good as gone: its name must be free for the next."""
+        """Wait for the disconnected flusher to exit, to free its address for the next one."""
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -141,14 +141,14 @@ class FlusherSupervisor:
             self._kept[key] = descriptors[0]
 
     def _answer_full(self, step: int) -> None:
-        """Without an agent there are no keep rules, so nothing is deleted."""
-        words = "there is no agent here that frees space by keep rules: delete what you do not need"
+        """Answer that nothing was deleted: without an agent there are no keep rules."""
+        text = "there is no agent here that frees space by keep rules: delete what you do not need"
         with contextlib.suppress(OSError):
-            wire.send(self._socket, "room", step=step, freed_bytes=0, detail=words)
+            wire.send(self._socket, "room", step=step, freed_bytes=0, detail=text)
 
 
 def listener_of(place: Path) -> int | None:
-    """The process of this user's flusher that is found by the file `place`; None without one."""
+    """Return the pid of the flusher that listens at the file `place`, or None without one."""
     try:
         with wire.connect(place, START_TIMEOUT_S) as connection:
             return wire.peer_of(connection)[0]
@@ -157,9 +157,9 @@ def listener_of(place: Path) -> int | None:
 
 
 def wait_for_former(place: Path, run: Path) -> None:
-    """Wait until the flusher of the launch before has finished what its ranks had sealed.
+    """Wait until the previous launch's flusher has finished its sealed steps.
 
-    Raises `RunConflictError` after `FORMER_TIMEOUT_S`: somebody still trains in this run.
+    Raises `RunConflictError` after `FORMER_TIMEOUT_S`: another launch still trains in this run.
     """
     give_up = time.monotonic() + FORMER_TIMEOUT_S
     while listener_of(place) is not None:

@@ -1,4 +1,4 @@
-"""Who a rank is: the facts that every file it writes and every message it sends bear."""
+"""A rank's identity: the facts that are part of every file and message of the rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """One rank of one launch. Numbers count from 0, but for `attempt` and `launch`.
+    """One rank of one launch. Numbers count from 0, except `attempt` and `launch`.
 
-    Under pipeline parallelism `stage` is the rank's stage of `stages`, and `stage_rank` its place
-    among the stage's ranks; else `stage` is None. `mesh` has the names and sizes of the device
-    mesh's dimensions, where the program told them.
+    Under pipeline parallelism, `stage` is the rank's stage out of `stages`, and `stage_rank` is its
+    index among the stage's ranks. Otherwise `stage` is None. `mesh` contains the names and sizes of
+    the device mesh's dimensions, if the program passed a mesh.
     """
 
     run_uid: str
@@ -33,15 +33,15 @@ class Identity:
 
     @property
     def folder(self) -> str:
-        """Where in the checkpoint this rank's files lie: "" or, of a stage, "pp0/"."""
+        """The folder of this rank's files in the checkpoint: "", or "pp0/" for a stage."""
         return "" if self.stage is None else f"pp{self.stage}/"
 
     @property
     def file_name(self) -> str:
-        """This rank's `.distcp` file, relative to the checkpoint, named as stock DCP does."""
+        """This rank's `.distcp` file, relative to the checkpoint, named as in stock DCP."""
         return f"{self.folder}{distcp_name(self.rank if self.stage is None else self.stage_rank)}"
 
 
 def distcp_name(rank: int) -> str:
-    """The file of one rank of a save, as stock DCP spells it."""
+    """Return the file name of one rank, as stock DCP spells it."""
     return f"__{rank}_0.distcp"

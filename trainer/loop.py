@@ -1,12 +1,12 @@
-"""What happens between two steps of a session's loop, at an epoch's end, and at the loop's end.
+"""The protocol of a session's loop: step boundaries, epoch ends and the end of the loop.
 
-`Session` is what a program calls. This is the protocol behind it: which steps are complete, when
-ranks meet to save, when they leave together.
+`Session` is the public interface. `Loop` decides which steps are complete, when ranks meet to save
+and when they leave together.
 
 An epoch's end (evaluation, a scheduler's step) comes after the boundary of its last step and before
-the next step. A stop at that boundary leaves before the end, and the resume runs it. Any other
-save that is due there waits until the end has been passed, so that a checkpoint has the metrics of
-its own evaluation. Each checkpoint says in which epoch it is, and whether that has begun.
+the next step. A stop at that boundary leaves before the end, and the resume runs it. Any other save
+that is due there waits until the end is complete, so that a checkpoint contains the metrics of its
+own evaluation. Each checkpoint records its epoch and whether that epoch has begun.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SLOW_PHASES: Final = {
 
 
 class Loop:
-    """One rank's loop: the steps that are complete, and what each step's end brings.
+    """One rank's loop: the complete steps, and the actions at the end of each step.
 
-    `total` is the number of steps that the program wants, and `epochs` that of epochs; None while
-    it has not said so.
+    `total` is the number of steps that the program wants, `epochs` the number of epochs. Each is
+    None until the program sets it.
     """
 
     is_checkpoint_wanted = is_inside_step = is_finished = should_stop = False
-    # True from the last batch of an epoch until its end has been passed.
+    # True from the last batch of an epoch until its end is complete.
     is_at_end = False
     total: int | None = None
     epochs: int | None = None
-    _has_entered = _has_told_end = False
+    _has_entered = _has_noted_end = False
     # The step whose save waits for the end of its epoch.
     _waits_for_end: int | None = None
     _knows_ends = True
@@ -68,26 +68,26 @@ class Loop:
         pace: Pace,
         position: Position,
     ) -> None:
-        """`position` has the number of complete steps; `recorder` is set on rank 0 alone."""
+        """`position` holds the number of complete steps. `recorder` is set on rank 0 only."""
         self._context, self._ranks, self._record, self._recorder = context, ranks, record, recorder
         self._saver, self._guard, self._pace = saver, guard, pace
         self._position = position
 
     @property
     def completed(self) -> int:
-        """Optimizer steps that are complete."""
+        """The number of complete optimizer steps."""
         return self._position.completed
 
     def enter(self) -> bool:
-        """The boundary before the first step of this launch; True to leave already."""
-        # The first step compiles and warms up: its silence is judged by another measure.
+        """Process the boundary before this launch's first step. Return True to leave at once."""
+        # The first step compiles and warms up, so it has its own limit of silence.
         if not self._has_entered and self._record.finish_step(self.completed, Phase.COMPILE):
             self._consider(self.completed)
         self._has_entered = self._position.has_begun = True
         return self.should_stop
 
     def boundary(self) -> bool:
-        """One more step is complete; True when this rank must leave now."""
+        """Complete one more step. Return True if this rank must leave now."""
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
         pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
         if saver.in_flight:
@@ -104,23 +104,23 @@ class Loop:
         return self.should_stop
 
     def promise(self, *, steps: int | None = None, epochs: int | None = None) -> None:
-        """Record how much the program says that it will do."""
+        """Record how many steps or epochs the program will run."""
         if (steps, epochs) != (self.total, self.epochs):
             self.total, self.epochs = steps, epochs
             self.note(EventKind.NOTE, text=f"the program loops over {self.promised}", promised=True)
 
     @property
     def promised(self) -> str:
-        """What the program said that it will do, in words; empty while it has not."""
+        """The planned amount as text, such as "3 epochs", or "" if the program set none."""
         if self.epochs is not None:
             return f"{self.epochs} epochs"
         return f"{self.total} steps" if self.total is not None else ""
 
     def note_end(self) -> None:
-        """Record, once, that this program leaves of its own accord, and how far it came."""
-        if self._has_told_end:
+        """Record once that the program ended by itself, and at which step."""
+        if self._has_noted_end:
             return
-        self._has_told_end = True
+        self._has_noted_end = True
         of = f" of {self.promised}" if self.promised and not self.has_all_steps else ""
         self.note(
             EventKind.NOTE,
@@ -130,7 +130,7 @@ class Loop:
         )
 
     def finish_epoch(self) -> bool:
-        """The end of an epoch has been passed; True when this rank must leave now."""
+        """Complete the end of an epoch. Return True if this rank must leave now."""
         if self.should_stop:
             return True
         step = self.completed
@@ -140,13 +140,13 @@ class Loop:
         if self._is_save_due(step) and not self._saver.has_staged(step):
             self._saver.give_up_snapshot(step)
             self._meet(step)
-        # The evaluation is no part of the next step.
+        # The evaluation is not part of the next step's time.
         self._pace.meter.enter(time.monotonic())
         self._record.beat(Phase.TRAIN)
         return False
 
     def finish(self) -> None:
-        """The last save of this launch, committed; then say how it ended."""
+        """Commit the last save of this launch, then record how the launch ended."""
         self.is_finished = True
         self._guard.finish()
         if self._position.open_epoch is not None and not self._position.in_epoch:
@@ -164,18 +164,18 @@ class Loop:
             self._context.run.stop_file.unlink(missing_ok=True)
 
     def require_between_steps(self) -> None:
-        """Raises `SpecError` where the program has left a loop in the middle of a step."""
+        """Raise `SpecError` if the program left a loop in the middle of a step."""
         if self.is_inside_step and not self.should_stop:
             raise SpecError(
                 f"step {self.completed + 1}: the loop over session.batches or session.steps was "
-                "left in the middle of this step, which is therefore not complete. Let the loop "
-                "run to its end, or loop over the loader itself and call session.boundary() after "
+                "left in the middle of this step, so the step is not complete. Let the loop run "
+                "to its end, or loop over the loader itself and call session.boundary() after "
                 "each step"
             )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A slow phase, by the name that programs give to it. Raises `SpecError` for another."""
+        """Mark a slow phase by its public name. Raises `SpecError` for any other name."""
         if name not in SLOW_PHASES:
             raise SpecError(f"phase {name!r}: expected one of {sorted(SLOW_PHASES)}")
         before = self._record.phase
@@ -187,18 +187,18 @@ class Loop:
 
     @property
     def step_under_way(self) -> int:
-        """The step that metrics belong to; at an epoch's end it is the last of the epoch."""
+        """The step that metrics belong to. At an epoch's end, this is the epoch's last step."""
         return self.completed + (not (self.is_at_end or self._position.is_at_end_of_epoch))
 
     @property
     def has_all_steps(self) -> bool:
-        """True when the program did what it wanted, as far as it said how much that is."""
+        """True if the program ran all the steps or epochs that it planned."""
         if self.epochs is not None:
             return (self._position.open_epoch or 0) >= self.epochs
         return self.total is not None and self.completed >= self.total
 
     def warn_of_draws(self, generators: Sequence[str]) -> None:
-        """Tell, if there are any, which generators were used before the first step."""
+        """Report which generators were used before the first step, if any."""
         if not generators:
             return
         text = f"random numbers ({', '.join(generators)}) {DRAWN}"
@@ -207,7 +207,7 @@ class Loop:
         self.note(EventKind.NOTE, text=text)
 
     def note(self, kind: EventKind, **data: Any) -> None:
-        """A journal line of this launch, on rank 0."""
+        """Write a journal line for this launch, on rank 0 only."""
         if self._recorder is not None:
             identity = self._context.identity
             facts: dict[str, Any] = {
@@ -220,10 +220,10 @@ class Loop:
         return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)
 
     def _must_wait_for_end(self, step: int) -> bool:
-        """True when an epoch's end follows, and a save that is due is to come after it.
+        """Return True if a due save must wait for the end of the current epoch.
 
-        A program whose epochs are others than its data's is found out by its next step, and its
-        saves wait no more.
+        If the program's epochs differ from those of its data, the next step shows it. Saves then
+        no longer wait.
         """
         if self._waits_for_end is not None:
             self._knows_ends = False
@@ -232,40 +232,40 @@ class Loop:
         return is_at_end
 
     def _consider(self, step: int) -> None:
-        word = consider(self._context.status_table, self._record, step)
-        if word is Proposal.GO:
+        proposal = consider(self._context.status_table, self._record, step)
+        if proposal is Proposal.GO:
             self.should_stop = True
             self.finish()
-        elif word is Proposal.SAVE and not self._saver.has_staged(step):
+        elif proposal is Proposal.SAVE and not self._saver.has_staged(step):
             self._meet(step, NOTICE)
             self._pace.meter.enter(time.monotonic())
-            # The save's phase ends here: the boundary itself was crossed before it.
+            # End the save phase here: `finish_step` ran before the save.
             self._record.beat(Phase.TRAIN)
 
     def _meet(self, step: int, asked: str = "") -> None:
-        """An agreed step: all ranks learn whether to save now, and when to meet again.
+        """Meet all ranks at an agreed step, to decide on a save and on the next meeting step.
 
-        `asked` is the reason of a save that all of them were asked for.
+        `asked` is the reason of a save that was requested from all ranks.
         """
         if self.is_checkpoint_wanted:
             asked, self.is_checkpoint_wanted = "request", False
         wanted = bool(asked)
         cadence, saver = self._pace.cadence, self._saver
         if not saver.is_planned:
-            # The first step made the optimizer's state, from whose size a copy's cost follows.
+            # The first step created the optimizer's state, whose size sets the cost of a copy.
             saver.prepare()
         decision = (False, 0)
         if self._ranks.rank == 0:
-            # Asked for between two agreed steps, a checkpoint does not move the next of them.
+            # A checkpoint requested between two agreed steps does not move the next agreed step.
             is_due = cadence.is_due(step)
             now = time.monotonic()
             decision = cadence.decide(step, now) if is_due else (wanted, cadence.next_step)
         mine = [decision[0] or wanted, decision[1], saver.is_busy, saver.look(), self._guard.asked]
-        said = self._ranks.largest([*mine, *self._pace.figures()])
-        save, next_step, is_busy, plan_status, bad_step, copy_us, step_us = said
+        agreed = self._ranks.largest([*mine, *self._pace.figures()])
+        save, next_step, is_busy, plan_status, bad_step, copy_us, step_us = agreed
         if bad_step:
             self._guard.resolve()
-            # They were called together for the loss: a cloud's notice is followed by a stop.
+            # This meeting was called because of the loss. A cloud's notice is followed by a stop.
             save = save if asked != NOTICE else 0
         saved = bool(save) and not is_busy
         if saved:

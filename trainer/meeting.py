@@ -1,8 +1,8 @@
-"""Where ranks of one node agree on numbers: in the node's shared memory.
+"""Agreement on numbers between the ranks of one node, in the node's shared memory.
 
-A collective over gloo wakes two threads on each side for every message. On busy cores each of
-these wake-ups waits for the scheduler, and a save pays for all of them. Here a rank stores its
-numbers and looks for those of its peers.
+A gloo collective wakes two threads on each side for every message. On busy cores each wake-up
+waits for the kernel's scheduler, and a save pays for all of them. Here a rank stores its numbers
+and polls for those of its peers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.rank_status import RankStatusTable
 
-# Between two looks; longer once a peer is late, for it may be minutes behind.
+# The interval between polls. It is longer once a peer is late, because it may be minutes behind.
 NAP_S: Final = 50e-6
 LATE_S: Final = 0.05
 LATE_NAP_S: Final = 1e-3
@@ -33,20 +33,21 @@ class NodeMeeting:
         self._peers: dict[int, int] = {}
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """The largest of each number over all ranks; every rank gives as many, `SAID_MAX` at most.
+        """Return the largest of each number over all ranks. Every rank passes equally many.
 
-        Raises `HoldfastError` when a peer has ended, or has not come within `TIMEOUT_S` seconds.
+        `SAID_MAX` numbers are allowed. Raises `HoldfastError` if a peer has ended, or has not come
+        within `TIMEOUT_S` seconds.
         """
         self._number += 1
         self._mine.say(self._number, values)
         began = time.monotonic()
         while True:
-            # A peer that has ended may have come before that.
+            # A peer may have stored its numbers before it ended.
             ended = self._find_ended() if time.monotonic() - began > LATE_S else []
-            said = [record.said(self._number, len(values)) for record in self._all]
-            missing = [record.rank for record, one in zip(self._all, said, strict=True) if not one]
+            rows = [record.said(self._number, len(values)) for record in self._all]
+            missing = [record.rank for record, one in zip(self._all, rows, strict=True) if not one]
             if values and not missing:
-                return [max(column) for column in zip(*filter(None, said), strict=True)]
+                return [max(column) for column in zip(*filter(None, rows), strict=True)]
             lost = [rank for rank in missing if rank in ended]
             if lost or time.monotonic() - began > TIMEOUT_S:
                 why = "has ended" if lost else f"did not come within {TIMEOUT_S:.0f} s"
@@ -63,7 +64,7 @@ class NodeMeeting:
         self._peers.clear()
 
     def _find_ended(self) -> list[int]:
-        """The ranks whose processes have ended, reaped by their parent or not."""
+        """Return the ranks whose processes have ended, reaped or not."""
         poll = select.poll()
         ranks: dict[int, int] = {}
         ended = []

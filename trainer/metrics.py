@@ -1,7 +1,7 @@
-"""Rank 0's writing beside training: journal lines and metrics, by a thread of their own.
+"""Journal lines and metrics of rank 0, written by a background thread.
 
-A journal line is durable when it is written, and that takes as long as the storage takes: no
-training step waits for it. Metrics are buffered and written about once a second.
+A journal line is durable when it is written, which takes as long as the storage takes. No training
+step waits for it. Metrics are buffered and written about once a second.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _Item = tuple[EventKind | None, dict[str, Any], _More | None]
 
 
 class Recorder:
-    """Takes journal events and metric lines, and writes them in the order they came."""
+    """Queues journal events and metric lines, and writes them in order."""
 
     def __init__(self, journal: Path, metrics: Path) -> None:
-        """`journal` is opened now; `metrics` is created with its first line."""
+        """Open `journal` now. `metrics` is created with its first line."""
         self._journal = JournalWriter(journal)
         self._metrics = metrics
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
@@ -44,11 +44,11 @@ class Recorder:
         self._thread.start()
 
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
-        """Queue one journal line; `more` is called by the thread for what takes a while to find."""
+        """Queue one journal line. The thread calls `more` for facts that take time to collect."""
         self._queue.put((kind, data, more))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue one line of metrics; dropped, and counted, when the storage is far behind."""
+        """Queue one line of metrics. If the queue is full, drop and count it."""
         self.latest.update({k: float(v) for k, v in values.items() if math.isfinite(v)})
         line = {"step": step, "time": time.time(), **{k: _number(v) for k, v in values.items()}}
         try:
@@ -57,7 +57,7 @@ class Recorder:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what is queued, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
+        """Write the queued lines, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
         if self._dropped:
             self.event(EventKind.NOTE, text=f"{self._dropped} lines of metrics were dropped")
         self._queue.put(None)
@@ -98,14 +98,14 @@ class Recorder:
             self._report_once(f"{self._metrics}: {error}")
 
     def _report_once(self, problem: str) -> None:
-        """Say it once: training goes on without the line."""
+        """Report the first write error only. Training continues without the line."""
         if not self._has_reported:
             print(f"holdfast: cannot write {problem}", file=sys.stderr, flush=True)
         self._has_reported = True
 
 
 def open_recorder(context: RankContext, rank: int) -> Recorder | None:
-    """Rank 0's recorder of this launch; the other ranks have none."""
+    """Return the recorder of this launch on rank 0, and None on other ranks."""
     if rank != 0:
         return None
     identity = context.identity
@@ -116,7 +116,7 @@ def open_recorder(context: RankContext, rank: int) -> Recorder | None:
 def improved(
     best: dict[str, Any], of: tuple[str, str] | None, values: Mapping[str, float], step: int
 ) -> dict[str, Any]:
-    """The best value so far of the metric that `of` names, as (name, "min" or "max")."""
+    """Return the best value so far of the metric `of`, given as (name, "min" or "max")."""
     if of is None or of[0] not in values:
         return best
     name, better = of
@@ -126,6 +126,6 @@ def improved(
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN or infinity; they are kept as words, for they are what people look for."""
+    """Return a JSON number, or "nan" or "inf" as text, which JSON numbers cannot express."""
     number = float(value)
     return number if math.isfinite(number) else repr(number)

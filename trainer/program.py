@@ -1,4 +1,4 @@
-"""The program's own command line, as the operator's side knows it too."""
+"""The program's own command line, in the form that the agent and the CLI also use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OPTIONS_WITH_VALUE: Final = frozenset({"--check-hash-based-pycs"})
 
 
 def program_argv(original: Sequence[str] | None = None) -> list[str]:
-    """`["train.py", …]` or `["-m", "module", …]`: `sys.orig_argv` without Python and its flags."""
+    """Return `["train.py", …]` or `["-m", "module", …]`, without Python and Python's own flags."""
     rest = list(sys.orig_argv if original is None else original)[1:]
     while rest and rest[0].startswith("-") and rest[0] != "-":
         flag = rest.pop(0)
         if flag.startswith("--"):
             del rest[: 1 if flag in OPTIONS_WITH_VALUE else 0]
             continue
-        # Short flags come in clusters; the first that takes a value ends its cluster.
+        # Short flags can be combined. The first flag that takes a value ends the cluster.
         at = next((i for i, letter in enumerate(flag) if i and letter in "mcWX"), None)
         if at is None:
             continue
@@ -32,12 +32,12 @@ def program_argv(original: Sequence[str] | None = None) -> list[str]:
 
 
 def program_digest() -> str:
-    """The identity of this program's command line and working directory."""
+    """Return the digest of this program's command line and working directory."""
     return command_digest(program_argv(), os.getcwd())
 
 
 def program_stem() -> str:
-    """A name for runs of this program: its script's or module's, fit for a folder."""
+    """Return a run name from the program's script or module, safe as a folder name."""
     argv = program_argv()
     if not argv or argv[0] == "-c":
         return "run"

@@ -1,8 +1,8 @@
-"""How a rank finds its run, its status table and its flusher: given by an agent, or made here.
+"""The context of a rank: its run, its status table and its flusher.
 
-Under an agent the environment names them. Under plain torchrun, or with none at all, the run's
-folder is chosen, a launch is taken, and the local rank 0 of each node makes a status table and
-starts a flusher.
+Under an agent, the environment names them. Under plain torchrun, or in a single process, the
+session chooses the run's folder and takes a launch number. The local rank 0 of each node creates a
+status table and starts a flusher.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ LAUNCHES_MAX: Final = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a rank needs of its node.
+    """The parts of its node that a rank uses.
 
-    `flusher_supervisor` is set where this process started the flusher.
-
-    `flusher` is the path of the file by which it is found: see `contracts.wire`.
-    `status_handle` keeps the status table alive in the process that made it. Of each batch's
-    `data_parts` this rank has number `data_part`.
+    `flusher_supervisor` is set if this process started the flusher. `flusher` is the path of the
+    flusher's address file: see `contracts.wire`. `status_handle` keeps the status table alive in
+    the process that created it. Each batch has `data_parts` parts, and this rank takes part number
+    `data_part`.
     """
 
     run: RunPaths
@@ -58,7 +57,7 @@ class RankContext:
         return self.run.attempt(self.identity.attempt)
 
     def close(self, *, wait: bool) -> None:
-        """Let everything go; with `wait`, wait for a flusher that this process started."""
+        """Release all resources. With `wait`, wait for a flusher that this process started."""
         if self.flusher_supervisor is not None:
             self.flusher_supervisor.close(wait=wait)
         self.status_table.close()
@@ -67,18 +66,18 @@ class RankContext:
 
 
 def open_control_group() -> ControlGroup:
-    """All ranks, once they have come. Every rank must call it."""
+    """Create the control group of all ranks. Every rank must call this."""
     if os.environ.get(names.RANK_STATUS):
-        _say_rendezvous(os.environ)
+        _report_rendezvous(os.environ)
     return ControlGroup()
 
 
-def _say_rendezvous(env: Mapping[str, str]) -> None:
-    """Tell the agent that this rank now waits for all others; its stacks can be had from here."""
+def _report_rendezvous(env: Mapping[str, str]) -> None:
+    """Report that this rank waits for all others. From now on the agent can read its stacks."""
     try:
         status_table = RankStatusTable.open(env[names.RANK_STATUS])
     except OSError:
-        # `open_rank_context` says what is wrong, once all ranks can be told.
+        # `open_rank_context` reports this problem once the control group exists.
         return
     record = status_table.record(int(env.get("LOCAL_RANK", "0")))
     record.register(int(env.get("RANK", "0")), NOWHERE)
@@ -90,7 +89,7 @@ def _say_rendezvous(env: Mapping[str, str]) -> None:
 def open_rank_context(
     directory: str | Path | None, ranks: ControlGroup, mesh: DeviceMesh | None = None
 ) -> RankContext:
-    """This rank's context; every rank must call it. Raises `PreflightError` when it cannot be."""
+    """Return this rank's context. Every rank must call this. Raises `PreflightError`."""
     context = _open(directory, ranks)
     ranks.meet_on(context.status_table, context.identity.local_rank)
     place = find_place(context.identity, ranks, mesh)
@@ -116,7 +115,7 @@ def _open(directory: str | Path | None, ranks: ControlGroup) -> RankContext:
 
 
 def choose_directory(given: str | Path | None, env: Mapping[str, str], stem: str) -> Path:
-    """Where a run without an agent lives: as given, under `$HOLDFAST_ROOT`, or under ./runs."""
+    """Return the run's folder without an agent: as given, in `$HOLDFAST_ROOT`, or in ./runs."""
     if given is not None:
         return Path(given).expanduser().absolute()
     root = env.get("HOLDFAST_ROOT")
@@ -128,8 +127,8 @@ def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContex
     missing = [name for name in expected if not env.get(name)]
     if missing:
         raise PreflightError(
-            f"{names.RANK_STATUS} is set but {', '.join(missing)} not; the agent sets all of them. "
-            "Unset it to run without an agent"
+            f"{names.RANK_STATUS} is set but {', '.join(missing)} is not; the agent sets all of "
+            "them. Unset it to run without an agent"
         )
     run = RunPaths(Path(env[names.RUN_DIRECTORY]))
     identity = _identity(
@@ -146,7 +145,7 @@ def _context_of_agent(env: Mapping[str, str], ranks: ControlGroup) -> RankContex
     except OSError as error:
         raise PreflightError(
             f"{names.RANK_STATUS}={env[names.RANK_STATUS]} cannot be opened ({error.strerror}); "
-            "the agent that created it is gone. Start the attempt again"
+            "the agent that created it has ended. Start the attempt again"
         ) from error
     return RankContext(
         run=run,
@@ -163,7 +162,7 @@ def _context_of_own(
     def begin() -> tuple[str, int]:
         run = RunPaths(choose_directory(directory, env, program_stem()))
         launch = _take_launch(run.attempt(0))
-        # A stop file from before this launch was meant for another one.
+        # An earlier stop file was meant for an earlier launch.
         run.stop_file.unlink(missing_ok=True)
         return str(run.directory), launch
 
@@ -227,7 +226,7 @@ def _identity(
 ) -> Identity:
     record = read_document(RunRecord, run.spec)
     return Identity(
-        # Without a `spec.json` nobody gave the run an identity; its folder is one.
+        # Without a `spec.json` the run has no uid, so derive one from its folder.
         run_uid=record.uid if record else sha256(str(run.directory).encode()).hexdigest()[:32],
         run=run.name,
         attempt=attempt,
@@ -243,7 +242,7 @@ def _identity(
 
 
 def _take_launch(attempt: AttemptPaths) -> int:
-    """The next launch number, taken by creating its folder."""
+    """Take the next launch number by creating its folder."""
     parent = attempt.launch(1).parent
     make_directory(parent)
     taken = [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit()]

@@ -1,9 +1,9 @@
-"""The small program that a drill trains: what each step did can be compared, bit for bit.
+"""The small program that a drill trains. The results of its steps can be compared bit for bit.
 
-`python -m holdfast.trainer.rehearsal` under torchrun, its settings in the spec's `[config]`: one
-small replicated model over gloo. Every rank appends a line per step to a file of its own for each
-launch: the sample ids, the loss and the weights after it, as digests. Two runs of it at one
-world size write the same lines, however often one of them was interrupted.
+`python -m holdfast.trainer.rehearsal` runs under torchrun with the settings in the spec's
+`[config]`. It trains one small replicated model over gloo. In each launch, every rank appends one
+line per step to a file of its own: digests of the sample ids and of the new weights, and the loss.
+Two runs at the same world size write the same lines, even if one of them was interrupted.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ SAMPLES: Final = 4096
 GLOBAL_BATCH: Final = 16
 WIDTH: Final = 32
 BYTES_PER_FLOAT: Final = 4
-# Asked for and given back in each step, never touched: memory that can be refused.
+# Allocated and freed in each step without being touched, so that an allocation can fail.
 SCRATCH_BYTES: Final = 64 << 20
 
 
 def main() -> None:
     """Train for `steps` steps of at least `step_s` seconds, recorded in the folder `records`.
 
-    `padding_bytes` more are in every checkpoint. Whoever writes `weights` or `loss` into the file
-    `poison` spoils one step. With `windows`, pairs of first step and steps, data is passed over
-    from the start, by no doing of the session. Raises `SpecError` without settings.
+    `padding_bytes` enlarges every checkpoint. If the file `poison` contains `weights` or `loss`,
+    one step is spoiled. With `windows`, pairs of first step and number of steps, the program skips
+    data from the start without the session. Raises `SpecError` without settings.
     """
     settings = config()
     dist.init_process_group("gloo")
@@ -58,7 +58,7 @@ def main() -> None:
     ):
         for step in session.steps(int(settings["steps"])):
             began = time.monotonic()
-            spoiled = take_word(poison) if session.rank == 0 else ""
+            spoiled = take_text(poison) if session.rank == 0 else ""
             ids = (
                 order.rank_ids(step, session.rank, session.world_size)
                 if windows
@@ -72,21 +72,21 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def take_word(place: Path) -> str:
-    """What the file at `place` says, which is then gone; empty without one."""
-    if not place.exists():
+def take_text(path: Path) -> str:
+    """Read and delete the file at `path`. Return "" if there is none."""
+    if not path.exists():
         return ""
-    word = place.read_text()
-    place.unlink()
-    return word
+    text = path.read_text()
+    path.unlink()
+    return text
 
 
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Ids, is_spoiled: bool
 ) -> dict[str, Any]:
-    """One optimizer step; its loss, and digests of this rank's sample ids and of the weights.
+    """Run one optimizer step. Return its loss and digests of this rank's ids and of the weights.
 
-    Spoiled, its inputs are no numbers, as after an error of a device.
+    If `is_spoiled`, the inputs are NaN, as after a device error.
     """
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     inputs = features(torch.as_tensor(ids))
@@ -114,13 +114,13 @@ def train_step(
 
 
 def features(ids: torch.Tensor) -> torch.Tensor:
-    """Inputs of shape (samples, `WIDTH`) that follow from the sample ids alone."""
+    """Return inputs of shape (samples, `WIDTH`) that depend on the sample ids only."""
     columns = torch.arange(1, WIDTH + 1, dtype=torch.float32)
     return torch.sin(ids.to(torch.float32).unsqueeze(1) * columns / SAMPLES)
 
 
 def open_record(folder: Path, rank: int) -> IO[str]:
-    """This rank's file for this launch; attempt and launch 0 without an agent."""
+    """Open this rank's file for this launch. Without an agent, attempt and launch are 0."""
     attempt = int(os.environ.get(ATTEMPT, "0"))
     launch = int(os.environ.get(LAUNCH, "0"))
     folder.mkdir(parents=True, exist_ok=True)

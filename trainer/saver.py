@@ -1,4 +1,4 @@
-"""Saves as a session makes them: staged at a boundary, followed up at later ones, journaled."""
+"""A session's saves: staged at a step boundary, polled at later ones, and journaled."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.train_state import State
 
 BEAT_S: Final = 1.0
-# How long the look for a free slot may miss that it came free.
+# The longest delay until a slot that came free is seen.
 SLOT_WAIT_S: Final = 0.05
 
-# How much the newest copy counts in what a copy is taken to cost.
+# The weight of the newest copy in the moving average of a copy's cost.
 COPY_WEIGHT: Final = 0.3
 CRASH: Final = "crash"
 
@@ -39,9 +39,9 @@ Captured = tuple[State, dict[str, Any]]
 
 
 class PlanStatus(IntEnum):
-    """How a rank's plan fits its state; of all ranks' answers the largest counts.
+    """Whether a rank's plan fits its state. The largest value over all ranks counts.
 
-    AWAITED: it fits, and `.metadata` is still being made beside training.
+    AWAITED: it fits, and `.metadata` is still being made in the background.
     """
 
     FITS = 0
@@ -50,12 +50,12 @@ class PlanStatus(IntEnum):
 
 
 class Saver:
-    """Drives the checkpoint engine of one rank, and keeps count of what is in flight.
+    """Uses the checkpoint engine of one rank and keeps track of its saves in flight.
 
-    `capture` gives the live state at a boundary; `note_forms` is told, with all ranks, when a new
-    plan is made. What saves cost is measured on the way:
-    `copy_s`, seconds that a copy holds training up; `flush_s`, seconds from sealed to durable by
-    the newest manifest, on rank 0.
+    `capture` returns the live state at a boundary. `note_forms` is called with all ranks when a new
+    plan is made. The saver measures the cost of saves: `copy_s`, the seconds for which a copy
+    blocks training, and on rank 0 `flush_s`, the seconds from sealed to durable in the newest
+    manifest.
     """
 
     def __init__(
@@ -94,13 +94,14 @@ class Saver:
         self._has_warned = False
 
     def has_staged(self, step: int) -> bool:
-        """True when `step` is the last one staged, or the one restored: it needs no save."""
+        """True if `step` was the last to be staged or was restored, and needs no save."""
         return step == self._staged_step
 
     def pass_epoch(self) -> None:
-        """The state is no longer the restored one, though no step was complete since.
+        """Record that the state differs from the restored one although no step is complete.
 
-        A step staged here keeps the state from before the epoch's end, for its name is taken.
+        A step that was staged here keeps the state from before the epoch's end, because its
+        name is taken.
         """
         if self._staged_name is None:
             self._staged_step = NOWHERE
@@ -112,55 +113,55 @@ class Saver:
 
     @property
     def copy_s(self) -> float:
-        """What a copy costs, in seconds; assumed from its size until one was made."""
+        """The cost of a copy in seconds, estimated from its size before the first copy."""
         if self._copy_s is None:
             return first_copy_s(self.engine.tensor_bytes)
         return self._copy_s
 
     def began_at(self, step: int, checkpoint: str | None, manifest: Manifest | None) -> None:
-        """The state as restored: `step` needs no save, `checkpoint` is the first parent's id."""
+        """Record the restored `step`, which needs no save, and the first parent's id."""
         self._staged_step, self._parent = step, checkpoint
         is_ours = manifest is not None and manifest.run_uid == self._context.identity.run_uid
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
-                f"step {step} was in memory alone when the ranks died, and was committed then "
+                f"step {step} was in memory alone when the ranks died, and was then committed "
                 f"({manifest.bytes} bytes)"
             )
             self._note(EventKind.NOTE, text=text, checkpoint=manifest.name, step=step)
 
     def prepare(self) -> None:
-        """Plan for the state as it is; all ranks call it together. Raises `SaveError`."""
+        """Plan for the current state. All ranks call this together. Raises `SaveError`."""
         self._record.beat(Phase.SAVE)
-        # The former plan's saves end first; slow storage is no hang, so this rank says it lives.
+        # Saves of the old plan end first. Slow storage is no hang, so report that the rank lives.
         self.wait()
         self.engine.prepare(self._take_captured()[0], timeout_s=self._flush_timeout_s)
         self._note_forms(self._ranks)
         self.is_planned = True
 
     def begin(self, *, awaits_state: bool) -> None:
-        """Before the first step; all ranks call it together. Raises `SaveError`.
+        """Prepare saves before the first step. All ranks call this together. Raises `SaveError`.
 
-        Where a new run's first step will make optimizer state, the plan is made after it, and here
-        it is only seen that the state as it is can be saved.
+        If a new run's first step will create optimizer state, the plan is made after that step.
+        Here the ranks only check that the current state can be saved.
         """
         if not awaits_state or self._parent is not None:
             self.prepare()
             return
         state, rank = self._take_captured()[0], self._ranks.rank
         if not self._has_planner:
-            told = self._ranks.gather(lambda: problem_of(lambda: describe_rank(state), rank))
-            raise_problems([problem for problem in told if problem])
+            problems = self._ranks.gather(lambda: problem_of(lambda: describe_rank(state), rank))
+            raise_problems([problem for problem in problems if problem])
 
     def complete_plan(self, found: int) -> None:
-        """At a meeting before the first save: plan for state that was made since.
+        """At a meeting before the first save, plan for state that was created since.
 
-        All ranks call it with the worst of their looks. Raises `SaveError`.
+        All ranks call this with the largest status of `look`. Raises `SaveError`.
         """
         if found == PlanStatus.CHANGED and not self.has_saved:
             self.prepare()
 
     def look(self) -> PlanStatus:
-        """Capture the state for what this boundary brings, and see whether the plan fits it."""
+        """Capture the state for this boundary and return whether the plan fits it."""
         self._captured = None
         self._captured = self._take_captured()
         if self.engine.changes(self._captured[0]) is not None:
@@ -168,9 +169,9 @@ class Saver:
         return PlanStatus.AWAITED if self.engine.awaits_metadata else PlanStatus.FITS
 
     def make_fit(self, found: int) -> None:
-        """Before a save: plan again if need be. All ranks call it with the worst of their looks.
+        """Before a save, plan again if needed. All ranks call it with the largest `look` status.
 
-        Raises `SaveError` on all ranks when there can be no plan.
+        Raises `SaveError` on all ranks if no plan can be made.
         """
         if found == PlanStatus.AWAITED:
             self._record.beat(Phase.SAVE)
@@ -180,13 +181,13 @@ class Saver:
             self.prepare()
 
     def forget(self) -> None:
-        """Nothing more is done with what `look` captured."""
+        """Drop the state that `look` captured."""
         self._captured = None
 
     def save(self, *, step: int, reason: str) -> None:
-        """Stage the state as the checkpoint of `step`; returns as soon as it is sealed.
+        """Stage the state as the checkpoint of `step`. Return as soon as it is sealed.
 
-        Raises `SaveError` when it cannot be staged.
+        Raises `SaveError` if it cannot be staged.
         """
         self._record.beat(Phase.SAVE)
         state, document = self._take_captured()
@@ -204,7 +205,7 @@ class Saver:
         )
         if name is None:
             raise SaveError(
-                f"step {step}: no staging slot came free in {self._flush_timeout_s:.0f} s"
+                f"step {step}: no staging slot came free within {self._flush_timeout_s:.0f} s"
             )
         now = time.monotonic()
         self.in_flight[name] = step
@@ -221,7 +222,7 @@ class Saver:
         )
 
     def snapshot(self, step: int) -> None:
-        """Keep the state after `step` in memory, where a slot is free; never fails training."""
+        """Keep the state after `step` in memory if a slot is free. This never fails training."""
         state, document = self._take_captured()
         began = time.monotonic()
         metrics = dict(self._recorder.latest) if self._recorder else None
@@ -229,7 +230,7 @@ class Saver:
         try:
             is_kept = self.engine.snapshot(state, document, step=step, **facts)
         except SaveError as error:
-            # A changed state is planned again at the next meeting; until then there are none.
+            # The next meeting plans again for a changed state. Until then there are no snapshots.
             if not self._has_warned:
                 self._note(EventKind.NOTE, text=f"no snapshots from step {step} on: {error}")
             self._has_warned = True
@@ -238,7 +239,7 @@ class Saver:
             self._measure(time.monotonic() - began)
 
     def _take_captured(self) -> Captured:
-        """The state captured by `look`, once, or captured now."""
+        """Return the state that `look` captured, once, or capture it now."""
         captured, self._captured = self._captured, None
         if captured is None:
             began = time.monotonic()
@@ -252,17 +253,17 @@ class Saver:
         self._copy_s = former_s + COPY_WEIGHT * (cost_s - former_s)
 
     def passed_over(self, step: int) -> None:
-        """Note that a checkpoint was due but the storage is two of them behind."""
+        """Log that a checkpoint was due while both staging slots were still being written."""
         text = f"step {step}: no checkpoint, the last {SLOTS_PER_RANK} are still being written"
         self._note(EventKind.NOTE, text=text)
 
     def collect(self) -> None:
-        """Take up what became of saves since the last call; reads shared memory only."""
+        """Process the results of saves since the last call. This reads shared memory only."""
         for result in self.engine.poll():
             self._take(result)
 
     def wait(self) -> None:
-        """Wait until nothing is in flight, for the spec's `flush_timeout_s` at most."""
+        """Wait until no save is in flight, for the spec's `flush_timeout_s` at most."""
         give_up = time.monotonic() + self._flush_timeout_s
         self.collect()
         while self.in_flight and time.monotonic() < give_up:
@@ -271,32 +272,32 @@ class Saver:
                 self._take(result)
 
     def quiesce(self) -> None:
-        """Wait for what is in flight, and give up what is in memory alone."""
+        """Wait for saves in flight, and discard snapshots."""
         self.wait()
         self.engine.discard_snapshots()
 
     def give_up_snapshot(self, step: int) -> None:
-        """Give up a snapshot of `step`: its save will be of another state by the same name.
+        """Discard a snapshot of `step`, whose save will contain another state under that name.
 
-        Ranks then meet before any of them saves, so that no crash can commit some of both.
+        Ranks then meet before any of them saves, so that no crash can commit a mix of both.
         """
         self.engine.discard_snapshots(step)
 
     def _await_slot(self, give_up: float) -> None:
-        """Say that this rank lives while the storage is two saves behind, until `give_up`."""
+        """Report that this rank is alive while both slots are busy, until `give_up`."""
         while self.is_busy and time.monotonic() < give_up:
             self._record.beat(Phase.SAVE)
             for result in self.engine.wait(SLOT_WAIT_S):
                 self._take(result)
 
     def finish(self, *, step: int) -> None:
-        """Commit `step` unless it is committed, or just what was restored.
+        """Commit `step` unless it is already committed or was just restored.
 
-        Raises `SaveError` when the checkpoint of `step` did not become durable.
+        Raises `SaveError` if the checkpoint of `step` did not become durable.
         """
         if step != self._staged_step:
             self.collect()
-            # All ranks are here: the one collective that a last save takes.
+            # All ranks are here. This is the only collective of a last save.
             self.make_fit(self._ranks.largest([self.look()])[0])
             self.save(step=step, reason="final")
         self.wait()
@@ -308,14 +309,14 @@ class Saver:
         if problem:
             raise SaveError(
                 f"the last checkpoint, of step {step}, was not committed: {problem}. The newest "
-                f"committed one is {self._parent or 'none'}; make room or mend the storage, then "
+                f"committed one is {self._parent or 'none'}; free space or fix the storage, then "
                 "run the same command"
             )
 
     def _missing_manifest(self) -> str | None:
-        """Why the step staged last is not committed after all, whatever the flusher said of it.
+        """Return why the last staged step is not committed, although the flusher reported it.
 
-        Rank 0 looks: its node's flusher writes the manifest.
+        Only rank 0 checks, because its node's flusher writes the manifest.
         """
         name = self._staged_name
         if name is None or self._context.identity.rank != 0:
@@ -328,9 +329,9 @@ class Saver:
         return None if is_there else f"the flusher reported {name} as written, without a manifest"
 
     def close(self, *, is_orderly: bool) -> None:
-        """Let the engine go; what is sealed is finished by the flusher.
+        """Release the engine. The flusher finishes the sealed steps.
 
-        Snapshots too, unless this is an orderly end: then nothing more is to come of them.
+        It also commits snapshots, unless the end is orderly. An orderly end discards them.
         """
         if is_orderly:
             self.engine.discard_snapshots()
@@ -340,11 +341,11 @@ class Saver:
         self.in_flight.pop(result.checkpoint, None)
         facts: dict[str, Any] = {"checkpoint": result.checkpoint, "step": result.step}
         if not result.committed:
-            problem = result.error or "for no stated reason"
+            problem = result.error or "the flusher gave no reason"
             self._failed[result.step] = problem
             self._note(EventKind.SAVE_FAILED, **facts, error=problem)
             if self._recorder is not None:
-                # A full disk may take neither the checkpoint nor this line: training goes on.
+                # A full disk may refuse this line too. Training continues.
                 with contextlib.suppress(OSError):
                     print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
@@ -353,10 +354,10 @@ class Saver:
         self._note(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
 
     def _measured(self, directory: Path) -> dict[str, Any]:
-        """What the manifest says of a committed save; nothing when it was deleted meanwhile.
+        """Return the manifest's facts of a committed save, or {} if it has been deleted.
 
-        Called beside training. The moment at which training learns of a commit says nothing of how
-        long it took: an evaluation may lie between.
+        The recorder's thread calls this. The time at which training sees a commit does not show
+        how long the flush took, because an evaluation may lie between them.
         """
         manifest = read_manifest(directory)
         if manifest is None:

@@ -1,4 +1,4 @@
-"""`Session`: what makes a plain torchrun loop fault tolerant.
+"""`Session` makes a plain torchrun training loop fault tolerant.
 
     session = Session(model, optimizer, scheduler, extra={"ema": ema}, seed=0)
     for step in session.steps(total):
@@ -7,10 +7,10 @@
         session.log(loss=loss.item())
     session.close()
 
-Constructing it resumes from the newest believable checkpoint. `steps` counts from 1 and goes on
-after the restored step; between steps it saves when that is due, and it ends early when all ranks
-agreed to stop, with a last checkpoint committed. It works the same under an agent, under plain
-torchrun and in a single process.
+The constructor resumes from the newest checkpoint that verifies. `steps` counts from 1 and
+continues after the restored step. It saves between steps when a save is due. It ends early when all
+ranks have agreed to stop, after the last checkpoint is committed. A session works the same under an
+agent, under plain torchrun and in a single process.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ BETTER: Final = ("min", "max")
 
 
 class Session:
-    """One rank's part of a fault-tolerant run. Every rank makes one and uses it alike.
+    """One rank's part of a fault-tolerant run. Create it with the same arguments on every rank.
 
-    Also a context manager: leaving it by an exception saves nothing, records the traceback for
-    torchrun, and lets the exception go on.
+    A session is also a context manager. If the body raises, the session saves nothing, records the
+    traceback for torchrun and re-raises the exception.
     """
 
     best: dict[str, Any]
@@ -89,34 +89,34 @@ class Session:
         snapshots: int | str = "auto",
         planner: SavePlanner | None = None,
     ) -> None:
-        """Resumes here, unconditionally: make it after the model is sharded and moved.
+        """Resume the run unconditionally. Call this after the model is sharded and moved.
 
         Args:
-            model: plain, DDP, FSDP2, compiled; saved under its canonical names. Several are the
-                parts of one model, with names of their own.
+            model: a plain, DDP, FSDP2 or compiled module, saved under its canonical names. A
+                sequence holds the parts of one model, whose names must not overlap.
             optimizer: one, several, or none.
-            scheduler: anything with `state_dict` and `load_state_dict`; one, several, or none.
-            extra: further objects with a state, the same on all ranks (an EMA, a GradScaler).
-            per_rank: objects with a state of each rank's own, restored at the same world size
-                only (a loader, a `torch.Generator`).
+            scheduler: objects with `state_dict` and `load_state_dict`: one, several, or none.
+            extra: further objects with the same state on all ranks (an EMA, a GradScaler).
+            per_rank: objects with a different state on each rank (a loader, a `torch.Generator`).
+                They are restored only at the same world size.
             seed: orders the data, and seeds ranks that have no saved random state.
-            interval: steps (50), seconds ("300s", "10m") or "auto" between checkpoints; the
+            interval: time between checkpoints: steps (50), seconds ("300s", "10m") or "auto". The
                 run's spec has precedence.
-            directory: the run's folder when there is no agent; else `$HOLDFAST_ROOT/<script>`,
-                else `./runs/<script>`.
+            directory: the run's folder if there is no agent. The default is
+                `$HOLDFAST_ROOT/<script>` or, without that variable, `./runs/<script>`.
             best: a logged metric whose best value is kept, as ("eval_loss", "min").
-            mesh: of all ranks; each stage of its dimension "pp" saves into a folder of its own,
-                and along "pp", "tp", "cp" and "sp" ranks get the same samples.
-            strict: refuse a checkpoint with keys that the program lacks, or the reverse.
-            rename, exclude: saved names to new ones, and parts left as they are, for the one
-                checkpoint that does not fit; see `Fit`.
-            snapshots: steps between copies in memory, "auto" or "off"; the spec has precedence.
-            planner: a `SavePlanner` of torch's, asked at every save with all ranks, which costs
-                its collectives and has no snapshots; what it renames, `rename` gives back.
+            mesh: a device mesh of all ranks. Each stage of its dimension "pp" saves into its own
+                folder. Ranks along "pp", "tp", "cp" and "sp" get the same samples.
+            strict: refuse a checkpoint whose keys differ from the program's keys.
+            rename, exclude: saved names mapped to new names, and parts that are not loaded, for a
+                checkpoint that does not fit the program. See `Fit`.
+            snapshots: steps between copies in memory, "auto" or "off". The spec has precedence.
+            planner: a `SavePlanner` of torch, which all ranks call at every save. It costs its
+                collectives and disables snapshots. `rename` must reverse any name it changes.
 
-        Raises `PreflightError` when the process group or the flusher is missing,
-        `CheckpointError` when the checkpoint does not fit the program, `SessionError` when this
-        process has a Session that was not closed.
+        Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
+        if the checkpoint does not fit the program, and `SessionError` if this process already has
+        an open Session.
         """
         if best is not None and best[1] not in BETTER:
             raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
@@ -145,14 +145,14 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are complete; the one under way is the next."""
+        """The number of complete optimizer steps. The current step is the next one."""
         return self._loop.completed
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that a loop over `epochs` is in.
+        """The current epoch of a loop over `epochs`, counted from 0.
 
-        Without such a loop, that of the next step's data, or of the checkpoint after a resume.
+        Without such a loop: the epoch of the next step's data, or after a resume the checkpoint's.
         """
         return self._position.epoch
 
@@ -166,27 +166,28 @@ class Session:
 
     @property
     def run_directory(self) -> Path:
-        """The run's folder: the program may keep files of its own there."""
+        """The run's folder. The program may keep its own files there."""
         return self._context.run.directory
 
     @property
     def should_stop(self) -> bool:
-        """True once all ranks agreed to stop, and the last checkpoint has been committed."""
+        """True after all ranks agreed to stop and the last checkpoint was committed."""
         return self._loop.should_stop
 
     @property
     def stop_requested(self) -> bool:
-        """True once a stop is wanted. Ranks see it at slightly different times: a slow phase may
-        be cut short by it, but only where no collective depends on that."""
+        """True after a stop was requested. Ranks see this at slightly different times, so use it
+        to shorten a slow phase only where no collective depends on the result."""
         return self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
-        """Steps to do, counted from 1: from the one after the restored step up to `total`.
+        """Yield the step numbers, from the step after the restored one up to `total`.
 
-        A step is complete when the loop asks for the next. Ends early once all ranks agreed to
-        stop; the last checkpoint is committed by then. Raises `SaveError` when it could not be.
+        Steps count from 1. A step is complete when the loop asks for the next one. The iterator
+        ends early after all ranks agreed to stop and the last checkpoint was committed. Raises
+        `SaveError` if the last checkpoint could not be committed.
         """
         loop = self._loop
         if loop.epochs is None:
@@ -205,20 +206,20 @@ class Session:
             loop.finish()
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Epochs to do, counted from 0: from the one that is not finished yet up to `total` - 1.
+        """Yield the epoch numbers, from the first unfinished epoch up to `total` - 1.
 
-        What the loop's body does after the last step of an epoch (evaluation, a scheduler's step,
-        `checkpoint`) is the epoch's end. The end has been passed when the loop asks for the next
-        epoch. A resume from a checkpoint that was saved before that runs the end again, with no
-        steps before it where there are none left. Ends early once all ranks agreed to stop: then
-        `should_stop` is true and the end must be left out. Raises `SaveError` when the last
-        checkpoint could not be committed.
+        Epochs count from 0. The code after an epoch's last step (evaluation, a scheduler's step,
+        `checkpoint`) is the epoch's end. The end is complete when the loop asks for the next epoch.
+        A resume from a checkpoint that was saved before that runs the end again, without steps if
+        none are left. The iterator ends early after all ranks agreed to stop. Then `should_stop`
+        is true and the loop must skip the epoch's end. Raises `SaveError` if the last checkpoint
+        could not be committed.
         """
         loop, position = self._loop, self._position
         loop.promise(epochs=total)
         if position.open_epoch is None:
             position.open_epoch, position.in_epoch = self._began_in
-        # Of an epoch that had begun, the loader's iterator had been made.
+        # In an epoch that had already begun, the loader's iterator had already been created.
         self._begin(is_last=not position.in_epoch)
         if loop.enter():
             return
@@ -230,10 +231,11 @@ class Session:
         loop.finish()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of `loader`, each of which is one step.
+        """Yield the batches of `loader`. Each batch is one step.
 
-        A step is complete when the loop asks for the next batch. Ends early once all ranks agreed
-        to stop. Raises `SpecError` for a DataLoader with an order of its own and no state.
+        A step is complete when the loop asks for the next batch. The iterator ends early after all
+        ranks agreed to stop. Raises `SpecError` if `loader` is a DataLoader with an order of its
+        own and no state.
         """
         loop = self._loop
         check_order(loader)
@@ -251,76 +253,76 @@ class Session:
         loop.is_at_end = loop.epochs is not None
 
     def boundary(self) -> bool:
-        """Say that one more optimizer step is complete; True when this rank must leave now.
+        """Mark one more optimizer step as complete. Return True if this rank must leave now.
 
-        For loops that cannot be written over `steps`. Saves when a checkpoint is due. When it
-        returns True the last checkpoint has been committed.
+        Use it in loops that cannot iterate over `steps`. It saves when a checkpoint is due. When it
+        returns True, the last checkpoint has been committed.
         """
         return self._loop.boundary()
 
     def checkpoint(self) -> None:
-        """Ask for a checkpoint at the end of this step; every rank must ask alike."""
+        """Request a checkpoint at the end of this step. Every rank must call this."""
         self._loop.is_checkpoint_wanted = True
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
-        """Say that a slow phase runs: "eval", "compile", "load" or "save".
+        """Mark a slow phase: "eval", "compile", "load" or "save".
 
-        Its silence is judged by how long it took before; `beat` within it ends a silence.
-        Raises `SpecError` for another name.
+        The limit of silence depends on how long the phase took before. `beat` resets the silence.
+        Raises `SpecError` for any other name.
         """
         with self._loop.phase(name):
             yield self
 
     def beat(self) -> None:
-        """Say that this rank lives, from within a slow phase."""
+        """Report that this rank is alive, from within a slow phase."""
         self._record.beat(self._record.phase)
 
     # --- data -----------------------------------------------------------------------------
 
     def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:
-        """This rank's sample ids of the step under way, shape (global_batch / parts,), int64.
+        """Return this rank's sample ids of the current step, shape (global_batch / parts,), int64.
 
-        With `ahead` they are those of a later step, for a program that fetches before it trains.
-        There are as many parts as ranks, fewer where a mesh says that ranks work on the same. A
-        function of (seed, step, global batch, recorded skip windows): together the ranks see the
-        same samples at every rank count. Raises `SpecError` on a split that is not even, and on a
-        dataset smaller than the global batch.
+        With `ahead`, return those of a later step, for a program that fetches before it trains. The
+        number of parts is the number of ranks, or less if a mesh gives several ranks the same data.
+        The ids depend only on the seed, the step, the global batch and the recorded skip windows.
+        All ranks together see the same samples at every rank count. Raises `SpecError` if the
+        global batch does not divide evenly or is larger than the dataset.
         """
         return self._position.batch(dataset_size, global_batch, ahead)
 
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
-        """The same ids for a DataLoader: give it as `batch_sampler`, one batch for each step.
+        """Return a `batch_sampler` for a DataLoader, with the ids of `batch` for each step.
 
-        An iteration begins with the step under way. Suits torchdata's `StatefulDataLoader` too.
+        An iteration begins with the current step. It also works with `StatefulDataLoader`.
         """
         return self._position.sampler(dataset_size, global_batch, total)
 
     def distributed_sampler(
         self, dataset_size: int, global_batch: int, *, batch_size: int | None = None
     ) -> ElasticDistributedSampler:
-        """In place of torch's `DistributedSampler`: give it as a DataLoader's `sampler`.
+        """Return a DataLoader `sampler` that replaces torch's `DistributedSampler`.
 
-        An iteration gives this rank's single ids of what is left of the epoch. `batch_size` is
-        the loader's: global_batch / ranks, or less for gradient accumulation. Raises `SpecError`
-        when it does not divide that.
+        An iteration yields this rank's remaining ids of the epoch, one by one. `batch_size` is the
+        loader's: global_batch / ranks, or a divisor of it for gradient accumulation. Raises
+        `SpecError` if `batch_size` does not divide global_batch / ranks.
         """
         return self._position.distributed_sampler(dataset_size, global_batch, batch_size)
 
     @staticmethod
     def worker_init(_worker: int) -> None:
-        """Give it as a DataLoader's `worker_init_fn`: stop signals must not kill its workers.
+        """Protect a DataLoader's workers from stop signals. Pass this as `worker_init_fn`.
 
-        torchrun sends them to whole process groups. Workers still end when the loader or the
-        rank does, also where the loader is still in use at the program's end. Under an
-        agent they ignore these signals in any case.
+        torchrun sends these signals to whole process groups. Workers still end when the loader or
+        the rank ends, even if the loader is in use when the program ends. Under an agent, workers
+        always ignore these signals.
         """
         ignore_stop_signals()
 
     # --- metrics --------------------------------------------------------------------------
 
     def log(self, **values: float) -> None:
-        """Note metrics of the step under way; rank 0's are written, beside training."""
+        """Record metrics of the current step. Rank 0 writes its values in the background."""
         step = self._loop.step_under_way
         self.best = improved(self.best, self._best_of, values, step)
         if self._guard.metric in values:
@@ -329,20 +331,20 @@ class Session:
             self._recorder.log(step, values)
 
     def observe(self, loss: float | Tensor) -> None:
-        """Have this rank's loss of the step under way watched, without waiting for the GPU.
+        """Check this rank's loss of the current step, without waiting for the GPU.
 
-        `log` does it for a metric by the name of `loss`. What comes of one that is not finite, or
-        far above those before it, says the spec's `supervision.numerics`.
+        `log` does this for a metric named `loss`. The spec's `supervision.numerics` sets what
+        happens if the loss is not finite or far above earlier losses.
         """
         self._guard.observe(self.step + 1, loss)
 
     # --- the end --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Save what is not saved yet, wait until it is committed, and let everything go.
+        """Save the last step if needed, wait until it is committed, and release all resources.
 
-        A loop that was left in the middle of a step saves nothing: that state belongs to no
-        step. Raises `SaveError` when the last checkpoint could not be committed.
+        A loop that was left in the middle of a step saves nothing, because that state belongs to
+        no step. Raises `SaveError` if the last checkpoint could not be committed.
         """
         if self._is_closed:
             return
@@ -369,14 +371,14 @@ class Session:
         if error is None:
             self.close()
             return
-        # The other ranks may be anywhere: wait for none. The flusher commits what is sealed.
+        # The other ranks may be anywhere, so do not wait. The flusher commits sealed slots.
         self._failures.write(error)
         self._release(wait=False)
 
     # --- inside ---------------------------------------------------------------------------
 
     def _appear(self) -> None:
-        """Be seen on the node's status table; without an agent, be told of signals."""
+        """Register in the node's status table. Without an agent, also install signal handlers."""
         identity = self._context.identity
         self._record = self._context.status_table.record(identity.local_rank)
         self._record.register(identity.rank, NOWHERE)
@@ -384,13 +386,13 @@ class Session:
         self._record.beat(Phase.LOAD)
 
     def _begin(self, *, is_last: bool) -> None:
-        """Before the first step: the random generators are put where the resume left them."""
+        """Restore the random generators to their resumed state before the first step."""
         self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
 
     def _resume(
         self, interval: Interval, rhythm: SnapshotRhythm, planner: SavePlanner | None
     ) -> None:
-        """Take over the newest believable checkpoint; prepare the saves and stops to come."""
+        """Restore the newest checkpoint that verifies. Prepare later saves and stops."""
         self._saver = Saver(
             self._context,
             self._ranks,
@@ -439,11 +441,11 @@ class Session:
         )
         self._record.register(self.rank, found.step)
         self._saver.begin(awaits_state=awaits_state)
-        settles = not self._context.has_agent and self._context.identity.local_rank == 0
+        coordinates = not self._context.has_agent and self._context.identity.local_rank == 0
         self._stop_coordinator = (
-            StopCoordinator(self._context, self._loop.note) if settles else None
+            StopCoordinator(self._context, self._loop.note) if coordinates else None
         )
-        # What the program still does before its first step is its own loading.
+        # Work that the program still does before its first step counts as loading.
         self._record.beat(Phase.LOAD)
         atexit.register(self._at_exit)
 
@@ -459,7 +461,7 @@ class Session:
         return self._state.capture(progress)
 
     def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
-        """Let everything go; with `wait`, also wait for a flusher of our own to end.
+        """Release all resources. With `wait`, also wait until the session's own flusher has ended.
 
         Unless the end is orderly, the flusher commits the newest snapshot.
         """
@@ -481,7 +483,7 @@ class Session:
             self._ranks.close()
 
     def _abandon(self) -> None:
-        """The constructor failed: what it began ends as by a crash, and another one can be made."""
+        """Clean up after a failed constructor as after a crash, so that another can be created."""
         for name in ("_stop_coordinator", "_recorder", "_flags"):
             part = getattr(self, name, None)
             if part is not None:
@@ -492,5 +494,5 @@ class Session:
             self._context.close(wait=False)
 
     def _at_exit(self) -> None:
-        """A program that ends without `close` still gets its journal lines and metrics."""
+        """Write the journal lines and metrics of a program that ends without `close`."""
         self._release(wait=False)

@@ -1,9 +1,9 @@
-"""Whether a checkpoint fits a number of GPUs, and the memory that each of them then needs.
+"""Show whether a checkpoint fits a number of GPUs, and the memory that each GPU then needs.
 
     python -m holdfast.trainer.shape DIRECTORY --gpus N [--json]
 
-Read from the manifest and `.metadata` alone: neither the program nor a tensor is loaded. Which
-counts fit is `contracts.topology`'s to say.
+This reads only the manifest and `.metadata`. It loads neither the program nor any tensor.
+`contracts.topology` decides which counts fit.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ OPTIMIZER_STATE: Final = "optimizer.state."
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one rank needs, in bytes; the largest rank counts. Activations are not known here.
+    """The bytes that the largest rank needs, without activations.
 
-    `device` is parameters, gradients, optimizer state and the rest, where the model lives;
-    `staging` is the node's memory that the rank's two staging slots take.
+    `device` is the sum of parameters, gradients, optimizer state and the rest, on the model's
+    device. `staging` is the node memory of the rank's two staging slots.
     """
 
     gpus: int
@@ -56,10 +56,10 @@ class Shape:
 
 
 def foresee(directory: Path, gpus: int) -> Shape:
-    """The shape of the checkpoint in `directory` on `gpus` ranks.
+    """Return the shape of the checkpoint in `directory` on `gpus` ranks.
 
-    Raises `DamagedCheckpointError` when manifest or `.metadata` cannot be believed, and
-    `CheckpointError` when the checkpoint was never committed.
+    Raises `DamagedCheckpointError` if the manifest or `.metadata` is damaged, and `CheckpointError`
+    if the checkpoint was never committed.
     """
     manifest = read_manifest(directory)
     if manifest is None:
@@ -89,20 +89,20 @@ def foresee(directory: Path, gpus: int) -> Shape:
 
 
 def stage_folders(directory: Path) -> list[Path]:
-    """The directory itself, or its `pp{i}/` folders when a pipeline wrote it."""
+    """Return the directory itself, or its `pp{i}/` folders if a pipeline wrote it."""
     if (directory / METADATA).exists():
         return [directory]
     stages = sorted(directory.glob("pp*/.metadata"))
     if not stages:
         raise DamagedCheckpointError(
-            f"{directory}: has no {METADATA}; `holdfast verify` lists what else is missing",
+            f"{directory}: has no {METADATA}; `holdfast verify` lists all missing files",
             damaged=[f"{METADATA}: missing"],
         )
     return [path.parent for path in stages]
 
 
 def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:
-    """Bytes of the largest rank of one stage, by part; `image` is its share of the files."""
+    """Return the bytes of one stage's largest rank, by part. `image` is its share of the files."""
     parts = dict.fromkeys(("parameters", "gradients", "optimizer", "other", "image"), 0)
     tensors = {
         key: entry
@@ -115,7 +115,7 @@ def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:
         own = shard_bytes(entry, now, then)
         if key.startswith(MODEL):
             parts["parameters"] += own
-            # What the optimizer keeps a state for is what gradients are made for.
+            # A parameter with optimizer state also has a gradient.
             if key.removeprefix(MODEL) in trained:
                 parts["gradients"] += own
         elif key.startswith(OPTIMIZER):
@@ -128,10 +128,10 @@ def weigh(metadata: Metadata, now: Degrees, then: Degrees) -> dict[str, int]:
 
 
 def shard_bytes(entry: TensorStorageMetadata, now: Degrees, then: Degrees) -> int:
-    """Bytes of the largest part of one tensor once the degrees are `then`.
+    """Return the bytes of one tensor's largest part under the degrees `then`.
 
-    The saved chunks tell how it was cut: into as many as the data-parallel ranks, or the ranks of
-    a fixed dimension, or both, or not at all.
+    The number of saved chunks shows how the tensor was cut: by the data-parallel ranks, by the
+    ranks of a fixed dimension, by both, or not at all.
     """
     chunks = len(entry.chunks)
     whole = math.prod(entry.size) * entry.properties.dtype.itemsize
@@ -144,7 +144,7 @@ def shard_bytes(entry: TensorStorageMetadata, now: Degrees, then: Degrees) -> in
         cut = [d for d, size in enumerate(first) if size < entry.size[d]]
         axis = cut[0] if cut else axis
     elif now.data == 1:
-        # FSDP2 and the field's default cut the first dimension.
+        # FSDP2 cuts the first dimension, as is the common default.
         axis = 0
     rows = entry.size[axis]
     return whole // max(rows, 1) * -(-rows // parts)
@@ -159,7 +159,7 @@ def _parts_then(chunks: int, now: Degrees, then: Degrees) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 it fits, 1 it does not or the checkpoint is bad, 2 the call was wrong."""
+    """Return 0 if the checkpoint fits, 1 if not or if it is bad, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.shape", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gpus", type=int, required=True)

@@ -1,7 +1,7 @@
-"""Signals that become a flag, and exceptions that become torchrun's error file.
+"""Signal handlers that set a flag, and the record of exceptions in torchrun's error file.
 
-Handlers are installed only where there is no agent: under one, TERM and USR2 are ignored by the
-whole tree, and the agent turns them into the stop agreement.
+Handlers are installed only without an agent. Under an agent, the whole process tree ignores TERM
+and USR2, and the agent starts the stop agreement.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class SignalFlags:
-    """TERM and USR2 set a word in the rank's record, from construction until `close`."""
+    """Sets a flag in the rank's record on TERM and USR2, from construction until `close`."""
 
     def __init__(self, record: RankRecord) -> None:
-        """Does nothing outside the main thread, where Python allows no handlers."""
+        """Install the handlers. Only the main thread can: elsewhere this does nothing."""
         self._previous: dict[signal.Signals, Any] = {}
         if threading.current_thread() is not threading.main_thread():
             return
@@ -42,29 +42,29 @@ class SignalFlags:
         os.register_at_fork(after_in_child=self._forget_in_child)
 
     def close(self) -> None:
-        """Put back the handlers that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
     def _forget_in_child(self) -> None:
-        """A forked child shares the status table: `terminate()` on it must not stop the run."""
+        """Reset a forked child's handlers: `terminate()` on the child must not stop the run."""
         for number in self._previous:
             signal.signal(number, signal.SIG_DFL)
         self._previous.clear()
 
 
 def ignore_stop_signals() -> None:
-    """Let this process, a helper of a rank, outlive the signals that stop the run."""
+    """Ignore the signals that stop the run, in a helper process of a rank."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_deaf_helpers_at_exit() -> None:
-    """When the program ends, end the daemonic children that ignore stop signals.
+    """Register a hook that ends the daemonic children that ignore stop signals.
 
-    `multiprocessing` sends its daemons TERM when the interpreter ends and then waits for them
-    without a limit. A loader that is still referenced by then would keep its rank for ever.
+    When the interpreter ends, `multiprocessing` sends TERM to its daemons and waits for them
+    without a limit. A loader that is still referenced then would block its rank forever.
     """
     atexit.unregister(_end_deaf_helpers)
     atexit.register(_end_deaf_helpers)
@@ -73,14 +73,14 @@ def end_deaf_helpers_at_exit() -> None:
 def _end_deaf_helpers() -> None:
     deaf = [child for child in multiprocessing.active_children() if _is_deaf(child)]
     if deaf and threading.current_thread() is threading.main_thread():
-        # torch's loader takes a worker's death for an error, which it is not any more.
+        # torch's loader reports a dead worker as an error, which is wrong at the end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in deaf:
         child.kill()
 
 
 def _is_deaf(child: BaseProcess) -> bool:
-    """True for a daemon that ignores TERM."""
+    """Return True for a daemon that ignores TERM."""
     try:
         status = Path(f"/proc/{child.pid}/status").read_text()
     except OSError:
@@ -90,7 +90,7 @@ def _is_deaf(child: BaseProcess) -> bool:
 
 
 class FailureRecord:
-    """Writes the first uncaught exception where torchrun and the agent look for it."""
+    """Writes the first uncaught exception to the file that torchrun and the agent read."""
 
     def __init__(self) -> None:
         self._recorded: BaseException | None = None
@@ -99,23 +99,23 @@ class FailureRecord:
         sys.excepthook = self._hook
 
     def write(self, error: BaseException) -> None:
-        """Write `error` to the file that torchrun named, once; nothing without torchrun."""
+        """Write `error` once to torchrun's error file. Without torchrun, do nothing."""
         if error is self._recorded or not isinstance(error, Exception):
             return
         self._recorded = error
         trace = error.__traceback__
         try:
-            # torchrun's handler formats the exception that is being handled, so it must be.
+            # torchrun's handler formats the exception being handled, so raise it first.
             raise error
         except Exception as current:
-            # Whatever the program raised is recorded with its own traceback, without this frame.
+            # Record the program's traceback without this frame.
             current.__traceback__ = trace
             get_error_handler().record_exception(current)
         finally:
             error.__traceback__ = trace
 
     def close(self) -> None:
-        """Put back the hook that was there before, unless another one came after ours."""
+        """Restore the previous hook, unless another hook was installed after this one."""
         if sys.excepthook is self._hook:
             sys.excepthook = self._previous_hook
 

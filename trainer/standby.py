@@ -1,9 +1,9 @@
-"""A rank made ready before it is needed: Python and the libraries loaded, waiting for a word.
+"""A warm standby rank: it loads Python and the libraries and waits for the signal to start.
 
-`python -u -m holdfast.trainer.standby <program …>`, by torchrun, in the environment of the
-launch to come. Loading torch takes seconds, which a restart then does not pay. At the word
-the program runs as Python itself would have run it: the same `argv`, import path, `__main__` and
-traceback. No GPU is touched before.
+torchrun starts `python -u -m holdfast.trainer.standby <program …>` in the environment of the next
+launch. Loading torch takes seconds, which a restart then saves. On the signal, the program runs as
+under Python itself, with the same `argv`, import path, `__main__` and traceback. The standby uses
+no GPU before that.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Final
 
 from holdfast.contracts import environment
 
-# What a program with a session has loaded before its first step.
+# The modules that a program with a session has loaded before its first step.
 PRELOADED: Final = ("torch", "torch.distributed", "holdfast.trainer.session")
-# Variables that these libraries look at once, when they are loaded.
+# Variables that these libraries read when they are loaded.
 READ_WHEN_LOADED: Final = (
     *("ATEN_", "BLIS_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "HIP_", "KMP_"),
     *("LD_", "MALLOC_", "MKL_", "NCCL_", "NPY_", "NUMPY_", "NVIDIA_", "OMP_", "ONEDNN_"),
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "VECLIB_"),
 )
-# What loading them sets by itself.
+# Variables that the libraries set while they are loaded.
 SET_WHEN_LOADED: Final = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 UNUSED_EXIT_CODE: Final = 75
 
 
 def main(command: Sequence[str]) -> None:
-    """Load, wait, and be the program `command`: `script …` or `-m module …`."""
+    """Load the libraries, wait, and run the program `command`: `script …` or `-m module …`."""
     standby_pipe = os.environ.pop(environment.STANDBY_PIPE)
     set_up_interpreter(command)
     for name in PRELOADED:
@@ -48,7 +48,7 @@ def main(command: Sequence[str]) -> None:
 
 
 def set_up_interpreter(command: Sequence[str]) -> None:
-    """Set what Python sets by its command line, before anything is loaded by it."""
+    """Set `sys.argv` and the import path as Python's command line would, before any import."""
     is_module = command[0] == "-m"
     sys.argv[:] = command[1:] if is_module else command
     sys.orig_argv[:] = [sys.orig_argv[0], "-u", *command]
@@ -58,7 +58,7 @@ def set_up_interpreter(command: Sequence[str]) -> None:
 
 
 def wait_for_release(standby_pipe: str) -> bool:
-    """True when the agent wants this rank; False when it is gone, and nobody will."""
+    """Return True when the agent starts this rank, or False if the agent has ended."""
     try:
         with open(standby_pipe, "rb", buffering=0) as stream:
             return bool(stream.read(1))
@@ -67,7 +67,7 @@ def wait_for_release(standby_pipe: str) -> bool:
 
 
 def run_program(command: Sequence[str]) -> None:
-    """Run a script, or a module after `-m`, as `__main__`, in a module of its own."""
+    """Run a script, or a module after `-m`, as `__main__` in a new module."""
     spec = _spec_of(command[1]) if command[0] == "-m" else None
     loader = spec.loader if spec else None
     if spec is not None and isinstance(loader, SourceFileLoader):
@@ -75,7 +75,7 @@ def run_program(command: Sequence[str]) -> None:
     elif command[0] != "-m" and os.path.isfile(command[0]):
         loader = SourceFileLoader("__main__", os.path.abspath(command[0]))
     else:
-        # An archive, a folder with a `__main__.py`, a module that is not there.
+        # An archive, a folder with a `__main__.py`, or a missing module.
         run = runpy.run_path if command[0] != "-m" else partial(runpy.run_module, alter_sys=True)
         run(command[command[0] == "-m"], run_name="__main__")
         return
@@ -94,14 +94,14 @@ def run_program(command: Sequence[str]) -> None:
     try:
         exec(code, vars(module))
     except Exception as error:
-        # The traceback begins where the program does.
+        # Begin the traceback at the program's own first frame.
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Where a module lies, or the `__main__` of a package; None when there is none."""
+    """Return the spec of a module, or of a package's `__main__`. None if there is none."""
     with contextlib.suppress(ImportError):
         spec = find_spec(name)
         is_package = spec is not None and spec.submodule_search_locations is not None
@@ -112,9 +112,9 @@ def _spec_of(name: str) -> ModuleSpec | None:
 def changed_variables(
     now: Mapping[str, str] | None = None, initial: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Variables that the program has changed and that count when libraries are loaded.
+    """Return the changed environment variables that libraries read when they are loaded.
 
-    For such a program libraries cannot be loaded ahead. By default of this process.
+    If there are any, libraries cannot be loaded ahead. The default arguments mean this process.
     """
     now = os.environ if now is None else now
     initial = initial_environment() if initial is None else initial
@@ -124,7 +124,7 @@ def changed_variables(
 
 
 def initial_environment() -> dict[str, str]:
-    """The environment that this process was started with."""
+    """Return the environment that this process was started with."""
     try:
         with open("/proc/self/environ", "rb") as stream:
             pairs = [entry.partition(b"=") for entry in stream.read().split(b"\0") if entry]

@@ -1,7 +1,7 @@
-"""The stop coordinator where there is no agent: a thread of each node's local rank 0.
+"""The stop coordinator if there is no agent: a thread of each node's local rank 0.
 
-Node 0's looks for signals that any rank caught, for the run's stop file and for ranks whose loss
-is bad, and brings all ranks to one step by the agreement; the others answer it over the channel.
+The thread of node 0 checks for signals that any rank caught, for the run's stop file and for bad
+losses. It brings all ranks to one step by agreement. The other nodes answer over the channel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.trainer.rank_context import RankContext
 
 POLL_S: Final = 0.05
 LOOK_S: Final = 0.5
-# A node that is silent for so long joins again; signals of this node are not heard meanwhile.
+# A node that is silent for longer joins again. Until then its signals are not seen.
 LOOK_TIMEOUT_S: Final = 2.0
 TRIES_MAX: Final = 5
 RETRY_S: Final = 1.0
@@ -38,7 +38,7 @@ class StopCoordinator:
     """Runs from construction until `close`, or until the ranks have agreed to stop."""
 
     def __init__(self, context: RankContext, note: Callable[..., None]) -> None:
-        """`note(kind, **data)` takes journal events; it is called on node 0 only."""
+        """Start the thread. `note(kind, **data)` writes journal events, on node 0 only."""
         self._context = context
         self._note = note
         self._is_closing = threading.Event()
@@ -54,7 +54,7 @@ class StopCoordinator:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; waits `JOIN_S` seconds at most."""
+        """End the thread. Wait at most `JOIN_S` seconds."""
         self._is_closing.set()
         self._thread.join(JOIN_S)
         if self._host is not None:
@@ -82,24 +82,24 @@ class StopCoordinator:
         peers = list(self._host.peers.values()) if self._host else []
         caught = 0
         for peer in peers:
-            # A lost node is torchrun's to notice; its silence is no wish to stop.
+            # torchrun detects a lost node. The node's silence is not a stop request.
             with contextlib.suppress(ConnectionError):
-                said = peer.call("newest", timeout_s=LOOK_TIMEOUT_S)
-                caught = max(caught, int(said["signal"]))
-                self._asked = max(self._asked, int(said["asked"]))
+                answer = peer.call("newest", timeout_s=LOOK_TIMEOUT_S)
+                caught = max(caught, int(answer["signal"]))
+                self._asked = max(self._asked, int(answer["asked"]))
         return self._signal_name(caught)
 
     def _is_meeting(self) -> bool:
-        """True while a rank may not have seen yet that it should meet the others.
+        """Return True while a rank may not yet have seen that it should meet the others.
 
-        Nothing can be proposed then: see `contracts.agreement`.
+        No step can be proposed meanwhile: see `contracts.agreement`.
         """
         if self._meets_after is not None and self._oldest() > self._meets_after:
             self._meets_after = None
         return self._meets_after is not None
 
     def _oldest(self) -> int:
-        """The oldest step that a rank is in, `NOWHERE` where a node does not say."""
+        """Return the oldest current step of any rank, or `NOWHERE` if a node does not answer."""
         oldest = self._context.status_table.oldest_entered
         for peer in self._host.peers.values() if self._host else ():
             try:
@@ -109,7 +109,7 @@ class StopCoordinator:
         return oldest
 
     def _meet(self) -> None:
-        """Bring all ranks together about a bad loss; tried again at the next look if need be."""
+        """Bring all ranks together because of a bad loss. On failure, the next poll retries."""
         asked, first = self._asked, self._serial
         self._serial += ROUNDS_MAX
         try:
@@ -154,13 +154,13 @@ class StopCoordinator:
             try:
                 member = ChannelMember(self._context.attempt.channel, hello)
             except AgreementError:
-                # Node 0 never listened: it is gone, or the run ended before this node looked.
+                # Node 0 never listened: it has ended, or the run ended before this node connected.
                 return
             with contextlib.closing(member):
                 try:
                     self._answer(member)
                 except DismissedError:
-                    # This thread was held up for a while; the ranks train on, so it joins again.
+                    # This thread was delayed while the ranks kept training, so join again.
                     continue
                 except ConnectionError:
                     return
