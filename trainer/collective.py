@@ -162,7 +162,7 @@ class HierarchicalGroup:
         return self._gather(value, self._mates)
 
     def gather_firsts(self, value: Any) -> list[Any]:
-        """Return the values of the nodes' first ranks on the root, [] on others. First ranks only."""
+        """Return the values of the nodes' first ranks on the root. First ranks only."""
         return self._gather(value, self._firsts)
 
     def scatter_firsts(self, values: Sequence[Any]) -> Any:

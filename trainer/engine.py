@@ -425,8 +425,8 @@ class CheckpointEngine:
             content = to_json(dict(train_state))
         except (TypeError, ValueError) as error:
             raise SaveError(
-                f"the train state is not JSON: {error}; put tensors into the state. The train state "
-                "takes numbers, text, lists and mappings"
+                f"the train state is not JSON: {error}; put tensors into the state. The train "
+                "state takes numbers, text, lists and mappings"
             ) from error
         if len(content) > TRAIN_STATE_BYTES_MAX:
             raise SaveError(

@@ -160,7 +160,7 @@ def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
     assert_as_stock(state, model, optimizer)
     model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
     # The optimizer still has the parameters that were replaced: that is the program's mistake.
-    with pytest.raises(CheckpointError, match="12 parameters that are not of the model"):
+    with pytest.raises(CheckpointError, match="12 parameters that are not in the model"):
         state.capture(PROGRESS)
 
 
@@ -211,7 +211,7 @@ def test_several_models_have_one_space_of_names() -> None:
             parameter.zero_()
     load(several, saved)
     assert torch.equal(whole["a"].weight, saved[0]["model"]["a.weight"])
-    with pytest.raises(CheckpointError, match=r"tensors of one name: a\.bias, a\.weight"):
+    with pytest.raises(CheckpointError, match=r"tensors with the same name: a\.bias, a\.weight"):
         TrainState([parts[0], parts[0]], [], rank=0, world_size=1)
     with pytest.raises(CheckpointError, match=r"two optimizers have the parameters a\.bias"):
         TrainState(parts, [optimizers[0], optimizers[0]], rank=0, world_size=1)

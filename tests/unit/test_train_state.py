@@ -79,7 +79,7 @@ def test_what_only_a_pickle_could_hold_is_refused_by_name(value: Any) -> None:
 def test_state_that_holds_itself_is_refused() -> None:
     knot: list[Any] = []
     knot.append(knot)
-    with pytest.raises(CheckpointError, match="does it hold itself"):
+    with pytest.raises(CheckpointError, match="does it contain itself"):
         plain.encode(knot, "x")
 
 

@@ -1,1 +1,1 @@
-"""Which samples a step trains on, at every count of ranks alike."""
+"""The samples of each training step, the same at every rank count."""

@@ -1,15 +1,15 @@
-"""Data order: which samples a step trains on, as a pure function that knows no rank count.
+"""Data order: the samples of each training step, as a pure function without the rank count.
 
-The samples of step s (counted from 1) take the positions (s - 1) * global_batch onwards of an
-endless sequence that visits every sample once per epoch, each epoch in an order of its own. A
-rank takes its slice of the step's samples, so two ranks see together what four would see.
+An endless sequence visits every sample once per epoch, in a different order in each epoch. The
+samples of step s, counted from 1, begin at position (s - 1) * global_batch. A rank takes its slice
+of the step's samples, so two ranks together see the same samples as four.
 
-The order of an epoch is a keyed permutation, computed for the asked positions only: nothing of
-the size of the dataset is ever held, and position p costs the same for any p. It is a balanced
-Feistel cipher on the next even number of bits, restricted to range(n) by cycle walking: Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002. Its round function is the
-finaliser of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014. The order is a promise: it never changes between versions.
+The order of an epoch is a keyed permutation, computed only for the requested positions. No data of
+the dataset's size is held, and position p costs the same for any p. It is a balanced Feistel cipher
+on the next even number of bits, restricted to range(n) by cycle walking: Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", CT-RSA 2002. Its round function is the finaliser of
+SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
+The order is a promise: it never changes between versions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MASK: Final = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SkipWindow:
-    """From step `first_step` on, the data of `steps` steps is passed over, at every rank count."""
+    """Skip the data of `steps` steps from step `first_step` on, at every rank count."""
 
     first_step: int
     steps: int
@@ -43,7 +43,7 @@ class SkipWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOrder:
-    """The order of one dataset under one global batch; frozen, cheap, the same on all ranks."""
+    """The order of one dataset under one global batch. Frozen, and the same on all ranks."""
 
     samples: int
     global_batch: int
@@ -57,23 +57,23 @@ class DataOrder:
             raise SpecError(f"a global batch of {self.global_batch}: expected 1 or more")
 
     def position(self, step: int) -> int:
-        """Samples that come before step `step` (1 is the first), skip windows counted in."""
+        """The number of samples before step `step`, counted from 1, including skip windows."""
         skipped = sum(w.steps for w in self.skips if step >= w.first_step)
         return (step - 1 + skipped) * self.global_batch
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, in which the first sample of step `step` lies."""
+        """The epoch, from 0, of the first sample of step `step`."""
         return self.position(step) // self.samples
 
     def step_ids(self, step: int) -> Ids:
-        """All sample ids of step `step`, shape (global_batch,), int64 in range(samples)."""
+        """Return the sample ids of step `step`, shape (global_batch,), int64 in range(samples)."""
         start = self.position(step)
         return ids_at(start, self.global_batch, self.samples, self.seed)
 
     def rank_ids(self, step: int, rank: int, world_size: int) -> Ids:
-        """The slice of `step_ids` for one rank, shape (global_batch // world_size,), int64.
+        """Return one rank's slice of `step_ids`, shape (global_batch // world_size,), int64.
 
-        Raises `SpecError` when the global batch does not split evenly over the ranks.
+        Raises `SpecError` if the global batch does not split evenly over the ranks.
         """
         share = local_batch(self.global_batch, world_size)
         start = self.position(step) + rank * share
@@ -84,17 +84,17 @@ class Batch(np.ndarray[Any, np.dtype[np.int64]]):
     """A rank's sample ids of one step, shape (local_batch,), int64."""
 
     def micro(self, samples_max: int) -> list[Ids]:
-        """The ids in equal parts of at most `samples_max`, for gradient accumulation.
+        """Split the ids into equal parts of at most `samples_max`, for gradient accumulation.
 
-        Scale each part's mean loss by 1 / len(parts): the sum of the gradients is then that of
-        the whole batch, whatever the number of ranks. Raises `SpecError` below one sample.
+        Scale each part's mean loss by 1 / len(parts). The sum of the gradients then equals that of
+        the whole batch at any number of ranks. Raises `SpecError` if `samples_max` is below 1.
         """
         parts = micro_parts(len(self), samples_max)
         return [np.asarray(part) for part in np.split(self, parts)]
 
 
 def local_batch(global_batch: int, world_size: int) -> int:
-    """Samples per rank and step. Raises `SpecError` that names sizes which would work."""
+    """Return the samples per rank and step. Raises `SpecError` with sizes that would work."""
     share, rest = divmod(global_batch, world_size)
     if rest == 0 and share > 0:
         return share
@@ -108,7 +108,7 @@ def local_batch(global_batch: int, world_size: int) -> int:
 
 
 def micro_parts(samples: int, samples_max: int) -> int:
-    """The fewest equal parts of `samples` that hold at most `samples_max` each."""
+    """Return the fewest equal parts of `samples` with at most `samples_max` in each."""
     if samples_max < 1:
         raise SpecError(f"micro-batches of {samples_max} samples: expected 1 or more")
     at_least = -(-samples // samples_max)
@@ -116,7 +116,7 @@ def micro_parts(samples: int, samples_max: int) -> int:
 
 
 def ids_at(start: int, count: int, samples: int, seed: int) -> Ids:
-    """Sample ids at positions `start` to `start + count - 1` of the endless sequence, int64."""
+    """Return ids at positions `start` to `start + count - 1` of the endless sequence, int64."""
     found = np.empty(count, dtype=np.int64)
     done = 0
     while done < count:
@@ -129,17 +129,17 @@ def ids_at(start: int, count: int, samples: int, seed: int) -> Ids:
 
 
 def permute(places: _Words, samples: int, seed: int, epoch: int) -> _Words:
-    """The image of `places` under the permutation of range(samples) keyed by (seed, epoch).
+    """Return the image of `places` under the permutation of range(samples) for (seed, epoch).
 
-    `places` is uint64 of any shape, each below `samples`; the answer has the same shape.
+    `places` is uint64 of any shape, with values below `samples`. The result has the same shape.
     """
     half = max(1, ((samples - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     walked = _encrypt(places, half, keys)
     limit = np.uint64(samples)
-    # The cipher permutes 4 ** half places, fewer than 4 * samples but for the smallest sets. A
-    # place outside range(samples) is sent on along its cycle, which leads back inside, because
-    # it began inside: the walk takes at most 4 ** half rounds, and about 4 of them on average.
+    # The cipher permutes 4 ** half places, which is below 4 * samples except for the smallest sets.
+    # A place outside range(samples) moves on along its cycle. The cycle began inside the range, so
+    # it leads back inside. The walk takes at most 4 ** half rounds, and about 4 on average.
     for _ in range(4**half):
         outside = walked >= limit
         if not outside.any():
@@ -149,12 +149,12 @@ def permute(places: _Words, samples: int, seed: int, epoch: int) -> _Words:
 
 
 def parse_skips(value: Iterable[Any]) -> tuple[SkipWindow, ...]:
-    """Skip windows from JSON: pairs [first_step, steps], in any order, equal ones once."""
+    """Return skip windows from JSON pairs [first_step, steps], sorted and without duplicates."""
     return tuple(SkipWindow(*pair) for pair in sorted({(int(a), int(b)) for a, b in value}))
 
 
 def joined(skips: Iterable[SkipWindow], pairs: Iterable[Any]) -> tuple[SkipWindow, ...]:
-    """Windows and pairs [first_step, steps], each once."""
+    """Return windows and pairs [first_step, steps] together, without duplicates."""
     return parse_skips([*((w.first_step, w.steps) for w in skips), *pairs])
 
 
@@ -174,7 +174,7 @@ def _encrypt(places: _Words, half: int, keys: list[int]) -> _Words:
 
 
 def _mix(words: _Words) -> _Words:
-    """The SplitMix64 finaliser, on arrays; uint64 products wrap as they should."""
+    """Apply the SplitMix64 finaliser to arrays. The uint64 products wrap as intended."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: _Words = words ^ (words >> np.uint64(31))
@@ -182,7 +182,7 @@ def _mix(words: _Words) -> _Words:
 
 
 def _mix_int(word: int) -> int:
-    """The same on one Python integer, taken modulo 2 ** 64."""
+    """Apply the same function to one Python integer, modulo 2 ** 64."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK

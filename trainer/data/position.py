@@ -1,4 +1,4 @@
-"""Where a run stands in its data: the order in use, and how it continues the restored one."""
+"""A run's position in its data: the current order, and how it continues the restored one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSamp
 
 
 class Position:
-    """The data of one rank's session, as a function of the steps that are complete.
+    """The data of one rank's session, as a function of the complete steps.
 
-    `completed` is their number, which the session's loop counts up; `former` is what the restored
-    checkpoint says of its data, empty when there is none.
+    `completed` is the number of complete steps. The session's loop increments it. `former` is the
+    restored checkpoint's record of its data, empty without a checkpoint.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Position:
         epoch: int | None = None,
         begins: Callable[[], None] | None = None,
     ) -> None:
-        """`epoch` is the one whose end had not been passed when the checkpoint was saved.
+        """`epoch` is the epoch whose end was not complete when the checkpoint was saved.
 
-        `begins` is called when a sampler's first ids are asked for, before any is given.
+        `begins` is called before a sampler gives its first ids.
         """
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self._skips, self._former, self.completed = skips, dict(former), completed
-        # The epoch that the program's own loop is in, where it goes by `Session.epochs`.
+        # The current epoch of the program's loop, if it uses `Session.epochs`.
         self.open_epoch: int | None = None
-        # True once a step of that epoch is complete; its end is then still to come.
+        # True after a step of that epoch is complete, until the epoch's end is complete.
         self.in_epoch = False
-        # True from the first step of this launch on, where the loop goes by `Session.steps`.
+        # True after the first step of this launch began, in a loop over `Session.steps`.
         self.has_begun, self._given_before = False, 0
         self._begins, self._restored = begins, (completed, epoch)
         self._order: DataOrder | None = None
@@ -51,11 +51,11 @@ class Position:
 
     @property
     def reached(self) -> int:
-        """The last step that ids were drawn for, which may be ahead of training."""
+        """The last step for which ids were drawn. It may be ahead of training."""
         return max([self.completed, *(sampler.reached for sampler in self._samplers)])
 
     def pass_over(self, windows: Sequence[SkipWindow]) -> None:
-        """Pass over more data, from steps on that no rank has drawn ids for."""
+        """Skip more data, from steps for which no rank has drawn ids."""
         self._skips = joined(self._skips, [(w.first_step, w.steps) for w in windows])
         if self._order is not None:
             self._order = replace(self._order, skips=self._skips)
@@ -64,14 +64,14 @@ class Position:
 
     @property
     def next_step(self) -> int:
-        """The step under way, or the next one, from 1."""
+        """The current step, or the next one, counted from 1."""
         return self.completed + 1
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the program's loop is in, else that of the next step's data.
+        """The epoch, from 0, of the program's loop, or else of the next step's data.
 
-        Without a loop over epochs it is 0 while no order is known.
+        Without a loop over epochs, it is 0 until an order is known.
         """
         if self.open_epoch is not None:
             return self.open_epoch
@@ -83,39 +83,39 @@ class Position:
         return int(self._former.get("position", 0)) // max(int(self._former.get("samples", 1)), 1)
 
     def finish_step(self) -> int:
-        """One more step is complete; returns its number."""
+        """Complete one more step. Return its number."""
         self.completed += 1
         self.in_epoch = self.open_epoch is not None
         return self.completed
 
     def finish_epoch(self) -> None:
-        """The end of the open epoch has been passed."""
+        """Complete the end of the open epoch."""
         assert self.open_epoch is not None
         self.open_epoch, self.in_epoch = self.open_epoch + 1, False
 
     @property
     def is_at_end_of_epoch(self) -> bool:
-        """True when the data of the epoch that the loop is in has been used up."""
+        """True if the data of the loop's current epoch is used up."""
         if self.open_epoch is None or self._order is None:
             return False
         return self._order.epoch(self.next_step) > self.open_epoch
 
     def begin(self) -> None:
-        """A sampler's ids are asked for; the first call alone does something."""
+        """Prepare for a sampler's first ids. Later calls do nothing."""
         begins, self._begins = self._begins, None
         if begins is not None:
             begins()
-            self._look_for_lost_end()
+            self._warn_of_lost_end()
 
     def order(self, samples: int, global_batch: int) -> DataOrder:
-        """The order of a dataset; says so when it is not the one that was trained with before.
+        """Return the order of a dataset. Print a warning if it differs from the former order.
 
-        Raises `SpecError` where a step would hold samples twice.
+        Raises `SpecError` if a step would contain a sample twice.
         """
         if 1 <= samples < global_batch:
             raise SpecError(
                 f"a dataset of {samples} samples and a global batch of {global_batch}: each step "
-                f"would hold samples more than once. Choose a global batch of {samples} or less"
+                f"would contain samples more than once. Choose a global batch of {samples} or less"
             )
         order = self._order
         if order is None or (order.samples, order.global_batch) != (samples, global_batch):
@@ -127,7 +127,7 @@ class Position:
         return order
 
     def batch(self, samples: int, global_batch: int, ahead: int = 0) -> Batch:
-        """This rank's sample ids of the step under way, or of one `ahead` steps after it."""
+        """Return this rank's sample ids of the current step, or of the step `ahead` steps later."""
         order = self.order(samples, global_batch)
         step = self.next_step + ahead
         if not self.has_begun:
@@ -136,15 +136,15 @@ class Position:
             self._given_before = 0
             print(
                 f"holdfast: the samples of step {step} were asked for before the loop and again "
-                "within the step. A program that fetches each batch ahead needs "
-                "session.batch(..., ahead=1) within the loop; as it is, a resume may train on "
+                "within the step. If the program fetches each batch ahead, call "
+                "session.batch(..., ahead=1) within the loop. Otherwise a resume may train on "
                 "other batches than an uninterrupted run",
                 flush=True,
             )
         return order.rank_ids(step, self.rank, self.world_size).view(Batch)
 
     def sampler(self, samples: int, global_batch: int, total: int) -> ElasticSampler:
-        """Batches from the step under way to step `total`."""
+        """Return a sampler of batches from the current step to step `total`."""
         sampler = ElasticSampler(
             self.order(samples, global_batch),
             rank=self.rank,
@@ -158,7 +158,7 @@ class Position:
     def distributed_sampler(
         self, samples: int, global_batch: int, batch_size: int | None
     ) -> ElasticDistributedSampler:
-        """Single ids of the rest of the epoch; raises `SpecError` on a batch that does not fit."""
+        """Return a sampler of the epoch's remaining ids. Raises `SpecError` on a bad batch size."""
         sampler = ElasticDistributedSampler(
             self.order(samples, global_batch),
             rank=self.rank,
@@ -168,14 +168,14 @@ class Position:
         if batch_size is not None and (batch_size < 1 or sampler.local_batch % batch_size):
             raise SpecError(
                 f"batch_size={batch_size}: a global batch of {global_batch} gives each of "
-                f"{self.world_size} ranks {sampler.local_batch} samples per step; expected that "
-                "or a size that divides it"
+                f"{self.world_size} ranks {sampler.local_batch} samples per step; expected this "
+                "number or one of its divisors"
             )
         self._samplers.add(sampler)
         return sampler
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return the record that a checkpoint keeps of this position."""
         order = self._order
         if order is None:
             return dict(self._former)
@@ -187,16 +187,16 @@ class Position:
             "skips": [[w.first_step, w.steps] for w in order.skips],
         }
 
-    def _look_for_lost_end(self) -> None:
-        """A resume between two epochs of a loop that the session does not know."""
+    def _warn_of_lost_end(self) -> None:
+        """Warn after a resume between two epochs, if the program does not use `epochs`."""
         order, step = self._order, self.completed
         if order is None or self.open_epoch is not None or not 0 < step == self._restored[0]:
             return
         if order.epoch(step + 1) > order.epoch(step) and self.rank == 0:
             print(
                 f"holdfast: step {step} was the last of epoch {order.epoch(step)}, and this resume "
-                "does not know whether the end of that epoch (evaluation, scheduler.step()) was "
-                "run. Loop over session.epochs(n), which runs it again where it must",
+                "does not know whether the end of that epoch (evaluation, scheduler.step()) has "
+                "run. Loop over session.epochs(n), which runs the end again if needed",
                 flush=True,
             )
 
@@ -207,6 +207,6 @@ class Position:
         if changed and self.rank == 0:
             print(
                 f"holdfast: the data order changed after step {self.completed}: "
-                f"{', '.join(changed)}; samples may repeat or be passed over",
+                f"{', '.join(changed)}; samples may repeat or be skipped",
                 flush=True,
             )

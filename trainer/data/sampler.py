@@ -1,8 +1,8 @@
 """Samplers for `torch.utils.data.DataLoader` on top of the elastic data order.
 
-Both begin where the session stands when they are iterated, and neither has a state: what a step
-trains on follows from the step's number. A loader may therefore fetch ahead as far as it likes;
-what it fetched and nobody trained on comes again after a resume, once.
+Both start at the session's current step when they are iterated. Neither has a state, because the
+data of a step follows from the step's number. So a loader may fetch ahead as far as it likes. A
+resume yields the samples again that were fetched and not trained on, once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from holdfast.trainer.data.order import DataOrder, local_batch
 
 
 class Place(Protocol):
-    """Where training stands, asked whenever an iteration begins."""
+    """The position of training, read whenever an iteration begins."""
 
     @property
     def next_step(self) -> int:
-        """The step under way, from 1."""
+        """The current step, counted from 1."""
         ...
 
     @property
     def open_epoch(self) -> int | None:
-        """The epoch that the program's loop is in, None when it does not count epochs."""
+        """The current epoch of the program's loop, or None if it does not count epochs."""
         ...
 
     def begin(self) -> None:
-        """Called before the first ids of an iteration are given."""
+        """Called before the first ids of an iteration are yielded."""
         ...
 
 
 class ElasticSampler(Sampler[list[int]]):
-    """One list of sample ids per step for this rank; give it as a loader's `batch_sampler`.
+    """One list of sample ids per step for this rank. Use it as a loader's `batch_sampler`.
 
-    A sampler made after a resume, at any rank count, goes on where the last committed step
-    ended. In a loop over `Session.epochs` an iteration ends with the epoch.
+    A sampler created after a resume, at any rank count, continues after the last committed step. In
+    a loop over `Session.epochs`, an iteration ends with the epoch.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class ElasticSampler(Sampler[list[int]]):
         first_step: int | Place,
         last_step: int,
     ) -> None:
-        """Steps are counted from 1, both ends are included. Raises `SpecError` on a bad split.
+        """Steps count from 1, and both ends are included. Raises `SpecError` on a bad split.
 
-        `first_step` may be a place, asked when an iteration begins.
+        `first_step` may be a `Place`, which is read when an iteration begins.
         """
         self.local_batch = local_batch(order.global_batch, world_size)
         self.order = order
@@ -61,12 +61,12 @@ class ElasticSampler(Sampler[list[int]]):
         self.world_size = world_size
         self._first_step = first_step
         self.last_step = last_step
-        # The last step that ids were drawn for; a loader fetches ahead of training.
+        # The last step for which ids were drawn. A loader fetches ahead of training.
         self.reached = 0
 
     @property
     def first_step(self) -> int:
-        """The step that an iteration begun now would begin with."""
+        """The first step of an iteration that would begin now."""
         first = self._first_step
         return first if isinstance(first, int) else first.next_step
 
@@ -76,7 +76,7 @@ class ElasticSampler(Sampler[list[int]]):
         steps, epoch = self._steps(), self._epoch
         for step in steps:
             if epoch is not None and self.order.epoch(step) > epoch:
-                # Data was passed over meanwhile, and with it the rest of the epoch.
+                # More data was skipped meanwhile, including the rest of the epoch.
                 return
             self.reached = max(self.reached, step)
             yield self.order.rank_ids(step, self.rank, self.world_size).tolist()
@@ -95,14 +95,14 @@ class ElasticSampler(Sampler[list[int]]):
 
 
 class ElasticDistributedSampler(Sampler[int]):
-    """Single sample ids, an epoch at a time, in place of torch's `DistributedSampler`.
+    """Single sample ids, one epoch at a time. It replaces torch's `DistributedSampler`.
 
-    An iteration gives what is left of the epoch: the ids of each step whose first sample lies in
-    it. Batches of `local_batch` ids, or of a size that divides it, are the session's steps.
+    An iteration yields the rest of the epoch: the ids of each step whose first sample is in it.
+    Batches of `local_batch` ids, or of one of its divisors, match the session's steps.
     """
 
     def __init__(self, order: DataOrder, *, rank: int, world_size: int, place: Place) -> None:
-        """`place` tells the step under way. Raises `SpecError` on a bad split."""
+        """`place` provides the current step. Raises `SpecError` on a bad split."""
         self.local_batch = local_batch(order.global_batch, world_size)
         self.order = order
         self.rank = rank
@@ -112,16 +112,16 @@ class ElasticDistributedSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that an iteration begun now would go through."""
+        """The epoch, from 0, of an iteration that would begin now."""
         epoch = self._place.open_epoch
         return self.order.epoch(self._place.next_step) if epoch is None else epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Changes nothing: the epoch follows from the step. Raises `SpecError` on another one."""
+        """Do nothing: the epoch follows from the step. Raises `SpecError` on another epoch."""
         if epoch != self.epoch:
             raise SpecError(
                 f"set_epoch({epoch}): after step {self._place.next_step - 1} training is in epoch "
-                f"{self.epoch}; expected that one. Loop over session.epochs(n), and train on "
+                f"{self.epoch}; expected that number. Loop over session.epochs(n), and train on "
                 "every batch of an epoch"
             )
 
@@ -139,17 +139,17 @@ class ElasticDistributedSampler(Sampler[int]):
 
     def _steps(self) -> range:
         first, epoch = self._place.next_step, self.epoch
-        # No epoch has more steps than samples; left early, former ones come before it.
+        # An epoch has no more steps than samples. Unfinished earlier epochs come before it.
         behind = max(0, epoch - self.order.epoch(first))
         within = range(first, first + self.order.samples * (1 + behind) + 1)
         return _until(within, epoch, self.order)
 
 
 def check_order(loader: object) -> None:
-    """Raises `SpecError` for a DataLoader whose order no resume can continue.
+    """Raise `SpecError` for a DataLoader whose order a resume cannot continue.
 
-    It may have a sampler of the session's, or a state of its own, as torchdata's has. That state
-    leaves a generator given to it out where the loader has no workers.
+    A loader may use a session's sampler, or have its own state, as torchdata's loaders do. Without
+    workers, that state does not include a generator given to the loader.
     """
     if not isinstance(loader, DataLoader):
         return
@@ -160,9 +160,9 @@ def check_order(loader: object) -> None:
         if loader.generator is None or loader.num_workers > 0:
             return
         raise SpecError(
-            "this loader has a generator of its own, which its state does not hold: after a resume "
-            "the next epoch would have another order. Leave the generator out, and torch's own "
-            "random state, which checkpoints hold, gives the order"
+            "this loader has a generator of its own, which its state does not contain. After a "
+            "resume the next epoch would have another order. Leave the generator out; then torch's "
+            "own random state, which checkpoints contain, sets the order"
         )
     raise SpecError(
         f"this DataLoader has a sampler of its own ({type(loader.sampler).__name__}), whose order "
@@ -172,5 +172,5 @@ def check_order(loader: object) -> None:
 
 
 def _until(steps: range, epoch: int, order: DataOrder) -> range:
-    """Those of `steps` that begin in `epoch` or before it; they are in the order of epochs."""
+    """Return the `steps` that begin in `epoch` or before. Steps are ordered by epoch."""
     return steps[: bisect_right(steps, epoch, key=order.epoch)]

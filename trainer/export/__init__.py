@@ -1,1 +1,1 @@
-"""A checkpoint in the forms of others: torch's, safetensors', Hugging Face's, stock DCP's."""
+"""Exports of a checkpoint in other formats: torch, safetensors, Hugging Face, stock DCP."""

@@ -1,1 +1,1 @@
-"""From a checkpoint's bytes into a state: by exact ranges, checked while they are read."""
+"""Loading of checkpoints into a state, by exact byte ranges that are checked while read."""

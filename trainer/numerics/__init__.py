@@ -1,1 +1,1 @@
-"""Losses that are not finite, or far above what they were: detected, resolved, rolled back."""
+"""Detection of losses that are not finite or far too high, and the decision about them."""

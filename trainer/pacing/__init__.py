@@ -1,1 +1,1 @@
-"""When to save and when to keep a snapshot, from what both cost."""
+"""When to save and when to take a snapshot, from the cost of both."""

@@ -1,1 +1,1 @@
-"""What a checkpoint holds of a program: canonical names, optimizers, objects, random states."""
+"""The state that a checkpoint saves: canonical names, optimizers, objects, random generators."""

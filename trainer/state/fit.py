@@ -1,8 +1,8 @@
-"""How a checkpoint that does not quite fit a program is taken over, once.
+"""How to load, once, a checkpoint that does not quite fit the program.
 
-A run has one command for all its launches. What that command renames or leaves out belongs to
-the checkpoint that did not fit; those saved afterwards fit, say so, and are taken over whole, or
-each preemption would cost what was left out.
+A run has one command for all its launches. The names that this command renames or excludes belong
+to the checkpoint that did not fit. Later checkpoints fit and record that. They are loaded
+completely. Otherwise each preemption would lose the excluded parts again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ FIT: Final = "fit"
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What `Selection` does, for a whole resume: saved names to wanted ones, and parts left out.
+    """The arguments of `Selection` for a whole resume: renamed names and excluded parts.
 
-    Parts are `model`, `optimizer`, `scheduler`, `rng`, `extra.<name>`, or below, `model.head`.
+    Parts are `model`, `optimizer`, `scheduler`, `rng`, `extra.<name>`, or deeper ones such as
+    `model.head`.
     """
 
     strict: bool = True
@@ -29,20 +30,20 @@ class Fit:
     def of(
         cls, *, strict: bool, rename: Mapping[str, str] | None, exclude: str | Collection[str]
     ) -> Fit:
-        """As a user says it; one name may stand without a list around it."""
+        """Return the fit for a user's arguments. `exclude` may be a single name."""
         parts = (exclude,) if isinstance(exclude, str) else tuple(exclude)
         return cls(strict=strict, rename=dict(rename or {}), exclude=parts)
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint keeps: that this was done before it was saved."""
+        """Return the record that a checkpoint keeps of this fit."""
         return {"rename": dict(self.rename), "exclude": list(self.exclude)}
 
     def still_to_do(self, document: Mapping[str, Any]) -> Fit:
-        """Itself, or nothing more than `strict` when the checkpoint of `document` has it done."""
+        """Return this fit, or only `strict` if the checkpoint of `document` already has it."""
         if document.get(FIT) == self.describe():
             return Fit(strict=self.strict)
         return self
 
     def without(self, more: Collection[str]) -> Fit:
-        """With more parts left out."""
+        """Return this fit with more excluded parts."""
         return replace(self, exclude=(*self.exclude, *more)) if more else self

@@ -1,9 +1,9 @@
-"""An optimizer's values by name, and how the same objects are made again from names and bytes.
+"""An optimizer's values by name, and the objects rebuilt from names and bytes.
 
-A checkpoint has tensors and numbers by key. What keys, sizes and types leave open is a *form*: that
-entries were a tuple or a deque, that a tensor lies on the CPU beside a parameter on the GPU, or
-that it is placed otherwise than its parameter. Forms are plain data, kept in `train_state.json`;
-where the usual holds there is none, so that most optimizers have none at all.
+A checkpoint has tensors and numbers by key. A *form* records what keys, sizes and types do not
+show: that entries were a tuple or a deque, that a tensor is on the CPU beside a parameter on the
+GPU, or that its placement differs from its parameter's. Forms are plain data in
+`train_state.json`. The usual case needs no form, so most optimizers have none at all.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from holdfast.contracts.errors import CheckpointError
 
 Form = dict[str, Any]
 Forms = dict[str, Form]
-"""By the path of the value that it is about."""
+"""Forms by the path of their value."""
 
-# The names of what a form says. AS: of a container or a NumPy value; OTHER: not of a parameter.
+# The keys of a form. AS: type of a container or NumPy value; OTHER: state of no parameter.
 AS: Final = "as"
 DOTTED: Final = "dotted"
 LENGTH_MAX: Final = "maxlen"
@@ -40,11 +40,10 @@ _SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", deque: "d
 
 
 def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = None) -> None:
-    """Add tensors and numbers in `value` to `found` by path, and what they leave open to `forms`.
+    """Add the tensors and numbers in `value` to `found` by path, and their forms to `forms`.
 
-    A list or tuple of numbers is one value, as stock DCP has it. Raises `CheckpointError` on a
-    mapping that could not be made again. What else cannot be saved is refused where saves are
-    planned, on all ranks.
+    A list or tuple of numbers is one value, as in stock DCP. Raises `CheckpointError` on a mapping
+    that could not be rebuilt. Planning refuses other values that cannot be saved, on all ranks.
     """
     kind = type(value)
     if kind in SIMPLE or isinstance(value, torch.Tensor):
@@ -77,7 +76,7 @@ def spread(value: Any, path: str, found: dict[str, Any], forms: Forms | None = N
 
 
 def assemble(leaves: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, Any]:
-    """What `spread` was given, from what it found and noted; paths are those below its own."""
+    """Rebuild the value given to `spread` from its results, with paths relative to its path."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
         *parents, last = _names_of(path, forms)
@@ -96,7 +95,7 @@ def assemble(leaves: Mapping[str, Any], forms: Mapping[str, Form]) -> dict[str, 
 
 
 def view_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`value` as it is saved: one rank's part of a sharded parameter as the shard that it is."""
+    """Return `value` as it is saved: a rank's part of a sharded parameter as a shard."""
     if not _is_local(value, parameter):
         return value
     assert isinstance(parameter, DTensor)
@@ -111,7 +110,7 @@ def view_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(value: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> Form:
-    """What `blank` could not guess of a tensor in the state of `parameter`."""
+    """Return what `blank` could not guess about a tensor in the state of `parameter`."""
     form: Form = {}
     if isinstance(value, DTensor):
         is_like = (
@@ -138,10 +137,10 @@ def blank(
     form: Form,
     was: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    """A tensor to load `entry` into, as the optimizer of `parameter` would have made it.
+    """Return a tensor to load `entry` into, as the optimizer of `parameter` would create it.
 
-    None for an entry that is a number. State of the type that its parameter `was` of follows a
-    parameter of another type.
+    Returns None for an entry that is a number. `was` is the saved parameter's type. State of that
+    type gets the type of the new `parameter`.
     """
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -153,8 +152,8 @@ def blank(
         if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != len(placed):
             raise CheckpointError(
                 f"a tensor of the optimizer was saved with placements {placed}; expected a "
-                "parameter on a mesh of as many dimensions. Leave the optimizer out once with "
-                'exclude=["optimizer"], or use a mesh like the one that saved it'
+                "parameter on a mesh with that number of dimensions. Exclude the optimizer once "
+                'with exclude=["optimizer"], or use a mesh like the one that saved it'
             )
         places = [Shard(int(one[1:])) if one[0] == "S" else Replicate() for one in placed]
         return empty_dtensor(
@@ -167,7 +166,7 @@ def blank(
 
 
 def _is_local(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """True for a plain tensor of the size of this rank's own part of a sharded parameter."""
+    """Return True for a plain tensor with the size of this rank's part of a sharded parameter."""
     return (
         isinstance(parameter, DTensor)
         and not isinstance(value, DTensor)
@@ -181,7 +180,7 @@ def _is_local(value: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _usual_device(size: Sequence[int], parameter: torch.Tensor, group: Mapping[str, Any]) -> str:
-    """Counters lie on the CPU unless the step runs on the device as a whole."""
+    """Counters are on the CPU, unless the whole optimizer step runs on the device."""
     is_beside = len(size) > 0 or group.get("capturable") or group.get("fused")
     return BESIDE if is_beside or parameter.device.type == CPU else CPU
 
@@ -192,19 +191,19 @@ def _name_placement(placement: Any) -> str:
     if isinstance(placement, Replicate):
         return "R"
     raise CheckpointError(
-        f"a tensor of the optimizer has placements {placement}, other than its parameter's; "
+        f"a tensor of the optimizer has placements {placement} that differ from its parameter's; "
         "expected Shard or Replicate"
     )
 
 
 def _form_of_mapping(value: Mapping[Any, Any], path: str) -> Form:
-    """What becomes of a mapping's type and of keys that are no text."""
+    """Return the form of a mapping's type and of keys that are not text."""
     kinds = {type(key) for key in value}
     if type(value) not in (dict, OrderedDict) or (not kinds <= {str} and kinds != {int}):
         raise CheckpointError(
             f"{path}: a {type(value).__name__} with keys of {sorted(k.__name__ for k in kinds)} "
-            "cannot be made again from a checkpoint; expected a dict whose keys are all text, or "
-            "all int. Give the optimizer a state_dict that returns such"
+            "cannot be rebuilt from a checkpoint; expected a dict whose keys are all text or all "
+            "int. Give the optimizer a state_dict that returns one"
         )
     if not value:
         return {AS: "empty"}
@@ -219,7 +218,7 @@ def _note(forms: Forms | None, path: str, form: Form) -> None:
 
 
 def _names_of(path: str, forms: Mapping[str, Form]) -> Iterator[str]:
-    """The keys that were joined to `path`, of which some may have dots themselves."""
+    """Yield the keys that were joined to `path`. Some keys may contain dots themselves."""
     parts, at = path.split("."), 0
     while at < len(parts):
         ends = (
@@ -233,7 +232,7 @@ def _names_of(path: str, forms: Mapping[str, Form]) -> Iterator[str]:
 
 
 def _made(value: Any, path: str, forms: Mapping[str, Form]) -> Any:
-    """A value as it was, children first."""
+    """Rebuild a value in its original form, children first."""
     form = forms.get(path, {})
     kind = form.get(AS, "")
     if form.get(PLACED) == LOCAL and isinstance(value, DTensor):

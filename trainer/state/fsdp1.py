@@ -1,7 +1,7 @@
-"""Optimizer state of FSDP1, whose flat parameters torch's own helpers turn into named ones.
+"""Optimizer state of FSDP1, whose flat parameters torch's helpers convert to named ones.
 
-Those helpers step an optimizer that has no state yet. They do not where it seems to have been
-stepped, so it is made to seem so while they are asked.
+These helpers step an optimizer that has no state yet. They skip that for an optimizer that seems
+to have been stepped, so this module makes it seem so while they run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """State and options by key, sharded; nothing is made that is not there."""
+    """Return sharded state and options by key. No missing state is created."""
     with _as_if_stepped(optimizers):
         found: dict[str, Any] = get_optimizer_state_dict(model, tuple(optimizers), options=OPTIONS)
     return found
 
 
 def wanted(found: dict[str, Any], saved: Saved, model: nn.Module) -> None:
-    """Add blank tensors, sharded as their parameters are, for what `saved` has more."""
+    """Add blank tensors, sharded like their parameters, for state that only `saved` has."""
     for name, parameter in get_model_state_dict(model).items():
         for path, entry in saved.state[name].entries.items() if name in saved.state else ():
             if f"{STATE}.{name}.{path}" not in found:
@@ -53,7 +53,7 @@ def wanted(found: dict[str, Any], saved: Saved, model: nn.Module) -> None:
 
 
 def put_back(model: nn.Module, optimizers: Sequence[Optimizer], loaded: Mapping[str, Any]) -> None:
-    """Take loaded values over; where there is state, a parameter has the keys that were loaded."""
+    """Put loaded values back. With any state, each parameter has the keys that were loaded."""
     names = sorted({key.rpartition(".")[2] for key in loaded if key.startswith(f"{STATE}.")})
     for optimizer in optimizers if names else ():
         for group in optimizer.param_groups:
@@ -65,7 +65,7 @@ def put_back(model: nn.Module, optimizers: Sequence[Optimizer], loaded: Mapping[
 
 
 def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> torch.Tensor:
-    """A tensor to load `entry` into, sharded as `parameter` is, where FSDP has no device mesh."""
+    """Return a tensor to load `entry` into, sharded like `parameter`, without a device mesh."""
     dtype = entry.properties.dtype
     if entry.size != parameter.size():
         return torch.empty(entry.size, dtype=dtype)
@@ -82,7 +82,7 @@ def _blank_shards(entry: TensorStorageMetadata, parameter: ShardedTensor) -> tor
 
 @contextlib.contextmanager
 def _as_if_stepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """A gradient of zeros where an optimizer has neither state nor a gradient."""
+    """Give a zero gradient to each optimizer that has neither state nor a gradient."""
     touched: list[torch.Tensor] = []
     for optimizer in optimizers:
         every = [p for group in optimizer.param_groups for p in group["params"]]

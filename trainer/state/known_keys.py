@@ -1,7 +1,7 @@
-"""What torch's own optimizers keep of a parameter once it was stepped, by their options.
+"""The state keys that torch's own optimizers have for a stepped parameter, by their options.
 
-Nothing is made by this table. It refuses a checkpoint of the same optimizer with other options,
-such as `amsgrad`, whose state would not be enough for the program's, or more than it knows of.
+This table creates nothing. It detects a checkpoint of the same optimizer with other options, such
+as `amsgrad`, whose state has too few keys for the program's optimizer, or too many.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import optim
 
-# Of the groups of one class or another: others were added by a scheduler, or by the program.
+# Options of torch's own classes. Other options were added by a scheduler or by the program.
 OPTIONS_OF_TORCH: Final = frozenset(
     option
     for kind in vars(optim).values()
@@ -41,7 +41,7 @@ _KEYS: Final[Mapping[type, tuple[str, ...]]] = {
 def known_keys(
     optimizer: optim.Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """The keys of the state of a stepped `parameter`; None where they are not known."""
+    """Return the state keys of a stepped `parameter`, or None if they are not known."""
     kind = type(optimizer)
     if kind is optim.Adafactor:
         sizes = ("row_var", "col_var") if parameter.dim() > 1 else ("variance",)

@@ -1,9 +1,9 @@
-"""The canonical names of a model's tensors, whatever it is wrapped in.
+"""The canonical names of a model's tensors, independent of wrappers.
 
-`module.` of DDP, `_orig_mod.` of a compiled model and `_checkpoint_wrapped_module.` of an
-activation-checkpointed one are no part of a name, so a checkpoint loads into any of these forms.
-The names are those of stock DCP's `get_model_state_dict`, found by one walk over the modules
-each time: a replaced parameter or a new submodule is seen because nothing is remembered.
+The prefixes `module.` of DDP, `_orig_mod.` of a compiled model and `_checkpoint_wrapped_module.`
+of an activation-checkpointed one are not part of a name, so a checkpoint loads into each of these
+forms. The names are those of stock DCP's `get_model_state_dict`. Each call walks over the modules
+again and caches nothing, so it sees replaced parameters and new submodules.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.contracts.errors import CheckpointError
 
-# Wrapper → the child whose name is no part of a canonical name.
+# Wrapper → the child whose name is not part of a canonical name.
 WRAPPERS: Final[Mapping[type[nn.Module], str]] = {
     DistributedDataParallel: "module",
     DataParallel: "module",
     OptimizedModule: "_orig_mod",
     ActivationWrapper: "_checkpoint_wrapped_module",
 }
-# Hooks of these keep to the names and values that the walk finds.
+# Hooks of these modules change neither names nor values that the walk finds.
 _KNOWN_HOOKS: Final = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
 _SAVING: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _LOADING: Final = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-# It reads old versions of its own state, and is standard otherwise.
+# `_NormBase` reads old versions of its own state and is otherwise standard.
 _STANDARD: Final = (nn.Module, nn.modules.batchnorm._NormBase)
 
 
 @dataclass
 class Named:
-    """The tensors of a model by canonical name: the live ones, not copies.
+    """The live tensors of a model by canonical name, not copies.
 
-    `parameters` gives a parameter's first name by its id, `buffers` are the names of buffers.
-    Names count for the model's state only while `is_plain`: else a module says itself what its
-    state is, and must be asked.
+    `parameters` maps a parameter's id to its first name. `buffers` is the set of buffer names. The
+    names describe the model's state only if `is_plain`. Otherwise a module defines its own state
+    and its `state_dict` must be called.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -53,26 +53,26 @@ class Named:
 
 
 def find_named(model: nn.Module) -> Named:
-    """Walk `model` and its submodules; a tied parameter has all of its names in `tensors`."""
+    """Walk `model` and its submodules. A tied parameter has all its names in `tensors`."""
     found = Named()
     _walk(model, "", found)
     return found
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """True when `FullyShardedDataParallel` has taken a part of the model into flat parameters."""
+    """Return True if `FullyShardedDataParallel` manages flat parameters in the model."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One mapping of all parts; raises `CheckpointError` on a name that two of them have."""
+    """Merge all parts into one mapping. Raises `CheckpointError` if two parts share a name."""
     merged: dict[str, Any] = {}
     for part in parts:
         if not merged.keys().isdisjoint(part):
             twice = sorted(merged.keys() & part.keys())
             raise CheckpointError(
-                f"two of the models have tensors of one name: {', '.join(twice[:5])}; expected "
-                "the parts of one model under the names that they have in the whole, for example "
+                f"two of the models have tensors with the same name: {', '.join(twice[:5])}; "
+                "expected the parts of one model under their names in the whole model, for example "
                 "stages made by deleting layers from it, or one nn.ModuleDict over them"
             )
         merged.update(part)
@@ -80,7 +80,7 @@ def merge_disjoint(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def copy_unless_same(live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy `loaded` into `live`, unless it was loaded there already."""
+    """Copy `loaded` into `live`, unless both share their memory and type."""
     now, then = (t._local_tensor if isinstance(t, DTensor) else t for t in (live, loaded))
     if now.data_ptr() != then.data_ptr() or now.dtype != then.dtype:
         with torch.no_grad():
@@ -88,12 +88,12 @@ def copy_unless_same(live: torch.Tensor, loaded: torch.Tensor) -> None:
 
 
 def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached view that planning takes for a buffer, of which ranks' copies may differ."""
+    """Return a detached view that planning treats as a buffer, whose copies may differ by rank."""
     return torch.nn.Buffer(tensor.detach())
 
 
 class Views:
-    """Detached views of tensors, by name; those of a DTensor are kept while they are right."""
+    """Detached views of tensors, by name. Views of a DTensor are cached while they are valid."""
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[DTensor, DTensor]] = {}
@@ -101,9 +101,9 @@ class Views:
     def of(
         self, tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()
     ) -> dict[str, torch.Tensor]:
-        """A detached view of each; it shares its memory with the tensor as it is now.
+        """Return a detached view of each tensor, which shares the tensor's current memory.
 
-        Those of `buffers` are marked: ranks' copies may differ, and one rank's is saved.
+        Views of `buffers` are marked: the ranks' copies may differ, and one rank's copy is saved.
         """
         return {
             name: self._sharded(name, tensor, is_buffer=name in buffers)
@@ -120,7 +120,7 @@ class Views:
             now, then = tensor._local_tensor, kept[1]._local_tensor
             if now.data_ptr() == then.data_ptr() and now.shape == then.shape:
                 return kept[1]
-        # Detaching a DTensor goes through its dispatcher, which costs more than all the rest.
+        # A detach of a DTensor runs its dispatcher, which costs more than all other work here.
         view = as_buffer(tensor) if is_buffer else tensor.detach()
         assert isinstance(view, DTensor)
         self._kept[name] = tensor, view
@@ -128,12 +128,12 @@ class Views:
 
 
 def _walk(module: nn.Module, prefix: str, found: Named) -> None:
-    """Add what `module` and its submodules hold, as `state_dict` would name it."""
+    """Add the tensors of `module` and its submodules, named as by `state_dict`."""
     if isinstance(module, FullyShardedDataParallel):
-        # Its tensors are flat, and its hooks would gather them.
+        # Its tensors are flat, and its hooks would gather them from all ranks.
         found.is_plain = False
         return
-    # FSDP2 swaps its sharded parameters back in by such a hook.
+    # FSDP2 swaps its sharded parameters back in with such a hook.
     for hook in module._state_dict_pre_hooks.values():
         hook(module, prefix, False)
     found.is_plain = found.is_plain and _is_plain(module)
@@ -153,7 +153,7 @@ def _walk(module: nn.Module, prefix: str, found: Named) -> None:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """False when the module, or a hook, has a say in what is saved of it or loaded into it."""
+    """Return False if the module or a hook changes what is saved or loaded."""
     hooks = (
         module._state_dict_hooks,
         module._load_state_dict_pre_hooks,
@@ -171,7 +171,7 @@ def _hooks_of(registries: Sequence[Mapping[int, Any]]) -> Iterator[Any]:
 
 
 def _is_known(hook: Any) -> bool:
-    # Load hooks stand in a wrapper that holds the function as `hook`.
+    # torch wraps a load hook in an object that holds the function as `hook`.
     function = getattr(hook, "hook", hook)
     return str(getattr(function, "__module__", "")).startswith(_KNOWN_HOOKS)
 
@@ -181,7 +181,7 @@ _hidden: dict[type, str | None] = {}
 
 
 def _is_standard(kind: type[nn.Module]) -> bool:
-    """True when the class leaves saving and loading to `nn.Module`; classes are looked at once."""
+    """Return True if the class leaves saving and loading to `nn.Module`. Cached by class."""
     known = _standard.get(kind)
     if known is None:
         known = _standard[kind] = (

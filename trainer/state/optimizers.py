@@ -1,9 +1,9 @@
-"""Optimizer state by the names of parameters, as stock DCP flattens it, gathered and put back.
+"""Optimizer state by parameter name, flattened as in stock DCP, gathered and put back.
 
-State is found and never made: the program's own first step makes it, so that training under a
-session is training without one. What a checkpoint has of it is made again from the checkpoint:
-its keys, their sizes and types, and the forms that it keeps of what these leave open. So a
-checkpoint may be older than the state of a parameter, and a program may unfreeze one later.
+State is found and never created. The program's own first step creates it, so that training under a
+session equals training without one. State that only a checkpoint has is rebuilt from the
+checkpoint: from its keys, their sizes and types, and its forms. So a checkpoint may be older than
+the state of a parameter, and a program may unfreeze a parameter later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.trainer.state.names import copy_unless_same
 
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
-# Not of a parameter: the list itself, and the names that the program gave, which know wrappers.
+# Not options of a parameter: the list itself, and the program's names, which contain wrappers.
 _NOT_OPTIONS: Final = frozenset({"params", "param_names"})
 NAMES_SHOWN: Final = 5
 _OF_TORCH: Final = "torch.optim."
@@ -47,7 +47,7 @@ Names = Mapping[int, str]
 
 
 def unwrap(optimizer: Any) -> Any:
-    """The optimizer that `optimizer` hands everything on to, as Accelerate's does; else itself."""
+    """Return the innermost optimizer of a pure wrapper such as Accelerate's, else `optimizer`."""
     inner = getattr(optimizer, "optimizer", None)
     while (
         isinstance(inner, Optimizer)
@@ -59,7 +59,7 @@ def unwrap(optimizer: Any) -> Any:
 
 
 def is_plain(optimizer: Optimizer) -> bool:
-    """True when the optimizer's own methods have no say in what is saved of it or loaded."""
+    """Return True if neither own methods nor hooks change what is saved or loaded."""
     kind, own = type(optimizer), optimizer.__dict__
     hooks = (
         optimizer._optimizer_state_dict_pre_hooks,
@@ -74,7 +74,7 @@ def is_plain(optimizer: Optimizer) -> bool:
 
 
 def awaits_state(optimizer: Optimizer) -> bool:
-    """True when a parameter that is trained has no state, and is not known to stay without."""
+    """Return True if a trained parameter has no state yet and may still get some."""
     return any(
         p.requires_grad
         and not optimizer.state.get(p)
@@ -85,33 +85,33 @@ def awaits_state(optimizer: Optimizer) -> bool:
 
 
 def check_names(optimizers: Sequence[Optimizer], names: Names) -> None:
-    """Raise `CheckpointError` unless each parameter is one of the model's and of one optimizer."""
+    """Raise `CheckpointError` unless each parameter is in the model and in only one optimizer."""
     seen: set[int] = set()
     for optimizer in optimizers:
         every = _parameters(optimizer)
-        strange = [p for p in every if id(p) not in names]
-        if strange:
-            shapes = ", ".join(str(tuple(p.shape)) for p in strange[:NAMES_SHOWN])
+        unknown = [p for p in every if id(p) not in names]
+        if unknown:
+            shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:NAMES_SHOWN])
             raise CheckpointError(
-                f"{type(optimizer).__name__} has {len(strange)} parameters that are not of the "
-                f"model (shapes {shapes}); expected the model's own. Make the optimizer after the "
-                "model is sharded, and give Session every module that it trains: "
+                f"{type(optimizer).__name__} has {len(unknown)} parameters that are not in the "
+                f"model (shapes {shapes}); expected the model's own. Create the optimizer after "
+                "the model is sharded, and give Session every module that it trains: "
                 "model=[model, head]"
             )
         twice = sorted(names[id(p)] for p in every if id(p) in seen)
         if twice:
             raise CheckpointError(
                 f"two optimizers have the parameters {', '.join(twice[:NAMES_SHOWN])}; expected "
-                "each parameter in one of them"
+                "each parameter in only one optimizer"
             )
         seen.update(id(p) for p in every)
 
 
 @dataclass
 class Part:
-    """What a checkpoint has under one parameter's name, or another's: entries and forms by path.
+    """The entries and forms of one parameter, or of another name, in a checkpoint, by path.
 
-    `was` is the type that the parameter has there.
+    `was` is the parameter's type in the checkpoint.
     """
 
     was: torch.dtype | None = None
@@ -121,10 +121,10 @@ class Part:
 
 @dataclass
 class Saved:
-    """What a checkpoint has of optimizers, by the names that the program knows.
+    """A checkpoint's optimizer state, by the names that the program knows.
 
-    `others` are entries of the state that are no parameter's, with the number of their optimizer.
-    `knows_forms` is False for a checkpoint of stock DCP's, which has none.
+    `others` are state entries of no parameter, mapped to the number of their optimizer.
+    `knows_forms` is False for a stock DCP checkpoint, which has no forms.
     """
 
     knows_forms: bool = False
@@ -137,7 +137,7 @@ class Saved:
     def of(
         cls, entries: Mapping[str, STORAGE_TYPES], forms: Forms | None, known: Collection[str]
     ) -> Saved:
-        """From entries and forms by key, `state.…` or `param_groups.…`, of the `known` names."""
+        """Build it from entries and forms by key (`state.…`, `param_groups.…`) of `known` names."""
         saved = cls(knows_forms=forms is not None)
         forms = forms or {}
         for key, form in forms.items():
@@ -156,7 +156,7 @@ class Saved:
         return saved
 
     def _place(self, key: str, known: Collection[str]) -> tuple[Part, str] | None:
-        """The part that `key` belongs to, and its path there."""
+        """Return the part that `key` belongs to, and the path in that part."""
         kind, _, rest = key.partition(".")
         parts = {STATE: self.state, GROUPS: self.options}.get(kind)
         if parts is None:
@@ -173,17 +173,17 @@ class Saved:
 class OptimizerState:
     """The flattened state of one optimizer: `state.<name>.…`, `param_groups.<name>.…`.
 
-    `number` is its place among the program's optimizers. One that says itself what its state is
-    is asked for it, and given it, by its own `state_dict` and `load_state_dict`.
+    `number` is its index among the program's optimizers. An optimizer that defines its own state
+    is read and written through its own `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, optimizer: Optimizer, number: int = 0) -> None:
         self._optimizer, self._number = optimizer, number
-        # Keys of each group's options, and what they were made of.
+        # The keys of each group's options, and the owners and options they were made from.
         self._keys: dict[int, tuple[list[str], list[str], list[str]]] = {}
 
     def gather(self, names: Names, forms: Forms | None = None) -> dict[str, Any]:
-        """Tensors, the live ones, and numbers by key; adds to `forms` what keys leave open."""
+        """Return live tensors and numbers by key. Add their forms to `forms`."""
         found: dict[str, Any] = {}
         state, groups = self._now()
         for number, group in enumerate(groups):
@@ -206,9 +206,9 @@ class OptimizerState:
         return found
 
     def wanted(self, found: dict[str, Any], saved: Saved, names: Names) -> None:
-        """Add to `found`, as gathered, what `saved` has more: blank tensors, and `None` of numbers.
+        """Add state that only `saved` has to `found`: blank tensors, and None for numbers.
 
-        Nothing of it is in the optimizer until it is put back.
+        The optimizer itself does not change until `put_back`.
         """
         _, groups = self._now()
         for group in groups:
@@ -225,7 +225,7 @@ class OptimizerState:
                 self._want_one(found, f"{STATE}.{other}", saved.state[other], torch.empty(0), {})
 
     def put_back(self, loaded: Mapping[str, Any], saved: Saved, names: Names) -> None:
-        """Take over what `wanted` named, now that it is loaded."""
+        """Put the loaded values that `wanted` named into the optimizer."""
         state, groups = self._now()
         for number, group in enumerate(groups):
             options = {k: v for k, v in group.items() if k not in _NOT_OPTIONS}
@@ -258,7 +258,7 @@ class OptimizerState:
         return type(self._optimizer).__module__.startswith(_OF_TORCH)
 
     def empty_groups(self) -> dict[str, Any]:
-        """The options of groups without parameters, as plain data: no parameter's key has them."""
+        """Return the options of groups without parameters, which no key contains, as plain data."""
         return {
             f"{self._number}.{number}": plain.encode(
                 {k: v for k, v in group.items() if k != "params" and type(v) in PLAIN}, ""
@@ -268,31 +268,31 @@ class OptimizerState:
         }
 
     def _now(self) -> tuple[Any, list[dict[str, Any]]]:
-        """State by parameter, and groups: the optimizer's own, or as its `state_dict` says."""
+        """Return state by parameter, and groups, from the optimizer or from its `state_dict`."""
         optimizer = self._optimizer
         if is_plain(optimizer):
             return optimizer.state, optimizer.param_groups
-        said = optimizer.state_dict()
-        more = sorted(said.keys() - {STATE, GROUPS})
+        document = optimizer.state_dict()
+        more = sorted(document.keys() - {STATE, GROUPS})
         if more:
             raise CheckpointError(
                 f"{type(optimizer).__name__}.state_dict has {', '.join(map(repr, more))} besides "
-                f"{STATE!r} and {GROUPS!r}, which no checkpoint of parameters holds; save it "
-                'whole: Session(model, extra={"optimizer": optimizer})'
+                f"{STATE!r} and {GROUPS!r}, which a checkpoint by parameters cannot contain; save "
+                'it whole: Session(model, extra={"optimizer": optimizer})'
             )
         every = _parameters(optimizer)
         state = {
             every[key] if isinstance(key, int) and key < len(every) else key: value
-            for key, value in said[STATE].items()
+            for key, value in document[STATE].items()
         }
         groups = [
             {**its, "params": live["params"]}
-            for its, live in zip(said[GROUPS], optimizer.param_groups, strict=True)
+            for its, live in zip(document[GROUPS], optimizer.param_groups, strict=True)
         ]
         return state, groups
 
     def _commit(self, state: Any, groups: list[dict[str, Any]]) -> None:
-        """Give an optimizer that says itself what its state is what has become of it."""
+        """Load the state and groups into an optimizer that defines its own state."""
         if is_plain(self._optimizer):
             return
         numbers = {id(p): n for n, p in enumerate(_parameters(self._optimizer))}
@@ -307,7 +307,7 @@ class OptimizerState:
         )
 
     def _gather_others(self, found: dict[str, Any], state: Any, forms: Forms | None) -> None:
-        """State that an optimizer keeps under a name of its own rather than of a parameter."""
+        """Add state that an optimizer keeps under a name of its own instead of a parameter."""
         for name, value in state.items():
             if isinstance(name, torch.Tensor):
                 continue
@@ -315,7 +315,7 @@ class OptimizerState:
             if not isinstance(name, str) or any(k.startswith(f"{key}.") for k in found):
                 raise CheckpointError(
                     f"{type(self._optimizer).__name__}.state has an entry under {name!r}; expected "
-                    "parameters, and text that is no parameter's name"
+                    "parameters, or text that is not a parameter's name"
                 )
             if forms is not None:
                 forms[key] = {OTHER: self._number} | ({DOTTED: True} if "." in name else {})
@@ -334,7 +334,7 @@ class OptimizerState:
         if is_state and group:
             known = known_keys(self._optimizer, parameter, group)
         for path in known or ():
-            # One that the checkpoint lacks is refused by its name when keys are compared.
+            # The comparison of keys refuses a key that the checkpoint lacks, by its name.
             if path not in entries:
                 found.setdefault(f"{prefix}.{path}", None)
         for path, entry in entries.items():
@@ -347,7 +347,7 @@ class OptimizerState:
             found[key] = blank(entry, parameter, group, form, part.was)
 
     def _option_keys(self, number: int, owners: list[str], options: list[str]) -> list[str]:
-        """A key for each parameter and option of a group, made again only when these changed."""
+        """Return a key for each parameter and option of a group, cached until these change."""
         kept = self._keys.get(number)
         if kept is None or kept[0] != owners or kept[1] != options:
             keys = [f"{GROUPS}.{name}.{option}" for name in owners for option in options]
@@ -367,17 +367,17 @@ def _gather_one(
     values: Mapping[Any, Any],
     forms: Forms | None,
 ) -> None:
-    """Add the state of one parameter to `found`, and what keys leave open of it to `forms`."""
+    """Add the state of one parameter to `found`, and its forms to `forms`."""
     is_sharded = isinstance(parameter, DTensor)
     for name, value in values.items():
         key = f"{prefix}.{name}"
-        # Nearly all are of these, and every save comes through here.
+        # A fast path: nearly all values are of these types, and every save runs this loop.
         if forms is None and type(value) in SIMPLE and type(name) is str and not is_sharded:
             found[key] = value
             continue
         if type(name) is not str:
             raise CheckpointError(
-                f"{prefix}: the optimizer keeps a value under {name!r}; expected text"
+                f"{prefix}: the optimizer has a state value under {name!r}; expected text"
             )
         flat: dict[str, Any] = {}
         if forms is not None and "." in name:
@@ -392,7 +392,7 @@ def _gather_one(
 
 
 def _put(live: dict[Any, Any], made: Mapping[Any, Any]) -> bool:
-    """Take `made` over into `live`, tensors in place; True when there was anything."""
+    """Put `made` into `live`, tensors in place. Return True if `made` is not empty."""
     for key, value in made.items():
         old = live.get(key)
         if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
@@ -411,7 +411,7 @@ def _made(
     saved: Saved,
     part: Part | None,
 ) -> dict[str, Any]:
-    """The loaded values under `prefix` as they were, forms and all; those of `now` among them."""
+    """Return the loaded values under `prefix`, and those of `now`, rebuilt with their forms."""
     noted: Forms = {}
     flat: dict[str, Any] = {}
     for key, value in now.items():

@@ -1,7 +1,7 @@
 """State dicts of schedulers, scalers and users' objects as JSON beside named tensors.
 
-Nothing is pickled. What JSON cannot say is marked: a tensor by its name in the checkpoint, a
-tuple, a mapping with keys that are not text, bytes, a float that is not finite.
+Nothing is pickled. Values that JSON cannot express are marked: a tensor by its name in the
+checkpoint, a tuple, a mapping with keys that are not text, bytes, and a float that is not finite.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ DEPTH_MAX: Final = 64
 
 
 def encode(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """`value` as JSON, and its tensors by name; names begin with `name`.
+    """Return `value` as JSON, and its tensors by name. Each name begins with `name`.
 
-    Raises `CheckpointError` naming the place of anything that is neither plain nor a tensor.
+    Raises `CheckpointError` with the path of any value that is neither plain nor a tensor.
     """
     tensors: dict[str, torch.Tensor] = {}
     return _encode(value, name, tensors, 0), tensors
 
 
 def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `encode` was given; `tensors` by the names that `encode` gave them."""
+    """Return the value that `encode` was given. `tensors` has the names from `encode`."""
     if isinstance(document, list):
         return [decode(item, tensors) for item in document]
     if not isinstance(document, dict):
@@ -52,14 +52,14 @@ def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return base64.b64decode(value)
     if kind == "float":
         return float(value)
-    raise CheckpointError(f"{kind!r}: a kind of state that this version of Holdfast does not know")
+    raise CheckpointError(f"{kind!r}: this version of Holdfast does not know this kind of state")
 
 
 def templates(document: Any, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors to load into, by name, for every one that `document` names.
+    """Return a tensor to load into, by name, for every tensor that `document` names.
 
-    A live tensor of the same shape is taken as it is, which keeps its sharding and its device;
-    else a new one on the CPU.
+    A live tensor of the same shape is used as is, with its sharding and device. Otherwise the
+    tensor is new and on the CPU.
     """
     found: dict[str, torch.Tensor] = {}
     for name, shape, dtype in _named_tensors(document):
@@ -71,9 +71,9 @@ def templates(document: Any, live: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 
 def to_bytes(value: Any, name: str) -> bytes:
-    """`value` with its tensors as one piece: JSON, a line break, then each tensor's bytes.
+    """Return `value` and its tensors as bytes: JSON, a line break, then each tensor's bytes.
 
-    Raises `CheckpointError` as `encode` does; `name` is the place that it names.
+    Raises `CheckpointError` as `encode` does, with paths that begin with `name`.
     """
     document, tensors = encode(value, name)
     contents = [_content(tensor) for tensor in tensors.values()]
@@ -83,7 +83,7 @@ def to_bytes(value: Any, name: str) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """What `to_bytes` was given."""
+    """Return the value that `to_bytes` was given."""
     head, _, rest = content.partition(b"\n")
     document, sizes = json.loads(head)
     tensors = templates(document, {})
@@ -103,7 +103,7 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 def _encode(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     if depth > DEPTH_MAX:
-        raise CheckpointError(f"{name}: nested more than {DEPTH_MAX} deep; does it hold itself?")
+        raise CheckpointError(f"{name}: nested more than {DEPTH_MAX} deep; does it contain itself?")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):

@@ -1,7 +1,7 @@
 """The random number generators of one rank as tensors: Python, NumPy, torch on CPU and CUDA.
 
-Saved per rank, so that a resume at the same world size draws what an uninterrupted run would
-have drawn. A rank that has no saved state is seeded from (seed, rank, step).
+Each rank saves its own state, so that a resume at the same world size draws the numbers of an
+uninterrupted run. A rank without saved state is seeded from (seed, rank, step).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ PYTHON: Final = "python"
 NUMPY: Final = "numpy"
 TORCH: Final = "torch"
 CUDA: Final = "cuda"
-# Loaders whose iterators may be made before the first step: one for training, one to evaluate.
+# Loaders whose iterators may be created before the first step: one to train, one to evaluate.
 LOADERS_MAX: Final = 2
 MT_WORDS: Final = 624
 SEEDS: Final = 1 << 62
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """The states by generator: int64 for Python (628,) and NumPy (627,), uint8 for torch's.
+    """Return the states by generator: int64 for Python (628,) and NumPy (627,), uint8 for torch.
 
-    Only the CUDA device that this rank computes on is asked, and only when it is in use.
+    CUDA is included only if it is in use, and only for this rank's current device.
     """
     states = {PYTHON: _python_state(), NUMPY: _numpy_state(), TORCH: torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -38,7 +38,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def empty_like_saved(kinds: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Tensors to load saved states of `kinds` into."""
+    """Return tensors to load saved states of `kinds` into."""
     lengths = {PYTHON: MT_WORDS + 4, NUMPY: MT_WORDS + 3}
     return {
         kind: torch.zeros(lengths[kind], dtype=torch.int64)
@@ -49,7 +49,7 @@ def empty_like_saved(kinds: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def restore(states: Mapping[str, torch.Tensor]) -> None:
-    """Put every generator where `states` says; those that are not named stay as they are."""
+    """Set every generator in `states` to its state. Other generators stay unchanged."""
     if PYTHON in states:
         version, *words, has_gauss, bits = states[PYTHON].tolist()
         gauss = struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None
@@ -65,9 +65,9 @@ def restore(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def used_since(states: Mapping[str, torch.Tensor]) -> list[str]:
-    """The generators that were used since `states` were captured, by name.
+    """Return the names of the generators that were used since `states` were captured.
 
-    The seeds that the iterators of a few loaders draw from torch's do not count.
+    The seeds that the iterators of a few loaders draw from torch's generator do not count.
     """
     now = capture()
     used = [kind for kind, saved in states.items() if not _is_same(now.get(kind), saved)]
@@ -87,8 +87,8 @@ def _is_same(now: torch.Tensor | None, saved: torch.Tensor) -> bool:
 
 
 def reseed(seed: int, rank: int, step: int) -> None:
-    """Seed every generator from (seed, rank, step), alike on every machine."""
-    # A keyed permutation of a large set serves as the hash: distinct ranks, distinct seeds.
+    """Seed every generator from (seed, rank, step), with the same result on every machine."""
+    # A keyed permutation of a large set serves as the hash, so ranks get distinct seeds.
     drawn = int(ids_at(rank + step * (1 << 24), 1, SEEDS, seed)[0])
     random.seed(drawn)
     np.random.seed(drawn & 0xFFFFFFFF)

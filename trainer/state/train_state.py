@@ -1,8 +1,8 @@
-"""What a checkpoint of a training program holds: tensors by name, and one JSON document.
+"""The content of a training program's checkpoint: tensors by name, and one JSON document.
 
-Tensors (model, optimizer, random number generators, tensors of schedulers and of extras) go
-through DCP under the keys `model.…`, `optimizer.…`, `rng.rank00000.…`, `scheduler.…` and
-`extra.<name>.…`. Everything else is `train_state.json`. Nothing is pickled.
+DCP saves the tensors (model, optimizer, random number generators, tensors of schedulers and extras)
+under the keys `model.…`, `optimizer.…`, `rng.rank00000.…`, `scheduler.…` and `extra.<name>.…`.
+Everything else is in `train_state.json`. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where training stands: the plain part of a checkpoint that the session itself keeps.
+    """Training progress: the plain data of a checkpoint that belongs to the session itself.
 
-    `in_epoch` says that a loop over epochs had begun `epoch`, whose end is still to come.
+    `in_epoch` is True if a loop over epochs has begun `epoch` and has not completed its end.
     """
 
     step: int
@@ -72,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What `TrainState.apply` put back; `missing` and `unused` are in words for people."""
+    """The result of `TrainState.apply`. `missing` and `unused` are texts for people."""
 
     parts: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class Restored:
 
 
 class TrainState:
-    """Gathers and puts back the state of one program on one rank."""
+    """Captures and restores the state of one program on one rank."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class TrainState:
         per_rank: Mapping[str, Any] | None = None,
         fit: Fit | None = None,
     ) -> None:
-        """`models` are the parts of one model under the names that they have in the whole.
+        """`models` are the parts of one model, under their names in the whole model.
 
-        `fit` is how a checkpoint that does not fit is taken over. Raises `CheckpointError` for
-        what cannot be saved.
+        `fit` says how to load a checkpoint that does not fit. Raises `CheckpointError` for an
+        object that cannot be saved.
         """
         self._models = (models,) if isinstance(models, nn.Module) else tuple(models)
         self._optimizers: tuple[Optimizer, ...] = tuple(unwrap(each) for each in optimizers)
@@ -112,19 +112,19 @@ class TrainState:
         self._saved = Saved()
         self._forms: Forms | None = None
         self._generators: dict[str, torch.Tensor] | None = None
-        # FSDP1 turns flat parameters into named ones by collectives of its own.
+        # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
         self._check(self._find())
 
     def fit_for(self, document: Mapping[str, Any]) -> Fit:
-        """How the checkpoint of `document` is to be taken over."""
+        """Return how to load the checkpoint of `document`."""
         left = self._objects.left_behind(document["objects"], self._fit.exclude)
         return self._fit.still_to_do(document).without(left)
 
     def capture(self, progress: Progress) -> tuple[State, dict[str, Any]]:
-        """This rank's state now: what DCP saves, and the document (rank 0's is the one kept).
+        """Return this rank's current state for DCP, and the document, which rank 0 saves.
 
-        The tensors share memory with the live ones. Raises `CheckpointError` when an extra holds
+        The tensors share memory with the live ones. Raises `CheckpointError` if an extra contains
         something that could only be pickled.
         """
         generators = rng.capture()
@@ -152,13 +152,13 @@ class TrainState:
 
     @property
     def awaits_first_step(self) -> bool:
-        """True while parameters that are trained have no optimizer state, and may get some."""
+        """True while trained parameters have no optimizer state and may still get some."""
         return any(map(awaits_state, self._optimizers))
 
     def note_forms(self, ranks: ControlGroup) -> None:
-        """Have the forms of all ranks' optimizers for the documents to come; all ranks call it.
+        """Collect the forms of all ranks' optimizers for later documents. All ranks call this.
 
-        To be called when saves are planned: forms change only with what is planned.
+        Call it when saves are planned, because forms change only with the plan.
         """
         own = self._own_forms()
         self._forms = {}
@@ -169,10 +169,10 @@ class TrainState:
     def template(
         self, document: Mapping[str, Any], metadata: Callable[[], Metadata] | None = None
     ) -> State:
-        """A state with exactly the keys of the checkpoint that `document` belongs to.
+        """Return a state with exactly the keys of the checkpoint of `document`.
 
-        `metadata` reads that checkpoint's; it is asked only where its keys must be known. Raises
-        `CheckpointError` for what cannot go on at this world size.
+        `metadata` reads that checkpoint's metadata. It is called only if keys must be known. Raises
+        `CheckpointError` for an object that cannot continue at this world size.
         """
         if document.get("format") != FORMAT:
             raise CheckpointError(
@@ -183,7 +183,7 @@ class TrainState:
         pick = Selection(exclude=tuple(fit.exclude), rename=fit.rename)
         state = self.tensors(metadata, pick, document)
         saved_ranks = int(document["world_size"])
-        # The states of ranks that are no more are read by rank 0 and left unused, so that the
+        # Rank 0 reads the states of ranks that no longer exist, and ignores them, so that the
         # keys of all ranks together are those of the checkpoint.
         mine = [self._rank] if self._rank < saved_ranks else []
         orphans = range(self._world_size, saved_ranks) if self._rank == 0 else range(0)
@@ -228,9 +228,9 @@ class TrainState:
         pick: Selection | None = None,
         document: Mapping[str, Any] | None = None,
     ) -> State:
-        """Model and optimizer state alone; with `metadata`, what that has of it besides.
+        """Return model and optimizer state. With `metadata`, add state that only it has.
 
-        `pick` says what is taken of the checkpoint; `document` is its own, or empty.
+        `pick` selects parts of the checkpoint. `document` is the checkpoint's own, or empty.
         """
         state = self._tensors()
         self._saved = Saved()
@@ -241,13 +241,13 @@ class TrainState:
         return state
 
     def weights(self) -> Iterable[torch.Tensor]:
-        """Parameters and buffers of all models, as they are on this rank."""
+        """Return the local parameters and buffers of all models."""
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
 
     def put_back(self, state: State, exclude: Collection[str] = ()) -> list[str]:
-        """Put model and optimizer state back as `tensors` gave it; returns what was put back."""
+        """Put back model and optimizer state from `tensors`. Return the names of the parts."""
         parts = []
         if not is_excluded(MODEL, exclude):
             self._apply_model(state[MODEL])
@@ -258,11 +258,11 @@ class TrainState:
         return parts
 
     def rewind_generators(self, *, is_last: bool) -> list[str]:
-        """Put the random generators back to where `apply` left them, until the last call did.
+        """Restore the random generators to their state after `apply`, until `is_last`.
 
-        What a program draws between a resume and its first step, as the iterator of a loader
-        does, an uninterrupted run never drew there. Returns the generators that were used for
-        more than the seeds of loaders.
+        An uninterrupted run does not draw the numbers that a program draws between a resume and its
+        first step, as a loader's iterator does. Returns the generators that were used for more than
+        the seeds of loaders.
         """
         if self._generators is None:
             return []
@@ -272,14 +272,14 @@ class TrainState:
         return used
 
     def rewind_seeds(self) -> None:
-        """Take back the seeds that the iterators of loaders drew, if nothing else was drawn."""
+        """Take back the seeds that loaders' iterators drew, if nothing else was drawn."""
         if self._generators is not None and not rng.used_since(self._generators):
             rng.restore(self._generators)
 
     # --- model and optimizers -------------------------------------------------------------
 
     def _find(self) -> Named:
-        """Names of all models together; raises `CheckpointError` on one that two of them have."""
+        """Find the names of all models. Raises `CheckpointError` if two models share a name."""
         parts = [find_named(model) for model in self._models]
         if len(parts) == 1:
             return parts[0]
@@ -295,15 +295,15 @@ class TrainState:
             check_names(self._optimizers, named.parameters)
         elif self._optimizers and not (len(self._models) == 1 and self._are_plain()):
             raise CheckpointError(
-                "several models with FSDP1, or with an optimizer that has a state_dict of its "
-                "own, are not supported; use fully_shard, or one model that holds them all"
+                "several models with FSDP1, or FSDP1 with an optimizer that has its own state_dict, "
+                "are not supported; use fully_shard, or one model that contains them all"
             )
 
     def _are_plain(self) -> bool:
         return all(map(is_plain, self._optimizers))
 
     def _tensors(self) -> State:
-        """Model and optimizer state as they are: nothing of it is made here."""
+        """Return the current model and optimizer state, without creating any state."""
         named = self._find()
         if named.is_plain:
             state: State = {MODEL: self._views.of(named.tensors, named.buffers)}
@@ -314,9 +314,9 @@ class TrainState:
         return state
 
     def _asked(self, model: nn.Module, named: Named) -> State:
-        """The state of a model that says itself what it is, buffers marked as such."""
+        """Return the state of a model that defines its own, with buffers marked."""
         found = get_model_state_dict(model)
-        # Of FSDP1's modules the walk sees nothing, but their parameters are never plain tensors.
+        # The walk finds no tensors in FSDP1 modules. Their parameters are never plain tensors.
         return {
             name: as_buffer(value)
             if type(value) is torch.Tensor and (self._is_fsdp1 or name in named.buffers)
@@ -332,7 +332,7 @@ class TrainState:
             for each in self._flattened:
                 found |= each.gather(named.parameters, forms)
         except KeyError:
-            # A parameter was replaced behind the optimizer's back; this says which.
+            # A parameter was replaced without the optimizer's knowledge. Report which one.
             self._check(named)
             raise
         return found
@@ -344,7 +344,7 @@ class TrainState:
         return forms
 
     def _want(self, found: State, metadata: Metadata, pick: Selection, forms: Forms | None) -> None:
-        """Add what a checkpoint has of the optimizers' state to what there is of it."""
+        """Add optimizer state that only the checkpoint has to `found`."""
         entries, prefix = metadata.state_dict_metadata, f"{OPTIMIZER}."
         ours = {
             new.removeprefix(prefix): entry
@@ -388,7 +388,7 @@ class TrainState:
 
 
 def listed(given: T | Sequence[T] | None) -> tuple[T, ...]:
-    """One, several or none as a tuple."""
+    """Return one, several or no objects as a tuple."""
     if given is None:
         return ()
     return tuple(given) if isinstance(given, Sequence) else (given,)
@@ -404,7 +404,7 @@ def _shapes(metadata: Metadata) -> dict[str, Sequence[int]]:
 
 
 def _put(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Place tensors named `part.rest` where DCP's flattening gives them that name again."""
+    """Place tensors named `part.rest` so that DCP's flattening gives them that name again."""
     for name, tensor in tensors.items():
         part, _, rest = name.partition(".")
         state.setdefault(part, {})[rest or "value"] = tensor
