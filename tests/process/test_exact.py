@@ -165,7 +165,7 @@ def test_c2_a_half_written_checkpoint_is_never_believed(killed: Ran) -> None:
     step = killed.resumes()[-1]["step"]
     (torn,) = [p for p in killed.run.list_checkpoints() if read_manifest(p) is None]
     assert name_of(torn).step > step
-    assert f"passed over {torn.name}: never committed" in killed.outputs[-1]
+    assert f"skipped {torn.name}: never committed" in killed.outputs[-1]
     for path in killed.run.list_checkpoints():
         manifest = read_manifest(path)
         assert manifest is None or find_damage(path, manifest) == []

@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_only_the_mirror_has_its_checkpoints(tmp_path: Path)
     # Gone from here: it comes back from the mirror and counts as any other.
     shutil.rmtree(paths.checkpoints)
     said = train(run, 8, tiers)
-    assert "goes on after step 6" in said
+    assert "continues after step 6" in said
     assert manifest.name in {p.name for p in paths.list_checkpoints()}
     assert find_damage(paths.checkpoint(manifest.name), manifest) == []
     fetched = [e.data for e in load_events(paths) if e.kind is EventKind.FETCHED]
@@ -69,14 +69,14 @@ def test_a_run_goes_on_where_only_the_mirror_has_its_checkpoints(tmp_path: Path)
     file = next(newest.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     said = train(run, 10, tiers)
-    assert "goes on after step 8" in said
-    assert f"passed over {newest.name}: damaged" in said
+    assert "continues after step 8" in said
+    assert f"skipped {newest.name}: damaged" in said
     assert (paths.fetched / newest.name / "manifest.json").exists()
     # The mirror is half: what it has not committed is not believed.
     (copies_of(mirror, 10) / "manifest.json").unlink()
     shutil.rmtree(paths.checkpoints)
     said = train(run, 12, tiers)
-    assert "goes on after step 8" in said
+    assert "continues after step 8" in said
     assert "in the mirror: never committed there" in said
 
 
@@ -100,9 +100,9 @@ def test_files_go_to_the_nodes_own_disk_first(tmp_path: Path) -> None:
     assert (on_node.checkpoint(name) / "train_state.json").exists()
     assert len(on_node.list_checkpoints()) <= 3, "the node's disk is kept clear"
     # On the same node nothing is fetched; what is on its disk is used.
-    assert "goes on after step 6" in train(run, 8, tiers)
+    assert "continues after step 6" in train(run, 8, tiers)
     assert not [e for e in load_events(paths) if e.kind is EventKind.FETCHED]
     # Another node has none of it.
     shutil.rmtree(scratch)
-    assert "goes on after step 8" in train(run, 10, tiers)
+    assert "continues after step 8" in train(run, 10, tiers)
     assert [e.data["step"] for e in load_events(paths) if e.kind is EventKind.FETCHED] == [8]

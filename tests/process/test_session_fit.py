@@ -34,7 +34,7 @@ def test_a_changed_program_goes_on_as_it_says_and_the_line_names_what_it_lacks(
 
     renamed = {"head": "exit", "fit": {"rename": {"model.3.*": "model.exit.*"}}}
     launch = train(run, 9, **renamed)
-    assert "goes on after step 6" in launch.output
+    assert "continues after step 6" in launch.output
     assert "model.3.weight to model.exit.weight" in launch.output
     assert losses(launch) == {step: truth[step] for step in range(1, 10)}, "bit for bit"
 
@@ -42,9 +42,9 @@ def test_a_changed_program_goes_on_as_it_says_and_the_line_names_what_it_lacks(
     fit = {"exclude": ["optimizer"], "strict": False}
     changed = {"head": "exit", "scale": True, "fit": fit}
     launch = train(run, 11, **changed)
-    assert "goes on after step 9" in launch.output
+    assert "continues after step 9" in launch.output
     assert "not in the checkpoint: model.scale.factor" in launch.output
-    assert "left out: optimizer." in launch.output
+    assert "excluded: optimizer." in launch.output
     assert losses(launch)[10] == truth[10], "the weights are the checkpoint's"
     assert losses(launch)[11] != truth[11], "the moments are not"
     told = events_of(launch.run, EventKind.RESUMED)[-1].data
@@ -53,8 +53,8 @@ def test_a_changed_program_goes_on_as_it_says_and_the_line_names_what_it_lacks(
 
     # The same command again: what was left out once is not left out of its own checkpoints.
     launch = train(run, 12, **changed)
-    assert "goes on after step 11" in launch.output
-    assert "left out" not in launch.output
+    assert "continues after step 11" in launch.output
+    assert "excluded" not in launch.output
     assert "not in the checkpoint" not in launch.output
     told = events_of(launch.run, EventKind.RESUMED)[-1].data
     assert told["restored"] == ["model", "optimizer", "scheduler", "rng"]

@@ -35,7 +35,7 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     [
         ("buffer", f"model.odd: {INNER}"),
         ("moment", f"optimizer.state.weight.moment: {INNER}"),
-        ("target", "model.odd: this program has it as a Quantised"),
+        ("target", "model.odd: in this program it is a Quantised"),
     ],
 )
 def test_every_rank_names_the_key(errors: list[dict[str, str]], case: str, said: str) -> None:

@@ -27,12 +27,12 @@ HOUR_S = 3600.0
     ("seen", "cost_s", "flush_s", "interval_s", "bound"),
     [
         # Two failures in ten hours, half a second each: sqrt(2 * 18000 * 0.5).
-        (Failures(2, 10 * HOUR_S), 0.5, 5.0, 134.16, "the formula's own value"),
-        (Failures(2, 10 * HOUR_S), 0.5, 400.0, 400.0, "held up by the flush"),
-        (Failures(50, HOUR_S), 1.0, 1.0, 33.33, "held up by the budget of 3%"),
-        (Failures(3600, HOUR_S), 0.001, 0.1, INTERVAL_MIN_S, "the shortest that is ever chosen"),
-        (Failures(0, 0.0), 10.0, 5.0, INTERVAL_MAX_S, "the longest that is ever chosen"),
-        (Failures(0, 0.0), 10.0, 5000.0, 5000.0, "the longest that is ever chosen"),
+        (Failures(2, 10 * HOUR_S), 0.5, 5.0, 134.16, "set by the formula"),
+        (Failures(2, 10 * HOUR_S), 0.5, 400.0, 400.0, "raised to the time of a flush"),
+        (Failures(50, HOUR_S), 1.0, 1.0, 33.33, "raised to keep the overhead within 3%"),
+        (Failures(3600, HOUR_S), 0.001, 0.1, INTERVAL_MIN_S, "the minimum interval"),
+        (Failures(0, 0.0), 10.0, 5.0, INTERVAL_MAX_S, "the maximum interval"),
+        (Failures(0, 0.0), 10.0, 5000.0, 5000.0, "the maximum interval"),
     ],
 )
 def test_the_interval_is_the_formulas_within_its_bounds(

@@ -126,7 +126,7 @@ def test_a_manifest_of_another_run_is_not_believed(run: RunPaths) -> None:
     strange = commit(run, 20, uid="9" * 32)
     choice = choose(run)
     assert choice.directory == good
-    assert choice.skipped == (f"{strange.name}: damaged: its manifest is of another run, r",)
+    assert choice.skipped == (f"{strange.name}: damaged: its manifest belongs to another run, r",)
 
 
 def test_what_a_rollback_excluded_is_passed_over(run: RunPaths) -> None:

@@ -243,9 +243,9 @@ def test_saved_keys_get_wanted_names(rename: dict[str, str], changed: dict[int, 
 @pytest.mark.parametrize(
     ("rename", "words"),
     [
-        ({"model.nothing": "model.x"}, "model.nothing: no saved key is called that"),
+        ({"model.nothing": "model.x"}, "model.nothing: no saved key has this name"),
         ({"model.a.w": "model.a.b"}, "would both be model.a.b"),
-        ({"model.a.*": "model.x"}, "only one of them is a beginning"),
+        ({"model.a.*": "model.x"}, r"only one of them ends with \.\*"),
     ],
 )
 def test_a_rename_that_cannot_be_done_is_refused(rename: dict[str, str], words: str) -> None:

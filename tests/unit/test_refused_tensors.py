@@ -113,7 +113,7 @@ def test_nothing_is_loaded_into_a_wrapper() -> None:
     size = torch.Size((4,))
     chunk = ChunkStorageMetadata(torch.Size((0,)), size)
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [chunk])
-    with pytest.raises(CheckpointError, match="w: this program has it as a Quantised"):
+    with pytest.raises(CheckpointError, match="w: in this program it is a Quantised"):
         collect({"w": quantised()}, Metadata({"w": entry}))
 
 

@@ -227,9 +227,9 @@ def test_the_line_says_what_came_back_and_what_did_not() -> None:
     restored = [own, Restored(parts=("model",), reseeded=True)]
     line = describe("gpt", found, restored, ("step-00000050.a0001.l01: never committed",))
     assert line == (
-        "holdfast: gpt goes on after step 40 from gpt:step-00000040.a0001.l01: restored model, "
+        "holdfast: gpt continues after step 40 from gpt:step-00000040.a0001.l01: restored model, "
         "optimizer; extra.ema was not in the checkpoint; the checkpoint's scheduler is not used; "
-        "ranks 1 had no saved random state and were seeded from (seed, rank, step); passed over "
+        "ranks 1 had no saved random state and were seeded from (seed, rank, step); skipped "
         "step-00000050.a0001.l01: never committed"
     )
 

@@ -1,8 +1,8 @@
-"""A committed checkpoint, or one of stock DCP, written in a form that others read.
+"""Export a committed or stock DCP checkpoint to a format that other programs read.
 
     python -m holdfast.trainer.export DIRECTORY --to FORM --output PATH [--json]
 
-It needs neither a GPU nor the program that trained, and no process group.
+The export needs no GPU, no process group, and not the program that trained.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from holdfast.trainer.export.forms import FORMS, appearing, bytes_in
 from holdfast.trainer.export.whole import open_source
 from holdfast.trainer.loading.checkpoint import check_committed
 
-# What forms of nothing but weights take where nothing else is asked for.
+# The default selection for formats that contain only weights.
 WEIGHTS_ONLY: Final = {"safetensors": ("model",), "hf": ("model",)}
 TYPES: Final = ("float64", "float32", "float16", "bfloat16")
 SHARD_BYTES: Final = 5 * 10**9
 
 
 def export(given: argparse.Namespace) -> dict[str, Any]:
-    """Write the export; what it holds. Raises `CheckpointError` for what cannot be exported."""
+    """Write the export and return its facts. Raises `CheckpointError` if it is not possible."""
     directory, output = given.directory.resolve(), Path(given.output)
     with ExitStack() as held:
         place = held.enter_context(appearing(output))
@@ -55,7 +55,7 @@ def export(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 written, 1 the checkpoint is bad or storage refused, 2 the call was wrong."""
+    """Return 0 if written, 1 if the checkpoint is bad or a write failed, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.trainer.export", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--to", choices=sorted(FORMS), required=True)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.shard_bytes < 1:
         parser.error(f"--shard-bytes {given.shard_bytes}: expected 1 or more")
-    # Whoever asked no longer wants it: what was begun is removed on the way out.
+    # The caller cancelled the export. The exit removes the partial output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         facts = export(given)

@@ -1,4 +1,4 @@
-"""The four forms that an export can have, each written beside its place and then moved there."""
+"""The four export formats. Each is written to a temporary place and then moved to its output."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from holdfast.trainer.export.whole import Entry, Source, batches, require_tensor
 from holdfast.trainer.loading.compare_keys import is_of_one_rank
 from holdfast.trainer.planning.metadata import METADATA
 
-# As Hugging Face's own libraries name them.
+# The file names that Hugging Face's libraries use.
 HF_WHOLE: Final = "model.safetensors"
 HF_SHARD: Final = "model-{number:05d}-of-{count:05d}.safetensors"
 HF_INDEX: Final = "model.safetensors.index.json"
 
 
 def write_torch(source: Source, place: Path, _: int) -> None:
-    """One file for `torch.load(path, weights_only=True)`: parts that `load_state_dict` takes.
+    """Write one file for `torch.load(path, weights_only=True)`, with parts for `load_state_dict`.
 
-    The whole of it is in memory at once.
+    The complete state is in memory at once.
     """
     values = source.read(source.entries)
     flat = {entry.key: values[entry.name] for entry in source.entries}
@@ -52,14 +52,14 @@ def write_torch(source: Source, place: Path, _: int) -> None:
 
 
 def write_safetensors(source: Source, place: Path, _: int) -> None:
-    """One safetensors file of the tensors, all in memory at once."""
+    """Write the tensors to one safetensors file. All are in memory at once."""
     _write_tensors(source, weights_of(source), place)
 
 
 def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
-    """A folder for `from_pretrained`: safetensors of at most `shard_bytes`, and their index.
+    """Write a folder for `from_pretrained`: safetensors of at most `shard_bytes`, and their index.
 
-    One shard is in memory at a time. The configuration and the tokenizer are the user's to add.
+    One shard is in memory at a time. The user adds the configuration and the tokenizer.
     """
     place.mkdir()
     shards = list(batches(weights_of(source), shard_bytes))
@@ -78,17 +78,17 @@ def write_hf(source: Source, place: Path, shard_bytes: int) -> None:
 
 
 def write_dcp(source: Source, place: Path, _: int) -> None:
-    """A folder of stock DCP's, without anything of Holdfast's.
+    """Write a stock DCP folder, without Holdfast's own files.
 
-    The files are copied as they are when all is wanted as it was saved; else, and where several
-    pipeline stages are to become one, the state goes through memory and stock DCP's own writer.
+    If everything is wanted as it was saved, the files are copied. Otherwise, and to join several
+    pipeline stages, the state goes through memory and stock DCP's own writer.
     """
     require_tensors(source)
     if _is_whole(source):
         _copy_files(source, place)
         return
     with warnings.catch_warnings():
-        # Stock DCP warns of a save without process group, which is what one process wants.
+        # Stock DCP warns about a save without a process group, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save_with_dcp(_nested(source), checkpoint_id=place, no_dist=True)
     for path in place.iterdir():
@@ -106,16 +106,16 @@ FORMS: Final[dict[str, Callable[[Source, Path, int], None]]] = {
 
 @contextmanager
 def appearing(output: Path) -> Iterator[Path]:
-    """A place to write to; `output` appears, whole and durable, when the block ends well.
+    """Yield a path to write to. At the end of the block, move it to `output`, whole and durable.
 
-    Raises `CheckpointError` when there is an `output` already; nothing is ever overwritten.
+    Raises `CheckpointError` if `output` exists. Nothing is ever overwritten.
     """
     _refuse_existing(output)
     make_directory(output.absolute().parent)
     scratch = Path(tempfile.mkdtemp(dir=output.absolute().parent, prefix=f".{output.name}."))
     try:
         yield scratch / output.name
-        # An empty directory in the way would be replaced without a word.
+        # `os.rename` would silently replace an empty directory.
         _refuse_existing(output)
         os.rename(scratch / output.name, output)
         fsync_directory(output.absolute().parent)
@@ -124,7 +124,7 @@ def appearing(output: Path) -> Iterator[Path]:
 
 
 def bytes_in(output: Path) -> int:
-    """Bytes of a file, or of all files of a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     files = [output] if output.is_file() else [path for path in output.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
@@ -132,7 +132,7 @@ def bytes_in(output: Path) -> int:
 def _refuse_existing(output: Path) -> None:
     if output.exists() or output.is_symlink():
         raise CheckpointError(
-            f"{output}: exists already and is not overwritten; name another --output, or remove it"
+            f"{output}: exists already and is not overwritten; give another --output, or delete it"
         )
 
 
@@ -145,7 +145,7 @@ def _nested(source: Source) -> dict[str, Any]:
 
 
 def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:
-    # Not everybody who trains has it installed; whoever exports to it needs it.
+    # safetensors is an optional dependency of training.
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -158,7 +158,7 @@ def _write_tensors(source: Source, entries: list[Entry], place: Path) -> None:
 
 
 def _is_whole(source: Source) -> bool:
-    """True when the files hold just what is wanted: one stage, every key, no other name or type."""
+    """Return True if the files are exactly what is wanted: one stage, all keys, same names."""
     metadata = source.opened.metadata
     saved = metadata.state_dict_metadata
     folders = {"/" in info.relative_path for info in (metadata.storage_data or {}).values()}
@@ -177,7 +177,7 @@ def _type_saved(entry: STORAGE_TYPES) -> torch.dtype | None:
 
 
 def _copy_files(source: Source, place: Path) -> None:
-    """Copy data files and `.metadata`, which must still be what was committed."""
+    """Copy data files and `.metadata`, after a check that they are as committed."""
     manifest = source.opened.manifest
     storage = source.opened.metadata.storage_data or {}
     names = sorted({info.relative_path for info in storage.values()})

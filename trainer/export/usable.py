@@ -1,4 +1,4 @@
-"""The state of a checkpoint as programs without Holdfast take it: by `load_state_dict`."""
+"""The state of a checkpoint in the form that `load_state_dict` takes in other programs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GROUPS: Final = "optimizer.param_groups."
 
 
 def make_optimizer(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `optimizer.load_state_dict` takes, of flattened keys; None where there are no groups.
+    """Return the argument of `optimizer.load_state_dict`, or None if there are no groups.
 
-    Parameters keep their order and are numbered. Those that follow each other with equal options
-    make up one group, and `param_names` says whose they are.
+    `values` has flattened keys. Parameters keep their order and are numbered. Consecutive
+    parameters with equal options form one group, and `param_names` has their names.
     """
     options: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -51,9 +51,9 @@ def make_optimizer(values: Mapping[str, Any]) -> dict[str, Any] | None:
 def make_objects(
     documents: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Schedulers and extras by name, as `state_dict` gave them; those of single ranks are left out.
+    """Return schedulers and extras by name, as from `state_dict`, without per-rank objects.
 
-    `documents` are those of the train state, `tensors` all that was read, by key.
+    `documents` are those of the train state. `tensors` are all tensors that were read, by key.
     """
     made: dict[str, Any] = {}
     for name, document in documents.items():
@@ -76,12 +76,12 @@ def make_objects(
 
 
 def owned_by(key: str, documents: Iterable[str]) -> bool:
-    """True for a tensor that belongs to one of the objects of these names."""
+    """Return True for a tensor that belongs to one of the named objects."""
     return not is_of_one_rank(key) and any(key.startswith(f"{name}.") for name in documents)
 
 
 def _split(rest: str, names: Mapping[str, int]) -> tuple[str | None, str]:
-    """A parameter's name, which has dots itself, and what follows it."""
+    """Split into a parameter's name, which may contain dots, and the rest."""
     at = len(rest)
     while (at := rest.rfind(".", 0, at)) > 0:
         if rest[:at] in names:

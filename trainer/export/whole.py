@@ -1,4 +1,4 @@
-"""Whole tensors of a checkpoint, read and verified by one process, as many at a time as asked."""
+"""Whole tensors of a checkpoint, read and verified by one process in batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MODEL: Final = "model."
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing to be written: the key it was saved under, the name it is to have, its size.
+    """One entry to write: its saved key, its name in the export, its size.
 
-    `bytes` counts what it takes at the type wanted; it is 0 for numbers, which `dtype` None marks.
-    `path` is its place among nested dictionaries.
+    `bytes` is the size in the wanted type, or 0 for a number, whose `dtype` is None. `path` is its
+    position in nested dictionaries.
     """
 
     key: str
@@ -38,13 +38,13 @@ class Entry:
 
     @property
     def is_tensor(self) -> bool:
-        """False for a number, such as a learning rate."""
+        """True for a tensor, False for a number such as a learning rate."""
         return self.dtype is not None
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint and what of it is to be written; `documents` are those of objects, by name."""
+    """A checkpoint and the entries to write. `documents` are those of objects, by name."""
 
     opened: Opened
     entries: tuple[Entry, ...]
@@ -52,13 +52,13 @@ class Source:
 
     @property
     def directory(self) -> Path:
-        """Where it lies."""
+        """The checkpoint's directory."""
         return self.opened.directory
 
     def read(self, entries: Sequence[Entry]) -> dict[str, Any]:
-        """Name → whole tensor or number. Every byte read is compared with the manifest's digests.
+        """Return whole tensors or numbers by name. Every byte is checked against the manifest.
 
-        Raises `DamagedCheckpointError` when they differ.
+        Raises `DamagedCheckpointError` if bytes differ.
         """
         flat: dict[str, Any] = {
             one.key: torch.empty(one.shape, dtype=one.dtype) if one.is_tensor else 0
@@ -76,14 +76,14 @@ def open_source(
     rename: Mapping[str, str],
     dtype: torch.dtype | None,
 ) -> Source:
-    """Look into the checkpoint in `directory`, ours or stock DCP's.
+    """Open the Holdfast or stock DCP checkpoint in `directory` for an export.
 
-    `include` are keys or beginnings of keys, empty for all; `rename` is that of `Selection`;
-    `dtype`, when given, is that of all floating-point tensors written. What single ranks have for
-    themselves, such as the state of their random numbers, is left out.
+    `include` has keys or key prefixes, and is empty for all. `rename` is that of `Selection`. If
+    given, `dtype` is the type of all floating-point tensors in the export. Per-rank entries, such
+    as the state of random number generators, are left out.
 
-    Raises `DamagedCheckpointError` for what cannot be believed, `KeyMismatchError` for a rename
-    that fits nothing, and `CheckpointError` when nothing is left to write.
+    Raises `DamagedCheckpointError` if the checkpoint is damaged, `KeyMismatchError` for a rename
+    that fits no key, and `CheckpointError` if nothing is left to write.
     """
     opened = open_checkpoint(directory)
     saved = {
@@ -97,7 +97,7 @@ def open_source(
     documents = {name: document for name, document in kept.items() if pick.takes(name)}
     if not taken and not documents:
         raise CheckpointError(
-            f"{directory}: no key lies under {', '.join(include) or 'it'}; it has "
+            f"{directory}: no key matches {', '.join(include) or 'the selection'}; it has "
             f"{shorten(list(saved)) or 'none'}"
         )
     names = Selection(rename=rename).rename_all(taken)
@@ -123,7 +123,7 @@ def open_source(
 
 
 def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
-    """Entries in their order, as many together as `bytes_max` allow and never none."""
+    """Yield entries in order, in batches of at most `bytes_max` but at least one entry."""
     batch: list[Entry] = []
     for entry in entries:
         if batch and sum(one.bytes for one in batch) + entry.bytes > bytes_max:
@@ -135,32 +135,32 @@ def batches(entries: Sequence[Entry], bytes_max: int) -> Iterator[list[Entry]]:
 
 
 def weights_of(source: Source) -> list[Entry]:
-    """The tensors; `KeyMismatchError` names the numbers, which a file of tensors has no place for.
+    """Return the tensors to write. Raises `KeyMismatchError` if the selection has numbers.
 
-    The `model.` before a parameter's name is Holdfast's own, and goes.
+    The prefix `model.` of a parameter's name is Holdfast's own and is removed.
     """
     require_tensors(source)
     numbers = [entry.key for entry in source.entries if not entry.is_tensor]
     if numbers:
         raise KeyMismatchError(
-            f"{source.directory}: a file of tensors cannot hold numbers, and {shorten(numbers)} "
-            "are such; leave them out with --include, or write --to torch",
+            f"{source.directory}: a file of tensors cannot contain numbers, and {shorten(numbers)} "
+            "are numbers; leave them out with --include, or use --to torch",
             extra=numbers,
         )
     return [replace(one, name=one.name.removeprefix(MODEL)) for one in source.entries]
 
 
 def require_tensors(source: Source) -> None:
-    """Raise `CheckpointError` where nothing but plain values of objects is to be written."""
+    """Raise `CheckpointError` if only plain values of objects would be written."""
     if not source.entries:
         raise CheckpointError(
-            f"{source.directory}: {', '.join(source.documents)} has no tensors, and this form "
-            "holds nothing else; write --to torch"
+            f"{source.directory}: {', '.join(source.documents)} has no tensors, and this format "
+            "contains nothing else; use --to torch"
         )
 
 
 def split_name(name: str) -> OBJ_PATH:
-    """The path of a key whose own is not known: its part, then its name in that part."""
+    """Return the path of a key without a known path: its part, then the name in that part."""
     part, dot, rest = name.partition(".")
     return (part, rest) if dot else (part,)
 

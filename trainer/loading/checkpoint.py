@@ -1,4 +1,4 @@
-"""A checkpoint into a model, outside of a run: for evaluation, for export, for a fork's start."""
+"""Load a checkpoint into a model outside a run: for evaluation, for export, or to start a fork."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def load_checkpoint(
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
 ) -> LoadReport:
-    """Load a checkpoint, ours or stock DCP's, into `model` and `optimizer`, at any world size.
+    """Load a Holdfast or stock DCP checkpoint into `model` and `optimizer`, at any world size.
 
-    Every rank calls it, with its own part of a sharded model. `checkpoint` is a directory, or an
+    Every rank calls this, with its own part of a sharded model. `checkpoint` is a directory, or an
     id `<run>:<step-…>` under `$HOLDFAST_ROOT`. Keys are `model.<name>`,
     `optimizer.state.<name>.<key>` and `optimizer.param_groups.<name>.<key>`.
 
     Args:
-        checkpoint: what to load.
-        model: the model, or its parts as pipeline stages hold them.
-        optimizer: left as it is when not given; then only the model is loaded.
-        exclude: keys or beginnings of keys that keep their values, such as "optimizer" or
-            "model.head"; of a parameter, its optimizer state keeps its values too.
-        include: when given, only these are loaded.
-        rename: saved keys to those of this model, `{"model.old.*": "model.new.*"}`; the
-            optimizer state of renamed parameters follows.
-        strict: when False, keys that only one side has are left alone and named in the report.
+        checkpoint: the checkpoint to load.
+        model: the model, or the parts of it that pipeline stages hold.
+        optimizer: one, several, or none. Without it, only the model is loaded.
+        exclude: keys or key prefixes that keep their current values, such as "optimizer" or
+            "model.head". An excluded parameter also keeps its optimizer state.
+        include: if given, only these keys or key prefixes are loaded.
+        rename: saved keys mapped to keys of this model, `{"model.old.*": "model.new.*"}`. The
+            optimizer state of a renamed parameter follows.
+        strict: if False, keys that only one side has are ignored and listed in the report.
 
-    Raises `KeyMismatchError` before anything is loaded when keys or shapes do not fit,
-    `DamagedCheckpointError` when bytes are not those that were committed (the model may have
-    been changed by then), `NotFoundError` when there is no such checkpoint, and `TypeError` for a
-    target of another type, such as a dict of tensors.
+    Raises `KeyMismatchError` before anything is loaded if keys or shapes do not fit,
+    `DamagedCheckpointError` if bytes differ from the committed ones (the model may then have
+    changed), `NotFoundError` if there is no such checkpoint, and `TypeError` for a target of
+    another type, such as a dict of tensors.
     """
     _check_all(model, nn.Module, "model")
     _check_all(() if optimizer is None else optimizer, Optimizer, "optimizer")
@@ -86,49 +86,49 @@ def load_checkpoint(
 
 
 def _check_all(given: object, kind: type, name: str) -> None:
-    """`TypeError` unless `given` is a `kind` or a sequence of them."""
+    """Raise `TypeError` unless `given` is a `kind` or a sequence of them."""
     if isinstance(given, kind):
         return
     if isinstance(given, Sequence) and not isinstance(given, str):
         wrong = [type(one).__name__ for one in given if not isinstance(one, kind)]
         if not wrong:
             return
-        words = f"a {type(given).__name__} that contains {wrong[0]}"
+        found = f"a {type(given).__name__} that contains {wrong[0]}"
     else:
-        words = f"an object of type {type(given).__name__}"
+        found = f"an object of type {type(given).__name__}"
     raise TypeError(
-        f"load_checkpoint: {name} is {words}; expected a torch {kind.__name__} or a sequence of "
+        f"load_checkpoint: {name} is {found}; expected a torch {kind.__name__} or a sequence of "
         "them. To load into a nested dict of tensors, call "
         "holdfast.trainer.loading.reader.load_state(Path(directory), state, group=None)"
     )
 
 
 def _target(state: TrainState, opened: Opened, pick: Selection) -> dict[str, Any]:
-    """What to load into, the optimizer's state that only the checkpoint has among it."""
+    """Return the state to load into, including optimizer state that only the checkpoint has."""
     document = read_train_state(opened.directory, opened.manifest)
     return state.tensors(lambda: opened.metadata, pick, document)
 
 
 @contextlib.contextmanager
 def _held(directory: Path, ranks: ControlGroup) -> Iterator[None]:
-    """Keep a run's checkpoint from deletion while all ranks load it; rank 0 has the lease.
+    """Protect a run's checkpoint from deletion while all ranks load it. Rank 0 holds the lease.
 
-    A directory of any other name is nobody's to delete, and what lies beside it is not ours.
+    Holdfast never deletes a directory with another kind of name, so that needs no lease.
     """
     is_ours = CheckpointName.parse(directory.name) is not None
     with contextlib.ExitStack() as held:
         if is_ours and ranks.rank == 0:
             held.enter_context(reading(directory))
-        # No rank reads before the lease stands; loading ends with a word from every rank.
+        # No rank reads before the lease exists. Loading ends with a collective of all ranks.
         ranks.gather(lambda: check_committed(directory) if is_ours else None)
         yield
 
 
 def check_committed(directory: Path) -> None:
-    """`NotFoundError` for a run's save without a manifest, by which alone it could be verified.
+    """Raise `NotFoundError` for a run's save without a manifest, which cannot be verified.
 
-    Without this it would be taken for one of stock DCP, which has none. To be called under the
-    lease: who deletes takes the manifest first, and puts it back when a lease came in between.
+    Without this check it would be read as a stock DCP checkpoint, which has no manifest. Call it
+    under the lease. A deletion removes the manifest first, and restores it if a lease appeared.
     """
     is_of_run = RunPaths(directory.parent.parent).spec.exists()
     if is_of_run and not (directory / MANIFEST).exists():
@@ -139,10 +139,10 @@ def check_committed(directory: Path) -> None:
 
 
 def find_directory(checkpoint: str | Path) -> Path:
-    """The directory of a checkpoint given by its path or id; `NotFoundError` if there is none."""
+    """Return the directory of a checkpoint's path or id. Raises `NotFoundError` without one."""
     path = Path(checkpoint).expanduser()
     if path.is_dir():
-        # A link such as `latest` is not the name that its manifest has.
+        # Resolve a link such as `latest`, whose name differs from the manifest's.
         return path.resolve()
     run, _, name = str(checkpoint).rpartition(":")
     if run and CheckpointName.parse(name):

@@ -1,8 +1,8 @@
-"""Which saved key goes to which wanted key, and what is left over: decided before a byte is read.
+"""Matches saved keys with wanted keys, and lists the rest, before any byte is read.
 
-Keys are flattened, `model.…`, `optimizer.state.…` and so on. What is said of a parameter holds
-for its optimizer state as well: a rename or an exclusion of `model.head` is also one of the
-moments and group settings of `head`.
+Keys are flattened: `model.…`, `optimizer.state.…` and so on. A rule for a parameter also applies to
+its optimizer state: a rename or an exclusion of `model.head` includes the moments and group
+settings of `head`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ KEYS_SHOWN: Final = 8
 _MODEL: Final = "model."
 _OF_A_PARAMETER: Final = ("optimizer.state.", "optimizer.param_groups.")
 _ALL: Final = ".*"
-# A module may be called so too: below `model` and `optimizer`, and deep in an extra, it is one.
+# A module may have such a name too: below `model` and `optimizer`, and deeper in an extra.
 _OF_ONE_RANK: Final = re.compile(r"rng\.rank\d{5,}(?:\..*)?|extra\.[^.]+\.rank\d{5,}")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a checkpoint is taken, and under which names.
+    """Which keys of a checkpoint are loaded, and under which names.
 
-    `include` and `exclude` are wanted keys or the beginnings of such up to a dot; an empty
-    `include` means all. `rename` maps saved names to wanted ones, exactly or, with `old.*` to
-    `new.*`, all that begin so. `strict` refuses keys that only one side has.
+    `include` and `exclude` are wanted keys or prefixes that end before a dot. An empty `include`
+    means all. `rename` maps saved names to wanted ones, exactly or by prefix with `old.*` to
+    `new.*`. `strict` refuses keys that only one side has.
     """
 
     include: tuple[str, ...] = ()
@@ -40,20 +40,20 @@ class Selection:
     strict: bool = True
 
     def takes(self, key: str) -> bool:
-        """True when the wanted `key` is to be loaded."""
+        """Return True if the wanted `key` is to be loaded."""
         if any(_lies_under(key, prefix) for prefix in self.exclude):
             return False
         return not self.include or any(_lies_under(key, prefix) for prefix in self.include)
 
     def renamed(self, key: str) -> str:
-        """The wanted name of the saved `key`."""
+        """Return the wanted name of the saved `key`."""
         return _apply(self.rename, key)
 
     def rename_all(self, saved: Collection[str]) -> dict[str, str]:
-        """Saved key → wanted key, for all of `saved`, most of them unchanged.
+        """Map each saved key in `saved` to its wanted key. Most keys stay unchanged.
 
-        Raises `KeyMismatchError` for a rule that fits no key, and for two keys that would
-        become one.
+        Raises `KeyMismatchError` for a rule that fits no key, and for two keys that would get
+        the same name.
         """
         names = {key: _apply(self.rename, key) for key in saved}
         unused = [old for old in self.rename if not any(_fits(old, key) for key in saved)]
@@ -64,21 +64,21 @@ class Selection:
             for old, new in sorted(names.items())
             if owners.setdefault(new, old) != old
         ]
-        reasons = [f"{old}: no saved key is called that" for old in unused] + twice
-        reasons += [f"{old} to {new}: only one of them is a beginning" for old, new in uneven]
+        reasons = [f"{old}: no saved key has this name" for old in unused] + twice
+        reasons += [f"{old} to {new}: only one of them ends with .*" for old, new in uneven]
         if reasons:
             raise KeyMismatchError(
-                f"the rename cannot be done: {shorten(reasons)}; expected saved names, whole or "
-                "as `old.*`, to names of this program's state"
+                f"the rename is not possible: {shorten(reasons)}; expected saved names, complete "
+                "or as `old.*`, mapped to names of this program's state"
             )
         return names
 
 
 @dataclass(frozen=True)
 class KeyComparison:
-    """How the keys wanted differ from the keys saved; lines of `reshaped` say both shapes.
+    """The differences between wanted and saved keys. Lines of `reshaped` contain both shapes.
 
-    `converted` are those whose type differs, which are loaded and said.
+    `converted` lists the keys whose type differs. They are loaded and reported.
     """
 
     missing: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class KeyComparison:
 def compare(
     wanted: Mapping[str, Any], saved: Mapping[str, STORAGE_TYPES], pick: Selection
 ) -> KeyComparison:
-    """Compare one rank's flattened state with the saved entries, already renamed."""
+    """Compare one rank's flattened state with the saved entries, which are already renamed."""
     reshaped, converted = [], []
     for key, value in wanted.items():
         entry = saved.get(key)
@@ -117,7 +117,7 @@ def compare(
 
 
 def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
-    """One verdict of all ranks': extra is what none of them wants, the rest what any one says."""
+    """Join all ranks' comparisons. `extra` is what no rank wants; the rest is the union."""
     found = list(comparisons)
     extra = set(found[0].extra).intersection(*(each.extra for each in found))
     return KeyComparison(
@@ -130,7 +130,7 @@ def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
 
 
 def combine(one: KeyComparison, other: KeyComparison) -> KeyComparison:
-    """What both say, of different keys."""
+    """Combine two comparisons of different keys."""
     lines = {
         each.name: tuple(sorted({*getattr(one, each.name), *getattr(other, each.name)}))
         for each in fields(KeyComparison)
@@ -139,9 +139,9 @@ def combine(one: KeyComparison, other: KeyComparison) -> KeyComparison:
 
 
 def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
-    """Raise `KeyMismatchError` where shapes differ or, with `strict`, keys do.
+    """Raise `KeyMismatchError` if shapes differ or, with `strict`, if keys differ.
 
-    Keys of one rank alone come and go with the world size and are never an error.
+    Per-rank keys depend on the world size and are never an error.
     """
     missing = [key for key in found.missing if not is_of_one_rank(key)]
     extra = [key for key in found.extra if not is_of_one_rank(key)]
@@ -158,8 +158,8 @@ def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
     ]
     raise KeyMismatchError(
         f"{where} does not fit this program's state. {'. '.join(parts)}. Load it into the model "
-        "and optimizer that saved it, name what was renamed with rename, leave parts out with "
-        "exclude, or pass strict=False to take only what is in both",
+        "and optimizer that saved it, map renamed keys with rename, leave parts out with "
+        "exclude, or pass strict=False to load only the keys that both have",
         missing=missing,
         extra=extra,
         reshaped=found.reshaped,
@@ -167,33 +167,33 @@ def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
 
 
 def is_of_one_rank(key: str) -> bool:
-    """True for keys such as `rng.rank00003.cpu`, which one rank alone saves and wants.
+    """Return True for keys such as `rng.rank00003.cpu`, which only one rank saves and wants.
 
-    At another world size such keys come and go, so they are reported and never an error.
+    Such keys depend on the world size, so they are reported and never an error.
     """
     return _OF_ONE_RANK.fullmatch(key) is not None
 
 
 def shorten(keys: Collection[str]) -> str:
-    """The first `KEYS_SHOWN` of `keys`, and how many more there are."""
+    """Return the first `KEYS_SHOWN` of `keys`, and the number of further keys."""
     shown = ", ".join(list(keys)[:KEYS_SHOWN])
     return shown + (f" and {len(keys) - KEYS_SHOWN} more" if len(keys) > KEYS_SHOWN else "")
 
 
 def _lies_under(key: str, prefix: str) -> bool:
-    """True for the key itself, for what follows it after a dot, and for its optimizer state."""
+    """Return True for the key itself, for keys below it, and for its optimizer state."""
     return any(key == name or key.startswith(f"{name}.") for name in (prefix, *_beside(prefix)))
 
 
 def _beside(name: str) -> tuple[str, ...]:
-    """Where the optimizer's state lies of what `name` says of the model; empty for other names."""
+    """Return the optimizer keys for a model key `name`, or () for other names."""
     if not name.startswith(_MODEL):
         return ()
     return tuple(part + name.removeprefix(_MODEL) for part in _OF_A_PARAMETER)
 
 
 def _apply(rules: Mapping[str, str], key: str) -> str:
-    """`key` by the first rule that fits it, or as it is."""
+    """Return `key` renamed by the first rule that fits, or unchanged."""
     for old, new in rules.items():
         if key == old:
             return new

@@ -1,8 +1,8 @@
-"""The ranks of one node that read together: who they are, and memory that all of them see.
+"""The ranks of one node that read together, and the memory that all of them can access.
 
-Each rank makes a window, a memory file that the others open through `/proc`. What one rank reads
-for several it reads into its own window; the others copy from there. Windows have two halves,
-so that one is filled while the other is copied from.
+Each rank creates a window: a memory file that the others open through `/proc`. Data that several
+ranks need is read into the reader's window, and the others copy it from there. A window has two
+halves, so that one is filled while the other is copied from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HALVES: Final = 2
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank runs, and where the other ranks there find its window."""
+    """The host of a rank, and the path of its window on that host."""
 
     home: tuple[str, str, str]
     place: str
@@ -36,7 +36,7 @@ class Address:
 
 @contextlib.contextmanager
 def own_window() -> Iterator[Address]:
-    """This rank's memory file, which others may open at its address until it is left."""
+    """Create this rank's memory file. Others may open it at its address until the block ends."""
     handle = os.memfd_create("holdfast-window", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, HALVES * SLOTS_MAX * PIECE_BYTES)
@@ -46,11 +46,11 @@ def own_window() -> Iterator[Address]:
 
 
 class Node:
-    """The ranks that read together, of which this is number `rank` of `size`.
+    """The ranks that read together. This rank is number `rank` of `size`.
 
-    They talk over `group` when it is theirs alone, else over `tree`, whose node they are. Half of a
-    window has `slots` pieces. `is_sharing` is False where not all windows are there:
-    ranks in containers of their own cannot open each other's.
+    They communicate over `group` if it has no other ranks, else over `tree`, whose node they are.
+    Half of a window has `slots` pieces. `is_sharing` is False if some windows cannot be opened:
+    ranks in separate containers cannot open each other's.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Node:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None, addresses: Sequence[Address]) -> Node:
-        """The ranks of `group` that run where this one does; all of `group` call it together.
+        """Return the ranks of `group` on this rank's host. All ranks of `group` call this together.
 
-        No group is made for them: torch names one after the groups that a rank has already, and a
-        program may have made other groups on each.
+        This creates no process group. torch numbers a group by the rank's existing groups, and a
+        program may have created different groups on each rank.
         """
         rank = dist.get_rank(group) if group is not None else 0
         here = [r for r, one in enumerate(addresses) if one.home == addresses[rank].home]
@@ -84,28 +84,28 @@ class Node:
         return cls(places, rank=here.index(rank), tree=HierarchicalGroup(group, node=here[0]))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         if self._tree is None:
             return gather(self._group, value)
-        told = self._tree.gather_node(value)
-        values: list[Any] = self._tree.scatter_node([told] * self.size)
+        gathered = self._tree.gather_node(value)
+        values: list[Any] = self._tree.scatter_node([gathered] * self.size)
         return values
 
     def barrier(self) -> None:
-        """Return when all ranks of the node have called it."""
+        """Return when all ranks of the node have called this."""
         if self._tree is not None:
             self.gather(None)
         elif self._group is not None:
             dist.barrier(group=self._group)
 
     def slot(self, rank: int, half: int, slot: int) -> memoryview:
-        """The memory of one piece in the window of `rank`."""
+        """Return the memory of one piece in the window of `rank`."""
         start = (half * self.slots + slot) * PIECE_BYTES
         return memoryview(self._maps[rank])[start : start + PIECE_BYTES]
 
 
 def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
-    """Every rank's value, by rank; one's own alone without a group."""
+    """Return every rank's value, by rank. Without a group, only this rank's."""
     if group is None:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -114,7 +114,7 @@ def gather(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
 
 
 def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
-    """The memory at `places`, up to the first that may not be opened."""
+    """Map the memory files at `places`, up to the first that cannot be opened."""
     maps: list[mmap.mmap] = []
     for place in places:
         try:
@@ -129,6 +129,6 @@ def _map_all(places: Sequence[str], size: int) -> list[mmap.mmap]:
 
 
 def _home() -> tuple[str, str, str]:
-    """What processes that see each other in `/proc` have in common, and others have not."""
+    """Return an id that is equal only for processes that share `/proc`."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return boot, socket.gethostname(), os.readlink("/proc/self/ns/pid")

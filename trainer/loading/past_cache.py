@@ -1,7 +1,8 @@
-"""Reading past the page cache what is not in it.
+"""Direct reads that bypass the page cache for data that is not in it.
 
-What is in memory already, as when others read it a moment ago, is copied from there. Only whole
-blocks are worth a direct read, and where a file system declines, it goes through the cache.
+Data that is already in memory, for example because another process has just read it, is copied
+from there. A direct read pays off only for whole blocks. If a file system refuses direct reads,
+the read goes through the cache.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _libc.mincore.restype = ctypes.c_int
 
 
 def huge_memory(size: int) -> memoryview:
-    """Memory of this process alone for direct reads, in huge pages where there are any.
+    """Return private memory for direct reads, in huge pages if possible.
 
-    A disk fills one long stretch faster than hundreds of small pages, here three times as fast.
+    A disk fills one long stretch three times as fast as hundreds of small pages.
     """
     mapped = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
@@ -41,9 +42,9 @@ def huge_memory(size: int) -> memoryview:
 
 
 def go_past_cache(handle: int, start: int, size: int) -> bool:
-    """Have further reads of an open file be direct, if most of these bytes are not in memory.
+    """Switch an open file to direct reads if most of these bytes are not in memory.
 
-    Returns whether they are: each must then be one of `fill_aligned`.
+    Returns whether reads are now direct. If so, each further read must use `fill_aligned`.
     """
     if size < DIRECT_BYTES_MIN or start % ALIGNMENT or is_in_memory(handle, start, size):
         return False
@@ -51,7 +52,7 @@ def go_past_cache(handle: int, start: int, size: int) -> bool:
 
 
 def is_in_memory(handle: int, start: int, size: int) -> bool:
-    """True when half of these bytes of a file or more are in the page cache, or nobody says.
+    """Return True if at least half of these bytes are in the page cache, or if it is unknown.
 
     `start` is a multiple of `ALIGNMENT`.
     """
@@ -59,21 +60,21 @@ def is_in_memory(handle: int, start: int, size: int) -> bool:
     try:
         mapped = mmap.mmap(handle, size, access=mmap.ACCESS_READ, offset=start)
     except (OSError, ValueError):
-        # A file system that maps nothing, or a file cut short: reading says what is wrong.
+        # The file system cannot map files, or the file is too short. The read reports the problem.
         return True
     with mapped:
         content = np.frombuffer(mapped, np.uint8)
         failed = _libc.mincore(content.ctypes.data, size, pages.ctypes.data)
-        # Until then the mapping cannot be closed.
+        # The mapping cannot be closed while this array exists.
         del content
     return bool(failed) or int((pages & 1).sum()) * 2 >= len(pages)
 
 
 def fill_aligned(handle: int, memory: memoryview, start: int, size: int) -> None:
-    """Read `size` bytes from `start` on, a multiple of `ALIGNMENT`, into the beginning of `memory`.
+    """Read `size` bytes from `start`, a multiple of `ALIGNMENT`, into the beginning of `memory`.
 
-    `memory` begins with a page, and has room for whole pages. Raises `EOFError` when the file
-    ends before.
+    `memory` begins at a page and has space for whole pages. Raises `EOFError` if the file is too
+    short.
     """
     room, at = -(-size // ALIGNMENT) * ALIGNMENT, 0
     while at < size:
@@ -86,7 +87,7 @@ def fill_aligned(handle: int, memory: memoryview, start: int, size: int) -> None
             fill(handle, [memory[at:size]], start + at)
             return
         if at + count < size:
-            # The next read must begin with a page again.
+            # The next read must also begin at a page.
             count -= count % ALIGNMENT
         if count == 0:
             raise EOFError(f"ends before byte {start + size}, expected more")
@@ -94,7 +95,7 @@ def fill_aligned(handle: int, memory: memoryview, start: int, size: int) -> None
 
 
 def fill(handle: int, views: Sequence[memoryview], start: int) -> None:
-    """Fill all `views` from the file; raises `EOFError` when it ends before them."""
+    """Fill all `views` from the file. Raises `EOFError` if the file is too short."""
     waiting, at = list(views), start
     while waiting:
         count = read_again(partial(os.preadv, handle, waiting[:VECTORS_MAX], at))

@@ -1,8 +1,8 @@
-"""Opening an entry that `torch.save` made, when a stranger may have made it: no code, no bombs.
+"""Safe opening of an entry written by `torch.save`, which may come from an untrusted source.
 
-The zip's records are looked at one by one: its pickle by a reader that makes nothing out of what
-it does not know, its storages by their sizes. What passes is packed again, so that `torch.load`
-is given just what was looked at.
+Each record of the zip is checked: the pickle by a reader that creates no unknown objects, the
+storages by their sizes. The accepted records are packed again, so that `torch.load` gets only what
+was checked.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ RECORDS_MAX: Final = 10_000
 _HEADER_BYTES: Final = 30
 _HEADER: Final = b"PK\x03\x04"
 _PICKLE: Final = "data.pkl"
-# Beside the pickle and the storages, what `torch.load` asks for.
+# The other records that `torch.load` reads, besides the pickle and the storages.
 _KEPT: Final = ("byteorder", "version", ".format_version", ".storage_alignment")
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage's record: elements of `item_bytes` each, `count` of them."""
+    """A storage's record: `count` elements of `item_bytes` each."""
 
     item_bytes: int
     count: int
 
 
 class _Opaque:
-    """A tensor or the like, whose making was looked at and left to torch."""
+    """A tensor or similar object, whose construction was checked and is left to torch."""
 
 
 def load_plain(content: bytes) -> Any:
-    """The value in `content`: a tensor, number or plain collection, on the CPU.
+    """Return the value in `content`: a tensor, number or plain collection, on the CPU.
 
-    Raises `DamagedCheckpointError` as `repack` does, and when torch cannot make the value.
+    Raises `DamagedCheckpointError` as `repack` does, and if torch cannot construct the value.
     """
     packed = repack(content)
     try:
@@ -64,10 +64,10 @@ def load_plain(content: bytes) -> Any:
 
 
 def repack(content: bytes) -> bytes:
-    """The zip of `torch.save` in `content`, packed again from the records that were looked at.
+    """Return the `torch.save` zip in `content`, packed again from its checked records.
 
-    Raises `DamagedCheckpointError` when it is no such zip, when it holds anything with code, or
-    when its value would take more memory than its bytes.
+    Raises `DamagedCheckpointError` if it is not such a zip, if it contains code, or if its value
+    would take more memory than its bytes.
     """
     try:
         records = _records_of(content)
@@ -78,20 +78,20 @@ def repack(content: bytes) -> bytes:
                 made.writestr(f"archive/{name}", record)
         return packed.getvalue()
     except Exception as error:
-        # Hostile bytes can raise anything at all; whatever it was, it is no value of ours.
+        # Malicious bytes can raise any exception. Each means that the entry is not valid.
         raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> DamagedCheckpointError:
-    words = shorten_error(error).splitlines()[0]
+    text = shorten_error(error).splitlines()[0]
     return DamagedCheckpointError(
-        f"an entry cannot be opened as a plain value: {words}; load another checkpoint",
-        damaged=[f"an entry: {words}"],
+        f"an entry cannot be opened as a plain value: {text}; load another checkpoint",
+        damaged=[f"an entry: {text}"],
     )
 
 
 def _records_of(content: bytes) -> dict[str, memoryview]:
-    """The records by their names without the archive's own; none is compressed."""
+    """Return the records by name, without the archive's name. Compressed records are refused."""
     with zipfile.ZipFile(io.BytesIO(content)) as found:
         infos = found.infolist()
     if len(infos) > RECORDS_MAX:
@@ -111,7 +111,7 @@ def _records_of(content: bytes) -> dict[str, memoryview]:
 
 
 def _record(content: memoryview, info: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a record, as they lie in the zip."""
+    """Return the bytes of a record in the zip."""
     at = info.header_offset
     header = bytes(content[at : at + _HEADER_BYTES])
     if info.compress_type != zipfile.ZIP_STORED or not header.startswith(_HEADER):
@@ -125,7 +125,7 @@ def _record(content: memoryview, info: zipfile.ZipInfo) -> memoryview:
 
 
 def _check(records: Mapping[str, memoryview]) -> None:
-    """Read the pickle without making its tensors; raises for what is not to be opened."""
+    """Read the pickle without constructing its tensors. Raises if it must not be opened."""
     pickled = bytes(records[_PICKLE])
     users = [kind for kind in _allowed_by_user().values() if isinstance(kind, type)]
     read_pickle(
@@ -138,22 +138,22 @@ def _check(records: Mapping[str, memoryview]) -> None:
 
 
 def _ignore(made: Any, state: Any) -> None:
-    """Attributes of a tensor or an `OrderedDict` are left to torch, which sets them as such."""
+    """Ignore attributes of a tensor or an `OrderedDict`. torch sets them later."""
 
 
 def _storage(records: Mapping[str, memoryview], reference: Any) -> _Storage:
-    """What a persistent id of `torch.save` refers to, if there are so many bytes of it."""
+    """Return the storage of a `torch.save` persistent id, if all its bytes exist."""
     match reference:
         case ("storage", int() as item_bytes, str() as key, str(), int() as count):
             record = records.get(f"data/{key}")
             if record is None or not 0 <= count * item_bytes <= len(record):
                 raise RefusedPickle(f"a storage of {count} elements without their bytes")
             return _Storage(item_bytes, count)
-    raise RefusedPickle("a reference to what is no storage")
+    raise RefusedPickle("a reference to something that is not a storage")
 
 
 def _find(module: str, name: str) -> Any:
-    """What a name stands for: one that `torch.load` itself lets pass, else refused."""
+    """Return the maker for a name that `torch.load` allows. Other names are refused."""
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     full = f"{module}.{name}"
     if (maker := _makers().get(full)) is not None:
@@ -164,18 +164,18 @@ def _find(module: str, name: str) -> Any:
 
 
 def _allowed_by_user() -> dict[str, Any]:
-    """What the program itself has put among `torch.serialization`'s safe globals, by full name."""
+    """Return the program's own additions to `torch.serialization`'s safe globals, by full name."""
     return dict(_get_user_allowed_globals())  # type: ignore[no-untyped-call]
 
 
 def _opaque(name: str) -> Maker:
-    """What makes something that is left to torch, of whatever it is given."""
+    """Return a maker of an object that is left to torch, whatever its arguments."""
     return Maker(name, new=_Opaque, call=lambda *_: _Opaque())
 
 
 @cache
 def _makers() -> dict[str, Any]:
-    """By full name, all that torch allows and that takes no memory by a number in the pickle."""
+    """Return, by full name, what torch allows and whose memory no number in the pickle sets."""
     makers: dict[str, Any] = {}
     for full, known in _get_allowed_globals().items():
         if isinstance(known, torch.dtype | torch.qscheme):
@@ -201,7 +201,7 @@ def _makers() -> dict[str, Any]:
         "_codecs.encode": _encode,
     }
     makers |= {full: Maker(full, call=call) for full, call in calls.items()}
-    # Names that are types of tensors, and of storages without a type of their elements.
+    # Names that stand for tensor types, and for storages without an element type.
     makers["torch.storage.UntypedStorage"] = 1
     for full in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         makers[full] = Maker(full)
@@ -209,12 +209,12 @@ def _makers() -> dict[str, Any]:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Opaque:
-    """A strided tensor, which must lie within its storage: else torch would make that longer."""
+    """Check a strided tensor: it must fit in its storage, or torch would enlarge the storage."""
     numbers = [offset, *size, *stride]
     if not isinstance(storage, _Storage) or len(size) != len(stride):
         raise RefusedPickle("a tensor without a storage")
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise RefusedPickle("a tensor of odd sizes")
+        raise RefusedPickle("a tensor with invalid sizes")
     item_bytes = next((one.itemsize for one in rest if isinstance(one, torch.dtype)), None)
     ends = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     room = storage.count * storage.item_bytes // (item_bytes or storage.item_bytes)
@@ -224,39 +224,39 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _O
 
 
 def _from_type(make: Any, kind: Any, arguments: Any, state: Any = None) -> Any:
-    """A tensor of a type of its own, made by another function of these."""
+    """Check a tensor subclass, which another of these functions constructs."""
     if type(make) is not Maker or make.call is None or type(arguments) is not tuple:
-        raise RefusedPickle("a tensor made of what makes none")
+        raise RefusedPickle("a tensor subclass from a function that makes no tensor")
     return make.call(*arguments)
 
 
 def _device(kind: Any, index: Any = 0) -> _Opaque:
     if type(kind) is not str or type(index) is not int:
-        raise RefusedPickle("a device that is none")
+        raise RefusedPickle("an invalid device")
     return _Opaque()
 
 
 def _counter(counts: Any = None) -> Counter[Any]:
     if type(counts) not in {dict, type(None)}:
-        raise RefusedPickle("a Counter of what are no counts")
+        raise RefusedPickle("a Counter of values that are not counts")
     return Counter(counts)
 
 
 def _set(items: Any = ()) -> frozenset[Any]:
     if type(items) not in {list, tuple} or not all(map(is_cheap, items)):
-        raise RefusedPickle("a set of what are no scalars")
+        raise RefusedPickle("a set of values that are not scalars")
     return frozenset(items)
 
 
 def _bytearray(content: Any = b"", encoding: Any = "latin-1") -> bytearray:
-    """Never of a number, which would be so many zeros."""
+    """Create a bytearray from content, and never from a number, which would allocate zeros."""
     if type(content) is bytes:
         return bytearray(content)
     return bytearray(_encode(content, encoding))
 
 
 def _encode(content: Any, encoding: Any) -> bytes:
-    """Only as pickles of bytes do it: other codecs can make much of little."""
+    """Encode only as pickles of bytes do. Other codecs can expand a small input."""
     if type(content) is not str or encoding not in ("latin1", "latin-1"):
-        raise RefusedPickle("bytes by a codec that no pickle needs")
+        raise RefusedPickle("bytes with a codec that no pickle needs")
     return content.encode("latin-1")

@@ -1,9 +1,9 @@
-"""Which bytes of which file go where: loading as arithmetic, free of files and of torch.
+"""Which bytes of which file go where: the arithmetic of loading, without files and torch.
 
-A saved chunk and a wanted chunk of one tensor overlap in a box. In the file the box is one or
-more stretches of bytes at regular distances, and so it is in the destination: a `Series`. Files
-are read in units, which are the blocks of their checksums; a series is clipped to each unit that
-it touches. A unit that several ranks of a node want is read by one of them.
+A saved chunk and a wanted chunk of one tensor overlap in a box. In the file, the box is one or
+more stretches of bytes at regular distances, and likewise in the destination: a `Series`. Files are
+read in units, which are the blocks of their checksums. A series is clipped to each unit that it
+touches. If several ranks of a node want a unit, one of them reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: where it begins and how long it is, per dimension."""
+    """A box of a tensor: its offset and size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,9 +34,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """`count` stretches of `length` bytes, from `source` on in the file to `target` on in memory.
+    """`count` stretches of `length` bytes, from file offset `source` to memory offset `target`.
 
-    The next stretch lies `source_stride` bytes further in the file, `target_stride` in memory.
+    Consecutive stretches are `source_stride` bytes apart in the file, `target_stride` in memory.
     """
 
     source: int
@@ -48,16 +48,16 @@ class Series:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved."""
+        """The number of bytes moved."""
         return self.length * self.count
 
     @property
     def end(self) -> int:
-        """First byte of the file after the last stretch."""
+        """The first byte of the file after the last stretch."""
         return self.source + (self.count - 1) * self.source_stride + self.length
 
     def moved(self, by: int) -> Series:
-        """The same, `by` bytes further in the file."""
+        """Return this series moved by `by` bytes in the file."""
         return Series(
             self.source + by,
             self.target,
@@ -70,7 +70,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a file that is read at once; `digest` is what its bytes must sum to, or None."""
+    """A part of a file that is read at once. `digest` is its expected checksum, or None."""
 
     path: str
     start: int
@@ -80,7 +80,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class FileUnits:
-    """One file cut into units; the first has the number `first`, counted over all files."""
+    """One file cut into units. The first unit has the number `first`, counted over all files."""
 
     path: str
     size: int
@@ -93,7 +93,7 @@ class FileUnits:
         return -(-self.size // self.unit_bytes)
 
     def unit(self, number: int) -> Unit:
-        """The unit that bears `number`."""
+        """Return the unit with this number."""
         index = number - self.first
         start = index * self.unit_bytes
         digest = self.digests[index] if self.digests is not None else None
@@ -101,7 +101,7 @@ class FileUnits:
 
 
 def overlap(saved: Chunk, wanted: Chunk) -> Chunk | None:
-    """The box that both have, or None."""
+    """Return the common box, or None."""
     low = tuple(max(a, b) for a, b in zip(saved.offsets, wanted.offsets, strict=True))
     high = tuple(
         min(a + n, b + m)
@@ -112,9 +112,9 @@ def overlap(saved: Chunk, wanted: Chunk) -> Chunk | None:
 
 
 def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[Series]:
-    """What of `saved`, row after row in the file from 0 on, goes where in the memory of `wanted`.
+    """Return the moves from `saved` in the file, from byte 0, into the memory of `wanted`.
 
-    Both are contiguous, `item_bytes` an element. Empty when they do not overlap.
+    Both are contiguous with `item_bytes` per element. Empty if they do not overlap.
     """
     box = overlap(saved, wanted)
     if box is None:
@@ -152,7 +152,7 @@ def series_between(saved: Chunk, wanted: Chunk, item_bytes: int) -> list[Series]
 
 
 def clip(series: Series, start: int, end: int) -> list[Series]:
-    """The parts of `series` whose file bytes lie in [start, end); cut at any byte."""
+    """Return the parts of `series` whose file bytes are in [start, end), cut at any byte."""
     if series.source >= start and series.end <= end:
         return [series]
     first, last, stride = 0, series.count, series.source_stride
@@ -172,7 +172,7 @@ def clip(series: Series, start: int, end: int) -> list[Series]:
 
 
 def cut(series: Series, file: FileUnits) -> Iterator[tuple[int, list[Series]]]:
-    """(number of the unit, what lies in it) for each unit of `file` that `series` touches."""
+    """Yield (unit number, parts in it) for each unit of `file` that `series` touches."""
     size = file.unit_bytes
     for index in range(series.source // size, (series.end - 1) // size + 1):
         parts = clip(series, index * size, (index + 1) * size)
@@ -181,16 +181,16 @@ def cut(series: Series, file: FileUnits) -> Iterator[tuple[int, list[Series]]]:
 
 
 def pieces(unit: Unit) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of what of a unit is held in memory at once, in order."""
+    """Yield (start, bytes) of the pieces of a unit, each held in memory at once, in order."""
     for start in range(unit.start, unit.start + unit.size, PIECE_BYTES):
         yield start, min(PIECE_BYTES, unit.start + unit.size - start)
 
 
 def assign(wanted: Flags, sizes: Counts) -> npt.NDArray[np.int64]:
-    """Which local rank reads each unit, `NOBODY` where none wants it.
+    """Return the local rank that reads each unit, or `NOBODY` if no rank wants it.
 
-    `wanted[rank, unit]` says who wants what and `sizes[unit]` how many bytes it is. A unit that
-    one rank wants is read by that rank; the others go, in their order, to whoever has least.
+    `wanted[rank, unit]` is True if the rank wants the unit, and `sizes[unit]` is its bytes. A unit
+    that one rank wants is read by that rank. Each other unit goes to the rank with the least load.
     """
     readers = wanted.sum(axis=0)
     owner = np.full(wanted.shape[1], NOBODY, dtype=np.int64)
@@ -205,7 +205,7 @@ def assign(wanted: Flags, sizes: Counts) -> npt.NDArray[np.int64]:
 
 
 def _place(box: Chunk, inside: Chunk, item_bytes: int) -> tuple[int, list[int]]:
-    """Byte offset of `box` in the memory of `inside`, and that memory's strides in bytes."""
+    """Return the byte offset of `box` in the memory of `inside`, and that memory's byte strides."""
     strides, stride = [0] * len(inside.sizes), item_bytes
     for dimension in range(len(inside.sizes) - 1, -1, -1):
         strides[dimension] = stride
@@ -215,7 +215,7 @@ def _place(box: Chunk, inside: Chunk, item_bytes: int) -> tuple[int, list[int]]:
 
 
 def _merge(loops: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbouring loops made one where the outer one only goes on where the inner one ends."""
+    """Merge neighbouring loops if the outer loop continues where the inner loop ends."""
     merged: list[tuple[int, int, int]] = []
     for count, source, target in loops:
         if merged and merged[-1][1:] == (count * source, count * target):
@@ -226,7 +226,7 @@ def _merge(loops: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _cut_one(series: Series, index: int, start: int, end: int) -> Series:
-    """What of one stretch lies in [start, end); its length is negative where nothing does."""
+    """Return the part of one stretch in [start, end). Its length is negative if there is none."""
     at = series.source + index * series.source_stride
     low, high = max(at, start), min(at + series.length, end)
     return Series(low, series.target + index * series.target_stride + low - at, high - low)

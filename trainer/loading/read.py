@@ -1,9 +1,9 @@
-"""Reading what the ranks of a node want: each unit once, checked on the way, into its place.
+"""Reads what the ranks of a node want: each unit once, verified while it is read.
 
-A unit that one rank wants is read by that rank, straight into the tensor's memory where the
-bytes lie there as they lie in the file. One that several want is read by one of them into its
-window, and the others copy from there, round by round. What is found damaged is noted and
-reading goes on: the ranks hold together, and the verdict is reached by all of them at the end.
+If one rank wants a unit, that rank reads it, straight into the tensor's memory if the bytes are in
+the same order there. If several ranks want it, one of them reads it into its window and the others
+copy from there, in rounds. Damage is recorded and reading continues. The ranks stay together and
+all reach the same verdict at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Placed = list[tuple[Series, Target]]
 
 @dataclass
 class Tally:
-    """What a rank read and found; `bytes_unique` is the node's, said by its first rank alone."""
+    """A rank's counts and problems. `bytes_unique` is the node's, set on its first rank only."""
 
     bytes_read: int
     bytes_unique: int
@@ -62,7 +62,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Turn:
-    """A piece of a shared unit, and the place in its reader's window that it is read into."""
+    """A piece of a shared unit, and its slot in the window of the rank that reads it."""
 
     owner: int
     half: int
@@ -73,10 +73,10 @@ class Turn:
 
 
 class Catalogue:
-    """All files of a checkpoint cut into units that are numbered through, the same everywhere."""
+    """All files of a checkpoint cut into numbered units, the same on every rank."""
 
     def __init__(self, extents: Mapping[str, int], manifest: Manifest | None) -> None:
-        """`extents` says how far `.metadata` reaches into each file; a manifest knows its size."""
+        """`extents` has the last byte of each file in `.metadata`. A manifest has its size."""
         entries = {entry.path: entry for entry in manifest.files} if manifest else {}
         self.files: dict[str, FileUnits] = {}
         self.whole: list[FileEntry] = []
@@ -93,16 +93,16 @@ class Catalogue:
         self.entries = entries
 
     def unit(self, number: int) -> Unit:
-        """The unit that bears `number`."""
+        """Return the unit with this number."""
         return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
 
     def span(self, path: str) -> slice:
-        """The numbers of a file's units."""
+        """Return the numbers of a file's units."""
         file = self.files[path]
         return slice(file.first, file.first + file.count)
 
     def sizes(self) -> Counts:
-        """Bytes of every unit, in order."""
+        """Return the bytes of every unit, in order."""
         sizes = np.empty(self.count, dtype=np.int64)
         for file in self.files.values():
             starts = np.arange(file.count) * file.unit_bytes
@@ -111,7 +111,7 @@ class Catalogue:
 
 
 def sort_by_unit(wants: Wants, catalogue: Catalogue) -> dict[int, Placed]:
-    """What is wanted of each unit, by its number."""
+    """Return the wanted parts of each unit, by its number."""
     by_unit: dict[int, Placed] = {}
     for want in wants.items:
         for number, parts in cut(want.series, catalogue.files[want.path]):
@@ -126,20 +126,20 @@ def read_wants(
     distinct: Mapping[str, int],
     node: Node,
 ) -> Tally:
-    """Bring `mine` into its targets; all ranks of `node` call it together.
+    """Read `mine` into its targets. All ranks of `node` call this together.
 
-    Whole blocks are read and compared with their digests, where there are any. Differences and
-    errors of storage are `problems` of the tally, any other is its `error`. `distinct` is that
-    of this rank's `Wants`.
+    Whole blocks are read and compared with their digests, if there are any. The `problems` of the
+    tally are differences and storage errors. Its `error` is any other error. `distinct` comes from
+    this rank's `Wants`.
     """
     flags = np.zeros(catalogue.count, dtype=np.bool_)
     flags[list(mine)] = True
     reader = _Reader(directory, catalogue)
-    told = node.gather((np.packbits(flags), distinct, node.is_sharing))
-    bits = [np.unpackbits(each, count=catalogue.count) for each, _, _ in told]
+    gathered = node.gather((np.packbits(flags), distinct, node.is_sharing))
+    bits = [np.unpackbits(each, count=catalogue.count) for each, _, _ in gathered]
     wanted = np.array(bits, np.bool_)
     owner = assign(wanted, catalogue.sizes())
-    is_sharing = all(each for _, _, each in told)
+    is_sharing = all(each for _, _, each in gathered)
     owner[(wanted.sum(axis=0) == 1) | (not is_sharing)] = NOBODY
     with ThreadPoolExecutor(READERS, thread_name_prefix="load") as pool:
         for index, entry in enumerate(catalogue.whole):
@@ -147,7 +147,7 @@ def read_wants(
             if is_wanted and index % node.size == node.rank:
                 pool.submit(reader.check_whole, entry)
         _read_all(reader, pool, node, owner, mine)
-    boxes = {name: size for _, each, _ in told for name, size in each.items()}
+    boxes = {name: size for _, each, _ in gathered for name, size in each.items()}
     unique = sum(boxes.values()) if node.rank == 0 else 0
     return Tally(reader.bytes_read, unique, sorted(reader.problems), reader.error)
 
@@ -155,7 +155,7 @@ def read_wants(
 def _read_all(
     reader: _Reader, pool: ThreadPoolExecutor, node: Node, owner: Counts, mine: Mapping[int, Placed]
 ) -> None:
-    """Read what this rank alone wants, and meanwhile the units that have an `owner`, in rounds.
+    """Read the units of this rank alone, and at the same time the shared units in rounds.
 
     One half of the windows is filled while the other is copied from.
     """
@@ -171,7 +171,7 @@ def _read_all(
     private = [pool.submit(reader.read_private, number, mine[number]) for number in alone]
     for number, turns in enumerate(rounds):
         _finish(reading)
-        # All have filled this half, and all have copied what the other one held before.
+        # All ranks have filled this half and have copied the previous content of the other.
         node.barrier()
         reading = begin(rounds[number + 1]) if number + 1 < len(rounds) else []
         for turn in turns:
@@ -180,7 +180,7 @@ def _read_all(
 
 
 def schedule(catalogue: Catalogue, owner: Counts, ranks: int, slots: int) -> list[list[Turn]]:
-    """The turns of each round: every rank fills `slots` pieces of its units, in their order."""
+    """Return the turns of each round. Each rank fills `slots` pieces of its units, in order."""
     rounds: list[list[Turn]] = []
     for rank in range(ranks):
         units = np.flatnonzero(owner == rank).tolist()
@@ -194,7 +194,7 @@ def schedule(catalogue: Catalogue, owner: Counts, ranks: int, slots: int) -> lis
 
 
 class _Reader:
-    """Reads units of one checkpoint's files; its methods are called from several threads."""
+    """Reads units of one checkpoint's files. Several threads call its methods."""
 
     def __init__(self, directory: Path, catalogue: Catalogue) -> None:
         self._directory, self.catalogue = directory, catalogue
@@ -206,7 +206,7 @@ class _Reader:
         self.error: Exception | None = None
 
     def read_private(self, number: int, parts: Placed) -> None:
-        """Read a unit that this rank alone wants, into its targets."""
+        """Read a unit that only this rank wants into its targets."""
         unit = self.catalogue.unit(number)
         if unit.digest is None:
             unit = _trim(unit, parts)
@@ -226,7 +226,7 @@ class _Reader:
             self._compare(number, running)
 
     def read_shared(self, turns: Sequence[Turn], node: Node) -> None:
-        """Read pieces of one shared unit into this rank's window, those before them first."""
+        """Read consecutive pieces of one shared unit into this rank's window."""
         number = turns[0].unit
         unit = self.catalogue.unit(number)
         with self._noting(unit.path), self._open(unit.path) as handle:
@@ -242,14 +242,14 @@ class _Reader:
                 self._compare(number, running)
 
     def take_shared(self, turn: Turn, parts: Placed, node: Node) -> None:
-        """Copy what this rank wants of a piece from the window that it was read into."""
+        """Copy this rank's parts of a piece from the window of its reader."""
         with self._noting(self.catalogue.unit(turn.unit).path):
             here = _clip_all(parts, turn.start, turn.size)
             if here:
                 copy_out(here, node.slot(turn.owner, turn.half, turn.slot), turn.start)
 
     def check_whole(self, entry: FileEntry) -> None:
-        """Compare a long file whose manifest has one checksum for all of it."""
+        """Verify a long file whose manifest has one checksum for the whole file."""
         with self._noting(entry.path):
             with self._open(entry.path) as handle:
                 found = read_again(lambda: range_digest(handle, 0, entry.bytes))
@@ -267,7 +267,7 @@ class _Reader:
         running: RunningDigest | None,
         is_direct: bool,
     ) -> None:
-        """Fill the beginning of a piece's `memory` with `size` bytes from `start` on."""
+        """Fill the beginning of a piece's `memory` with `size` bytes from `start`."""
         if not is_direct:
             self._read(handle, [memory[:size]], start, running)
             return
@@ -284,7 +284,7 @@ class _Reader:
         start: int,
         running: RunningDigest | None,
     ) -> None:
-        """Fill `views` one after another with the bytes from `start` on."""
+        """Fill `views` one after another with the bytes from `start`."""
         fill(handle, views, start)
         for view in views:
             self._took(view, running)
@@ -305,7 +305,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[int]:
-        """The file's descriptor; raises `EOFError` when its size is not the manifest's."""
+        """Open the file. Raises `EOFError` if its size differs from the manifest."""
         here = self._directory
         handle = read_again(lambda: open_regular(here / path, below=here, follow=True))
         try:
@@ -318,22 +318,22 @@ class _Reader:
 
     @contextlib.contextmanager
     def _noting(self, path: str) -> Iterator[None]:
-        """What is raised is kept for the end: the other ranks must not wait for this one."""
+        """Record an error instead of raising it, because other ranks wait for this one."""
         try:
             yield
         except (OSError, EOFError, ForeignFileError) as error:
-            words = getattr(error, "strerror", None), getattr(error, "problem", None), str(error)
-            reason = next(filter(None, words))
+            texts = getattr(error, "strerror", None), getattr(error, "problem", None), str(error)
+            reason = next(filter(None, texts))
             with self._lock:
                 line = f"{path}: {reason}"
                 if line not in self.problems:
                     self.problems.append(line)
         except Exception as error:
-            # A tensor may have no memory, or not take what is to be converted into it.
+            # For example, a tensor has no memory or cannot take the converted values.
             self.error = self.error or error
 
     def _scratch(self) -> memoryview:
-        """This thread's own memory for one piece."""
+        """Return this thread's own memory for one piece."""
         if not hasattr(self._own, "scratch"):
             self._own.scratch = huge_memory(PIECE_BYTES)
         scratch: memoryview = self._own.scratch
@@ -341,9 +341,9 @@ class _Reader:
 
 
 def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[memoryview] | None:
-    """Memory for the file's bytes from `start` on, in order: the targets' own, else `scratch`.
+    """Return memory for the file's bytes from `start`, in order: targets' own, else `scratch`.
 
-    None where that is not worth it: many small parts, parts at a stride, bytes wanted twice.
+    Returns None if that does not pay off: many small parts, strided parts, bytes wanted twice.
     """
     if len(parts) > PARTS_MAX or sum(s.bytes for s, _ in parts) < len(parts) * PART_BYTES_MIN:
         return None
@@ -361,7 +361,7 @@ def scatter(parts: Placed, start: int, size: int, scratch: memoryview) -> list[m
 
 
 def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
-    """Copy `parts` from a piece of the file, which begins at byte `start`, to their targets."""
+    """Copy `parts` from a piece of the file, which begins at byte `start`, into their targets."""
     content = np.frombuffer(piece, np.uint8)
     for series, target in parts:
         source, memory = content[series.source - start :], target.memory[series.target :]
@@ -376,7 +376,7 @@ def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
 
 
 def _units_of(path: str, extent: int, entry: FileEntry | None, first: int) -> FileUnits:
-    """How a file is read: by the blocks of its entry, or by pieces where there are none."""
+    """Return how a file is read: by its entry's blocks, or by pieces if there are none."""
     if entry is None:
         return FileUnits(path, extent, first, PIECE_BYTES, None)
     if not entry.blocks and entry.bytes > PIECE_BYTES:
@@ -390,7 +390,7 @@ def _clip_all(parts: Placed, start: int, size: int) -> Placed:
 
 
 def _trim(unit: Unit, parts: Placed) -> Unit:
-    """The unit without what nobody wants at its ends."""
+    """Return the unit without unwanted bytes at its ends."""
     start = min(series.source for series, _ in parts)
     end = max(series.end for series, _ in parts)
     return Unit(unit.path, start, end - start, None)

@@ -1,8 +1,8 @@
-"""Loading a checkpoint in place: ours or stock DCP's, at any world size and pipeline degree.
+"""Loads a Holdfast or stock DCP checkpoint in place, at any world size and pipeline degree.
 
-What is wanted and what is there are compared first; then every node reads what its ranks want,
-each byte once, checked on the way. All ranks reach the same verdict at each turn, so that none
-is left waiting in a collective for one that raised alone.
+Wanted and saved keys are compared first. Then every node reads what its ranks want, each byte once,
+verified while it is read. All ranks reach the same verdict at each stage, so that no rank waits in
+a collective for a rank that has raised.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ _KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load did, in keys; the bytes are those of data files, read and wanted by all ranks.
+    """The result of a load, by keys. Bytes are those of data files, summed over all ranks.
 
-    `restored` counts this rank's keys; `missing` were wanted and not saved, `extra` saved and
-    not wanted, `excluded` left out on purpose. `renamed` and `converted` say from what to what.
+    `restored` counts this rank's keys. `missing` keys were wanted and not saved, `extra` keys
+    saved and not wanted, `excluded` keys left out on purpose. Lines of `renamed` and `converted`
+    have the form "old to new".
     """
 
     restored: int
@@ -85,21 +86,23 @@ class LoadReport:
     bytes_unique: int = 0
 
     def notes(self) -> tuple[str, ...]:
-        """For people: what was not restored, or not as it was, by name; keys of one rank aside."""
+        """Return lines for people about keys not restored, or changed, without per-rank keys."""
         titled = (
             ("not in the checkpoint", self.missing),
             ("in the checkpoint and not used", self.extra),
-            ("left out", self.excluded),
+            ("excluded", self.excluded),
             ("renamed", self.renamed),
             ("converted", self.converted),
         )
-        said = [(title, [key for key in keys if not is_of_one_rank(key)]) for title, keys in titled]
-        return tuple(f"{title}: {shorten(keys)}" for title, keys in said if keys)
+        shown = [
+            (title, [key for key in keys if not is_of_one_rank(key)]) for title, keys in titled
+        ]
+        return tuple(f"{title}: {shorten(keys)}" for title, keys in shown if keys)
 
 
 @dataclass(frozen=True)
-class _Word:
-    """What a rank says to all others before anything is read: of its keys, and where it runs."""
+class _Message:
+    """What a rank sends to all others before anything is read: its host and its keys."""
 
     address: Address
     common: str
@@ -109,40 +112,40 @@ class _Word:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank made ready alone; keys of `opened` are the wanted names already."""
+    """What a rank prepared alone. The keys of `opened` are already the wanted names."""
 
     opened: Opened
     taken: tuple[str, ...]
     renamed: tuple[str, ...]
     common: KeyComparison
-    word: _Word
+    message: _Message
     wants: Wants
     catalogue: Catalogue
     by_unit: dict[int, Placed]
 
     def only_taken(self) -> Opened:
-        """The checkpoint as if it had nothing but what is taken."""
+        """Return the checkpoint reduced to the keys that are loaded."""
         names = {key: key for key in self.taken}
         return replace(self.opened, metadata=pick_entries(self.opened.metadata, names))
 
 
 def read_keys(directory: Path) -> frozenset[str]:
-    """The flattened keys saved in `directory`; raises `DamagedCheckpointError` as loading does."""
+    """Return the flattened keys in `directory`. Raises `DamagedCheckpointError` as loading does."""
     return frozenset(read_metadata(directory).state_dict_metadata)
 
 
 def open_together(
     directory: Path, manifest: Manifest | None, group: dist.ProcessGroup | None
 ) -> Opened:
-    """The checkpoint in `directory`, whose manifest was read before; all ranks of `group` call it.
+    """Open the checkpoint in `directory` with its manifest. All ranks of `group` call this.
 
-    Raises on all ranks what any of them found: `DamagedCheckpointError` as `open_checkpoint` does.
+    If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as `open_checkpoint`.
     """
     return _agree(lambda: open_committed(directory, manifest), group, lambda _: None)[0]
 
 
 def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
-    """A checkpoint of ours or of stock DCP's; otherwise as `open_together`."""
+    """Open a Holdfast or stock DCP checkpoint; otherwise like `open_together`."""
     return _agree(lambda: open_checkpoint(directory), group, lambda _: None)[0]
 
 
@@ -157,20 +160,21 @@ def load_state(
     rename: Mapping[str, str] | None = None,
     planner: LoadPlanner | None = None,
 ) -> LoadReport:
-    """Load a checkpoint in place into `state`; all ranks of `group` call it together.
+    """Load a checkpoint in place into `state`. All ranks of `group` call this together.
 
-    `checkpoint` is its directory, or itself where that was looked into before.
-    `include`, `exclude`, `rename` and `strict` are those of `Selection`; by default everything
-    is taken, and both sides must have the same keys. With a `planner` of the caller's own, that
-    decides what goes where, stock DCP reads, and the report has the keys that it asked for.
-    Raises `KeyMismatchError` on every rank, before a byte is loaded, when shapes differ or, if
-    strict, when keys do; `DamagedCheckpointError` when bytes are not the manifest's, by which
-    time tensors of `state` may have changed; `CheckpointError` for what cannot be loaded.
+    `checkpoint` is a directory, or the result of an earlier open. `include`, `exclude`, `rename`
+    and `strict` are those of `Selection`. By default every key is loaded, and both sides must have
+    the same keys. With a custom `planner`, the planner decides what goes where, stock DCP reads,
+    and the report has the keys that the planner asked for.
+
+    Raises `KeyMismatchError` on every rank, before any byte is loaded, if shapes differ or, if
+    strict, keys differ. Raises `DamagedCheckpointError` if bytes differ from the manifest; tensors
+    of `state` may then have changed. Raises `CheckpointError` if something cannot be loaded.
     """
     if planner is not None and (include or exclude or rename):
         raise CheckpointError(
-            "a planner and a choice of keys were given; a planner decides on keys by itself. "
-            "Leave include, exclude and rename out, or the planner"
+            "a planner and a selection of keys were given, but a planner selects keys itself. "
+            "Leave out include, exclude and rename, or the planner"
         )
     pick = Selection(tuple(include), tuple(exclude), dict(rename or {}), strict)
     directory = checkpoint if isinstance(checkpoint, Path) else checkpoint.directory
@@ -178,19 +182,19 @@ def load_state(
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
         held.enter_context(_uncollected())
-        ready, words = _agree(
+        ready, messages = _agree(
             lambda: _prepare(checkpoint, state, pick, held.enter_context(own_window())),
             group,
-            lambda ready: ready.word,
+            lambda ready: ready.message,
         )
-        found = _compare_together(ready, pick, words, group)
+        found = _compare_together(ready, pick, messages, group)
         raise_mismatch(str(directory), found, strict=pick.strict)
         if needs_stock(ready.opened.metadata):
             _raise_damage(directory, gather(group, check_share(ready.opened, group)))
             load_as_stock(ready.only_taken(), state, group, None)
             bytes_read = bytes_unique = 0
         else:
-            node = Node.join(group, [word.address for word in words])
+            node = Node.join(group, [message.address for message in messages])
             bytes_read, bytes_unique = _load_ranges(ready, state, node, group)
     return LoadReport(
         restored=len(ready.taken),
@@ -207,7 +211,7 @@ def load_state(
 def _load_planned(
     directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, planner: LoadPlanner
 ) -> LoadReport:
-    """Load as the caller's planner says, which alone knows what is wanted and what is missing."""
+    """Load with the caller's planner. Only the planner knows which keys are wanted or missing."""
     opened, _ = _agree(lambda: open_checkpoint(directory), group, lambda _: None)
     _raise_damage(directory, gather(group, check_share(opened, group)))
     own = load_as_stock(opened, state, group, planner)
@@ -219,7 +223,7 @@ def _load_planned(
 def _prepare(
     checkpoint: Path | Opened, state: dict[str, Any], pick: Selection, address: Address
 ) -> _Prepared:
-    """What each rank finds out alone: how keys compare, and which bytes it wants."""
+    """Return what each rank finds alone: the comparison of keys and the wanted bytes."""
     flat = flatten(state)
     opened = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     names = pick.rename_all(opened.metadata.state_dict_metadata)
@@ -231,7 +235,7 @@ def _prepare(
     flat_alone, saved_alone = _keys(flat, alone=True), _keys(saved, alone=True)
     alone = replace(compare(flat_alone, saved_alone, pick), extra=(), excluded=())
     taken = {key: value for key, value in flat.items() if key in saved and pick.takes(key)}
-    # Of another shape, nothing will be read, and what to read cannot be said.
+    # With another shape nothing will be read, and the wanted bytes are undefined.
     is_fitting = not common.reshaped and not alone.reshaped
     wants = collect(taken, opened.metadata) if is_fitting else Wants()
     catalogue = Catalogue(extents_of(opened.metadata), opened.manifest)
@@ -240,7 +244,7 @@ def _prepare(
         taken=tuple(taken),
         renamed=tuple(f"{old} to {new}" for old, new in sorted(renamed.items())),
         common=common,
-        word=_Word(
+        message=_Message(
             address=address,
             common=digest_of(repr(common).encode()),
             alone=alone,
@@ -254,10 +258,10 @@ def _prepare(
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, of which what is made here has none.
+    """Disable Python's cyclic garbage collector. The objects created here contain no cycles.
 
-    So many new objects would set off a search through all that torch and the program hold, which
-    takes longer than to make them.
+    Their number would trigger a search through all objects of torch and the program, which takes
+    longer than creating them.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -269,31 +273,34 @@ def _uncollected() -> Iterator[None]:
 
 
 def _compare_together(
-    ready: _Prepared, pick: Selection, words: Sequence[_Word], group: dist.ProcessGroup | None
+    ready: _Prepared,
+    pick: Selection,
+    messages: Sequence[_Message],
+    group: dist.ProcessGroup | None,
 ) -> KeyComparison:
-    """One verdict for all ranks. Keys travel only when the ranks' key sets differ."""
+    """Return one verdict for all ranks. Keys are sent only if the ranks' key sets differ."""
     common = ready.common
-    if len({word.common for word in words}) > 1:
+    if len({message.common for message in messages}) > 1:
         common = join(gather(group, common))
-    alone = join(word.alone for word in words)
+    alone = join(message.alone for message in messages)
     saved_alone = _keys(ready.opened.metadata.state_dict_metadata, alone=True)
     extra = {key for key in saved_alone if pick.takes(key)}
-    extra.difference_update(*(word.keys_alone for word in words))
+    extra.difference_update(*(message.keys_alone for message in messages))
     return combine(common, replace(alone, extra=tuple(sorted(extra))))
 
 
 def _keys(entries: Mapping[str, T], *, alone: bool) -> dict[str, T]:
-    """The entries that one rank has for itself, or those that it has not."""
+    """Return the per-rank entries, or all other entries."""
     return {key: value for key, value in entries.items() if is_of_one_rank(key) == alone}
 
 
 def _load_ranges(
     ready: _Prepared, state: dict[str, Any], node: Node, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """Bring every wanted byte to its place; (bytes read, bytes wanted) by all ranks together."""
+    """Load every wanted byte. Return (bytes read, bytes wanted), summed over all ranks."""
     read, unique, odd = _read_turn(ready, ready.wants, ready.by_unit, state, node, group)
     if odd is not None:
-        # Entries that are not what they seemed are taken whole, in a second turn of all ranks.
+        # Entries in an unexpected form are read completely, in a second turn of all ranks.
         again = collect_wholes(odd)
         by_unit = sort_by_unit(again, ready.catalogue)
         read += _read_turn(ready, again, by_unit, state, node, group)[0]
@@ -308,10 +315,10 @@ def _read_turn(
     node: Node,
     group: dist.ProcessGroup | None,
 ) -> tuple[int, int, list[Piece] | None]:
-    """(bytes read, bytes wanted) by all ranks, and this rank's pieces that are not as they seemed.
+    """Return (bytes read, bytes wanted) of all ranks, and this rank's pieces in another form.
 
-    None where no rank has such. Raises on all ranks what any of them found: damage first, which
-    may well be what another one then stumbled on.
+    The pieces are None if no rank has any. Raises on all ranks what any rank found. Damage is
+    raised first, because it may have caused another rank's error.
     """
     directory = ready.opened.directory
     tally = read_wants(directory, ready.catalogue, by_unit, wants.distinct, node)
@@ -320,15 +327,16 @@ def _read_turn(
     if error is None and not tally.problems:
         _, error = _attempt(lambda: _finish(state, wants))
     counts = (tally.bytes_read, tally.bytes_unique, len(odd))
-    told = gather(group, (tally.problems, _portable(error), counts))
-    _raise_damage(directory, [problems for problems, _, _ in told])
-    _raise_first(error, [one for _, one, _ in told])
-    read, unique, odd_anywhere = (sum(each) for each in zip(*(c for _, _, c in told), strict=True))
+    gathered = gather(group, (tally.problems, _portable(error), counts))
+    _raise_damage(directory, [problems for problems, _, _ in gathered])
+    _raise_first(error, [one for _, one, _ in gathered])
+    sums = (sum(each) for each in zip(*(c for _, _, c in gathered), strict=True))
+    read, unique, odd_anywhere = sums
     return read, unique, odd if odd_anywhere else None
 
 
 def _finish(state: dict[str, Any], wants: Wants) -> None:
-    """Put in place what was taken whole: unusual tensors, and numbers of parameter groups."""
+    """Put entries that were read completely in place: unusual tensors and group options."""
     paths = flatten_state_dict(dict(state))[1]
     known: dict[bytes, Any] = {}
     for piece, content in wants.wholes:
@@ -341,23 +349,23 @@ def _finish(state: dict[str, Any], wants: Wants) -> None:
 
 
 def _open_number(key: str, encoded: bytes) -> Any:
-    """The value of a byte entry; `DamagedCheckpointError` for one that only code could read."""
+    """Return the value of a byte entry. Raises `DamagedCheckpointError` if it needs code."""
     try:
         return load_plain(encoded)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{key}: the entry is no plain value and is not opened ({error}); leave it out with "
-            "exclude, or load it with stock DCP if you trust who wrote it",
-            damaged=[f"{key}: no plain value"],
+            f"{key}: the entry is not a plain value and is not opened ({error}); leave it out with "
+            "exclude, or load it with stock DCP if you trust its author",
+            damaged=[f"{key}: not a plain value"],
         ) from error
 
 
-def _raise_damage(directory: Path, told: list[list[str]]) -> None:
-    damaged = sorted({line for lines in told for line in lines})
+def _raise_damage(directory: Path, problems: list[list[str]]) -> None:
+    damaged = sorted({line for lines in problems for line in lines})
     if damaged:
         raise DamagedCheckpointError(
-            f"{directory}: {shorten(damaged)}; nothing of it may be used. Load another checkpoint, "
-            "or restore the files from a copy",
+            f"{directory}: {shorten(damaged)}; do not use this checkpoint. Load another one, or "
+            "restore the files from a copy",
             damaged=damaged,
         )
 
@@ -366,42 +374,42 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return act(), None
     except Exception as error:
-        # Whatever it is, the other ranks wait for a word; then it is raised on all of them.
+        # The other ranks wait for an answer, so catch every error. Later all ranks raise it.
         return None, error
 
 
 def _agree(
-    act: Callable[[], T], group: dist.ProcessGroup | None, tell: Callable[[T], W]
+    act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
 ) -> tuple[T, list[W]]:
-    """What `act` returned, and what every rank has to `tell` of that, in one meeting.
+    """Return the result of `act`, and every rank's `describe` of its result, by one collective.
 
-    Where `act` raised on any rank, the first error is raised on every rank.
+    If `act` raised on any rank, all ranks raise the first error.
     """
     value, error = _attempt(act)
-    word = None if error is not None else tell(cast(T, value))
-    told = gather(group, (_portable(error), word))
-    _raise_first(error, [one for one, _ in told])
-    return cast(T, value), [cast(W, word) for _, word in told]
+    own = None if error is not None else describe(cast(T, value))
+    gathered = gather(group, (_portable(error), own))
+    _raise_first(error, [one for one, _ in gathered])
+    return cast(T, value), [cast(W, each) for _, each in gathered]
 
 
-def _raise_first(error: Exception | None, told: Sequence[PortableError | None]) -> None:
-    """Raise the first error that a rank has `told`, on each of them; `error` is one's own."""
-    rank, first = next(((r, one) for r, one in enumerate(told) if one is not None), (0, None))
+def _raise_first(error: Exception | None, errors: Sequence[PortableError | None]) -> None:
+    """Raise the first of all ranks' `errors` on every rank. `error` is this rank's own."""
+    rank, first = next(((r, one) for r, one in enumerate(errors) if one is not None), (0, None))
     if first is None:
         return
-    kind, words, details = first
+    kind, text, details = first
     if isinstance(error, HoldfastError) and type(error).__name__ == kind:
         raise error
     made = _KINDS.get(kind, CheckpointError)
-    raise made(f"rank {rank}: not loaded: {kind}: {words}", **details) from error
+    raise made(f"rank {rank}: not loaded: {kind}: {text}", **details) from error
 
 
 def _portable(error: Exception | None) -> PortableError | None:
-    """An error as the other ranks are told: its kind, its words, what it carries beside them."""
+    """Return an error in the form that is sent to other ranks: kind, message and details."""
     return None if error is None else (type(error).__name__, str(error), _details(error))
 
 
 def _details(error: Exception) -> dict[str, Any]:
-    """What an error of a checkpoint carries beside its words."""
+    """Return the attributes of a checkpoint error besides its message."""
     names = ("damaged", "missing", "extra", "reshaped")
     return {name: getattr(error, name) for name in names if hasattr(error, name)}

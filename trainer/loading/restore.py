@@ -1,4 +1,4 @@
-"""Resume, as a session does it: rank 0 chooses, all ranks load, one line says what came back."""
+"""Resume of a session: rank 0 chooses, all ranks load, and one line reports what was restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FALLBACKS_MAX: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """Where training goes on: after `step`; `checkpoint` is an id, None when it begins.
+    """The resumed position: training continues after `step`. `checkpoint` is an id, or None.
 
     `epoch` and `in_epoch` are as in `Progress`.
     """
@@ -55,7 +55,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What rank 0 found, as the other ranks need it: the manifest is read once, by rank 0."""
+    """Rank 0's choice, sent to the other ranks. Only rank 0 reads the manifest."""
 
     directory: str | None
     manifest: Manifest | None
@@ -66,12 +66,12 @@ class _Choice:
 
 
 def chosen_interval(default: int | str) -> Interval:
-    """The spec's interval when there is one, else the program's."""
+    """Return the spec's interval if there is one, else the program's."""
     return Interval.parse(os.environ.get(environment.CHECKPOINT_INTERVAL) or default)
 
 
 def chosen_snapshots(default: int | str) -> SnapshotRhythm:
-    """The spec's rhythm of snapshots when there is one, else the program's."""
+    """Return the spec's snapshot rhythm if there is one, else the program's."""
     return SnapshotRhythm(os.environ.get(environment.CHECKPOINT_SNAPSHOTS) or default)
 
 
@@ -81,17 +81,17 @@ def resume(
     state: TrainState,
     recorder: Recorder | None,
 ) -> Resumed:
-    """Restore the newest believable checkpoint of the run; every rank must call it.
+    """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
-    What turns out damaged while it is read is passed over, by all ranks together. Raises
-    `CheckpointError` when the checkpoint and the program's state do not fit together, and
-    `DamagedCheckpointError` when one was read in part and there is none to fall back to.
+    A checkpoint that turns out damaged while it is read is skipped by all ranks together. Raises
+    `CheckpointError` if the checkpoint does not fit the program's state, and
+    `DamagedCheckpointError` if one was read in part and there is none to fall back to.
     """
     passed: dict[str, str] = {}
     began = time.monotonic()
     search = _search(context, passed, recorder)
     for _ in range(FALLBACKS_MAX):
-        # Rank 0's lease keeps the checkpoint from deletion until all ranks have what they need.
+        # Rank 0's lease protects the checkpoint from deletion until all ranks have loaded it.
         with contextlib.ExitStack() as held:
             choice = _choose_together(search, passed, held, context, ranks)
             try:
@@ -119,9 +119,9 @@ def _restore(
     ranks: ControlGroup,
     state: TrainState,
 ) -> tuple[Resumed, list[Restored], Sequence[str]]:
-    """Load what was chosen; `DamagedCheckpointError` on all ranks if it is damaged.
+    """Load the chosen checkpoint. All ranks raise `DamagedCheckpointError` if it is damaged.
 
-    Returns where training goes on, what each rank restored, and what the load has to say.
+    Returns the resumed position, what each rank restored, and the notes of the load.
     """
     found = Resumed(skips=choice.skips)
     restored = [Restored(parts=())]
@@ -161,13 +161,13 @@ def describe(
     skipped: tuple[str, ...],
     loaded: Sequence[str] = (),
 ) -> str:
-    """The one line for people: what was restored and what was not.
+    """Return the line for people about what was restored and what was not.
 
-    `restored` is by rank, `loaded` what the load itself has to say of single keys.
+    `restored` is by rank. `loaded` are the notes of the load about single keys.
     """
-    over = f"; passed over {'; '.join(skipped)}" if skipped else ""
+    over = f"; skipped {'; '.join(skipped)}" if skipped else ""
     if found.checkpoint is None:
-        return f"holdfast: {run} begins at step 0, with no checkpoint to go on from{over}"
+        return f"holdfast: {run} begins at step 0: there is no checkpoint to resume from{over}"
     first = restored[0]
     reseeded = [str(rank) for rank, one in enumerate(restored) if one.reseeded]
     notes = [f"{name} was not in the checkpoint" for name in first.missing]
@@ -180,13 +180,13 @@ def describe(
     notes += loaded
     not_restored = f"; {'; '.join(notes)}" if notes else ""
     return (
-        f"holdfast: {run} goes on after step {found.step} from {found.checkpoint}: restored "
+        f"holdfast: {run} continues after step {found.step} from {found.checkpoint}: restored "
         f"{', '.join(first.parts)}{not_restored}{over}"
     )
 
 
 def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
-    """The data that is passed over: `skip` of each line, pairs [first_step, steps]."""
+    """Return the windows of skipped data: `skip` of each event, pairs [first_step, steps]."""
     return parse_skips(
         pair
         for event in events
@@ -196,7 +196,7 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
 
 
 def _search(context: RankContext, passed: dict[str, str], recorder: Recorder | None) -> Search:
-    """The look for a checkpoint in all tiers that the environment names."""
+    """Return a search for a checkpoint in all tiers that the environment names."""
     identity = context.identity
 
     def journal(kind: EventKind, **facts: Any) -> None:
@@ -224,7 +224,7 @@ def _choose_together(
     context: RankContext,
     ranks: ControlGroup,
 ) -> _Choice:
-    """Rank 0's choice, known to all and there on every node."""
+    """Return rank 0's choice on all ranks, after its files are on every node."""
     choice = ranks.share(lambda: _choose(search, passed, held))
     if search.tiers.local:
         ranks.gather(lambda: _bring(search, context, choice))
@@ -232,7 +232,7 @@ def _choose_together(
 
 
 def _bring(search: Search, context: RankContext, choice: _Choice) -> None:
-    """With a disk of its own each node has to have the files; node 0 has them already."""
+    """Copy the files to a node with its own disk. Node 0 already has them."""
     is_other = context.identity.node != 0 and context.identity.local_rank == 0
     if is_other and choice.directory is not None:
         name = CheckpointName.parse(Path(choice.directory).name)
@@ -241,10 +241,10 @@ def _bring(search: Search, context: RankContext, choice: _Choice) -> None:
 
 
 def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) -> _Choice:
-    """The choice, under a lease; one deleted before the lease stood is chosen again.
+    """Choose a checkpoint under a lease. If it was deleted before the lease, choose again.
 
-    `passed` has what was passed over while it was read, and gains one whose train state is
-    damaged.
+    `passed` maps skipped directories to the reason. A checkpoint with a damaged train state is
+    added.
     """
     skips = recorded_skips(load_events(search.run))
     read_before = bool(passed)
@@ -261,14 +261,14 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
             passed[str(choice.directory)] = f"damaged: {'; '.join(error.damaged)}"
             continue
         name = checkpoint_id(choice.manifest.run, choice.manifest.name)
-        # A fork has the windows of the run that it was forked from in the checkpoint alone.
+        # Only the checkpoint has the skip windows of the run from which this run was forked.
         skips = joined(skips, document.get("data", {}).get("skips", ()))
         directory = str(choice.directory)
         return _Choice(directory, choice.manifest, name, choice.skipped, skips, document)
     if read_before:
         raise DamagedCheckpointError(
             f"{search.run.directory}: no checkpoint is whole, and the newest was read in part, so "
-            f"that this process cannot begin again. Passed over: {'; '.join(choice.skipped)}. "
+            f"the state of this process is incomplete. Skipped: {'; '.join(choice.skipped)}. "
             "Restore one from a copy, or fork a checkpoint of another run",
             damaged=choice.skipped,
         )
@@ -276,7 +276,7 @@ def _choose(search: Search, passed: dict[str, str], held: contextlib.ExitStack) 
 
 
 def _is_gone(manifest: Path) -> bool:
-    """True when it was deleted since it was read; what storage does not say, loading finds out."""
+    """Return True if the manifest was deleted since. The load reports other storage errors."""
     try:
         read_again(manifest.stat)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Free of torch; rank 0 asks and tells the others."""
+"""The choice of the checkpoint from which a run resumes. Rank 0 chooses, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.contracts.retries import read_again
 
 @dataclass(frozen=True)
 class Choice:
-    """What to resume from; `skipped` has a line for each newer checkpoint passed over, and why."""
+    """The checkpoint to resume from. `skipped` has a line with the reason for each newer one."""
 
     directory: Path | None
     manifest: Manifest | None
@@ -26,31 +26,31 @@ class Choice:
 def choose(
     run: RunPaths, *, verify: bool = False, passing_over: Mapping[str, str] | None = None
 ) -> Choice:
-    """The newest believable checkpoint of the run's current branch; nothing is ever deleted.
+    """Return the newest checkpoint of the run's current branch that verifies. Deletes nothing.
 
-    Sizes alone are compared, for whoever loads it compares the contents; with `verify` every
-    byte is read here. `passing_over` has directories that turned out damaged, and how. The last
-    one that there is to fall back to is always read, because a load that fails leaves a state
-    that cannot begin again. A run without a checkpoint of its own goes on from the one it was
-    forked from, if it was. Raises `DamagedCheckpointError` when that one cannot be believed: to
-    begin from nothing would not be what the fork asked for.
+    Normally only sizes are compared here, because the load verifies the contents. With `verify`,
+    every byte is read. `passing_over` maps directories that turned out damaged to the damage. The
+    last remaining candidate is always read, because after a failed load the process cannot start
+    over. A fork without a checkpoint of its own resumes from the checkpoint that it was forked
+    from. Raises `DamagedCheckpointError` if that one is damaged, because a start from nothing is
+    not what the fork asked for.
     """
     passed = passing_over or {}
     record = read_document(RunRecord, run.spec)
     origin = Path(record.forked_path) if record is not None and record.forked_path else None
     uid = record.uid if record is not None else None
     skipped: list[str] = []
-    believed = _candidates(run, uid, passed, skipped)
-    found = next(believed, None)
+    candidates = _candidates(run, uid, passed, skipped)
+    found = next(candidates, None)
     while found is not None:
         directory, manifest = found
         before = len(skipped)
-        following = next(believed, None)
+        following = next(candidates, None)
         must_read = verify or (following is None and origin is None)
         damage = find_damage(directory, manifest) if must_read else []
         if not damage:
             return Choice(directory, manifest, tuple(skipped[:before]))
-        skipped.insert(before, f"{directory.name}: {_in_words(damage)}")
+        skipped.insert(before, f"{directory.name}: {_describe(damage)}")
         found = following
     if origin is None:
         return Choice(None, None, tuple(skipped))
@@ -68,7 +68,7 @@ def choose(
 def _candidates(
     run: RunPaths, uid: str | None, passed: Mapping[str, str], skipped: list[str]
 ) -> Iterator[tuple[Path, Manifest]]:
-    """Checkpoints that look whole, newest first; the others leave a line in `skipped`."""
+    """Yield checkpoints that look complete, newest first. Add a line to `skipped` for others."""
     excluded = excluded_checkpoints(load_events(run))
     for directory in reversed(run.list_checkpoints()):
         if directory.name in excluded:
@@ -85,23 +85,23 @@ def _candidates(
 def inspect(
     directory: Path, *, verify: bool = True, run_uid: str | None = None
 ) -> tuple[Manifest | None, str | None]:
-    """(manifest, None) of a believable checkpoint, else what is wrong with it as the second.
+    """Return (manifest, None) for a valid checkpoint, or (manifest or None, problem).
 
-    With `run_uid` the manifest must be of that run.
+    With `run_uid`, the manifest must belong to that run.
     """
     try:
         manifest = read_again(lambda: read_manifest(directory))
     except DamagedCheckpointError as error:
-        return None, _in_words(error.damaged)
+        return None, _describe(error.damaged)
     except OSError as error:
         return None, f"its manifest cannot be read: {error.strerror}"
     if manifest is None:
         return None, "never committed"
     if run_uid is not None and manifest.run_uid != run_uid:
-        return manifest, f"damaged: its manifest is of another run, {manifest.run}"
+        return manifest, f"damaged: its manifest belongs to another run, {manifest.run}"
     damage = find_damage(directory, manifest, contents=verify)
-    return manifest, _in_words(damage) if damage else None
+    return manifest, _describe(damage) if damage else None
 
 
-def _in_words(damage: Iterable[str]) -> str:
+def _describe(damage: Iterable[str]) -> str:
     return "damaged: " + "; ".join(damage)

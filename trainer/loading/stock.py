@@ -1,7 +1,7 @@
-"""Loading through stock DCP: for planners of the caller's own, and for entries it transformed.
+"""Loading through stock DCP: for custom planners, and for entries that DCP transformed.
 
-What stock DCP reads is looked at before: the files by the manifest, and entries by a reader that
-lets plain values and tensors pass, so that none of them runs code or fills the memory.
+Everything that stock DCP reads is checked first: the files against the manifest, and the entries by
+a reader that accepts only plain values and tensors, so that no entry runs code or exhausts memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.contracts.manifest import find_damage
 from holdfast.trainer.loading.plain_load import repack
 from holdfast.trainer.planning.metadata import Opened
 
-# A zip's own parts, a number, or a list of such.
+# The limit for a number, a list of numbers, and the overhead of a zip.
 VALUE_BYTES_MAX: Final = 64 << 20
 
 
 class HoldfastReader(FileSystemReader):
-    """Stock DCP's reader over metadata that was read and checked before."""
+    """Stock DCP's reader with metadata that was already read and checked."""
 
     def __init__(self, directory: Path, metadata: Metadata) -> None:
         super().__init__(directory)
@@ -41,17 +41,17 @@ class HoldfastReader(FileSystemReader):
         self.transforms = _CheckedEntries(metadata)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The metadata given at construction."""
+        """Return the metadata given at construction."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what `plan` says; entries are refused unless they are plain values."""
+        """Read the items of `plan`. Entries that are not plain values are refused."""
         self.keys_read = frozenset(item.storage_index.fqn for item in plan.items)
         return super().read_data(plan, planner)
 
 
 class _CheckedEntries(_StorageReaderTransforms):
-    """Every entry, after whatever undoes its compression, looked at before stock DCP opens it."""
+    """Decompresses every entry and checks it before stock DCP opens it."""
 
     def __init__(self, metadata: Metadata) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _CheckedEntries(_StorageReaderTransforms):
     def transform_load_stream(
         self, read_item: ReadItem, transform_descriptors: Sequence[str], raw_stream: IO[bytes]
     ) -> IO[bytes]:
-        """The entry as one that runs no code; `DamagedCheckpointError` for one that would."""
+        """Return the entry without code. Raises `DamagedCheckpointError` if it contains code."""
         stream = super().transform_load_stream(read_item, transform_descriptors, raw_stream)
         most = self._bytes_max(read_item.storage_index.fqn)
         content = bytes(stream.read(most + 1))
@@ -73,7 +73,7 @@ class _CheckedEntries(_StorageReaderTransforms):
         return io.BytesIO(repack(content))
 
     def _bytes_max(self, key: str) -> int:
-        """What an entry may have at most: its largest chunk, and what a zip has beside that."""
+        """Return the size limit of an entry: its largest chunk plus the zip's overhead."""
         entry = self._entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             return VALUE_BYTES_MAX
@@ -82,7 +82,7 @@ class _CheckedEntries(_StorageReaderTransforms):
 
 
 def needs_stock(metadata: Metadata) -> bool:
-    """True when an entry was compressed or otherwise transformed, which only stock DCP undoes."""
+    """Return True if an entry was compressed or transformed, which only stock DCP can undo."""
     return any(info.transform_descriptors for info in (metadata.storage_data or {}).values())
 
 
@@ -92,15 +92,15 @@ def load_as_stock(
     group: dist.ProcessGroup | None,
     planner: LoadPlanner | None,
 ) -> frozenset[str]:
-    """Load `state` in place as `torch.distributed.checkpoint.load` does; the saved keys read.
+    """Load `state` in place with `torch.distributed.checkpoint.load`. Return the saved keys read.
 
-    The files must have been checked before. Raises `CheckpointError` on all ranks when stock
-    DCP fails.
+    The files must have been checked before. Raises `CheckpointError` on all ranks if stock DCP
+    fails.
     """
     reader = HoldfastReader(opened.directory, opened.metadata)
     try:
         with warnings.catch_warnings():
-            # Stock DCP warns of a load without process group, which is what one process wants.
+            # Stock DCP warns about a load without a process group, which is intended here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load_with_dcp(
                 state,
@@ -112,14 +112,14 @@ def load_as_stock(
     except CheckpointException as error:
         reasons = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(error.failures.items()))
         raise CheckpointError(
-            f"{opened.directory}: not loaded: {reasons}; `holdfast verify` says whether files "
+            f"{opened.directory}: not loaded: {reasons}; `holdfast verify` shows whether files "
             "are damaged"
         ) from error
     return reader.keys_read
 
 
 def check_share(opened: Opened, group: dist.ProcessGroup | None) -> list[str]:
-    """Damage in this rank's share of the files; every rank looks at others of them."""
+    """Return the damage in this rank's share of the files. Each rank checks other files."""
     if opened.manifest is None:
         return []
     rank = dist.get_rank(group) if group is not None else 0

@@ -1,9 +1,9 @@
-"""What a rank wants from a checkpoint's files, and the memory that it is to land in.
+"""The bytes that a rank wants from a checkpoint's files, and the memory that they are read into.
 
-A tensor's saved chunk lies inside a zip that `torch.save` made. Where its bytes begin follows
-from shape and type: the zip of the same tensor is made here without data, and its header is
-compared with the one that is read along the way. An entry that turns out to be anything else is
-taken whole and opened by `torch.load`.
+A tensor's saved chunk is inside a zip written by `torch.save`. The position of its bytes follows
+from shape and type. This module makes the zip of the same tensor without data, and compares its
+header with the header that is read. An entry in any other form is read completely and opened by
+`torch.load`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Target:
-    """Memory that bytes land in, in any order and from several threads.
+    """Memory that bytes are read into, in any order and from several threads.
 
-    It is made when the first bytes are about to land; `finish` is given it after the last, and
-    it is let go then.
+    The memory is allocated just before the first bytes. After the last bytes, `finish` gets the
+    memory, which is then released.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Target:
             return self._memory
 
     def expect(self, count: int) -> None:
-        """Say before reading that `count` more bytes will land here."""
+        """Announce, before reading, that `count` more bytes will be read into this memory."""
         self._missing += count
 
     def took(self, count: int) -> None:
-        """Say that `count` bytes have landed."""
+        """Record that `count` bytes have been read into this memory."""
         with self._lock:
             self._missing -= count
             done = self._missing == 0
@@ -80,7 +80,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Want:
-    """Bytes of the file `path`, and where they go."""
+    """Bytes of the file `path`, and their destination."""
 
     path: str
     series: Series
@@ -89,7 +89,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank has of a tensor: the box `wanted` in `local`, saved as `dtype`."""
+    """This rank's part of a tensor: the box `wanted` in `local`, saved as `dtype`."""
 
     key: str
     wanted: Chunk
@@ -100,7 +100,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one saved chunk has of a part, in `box`; its entry in the file is `info`."""
+    """The part of one saved chunk that overlaps a `Part`, in `box`. `info` is its file entry."""
 
     part: Part
     saved: Chunk
@@ -110,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Header:
-    """The head of a tensor's zip as it was read, and what it may be."""
+    """The header of a tensor's zip as it was read, and the accepted headers."""
 
     piece: Piece
     content: Target
@@ -123,7 +123,7 @@ class Header:
 
 @dataclass
 class Wants:
-    """All that one rank wants. `distinct` names each wanted box: its bytes, by a short digest."""
+    """All bytes that one rank wants. `distinct` maps a digest of each wanted box to its bytes."""
 
     items: list[Want] = field(default_factory=list)
     headers: list[Header] = field(default_factory=list)
@@ -132,17 +132,17 @@ class Wants:
     distinct: dict[str, int] = field(default_factory=dict)
 
     def add(self, path: str, series: Series, target: Target) -> None:
-        """Want `series` of the file."""
+        """Add the wanted `series` of the file."""
         target.expect(series.bytes)
         self.items.append(Want(path, series, target))
 
 
 @torch.no_grad()
 def collect(flat: Mapping[str, Any], metadata: Metadata) -> Wants:
-    """What this rank wants of a checkpoint that has every key of `flat`.
+    """Return what this rank wants of a checkpoint that has every key of `flat`.
 
-    Raises `DamagedCheckpointError` when chunks are missing from `.metadata`, and
-    `CheckpointError` for a tensor that has no memory to load into.
+    Raises `DamagedCheckpointError` if `.metadata` lacks chunks, and `CheckpointError` for a tensor
+    without memory to load into.
     """
     wants = Wants()
     storage = metadata.storage_data or {}
@@ -159,7 +159,7 @@ def collect(flat: Mapping[str, Any], metadata: Metadata) -> Wants:
 
 
 def collect_wholes(pieces: list[Piece]) -> Wants:
-    """The same pieces by their whole entries, for those that are not what they seemed."""
+    """Return the complete entries of pieces whose form was not as expected."""
     wants = Wants()
     for piece in pieces:
         wants.wholes.append((piece, _want_whole(wants, piece.info)))
@@ -167,7 +167,7 @@ def collect_wholes(pieces: list[Piece]) -> Wants:
 
 
 def place_whole(piece: Piece, content: Target) -> None:
-    """Open an entry that was taken whole and put what is wanted of it into the tensor."""
+    """Open an entry that was read completely, and copy the wanted part into the tensor."""
     saved = load_plain(content.memory.tobytes())
     if isinstance(saved, torch.Tensor) and is_wrapper(saved):
         raise CheckpointError(
@@ -177,9 +177,9 @@ def place_whole(piece: Piece, content: Target) -> None:
     if not isinstance(saved, torch.Tensor) or tuple(saved.size()) != piece.saved.sizes:
         found = tuple(saved.size()) if isinstance(saved, torch.Tensor) else type(saved).__name__
         raise DamagedCheckpointError(
-            f"{piece.part.key}: its entry holds {found}, expected a tensor of "
-            f"{piece.saved.sizes} as .metadata says; load another checkpoint",
-            damaged=[f"{piece.part.key}: holds {found}"],
+            f"{piece.part.key}: its entry contains {found}, expected a tensor of "
+            f"{piece.saved.sizes} as in .metadata; load another checkpoint",
+            damaged=[f"{piece.part.key}: contains {found}"],
         )
     target = piece.part.local
     for dimension, (begin, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
@@ -194,7 +194,7 @@ def _pieces_of(
     entry: TensorStorageMetadata,
     storage: Mapping[MetadataIndex, _StorageInfo],
 ) -> list[Piece]:
-    """The saved chunks that overlap this rank's parts of a tensor."""
+    """Return the saved chunks that overlap this rank's parts of a tensor."""
     found = []
     for chunk in _chunks_here(key, value):
         part = _make_part(key, value, chunk, entry.properties.dtype)
@@ -209,15 +209,15 @@ def _pieces_of(
         if not tile(boxes, (part.wanted.offsets, part.wanted.sizes)):
             held = sum(prod(sizes) for _, sizes in boxes)
             raise DamagedCheckpointError(
-                f"{key}: the saved chunks hold {held} of the {prod(part.wanted.sizes)} "
-                "elements wanted, or some twice; the checkpoint is not whole. Load another one",
-                damaged=[f".metadata: {key}: its chunks are not the whole"],
+                f"{key}: the saved chunks contain {held} of the {prod(part.wanted.sizes)} "
+                "elements wanted, or some twice; the checkpoint is incomplete. Load another one",
+                damaged=[f".metadata: {key}: its chunks do not cover the tensor exactly"],
             )
     return found
 
 
 def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
-    """This rank's parts of a tensor; none where its mesh is without this rank."""
+    """Return this rank's parts of a tensor, or none if the rank is not in its mesh."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
@@ -229,7 +229,7 @@ def _chunks_here(key: str, value: torch.Tensor) -> list[ChunkStorageMetadata]:
 def _make_part(
     key: str, value: torch.Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype
 ) -> Part:
-    """A part with the memory to load it into: the tensor's own where bytes can land there."""
+    """Return a part with memory to load into: the tensor's own memory if possible."""
     local = find_tensor_shard(value, MetadataIndex(key, chunk.offsets)).detach()
     if local.is_meta:
         raise CheckpointError(
@@ -239,11 +239,11 @@ def _make_part(
     if local.layout is not torch.strided:
         raise CheckpointError(
             f"{key}: its layout is {local.layout}, expected a dense tensor to load into; load it "
-            "into one and convert that, or leave it out with exclude"
+            "into a dense tensor and convert that, or leave it out with exclude"
         )
     if is_wrapper(local):
         raise CheckpointError(
-            f"{key}: this program has it as a {type(local).__name__}, whose inner tensors cannot "
+            f"{key}: in this program it is a {type(local).__name__}, whose inner tensors cannot "
             f"be loaded exactly; expected a dense tensor. Leave it out with exclude=[{key!r}]"
         )
     plain = type(local) is torch.Tensor and local.device.type == "cpu" and local.is_contiguous()
@@ -262,7 +262,7 @@ def _make_part(
 
 
 def _want_piece(wants: Wants, piece: Piece) -> None:
-    """Want the exact bytes of a piece, or its whole entry when that has an unknown form."""
+    """Want the exact bytes of a piece, or its complete entry if the entry has an unknown form."""
     part, item_bytes = piece.part, piece.part.dtype.itemsize
     name = f"{part.key} {piece.box.offsets} {piece.box.sizes}"
     wants.distinct[digest_of(name.encode())] = prod(piece.box.sizes) * item_bytes
@@ -286,9 +286,9 @@ def _want_whole(wants: Wants, info: _StorageInfo) -> Target:
 
 @cache
 def _form_of(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[bytes, ...], int, int]:
-    """(heads, where the bytes begin, length) of the zip of a contiguous tensor.
+    """Return (headers, position of the bytes, length) of the zip of a contiguous tensor.
 
-    The heads are ours and stock DCP's, which has CRC32s of the zip's small parts.
+    The headers are those of Holdfast and of stock DCP, which adds CRC32s of the small parts.
     """
     forms = [make_template(shape, dtype, crc=crc) for crc in (False, True)]
     heads = tuple(form.pieces[0][1][: form.data_at] for form in forms)
@@ -296,19 +296,20 @@ def _form_of(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[bytes, ...], 
 
 
 def _find(storage: Mapping[MetadataIndex, _StorageInfo], index: MetadataIndex) -> _StorageInfo:
-    """Where an entry lies; `DamagedCheckpointError` when `.metadata` does not say."""
+    """Return the location of an entry. Raises `DamagedCheckpointError` if it is unknown."""
     info = storage.get(index)
     if info is None:
         raise DamagedCheckpointError(
-            f"{index.fqn}: .metadata does not say in which file it lies; load another checkpoint",
-            damaged=[f".metadata: {index.fqn}: no place"],
+            f"{index.fqn}: .metadata does not name the file that contains it; load another "
+            "checkpoint",
+            damaged=[f".metadata: {index.fqn}: no location"],
         )
     return info
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The memory of a contiguous tensor, as a flat array of bytes."""
-    # One element is contiguous at any stride, but bytes are seen at stride 1 alone.
+    """Return the memory of a contiguous tensor as a flat array of bytes."""
+    # A single element is contiguous at any stride, but a byte view needs stride 1.
     flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
 

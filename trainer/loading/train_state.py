@@ -1,4 +1,4 @@
-"""The train state of a checkpoint: JSON beside the tensors, as large as the engine lets it be."""
+"""The train state of a checkpoint: a JSON file beside the tensors, of limited size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.trainer.planning.metadata import read_verified
 
 
 def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, Any]:
-    """The train state of the checkpoint in `directory`; empty for one that stock DCP wrote.
+    """Return the train state of the checkpoint in `directory`, or {} if stock DCP wrote it.
 
-    `manifest` is the checkpoint's, None for one of stock DCP. Raises `DamagedCheckpointError` when
-    the train state is not the manifest's, cannot be read, or is no JSON object.
+    `manifest` is the checkpoint's, or None for stock DCP. Raises `DamagedCheckpointError` if the
+    train state differs from the manifest, cannot be read, or is not a JSON object.
     """
     path = directory / TRAIN_STATE
     listed = manifest is not None and any(file.path == TRAIN_STATE for file in manifest.files)
@@ -33,7 +33,8 @@ def read_train_state(directory: Path, manifest: Manifest | None) -> dict[str, An
         ) from error
     if not isinstance(parsed, dict):
         raise DamagedCheckpointError(
-            f"{path}: holds a {type(parsed).__name__}, expected a JSON object",
+            f"{path}: contains a {type(parsed).__name__}, expected a JSON object; resume from "
+            "another checkpoint",
             damaged=[f"{TRAIN_STATE}: a {type(parsed).__name__}"],
         )
     return parsed

@@ -1,7 +1,7 @@
-"""What is to come of a bad loss: a pure function of the policy and of what disk knows.
+"""The decision about a bad loss: a pure function of the policy and of the run's files.
 
 A loss is computed with the weights of the step before it. So a checkpoint of step c is proven
-once the loss of a step after c was good.
+good when the loss of a step after c is good.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.trainer.numerics.detector import Anomaly
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What disk knows of a run when a loss is bad.
+    """The run's facts on disk when a loss is bad.
 
-    `checkpoints` are those of the current branch that are committed, oldest step first,
-    `unfinished` those that are not and may yet be. `rolled_back` has the step of the loss of each
-    rollback so far, `skipped` that of each skip. With `has_deleted` the oldest that there is need
-    not be the first. Data has been drawn for the steps up to `reached`; `is_finite` says that no
-    rank has weights that are not.
+    `checkpoints` are the committed ones of the current branch, oldest step first. `unfinished` are
+    those that may still be committed. `rolled_back` and `skipped` have the step of the bad loss of
+    each rollback and each skip so far. With `has_deleted`, the oldest checkpoint may not be the
+    run's first. Data has been drawn for the steps up to `reached`. `is_finite` is True if the
+    weights of all ranks are finite.
     """
 
     checkpoints: Sequence[CheckpointName]
@@ -37,8 +37,10 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`excluded` are the checkpoints that nobody is to go on from, `to` the newest of the others
-    (None: from the beginning), `skip` the data that is passed over."""
+    """The decision. `excluded` are the checkpoints from which no resume may continue.
+
+    `to` is the newest other checkpoint, or None for the beginning. `skip` is the data to skip.
+    """
 
     action: NumericsAction
     reason: str
@@ -48,19 +50,19 @@ class Answer:
 
 
 def policy_for(anomaly: Anomaly, numerics: Numerics) -> NumericsAction:
-    """What the spec says about such a loss."""
+    """Return the spec's action for this kind of loss."""
     return numerics.on_nan if anomaly.problem == "nan" else numerics.on_spike
 
 
 def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
-    """Warn, stop, train on with later data, or go back.
+    """Decide to warn, to stop, to skip data or to roll back.
 
-    A change that would only repeat the last one is a stop, and a skip with weights that are not
-    finite a rollback: nothing can be trained on with these.
+    A change that would only repeat the last one becomes a stop. A skip with weights that are not
+    finite becomes a rollback, because training cannot continue with them.
     """
     policy = policy_for(anomaly, numerics)
     if policy == "warn":
-        return Answer(action="warn", reason=f"{anomaly}; training goes on")
+        return Answer(action="warn", reason=f"{anomaly}; training continues")
     if policy == "stop":
         return _stop(f"{anomaly}; the policy is to stop", anomaly, known)
     if policy == "skip" and known.is_finite:
@@ -74,8 +76,8 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     window = SkipWindow(first, numerics.skip_steps)
     return Answer(
         action="rollback",
-        reason=f"{anomaly}; back to {to or 'the beginning'}, and from step {first} on the data of "
-        f"{numerics.skip_steps} steps is passed over",
+        reason=f"{anomaly}; roll back to {to or 'the beginning'}, and skip the data of "
+        f"{numerics.skip_steps} steps from step {first} on",
         to=to,
         excluded=excluded,
         skip=(window,),
@@ -84,22 +86,21 @@ def answer(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
 
 def _skip(anomaly: Anomaly, numerics: Numerics, known: Known) -> Answer:
     if anomaly.step in known.skipped:
-        # Trained again after a crash: the window that was recorded then still stands.
-        return Answer(action="warn", reason=f"{anomaly}, as it was before; training goes on")
+        # The step was trained again after a crash. The window recorded then is still in effect.
+        return Answer(action="warn", reason=f"{anomaly}, as it was before; training continues")
     changes = len(known.rolled_back) + len(known.skipped)
     if changes >= numerics.changes_max:
         return _stop(f"{anomaly}; no skip: {_too_many(changes, numerics)}", anomaly, known)
     first = max(known.reached, anomaly.step) + 1
     return Answer(
         action="skip",
-        reason=f"{anomaly}; from step {first} on the data of {numerics.skip_steps} steps is "
-        "passed over",
+        reason=f"{anomaly}; skip the data of {numerics.skip_steps} steps from step {first} on",
         skip=(SkipWindow(first, numerics.skip_steps),),
     )
 
 
 def _too_many(changes: int, numerics: Numerics) -> str:
-    return f"{changes} rollbacks and skips, {numerics.changes_max} are granted"
+    return f"there were {changes} rollbacks and skips, and the limit is {numerics.changes_max}"
 
 
 def _stop(reason: str, anomaly: Anomaly, known: Known) -> Answer:
@@ -108,7 +109,7 @@ def _stop(reason: str, anomaly: Anomaly, known: Known) -> Answer:
 
 
 def _why_futile(anomaly: Anomaly, numerics: Numerics, known: Known) -> str:
-    """Why a rollback is not worth it, in words; empty when it is."""
+    """Return why a rollback would not help, as text, or "" if it may."""
     before = known.rolled_back
     changes = len(before) + len(known.skipped)
     if changes >= numerics.changes_max:
@@ -119,18 +120,18 @@ def _why_futile(anomaly: Anomaly, numerics: Numerics, known: Known) -> str:
     limit = _target(anomaly, numerics)
     if known.has_deleted and not any(name.step <= limit for name in known.checkpoints):
         return (
-            f"no checkpoint is left of step {limit} or before; keep more of them (checkpoint.keep)"
+            f"no checkpoint of step {limit} or earlier is left; keep more of them (checkpoint.keep)"
         )
     return ""
 
 
 def _target(anomaly: Anomaly, numerics: Numerics) -> int:
-    """The newest step that a rollback may go back to."""
+    """Return the newest step to which a rollback may return."""
     return min(anomaly.step - 1 - numerics.margin_steps, anomaly.good_step - 1)
 
 
 def _split(known: Known, limit: int) -> tuple[CheckpointName | None, tuple[CheckpointName, ...]]:
-    """The newest checkpoint of step `limit` or before, and all that are newer."""
+    """Return the newest checkpoint up to step `limit`, and all newer ones."""
     good = [name for name in known.checkpoints if name.step <= limit]
     newer = (n for n in (*known.checkpoints, *known.unfinished) if n.step > limit)
     return (good[-1] if good else None), tuple(newer)

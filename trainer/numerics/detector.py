@@ -1,7 +1,8 @@
-"""Whether a loss is bad: not finite, or far above the median of those before it. Pure.
+"""Detection of a bad loss: not finite, or far above the median of earlier losses. Pure.
 
-The limit is `median + max(spike_mads x MAD, SPIKE_SHARE_MIN x |median|)`, MAD being the median
-absolute deviation of the window's losses: half of them may be outliers before either moves.
+The limit is `median + max(spike_mads x MAD, SPIKE_SHARE_MIN x |median|)`. MAD is the median
+absolute deviation of the window's losses. Up to half of the losses may be outliers before the
+median or the MAD moves.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from typing import Final, Literal
 
 from holdfast.contracts.spec import Numerics
 
-# A loss that has come to rest deviates by next to nothing; less than this above it is no spike.
+# A converged loss hardly deviates, so an increase below this share of the median is no spike.
 SPIKE_SHARE_MIN: Final = 0.5
-# Of a window, so many of its losses must be there before anything is called a spike.
+# The minimum share of a full window before any loss counts as a spike.
 WINDOW_SHARE_MIN: Final = 0.25
-# The limit is computed again after so many losses: sorting the window at each would cost more
-# than all the rest of a boundary.
+# The limit is computed again after this many losses. Sorting the window at each loss would cost
+# more than the rest of a step boundary.
 LIMIT_LOSSES: Final = 8
-TOLD_LOSSES: Final = 8
+SHOWN_LOSSES: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
-    """A bad loss. `window` are the losses before it, oldest first; `limit` is set for a spike.
+    """A bad loss. `window` has the losses before it, oldest first. `limit` is set for a spike.
 
-    The last good loss was that of step `good_step`, or training began again after it.
+    `good_step` is the step of the last good loss, or the step after which training began.
     """
 
     problem: Literal["nan", "spike"]
@@ -47,7 +48,7 @@ class Anomaly:
 
 
 class Detector:
-    """Looks at one rank's losses in the order of steps, the first of them after step `after`."""
+    """Checks one rank's losses in step order, beginning after step `after`."""
 
     def __init__(self, numerics: Numerics, *, after: int = 0) -> None:
         self._numerics = numerics
@@ -60,15 +61,15 @@ class Detector:
         self._quiet_until = {"nan": 0, "spike": 0}
 
     def look(self, step: int, loss: float) -> Anomaly | None:
-        """What is wrong with the loss of `step`; None when nothing is.
+        """Return the problem with the loss of `step`, or None if there is none.
 
-        What was told of one problem stands for a window's length of steps.
+        The same problem is reported again only after a window's length of steps.
         """
         if not math.isfinite(loss):
-            return self._tell("nan", step, loss)
+            return self._report("nan", step, loss)
         found = None
         if loss > self._limit:
-            found = self._tell("spike", step, loss)
+            found = self._report("spike", step, loss)
         else:
             self._good_step = step
         self._window.append(loss)
@@ -78,7 +79,7 @@ class Detector:
             self._until_limit = LIMIT_LOSSES
         return found
 
-    def _tell(self, problem: Literal["nan", "spike"], step: int, loss: float) -> Anomaly | None:
+    def _report(self, problem: Literal["nan", "spike"], step: int, loss: float) -> Anomaly | None:
         if step < self._quiet_until[problem]:
             return None
         self._quiet_until[problem] = step + self._numerics.window
@@ -88,14 +89,14 @@ class Detector:
             step=step,
             loss=loss,
             good_step=self._good_step,
-            window=tuple(self._window)[-TOLD_LOSSES:],
+            window=tuple(self._window)[-SHOWN_LOSSES:],
             median=self._median if is_spike else None,
             limit=self._limit if is_spike else None,
         )
 
 
 def spike_limit(losses: Collection[float], spike_mads: float) -> tuple[float, float]:
-    """(median, limit) of `losses`, which are finite and at least one."""
+    """Return (median, limit) of at least one loss. All losses are finite."""
     middle = median(losses)
     deviation = median(abs(loss - middle) for loss in losses)
     return middle, middle + max(spike_mads * deviation, SPIKE_SHARE_MIN * abs(middle))

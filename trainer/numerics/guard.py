@@ -1,9 +1,9 @@
-"""A rank's guard over its losses: read when they have come, told to all ranks when one is bad.
+"""A rank's loss guard: it reads losses when they arrive and reports a bad one to all ranks.
 
-A loss on a GPU is copied beside training and looked at once the copy is there, a step or a few
-later: no step waits for it. A rank that finds one bad asks all others for a meeting by a word on
-its node's status table; ordinary steps talk to nobody. Where ranks meet, rank 0 answers from the
-policy and from what disk knows, writes it down, and all ranks do it.
+A loss on a GPU is copied in the background and checked when the copy is complete, one or a few
+steps later. No step waits for it. A rank with a bad loss requests a meeting of all ranks through
+its node's status table. Normal steps need no communication. At the meeting, rank 0 decides by the
+policy and the run's files and records the decision. All ranks then carry it out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.saver import Saver
 from holdfast.trainer.state.train_state import TrainState
 
-# Copies under way at most; a program further ahead of its GPU waits for the oldest.
+# The maximum number of copies in flight. A program further ahead of its GPU waits for the oldest.
 COPIES_MAX: Final = 64
 RESTARTED: Final = frozenset({"relaunch", "resume"})
 
@@ -41,7 +41,7 @@ _Copy = tuple[int, torch.Tensor, "torch.cuda.Event"]
 
 
 class LossGuard:
-    """One rank's losses, and what all ranks do about a bad one."""
+    """Guards one rank's losses, and takes part in the decision about a bad one."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class LossGuard:
 
     @property
     def metric(self) -> str:
-        """The logged metric that is watched."""
+        """The name of the logged metric that is checked."""
         return self._numerics.metric
 
     @property
     def asked(self) -> int:
-        """The step whose bad loss the ranks have not resolved yet, or 0."""
+        """The step whose bad loss is not resolved yet, or 0."""
         return self._found.step if self._found is not None else 0
 
     def observe(self, step: int, loss: float | torch.Tensor) -> None:
-        """Take the loss of `step`: a number, or a tensor with one element on any device."""
+        """Check the loss of `step`: a number, or a tensor with one element on any device."""
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             if loss.numel() != 1:
@@ -87,29 +87,32 @@ class LossGuard:
             self._copies[0][2].synchronize()
 
     def look(self) -> None:
-        """At a boundary: look at the copies that have come."""
+        """At a boundary, check the losses whose copies are complete."""
         while self._copies and self._copies[0][2].query():  # type: ignore[no-untyped-call]
             step, landing, _ = self._copies.popleft()
             self._look(step, float(landing))
 
     def finish(self) -> None:
-        """At the last boundary: look at all that is under way."""
+        """At the last boundary, wait for all copies and check them."""
         for _, _, arrival in self._copies:
             arrival.synchronize()
         self.look()
 
     def resolve(self) -> None:
-        """All ranks together, once one of them has `asked`: learn what is to come of it, do it.
+        """Decide about a bad loss and carry the decision out. All ranks call this together.
 
-        Raises `NumericsError` on all ranks when this launch must not train on.
+        Raises `NumericsError` on all ranks if this launch must not continue to train.
         """
-        said = self._ranks.gather(lambda: (self._found, self._position.reached, self._is_sane()))
-        anomaly, rank = _first([found for found, _, _ in said])
-        reached, is_finite = max(far for _, far, _ in said), all(sane for _, _, sane in said)
+        gathered = self._ranks.gather(
+            lambda: (self._found, self._position.reached, self._is_sane())
+        )
+        anomaly, rank = _first([found for found, _, _ in gathered])
+        reached = max(far for _, far, _ in gathered)
+        is_finite = all(sane for _, _, sane in gathered)
         self._found = None
         self._record.ask(0)
         if policy_for(anomaly, self._numerics) != "warn":
-            # What is in flight is judged by the answer, so it must be there or never come.
+            # The decision depends on saves in flight, so wait until each is committed or failed.
             self._saver.quiesce()
         given = self._ranks.share(
             lambda: self._answer(anomaly, rank, reached=reached, is_finite=is_finite)
@@ -125,13 +128,13 @@ class LossGuard:
             self._record.ask(step)
 
     def _is_sane(self) -> bool:
-        """True when this rank's weights are finite, which only a skip has to know."""
+        """Return True if this rank's weights are finite. Only a skip needs this check."""
         if "skip" not in {self._numerics.on_nan, self._numerics.on_spike}:
             return True
         return are_finite(self._state.weights())
 
     def _answer(self, anomaly: Anomaly, rank: int, *, reached: int, is_finite: bool) -> Answer:
-        """Rank 0's: the policy's answer, durable before anybody acts on it."""
+        """Decide on rank 0. The decision is durable before any rank acts on it."""
         events = load_events(self._context.run)
         known = replace(self._known(events), reached=reached, is_finite=is_finite)
         given = answer(anomaly, self._numerics, known)
@@ -139,7 +142,7 @@ class LossGuard:
         identity = self._context.identity
         numbers: dict[str, Any] = {"attempt": identity.attempt, "launch": identity.launch}
         with JournalWriter(self._context.attempt.rank_journal) as journal:
-            facts = {**asdict(anomaly), "loss": _sayable(anomaly.loss)}
+            facts = {**asdict(anomaly), "loss": _as_json(anomaly.loss)}
             more: dict[str, Any] = {"rank": rank, "action": given.action, "reason": given.reason}
             if given.action == "skip":
                 more["skip"] = skip
@@ -153,7 +156,7 @@ class LossGuard:
                     step=anomaly.step,
                     reason=given.reason,
                 )
-            # Last, for the agent starts again on its word.
+            # This line comes last, because the agent starts a new launch when it sees it.
             journal.append(EventKind.NUMERICS, **numbers, **facts, **more)
         print(f"holdfast: {given.reason}", flush=True)
         return given
@@ -175,24 +178,24 @@ class LossGuard:
 
 
 def chosen_numerics() -> Numerics:
-    """The spec's policy, as the agent hands it on; without one, the defaults."""
+    """Return the spec's policy, which the agent passes on, or the defaults."""
     given = os.environ.get(environment.NUMERICS)
     return Numerics.model_validate_json(given) if given else Numerics()
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """True when all floating-point values are; of sharded tensors those of this rank."""
+    """Return True if all floating-point values are finite. Sharded tensors: this rank's part."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
     return all(bool(t.isfinite().all()) for t in local if t.is_floating_point())
 
 
 def urgency(anomaly: Anomaly) -> tuple[bool, int]:
-    """Sorts what is not finite before spikes, and the earlier before the later."""
+    """Return a sort key: losses that are not finite before spikes, and earlier before later."""
     return anomaly.problem != "nan", anomaly.step
 
 
 def changes(events: tuple[Event, ...], action: str) -> list[int]:
-    """The steps of the losses that were answered so since an operator set the run going."""
+    """Return the steps of losses with this decision since an operator last started the run."""
     since = max(
         (
             int(event.data.get("after_attempt", 0))
@@ -213,11 +216,11 @@ def changes(events: tuple[Event, ...], action: str) -> list[int]:
 
 
 def _first(found: list[Anomaly | None]) -> tuple[Anomaly, int]:
-    """The loss that is resolved first, and the rank that had it."""
+    """Return the loss to resolve first, and its rank."""
     there = [(one, rank) for rank, one in enumerate(found) if one is not None]
     return min(there, key=lambda pair: (urgency(pair[0]), pair[1]))
 
 
-def _sayable(loss: float) -> float | str:
-    """JSON has no NaN or infinity."""
+def _as_json(loss: float) -> float | str:
+    """Return a JSON value. JSON has no NaN and no infinity."""
     return loss if math.isfinite(loss) else repr(loss)

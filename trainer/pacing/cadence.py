@@ -1,10 +1,10 @@
-"""When a checkpoint is due: by steps, by seconds, or `auto`; decided so that all ranks agree.
+"""When a checkpoint is due, by steps, by seconds or `auto`, so that all ranks agree.
 
-Ranks meet at *agreed steps* only, which every rank knows beforehand. By steps these are the
-multiples of the interval. By seconds rank 0's clock decides: at an agreed step it says whether
-to save now and which step is the next agreed one, in the one small collective that a save makes
-anyway. Ordinary steps in between pay a comparison. `auto` is seconds too, which rank 0 corrects as
-it learns what a save costs (`economy`). Where the steps' pace is to be learned, the first meetings
+Ranks meet only at *agreed steps*, which every rank knows beforehand. An interval in steps makes
+these its multiples. For seconds, rank 0's clock decides: at an agreed step, rank 0 chooses whether
+to save now and which step is the next agreed one. This uses the one small collective that a save
+needs anyway. Normal steps in between cost a comparison. `auto` uses seconds, which rank 0 corrects
+as it measures the cost of saves (`economy`). To learn the duration of steps, the first meetings
 come early and then at growing distances.
 """
 
@@ -19,23 +19,23 @@ from pydantic import ValidationError
 from holdfast.contracts.errors import SpecError
 from holdfast.contracts.spec import Checkpointing
 
-# Ten minutes lose little to a crash, and even a slow flush is over by then.
+# Ten minutes lose little work in a crash, and even a slow flush ends within them.
 AUTO_INTERVAL_S: Final = 600.0
-# The first meeting after a start: step times are known by then, and it costs next to nothing.
+# The first meeting after a start. Step times are known by then, and it costs almost nothing.
 FIRST_LOOK_STEPS: Final = 8
 # Each early meeting comes at this multiple of the steps since the start.
 LOOK_GROWTH: Final = 3
-# How far towards the due time the next meeting is put: steps may become slower meanwhile.
+# The share of the remaining time until the next meeting, because steps may become slower.
 APPROACH: Final = 0.5
-# Within this share of the interval the save is taken now rather than a few steps later.
+# Within this share of the interval, the save is taken now instead of a few steps later.
 SLACK: Final = 0.02
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Steps or seconds between checkpoints; exactly one of them is set.
+    """Steps or seconds between checkpoints. Exactly one of them is set.
 
-    With `is_auto` the seconds are what holds until something is known.
+    With `is_auto`, the seconds apply until costs are known.
     """
 
     steps: int | None = None
@@ -44,7 +44,7 @@ class Interval:
 
     @classmethod
     def parse(cls, value: int | str) -> Interval:
-        """From 50, "50", "300s", "10m", "1h" or "auto". Raises `SpecError` for anything else."""
+        """Parse 50, "50", "300s", "10m", "1h" or "auto". Raises `SpecError` for anything else."""
         given: int | str = int(value) if str(value).strip().isdigit() else value
         try:
             checked = Checkpointing(interval=given)
@@ -59,7 +59,7 @@ class Interval:
 
 
 class Cadence:
-    """The agreed steps of one session; times are monotonic seconds."""
+    """The agreed steps of one session. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Cadence:
         looks_early: bool = False,
         looks_first: bool = False,
     ) -> None:
-        """`step` is the last complete one, from which training goes on.
+        """`step` is the last complete step, after which training continues.
 
-        `looks_first` has the ranks meet after the first step, which makes state to plan for.
+        With `looks_first`, the ranks meet after the first step, which creates state to plan for.
         """
         self._interval = interval
         self._interval_s = interval.seconds or 0.0
@@ -87,15 +87,15 @@ class Cadence:
             self.next_step = step + 1
 
     def adopt(self, interval_s: float) -> None:
-        """Rank 0, by `auto`: the seconds between checkpoints from now on."""
+        """On rank 0, with `auto`, set the seconds between checkpoints."""
         self._interval_s = interval_s
 
     def is_due(self, step: int) -> bool:
-        """True when all ranks meet after `step`."""
+        """Return True if all ranks meet after `step`."""
         return step >= self.next_step
 
     def decide(self, step: int, now: float) -> tuple[bool, int]:
-        """Rank 0 at an agreed step: (save now, the next agreed step)."""
+        """Decide on rank 0 at an agreed step. Return (save now, the next agreed step)."""
         if self._interval.steps:
             return step % self._interval.steps == 0, self._by_steps(step)
         interval_s = self._interval_s
@@ -107,7 +107,7 @@ class Cadence:
         return save, min(next_step, self._next_look(step))
 
     def update(self, step: int, next_step: int, *, saved: bool, now: float) -> None:
-        """Every rank after an agreed step: take over what was decided."""
+        """Apply the decision of an agreed step, on every rank."""
         self.next_step = next_step
         self._looked_at, self._looked_step = now, step
         if saved:
@@ -119,7 +119,7 @@ class Cadence:
         return min((step // every + 1) * every, self._next_look(step))
 
     def _next_look(self, step: int) -> int:
-        """The next early meeting; further off than any other where none is wanted."""
+        """Return the next early meeting, or `sys.maxsize` if none is wanted."""
         if not self._looks_early:
             return sys.maxsize
         since = step - self._first_step

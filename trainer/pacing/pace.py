@@ -1,7 +1,7 @@
-"""The pace of one session: what its steps and saves cost, and what follows for the intervals.
+"""The pace of one session: the cost of its steps and saves, and the resulting intervals.
 
-Ranks that meet exchange a few numbers; each then has the same rhythm of snapshots. The
-interval of checkpoints by `auto` is rank 0's alone to choose, since it says when to save.
+Ranks that meet exchange a few numbers, so that each has the same rhythm of snapshots. Only rank 0
+chooses the `auto` interval of checkpoints, because it decides when to save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.trainer.staging.snapshots import OVERHEAD_MAX, SnapshotRhythm
 
 
 class Pace:
-    """Times one rank's steps; on rank 0 it also chooses, and journals what it chose and why."""
+    """Measures one rank's steps. On rank 0 it also chooses the interval and journals the reason."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Pace:
         recorder: Recorder | None,
         looks_first: bool = False,
     ) -> None:
-        """`step` is the last complete one; `recorder` is set on rank 0 alone."""
+        """`step` is the last complete one. `recorder` is set on rank 0 only."""
         self.cadence = Cadence(
             interval,
             step=step,
@@ -48,21 +48,21 @@ class Pace:
         self._context, self._saver, self._recorder = context, saver, recorder
         self._saves = 0
         self._slowed_s = 0.0
-        self._told: Choice | None = None
+        self._reported: Choice | None = None
         self._failures = Failures(0, 0.0)
         if recorder is not None and interval.is_auto:
             current = (context.identity.attempt, context.identity.launch)
             self._failures = observe_failures(load_events(context.run), current)
 
     def figures(self) -> tuple[int, int]:
-        """For the meeting: microseconds of a copy on this rank, and of a step where rank 0 is."""
+        """Return this rank's microseconds per copy and, on rank 0 only, per step."""
         step_us = int(self.meter.step_s * 1e6) if self._recorder is not None else 0
         return int(self._saver.copy_s * 1e6), step_us
 
     def update(self, copy_us: int, step_us: int, *, saved: bool) -> None:
-        """After the meeting, with the largest figures of all ranks; the same on every rank."""
+        """Update after the meeting with the largest figures of all ranks, equal on every rank."""
         if self.rhythm.update(copy_us, step_us):
-            self._tell_rhythm(copy_us, step_us)
+            self._report_rhythm(copy_us, step_us)
         self._saves += saved
         if self._saves and self.meter.slowed_s:
             self._slowed_s = self.meter.slowed_s / self._saves
@@ -72,7 +72,7 @@ class Pace:
             self._choose(copy_us)
 
     def _choose(self, copy_us: int) -> None:
-        """Rank 0: the interval that fits what was measured, once a save was."""
+        """On rank 0, choose the interval from the measurements, once a save was measured."""
         if self._saver.flush_s is None:
             return
         choice = choose_interval(
@@ -82,16 +82,16 @@ class Pace:
             flush_s=self._saver.flush_s,
         )
         self.cadence.adopt(choice.interval_s)
-        if choice.differs_from(self._told):
-            self._told = choice
+        if choice.differs_from(self._reported):
+            self._reported = choice
             self._note(str(choice), interval_s=choice.interval_s)
 
-    def _tell_rhythm(self, copy_us: int, step_us: int) -> None:
+    def _report_rhythm(self, copy_us: int, step_us: int) -> None:
         every = self.rhythm.every
         kept = f"every {every} steps" if every > 1 else "every step" if every else "none"
         self._note(
             f"snapshots in memory: {kept}; a copy takes {copy_us / 1e6:.4f} s, a step "
-            f"{step_us / 1e6:.4f} s, and {OVERHEAD_MAX:.0%} is the budget",
+            f"{step_us / 1e6:.4f} s, and the budget is {OVERHEAD_MAX:.0%}",
             snapshots_every=every,
         )
 

@@ -295,8 +295,8 @@ class TrainState:
             check_names(self._optimizers, named.parameters)
         elif self._optimizers and not (len(self._models) == 1 and self._are_plain()):
             raise CheckpointError(
-                "several models with FSDP1, or FSDP1 with an optimizer that has its own state_dict, "
-                "are not supported; use fully_shard, or one model that contains them all"
+                "several models with FSDP1, or FSDP1 with an optimizer that has its own "
+                "state_dict, are not supported; use fully_shard, or one model over them all"
             )
 
     def _are_plain(self) -> bool:
