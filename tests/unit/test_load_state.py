@@ -152,7 +152,7 @@ def test_a_planner_of_the_caller_s_own_loads_through_stock(tmp_path: Path) -> No
     assert_loaded(state)
     # What the planner asked for is counted; of the empty tensor there is nothing to ask.
     assert (report.restored, report.bytes_read) == (5, 0)
-    with pytest.raises(CheckpointError, match="a planner and a choice of keys"):
+    with pytest.raises(CheckpointError, match="a planner and a selection of keys"):
         load_state(directory, state, group=None, planner=planner, exclude=["model"])
     with open(directory / "__0_0.distcp", "r+b") as stream:
         stream.seek(-9, os.SEEK_END)
