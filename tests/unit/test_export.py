@@ -111,7 +111,7 @@ def test_dcp_is_read_by_stock(
     ("arguments", "words"),
     [
         (("--to", "torch", "--include", "mdoel"), "no key matches mdoel; it has model.embed"),
-        (("--to", "safetensors", "--include", "optimizer"), "cannot contain numbers, and optimizer."),
+        (("--to", "safetensors", "--include", "optimizer"), "cannot hold numbers, and optimizer."),
         (("--to", "hf", "--rename", "model.nothing=model.x"), "model.nothing"),
     ],
 )

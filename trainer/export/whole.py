@@ -143,7 +143,7 @@ def weights_of(source: Source) -> list[Entry]:
     numbers = [entry.key for entry in source.entries if not entry.is_tensor]
     if numbers:
         raise KeyMismatchError(
-            f"{source.directory}: a file of tensors cannot contain numbers, and {shorten(numbers)} "
+            f"{source.directory}: a file of tensors cannot hold numbers, and {shorten(numbers)} "
             "are numbers; leave them out with --include, or use --to torch",
             extra=numbers,
         )
