@@ -1,9 +1,9 @@
-"""What it costs one supervisor to watch a large run's heartbeats: 1,250 nodes, simulated.
+"""The CPU cost of one supervisor that watches a large run's heartbeats: 1,250 simulated nodes.
 
-`python benchmarks/heartbeats.py [--nodes N] [--seconds S]`: a process of its own replaces every
-node's file every two seconds, as agents do; this one looks for silent nodes as often, and counts
-its own processor time. A tenth of the nodes falls silent on the way and must be found; on a
-machine too busy for the files to be replaced in time, so are others until they are heard again.
+Run `python benchmarks/heartbeats.py [--nodes N] [--seconds S]`. A separate process replaces every
+node's file every two seconds, as agents do. This process looks for silent nodes as often and counts
+its own CPU time. A tenth of the nodes falls silent during the run and must be found. On a machine
+that is too busy to replace the files in time, other nodes are silent too for a while.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from holdfast.workers.heartbeats import (
 
 RANKS: Final = 8
 HEARTBEAT_S: Final = 2.0
-# Progress in words is told twice a minute, and for that all files are read.
+# Progress is logged twice a minute, which reads all files.
 READ_EVERY_S: Final = 30.0
 SILENT_SHARE: Final = 0.1
 
 
 def make_beat(node: int, step: int) -> str:
-    """A heartbeat as an agent writes it."""
+    """Return a heartbeat as an agent writes it."""
     ranks = tuple(
         RankBeat(
             rank=node * RANKS + local,
@@ -69,12 +69,12 @@ def make_beat(node: int, step: int) -> str:
 
 
 def stopped_nodes(nodes: int) -> range:
-    """The last tenth, which stops on the way."""
+    """Return the last tenth of the nodes, which stops during the run."""
     return range(nodes - int(nodes * SILENT_SHARE), nodes)
 
 
 def play_agents(attempt: AttemptPaths, nodes: int, seconds: float) -> None:
-    """Replace every node's file every `HEARTBEAT_S`; after a third of the time a tenth stops."""
+    """Replace every node's file every `HEARTBEAT_S`. After a third of the time a tenth stops."""
     began, step = time.monotonic(), 0
     texts = [make_beat(node, 1) for node in range(nodes)]
     while (now := time.monotonic()) < began + seconds:
@@ -89,7 +89,7 @@ def play_agents(attempt: AttemptPaths, nodes: int, seconds: float) -> None:
 
 
 def watch(attempt: AttemptPaths, seconds: float) -> dict[str, Any]:
-    """Look for silent nodes for `seconds`; what that took of a core."""
+    """Look for silent nodes for `seconds` and return the share of a core that this used."""
     watcher = HeartbeatWatch(attempt, HEARTBEAT_S)
     began, spent = time.monotonic(), time.process_time()
     read_at, step = began, None

@@ -1,10 +1,10 @@
-"""The index at a million checkpoints in ten thousand runs: pages, ancestry, ingest, reindex.
+"""The index with a million checkpoints in ten thousand runs: pages, ancestry, ingest, reindex.
 
-`python benchmarks/lineage.py [--database sqlite|postgresql] [--page FILE]`: rows of a large site
-are made inside the database, then the questions that pages ask are asked of them, then run folders
-are made on disk and ingested. PostgreSQL is a server of this program's own, with its usual
-durability, gone afterwards. Prints JSON, each stage's on standard error as it ends; `--page` writes
-it as a page, too.
+Run `python benchmarks/lineage.py [--database sqlite|postgresql] [--page FILE]`. It creates the rows
+of a large site inside the database, times the queries of the web pages, and then ingests run
+folders that it writes to disk. PostgreSQL is a temporary server of this program, with its usual
+durability. The program prints JSON at the end, and each stage's JSON to standard error. `--page`
+also writes the result as a page.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ PACKAGES: Final = ("sqlalchemy", "psycopg", "fastapi", "pydantic")
 
 
 def main() -> None:
-    """Measure both databases, or the one that was named."""
+    """Measure both databases, or the one given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database", choices=("sqlite", "postgresql"))
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--checkpoints", type=int, default=1_000_000)
-    parser.add_argument("--folders", type=int, default=20, help="run folders that are ingested")
+    parser.add_argument("--folders", type=int, default=20, help="number of run folders to ingest")
     parser.add_argument("--page", type=Path)
     chosen = parser.parse_args()
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "measured_at": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": f"python benchmarks/lineage.py {shlex.join(sys.argv[1:])}".strip(),
         "machine": machine(),
@@ -80,15 +80,15 @@ def main() -> None:
     for kind in ("sqlite", "postgresql"):
         if chosen.database in (None, kind):
             with database_url(kind) as url:
-                told[kind] = measure(url, chosen.runs, chosen.checkpoints, chosen.folders)
-    print(json.dumps(told, indent=1))
+                result[kind] = measure(url, chosen.runs, chosen.checkpoints, chosen.folders)
+    print(json.dumps(result, indent=1))
     if chosen.page:
-        chosen.page.write_text(render(told))
+        chosen.page.write_text(render(result))
 
 
 @contextlib.contextmanager
 def database_url(kind: str) -> Iterator[str]:
-    """An empty database with its schema, in a folder of its own."""
+    """Create an empty database with its schema in a temporary folder, and yield its URL."""
     if kind == "sqlite":
         with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
             url = f"sqlite:///{folder}/index.db"
@@ -101,7 +101,7 @@ def database_url(kind: str) -> Iterator[str]:
 
 
 def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, Any]:
-    """Ingest first, while the database is empty, then the large one's pages."""
+    """Measure ingest first, while the database is empty, then the pages of the large one."""
     figures: dict[str, Any] = {
         "cores": os.cpu_count(),
         "rows": {"runs": runs, "checkpoints": checkpoints},
@@ -119,13 +119,13 @@ def measure(url: str, runs: int, checkpoints: int, folders: int) -> dict[str, An
         for name, stage in stages.items():
             figures["load"][name.partition("_")[0]] = round(os.getloadavg()[0], 1)
             figures[name] = stage()
-            # A run that is cut short has told what it had found.
+            # If the program is interrupted, the finished stages have been printed.
             print(json.dumps({name: figures[name]}), file=sys.stderr, flush=True)
     return figures
 
 
 def machine() -> str:
-    """What it is measured on, in words."""
+    """Describe the machine of the measurement."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     processor = next(
         (
@@ -144,16 +144,16 @@ def machine() -> str:
 
 
 def version_of(database: Database) -> str:
-    """The database's own version."""
+    """Return the database's own version."""
     if not database.is_postgresql:
         return f"SQLite {sqlite3.sqlite_version}"
     with database.reading() as connection:
-        said = connection.exec_driver_sql("SHOW server_version").scalar()
-    return f"PostgreSQL {str(said).split()[0]}"
+        shown = connection.exec_driver_sql("SHOW server_version").scalar()
+    return f"PostgreSQL {str(shown).split()[0]}"
 
 
 def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each page's questions, over runs and places drawn at random."""
+    """Return the milliseconds of each page's queries, over random runs and places."""
     draw = random.Random(SEED)
     uids = [run_uid(draw.randrange(1, runs)) for _ in range(SAMPLES)]
     large, newest = run_uid(0), checkpoint_name(CHAIN - 1)
@@ -191,7 +191,7 @@ def measure_pages(database: Database, runs: int) -> dict[str, dict[str, float]]:
 
 
 def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of what the server's routes answer, as `measure_pages`."""
+    """Return the milliseconds of the server's routes, like `measure_pages`."""
     draw = random.Random(SEED)
     uids = [run_uid(draw.randrange(1, min(runs, RUNS_WITH_METRICS))) for _ in range(SAMPLES)]
     newest = f"{run_uid(0)}:{checkpoint_name(CHAIN - 1)}"
@@ -216,7 +216,7 @@ def measure_api(url: str, runs: int) -> dict[str, dict[str, float]]:
 
 
 def run_page(database: Database, uid: str) -> None:
-    """All that the page of one run asks when it opens."""
+    """Run all queries that the page of one run makes when it opens."""
     queries.show_run(database, uid)
     pages.list_attempts(database, uid)
     pages.list_checkpoints(database, uid)
@@ -225,7 +225,7 @@ def run_page(database: Database, uid: str) -> None:
 
 
 def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
-    """Median and 95th percentile, milliseconds, after one that does not count."""
+    """Return median and 95th percentile in milliseconds, after one call that does not count."""
     ask(0)
     by_clock, before_s = [], computed_s()
     for index in range(samples):
@@ -234,7 +234,7 @@ def timed(ask: Callable[[int], object], samples: int) -> dict[str, float]:
 
 
 def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]:
-    """Manifests a second from folders on disk, by one process and by two; reindex beside a read."""
+    """Measure manifests per second from disk with one and two processes, and reindex and a read."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         root = Path(folder)
         make_folders(root, count, MANIFESTS)
@@ -248,13 +248,13 @@ def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]
         def empty() -> None:
             clear(database)
 
-        def empty_and_let_go() -> None:
+        def empty_and_drop_caches() -> None:
             clear(database)
-            let_go(root)
+            drop_caches(root)
 
         with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
             list(pool.map(ingest_all, [url] * PROCESSES, [[]] * PROCESSES))
-            told = {
+            rates = {
                 "manifests": float(count * MANIFESTS),
                 "manifests/s, one process": rate(lambda: ingest_all(url, folders), empty),
                 "manifests/s of computing": round(
@@ -267,19 +267,19 @@ def measure_ingest(database: Database, url: str, count: int) -> dict[str, float]
                     lambda: list(pool.map(ingest_all, [url] * PROCESSES, halves)), empty
                 ),
             }
-        told |= {
+        rates |= {
             "manifests/s, reindex": rate(lambda: reindex(database, root), empty),
             "reindex over the same rows, s": seconds(lambda: reindex(database, root), lambda: None),
-            "reindex, cold, s": seconds(lambda: reindex(database, root), empty_and_let_go),
-            "raw read, cold, s": seconds(lambda: read_all(root), lambda: let_go(root)),
+            "reindex, cold, s": seconds(lambda: reindex(database, root), empty_and_drop_caches),
+            "raw read, cold, s": seconds(lambda: read_all(root), lambda: drop_caches(root)),
             "raw read, warm, s": seconds(lambda: read_all(root), lambda: None),
         }
         empty()
-    return {name: round(value, 2) if value < 100 else round(value) for name, value in told.items()}
+    return {name: round(value, 2) if value < 100 else round(value) for name, value in rates.items()}
 
 
 def seconds(act: Callable[[], object], before: Callable[[], object]) -> float:
-    """The median of some runs of `act`, each after `before`."""
+    """Return the median seconds of several runs of `act`, each after `before`."""
     took = []
     for _ in range(REPEATS):
         before()
@@ -288,7 +288,7 @@ def seconds(act: Callable[[], object], before: Callable[[], object]) -> float:
 
 
 def computing(act: Callable[[], object], before: Callable[[], object]) -> float:
-    """Seconds that are computed in `act`, here and in the database's server, after `before`."""
+    """Return the CPU seconds of `act`, in this process and in the database server."""
     before()
     began_s = computed_s()
     act()
@@ -297,13 +297,13 @@ def computing(act: Callable[[], object], before: Callable[[], object]) -> float:
 
 def clear(database: Database) -> None:
     """Empty the index."""
-    words = "TRUNCATE runs CASCADE" if database.is_postgresql else "DELETE FROM runs"
+    statement = "TRUNCATE runs CASCADE" if database.is_postgresql else "DELETE FROM runs"
     with database.writing() as connection:
-        connection.exec_driver_sql(words)
+        connection.exec_driver_sql(statement)
 
 
-def let_go(root: Path) -> None:
-    """Have the machine forget the contents of every file under `root`."""
+def drop_caches(root: Path) -> None:
+    """Drop the contents of every file under `root` from the page cache."""
     for place, _, names in os.walk(root):
         for name in names:
             handle = os.open(f"{place}/{name}", os.O_RDONLY)
@@ -312,7 +312,7 @@ def let_go(root: Path) -> None:
 
 
 def stopwatch(act: Callable[[], object]) -> float:
-    """Seconds that `act` takes."""
+    """Return the seconds that `act` takes."""
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
@@ -327,7 +327,7 @@ def ingest_all(url: str, folders: list[str]) -> None:
 
 
 def read_all(root: Path) -> int:
-    """Read every file under `root` and nothing else; returns bytes."""
+    """Read every file under `root`, do nothing else, and return the bytes."""
     return sum(
         len((Path(place) / name).read_bytes())
         for place, _, names in os.walk(root)

@@ -1,4 +1,4 @@
-"""The same questions by way of the server's routes: JSON over HTTP, without a network."""
+"""The same queries through the server's routes: JSON over HTTP, without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HEADERS: Final = {"host": "127.0.0.1"}
 
 
 def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
-    """What each ask took, by its name; an ask is the paths that a page gets when it opens."""
+    """Return the time of each request by name. A request is all paths that a page gets at once."""
     os.environ[URL_VARIABLE] = url
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as folder:
         tokens = TokenStore(Path(folder) / "tokens.json")
@@ -40,10 +40,10 @@ def took_ms(url: str, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
 
 
 def _app(home: Path, tokens: TokenStore) -> FastAPI:
-    """The application with no runs on disk to follow, and no one to start any."""
+    """Return the application without runs on disk to watch and without a way to start one."""
 
     def refuse(*_given: Any) -> dict[str, Any]:
-        raise RuntimeError("the benchmark starts no run")
+        raise RuntimeError("the benchmark does not start runs")
 
     store, hub = Store(Index()), Hub()
     return create_app(
@@ -63,18 +63,18 @@ def _app(home: Path, tokens: TokenStore) -> FastAPI:
 
 async def _ask_all(app: FastAPI, asks: dict[str, list[list[str]]]) -> dict[str, Took]:
     transport = httpx.ASGITransport(app=app)
-    told: dict[str, Took] = {}
+    took: dict[str, Took] = {}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         for name, samples in asks.items():
             await _get(client, samples[0])
             before_s = computed_s()
             by_clock = [await _get(client, paths) for paths in samples]
-            told[name] = Took(by_clock, 1000 * (computed_s() - before_s) / len(samples))
-    return told
+            took[name] = Took(by_clock, 1000 * (computed_s() - before_s) / len(samples))
+    return took
 
 
 async def _get(client: httpx.AsyncClient, paths: list[str]) -> float:
-    """Get one after another; returns milliseconds."""
+    """Get the paths one after another and return the milliseconds."""
     started = time.perf_counter()
     for path in paths:
         answer = await client.get(PREFIX + path, headers=HEADERS, timeout=120)

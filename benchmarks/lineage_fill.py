@@ -1,8 +1,8 @@
-"""Rows of a large site, made inside of the database by one statement for each table.
+"""Fills the database with the rows of a large site, with one SQL statement per table.
 
-The same SQL serves SQLite and PostgreSQL. Run 0 has a chain of `CHAIN` checkpoints, the others
-share the rest evenly; every checkpoint has one file and two journal lines. The rows fit together
-by the way they are made, so foreign keys are not looked at while they are: four million look-ups.
+The same SQL works on SQLite and PostgreSQL. Run 0 has a chain of `CHAIN` checkpoints. The other
+runs share the rest evenly. Every checkpoint has one file and two journal lines. The statements
+create consistent rows, so foreign keys are not checked: that would be four million look-ups.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ RUNS_WITH_METRICS: Final = 1000
 
 
 def run_uid(number: int) -> str:
-    """The identity of a run by its number."""
+    """Return the identity of a run by its number."""
     return f"{number:032d}"
 
 
 def checkpoint_name(number: int) -> str:
-    """A run's checkpoint by its number, from 0 on."""
+    """Return the name of a run's checkpoint by its number, from 0."""
     return f"step-{(number + 1) * STEP:08d}.a0001.l01"
 
 
 def fill(database: Database, runs: int, checkpoints: int) -> None:
-    """Make so many runs with so many checkpoints in all, and bring statistics up to date."""
+    """Insert `runs` runs with `checkpoints` checkpoints in total, and update the statistics."""
     each = max(1, (checkpoints - CHAIN) // max(1, runs - 1))
     spec = RunSpec(name="bench", command=("train.py", "--config", "large.toml"))
-    words = {
+    values = {
         "runs": runs,
         "each": each,
-        # With spaces: a colon before a word would be taken for a parameter.
+        # `json.dumps` puts a space after each colon. Without it, SQL would read a parameter.
         "spec": json.dumps(spec.model_dump(mode="json")).replace("'", "''"),
         "json": "jsonb" if database.is_postgresql else "text",
-        # Of every checkpoint another: an answer with ten thousand of them is not to be short.
+        # Each digest differs, so that an answer with ten thousand of them does not compress well.
         "digest": "md5(r.uid || n.i) || md5(n.i || r.uid)"
         if database.is_postgresql
         else "lower(hex(randomblob(32)))",
@@ -54,7 +54,7 @@ def fill(database: Database, runs: int, checkpoints: int) -> None:
     for statement in STATEMENTS:
         began = time.perf_counter()
         with _unchecked(database) as connection:
-            made = connection.execute(text(expand(statement, words))).rowcount
+            made = connection.execute(text(expand(statement, values))).rowcount
             connection.commit()
         table, took = statement.split()[2], time.perf_counter() - began
         print(f"{made} {table} in {took:.1f} s", file=sys.stderr, flush=True)
@@ -65,7 +65,7 @@ def fill(database: Database, runs: int, checkpoints: int) -> None:
 
 @contextlib.contextmanager
 def _unchecked(database: Database) -> Iterator[Connection]:
-    """A connection that does not look at foreign keys, nor wait for its commits to be durable."""
+    """Yield a connection that checks no foreign keys and does not wait for durable commits."""
     if not database.is_postgresql:
         with connect_for_migration(database.engine.url.render_as_string()) as connection:
             yield connection
@@ -74,13 +74,13 @@ def _unchecked(database: Database) -> Iterator[Connection]:
         connection.exec_driver_sql("SET session_replication_role = replica")
         connection.exec_driver_sql("SET synchronous_commit = off")
         yield connection
-        # The pool lends the connection again.
+        # Otherwise the pool would reuse the connection.
         connection.invalidate()
 
 
-def expand(statement: str, words: dict[str, Any]) -> str:
-    """A statement with its words in place."""
-    for name, value in words.items():
+def expand(statement: str, values: dict[str, Any]) -> str:
+    """Return a statement with its placeholders replaced."""
+    for name, value in values.items():
         statement = statement.replace("{" + name + "}", str(value))
     return statement
 

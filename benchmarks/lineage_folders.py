@@ -1,4 +1,4 @@
-"""Run folders with many manifests, as a long training leaves them, written without waiting."""
+"""Writes run folders with many manifests, as after a long training, without fsync."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILE_BYTES: Final = 1_000_000_000
 
 
 def make_folders(root: Path, runs: int, manifests: int) -> None:
-    """So many runs with so many manifests each; the files that they list are not made."""
+    """Create `runs` runs with `manifests` manifests each, without the files that they list."""
     for number in range(runs):
         _make_folder(RunPaths(root / f"ingest-{number:04d}"), f"{number:032x}", manifests)
 
@@ -79,5 +79,5 @@ def _manifest(run: str, uid: str, name: CheckpointName, parent: str | None, at: 
 
 
 def _line(sequence: int, kind: str, at: float, data: dict[str, Any]) -> str:
-    said = {"writer": "rank0", "launch": 1, "sequence": sequence, "time": at, "kind": kind}
-    return json.dumps({**said, "data": data})
+    header = {"writer": "rank0", "launch": 1, "sequence": sequence, "time": at, "kind": kind}
+    return json.dumps({**header, "data": data})

@@ -1,4 +1,4 @@
-"""The index benchmark's figures as a page: each beside its limit, and whether it is kept."""
+"""Writes the index benchmark's page: each figure, its limit, and whether it is kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import psutil
 
-# What must hold at the API, milliseconds at the 95th percentile, by how a name begins.
+# Limits of the API in milliseconds at the 95th percentile, by the first part of a name.
 LIMITS_MS: Final = {"runs": 50.0, "run": 50.0, "ancestry": 100.0}
 INGEST_PER_S_MIN: Final = 5000
 NAMES: Final = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
@@ -16,64 +16,65 @@ NAMES: Final = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 WAYS_IN: Final = ("manifests/s, one process", "manifests/s, two processes", "manifests/s, reindex")
 MISSED: Final = "missed"
 BUSY: Final = (
-    "Other programs had the processors meanwhile, so the times by the clock are several times "
-    "those of a machine to itself; what was computed says more."
+    "Other programs used the processors during the measurement, so the wall-clock times are several"
+    " times those of an idle machine. The CPU times are more reliable."
 )
 METHOD: Final = """\
 ## How it is measured
 
-- Both databases are new, on the machine's disk. PostgreSQL runs beside the program, with its usual
-  durability (`fsync` and `synchronous_commit` on, 256 MB of shared buffers); only the rows of the
-  large site are made without waiting for the disk.
-- *API* is a request to the server's routes in this process, its JSON made, compressed, unpacked;
-  the network is left out. A run's page asks for the run, its checkpoints, its events and its
-  curves: timed one by one, and all four after each other. Runs are drawn at random among those
-  that have curves. *index* is the same question asked of the index alone.
-- *computed* is the mean of the processor time that an answer takes, in this process and in the
-  database's server. What other programs on the machine do changes it less than the time by the
-  clock, but they share cores and caches: beside them it is up to twice what it is alone.
-  *manifests/s of computing* is the same of ingest.
-- One run has a chain of 10,000 checkpoints, each of the others about a hundred; every checkpoint
-  has a file and two journal lines.
-- *ingest* reads run folders of 500 manifests each into an empty database; *again* is the same when
+- Both databases are new and on the machine's disk. PostgreSQL runs on the same machine with its
+  usual durability (`fsync` and `synchronous_commit` on, 256 MB of shared buffers). Only the rows of
+  the large site are created without waiting for the disk.
+- *API* is a request to the server's routes in this process, including the creation, compression and
+  decompression of its JSON. The network is not included. A run's page requests the run, its
+  checkpoints, its events and its curves. They are timed separately, and all four one after
+  another. Runs are drawn at random from those with curves. *index* is the same query without the
+  API.
+- *computed* is the mean CPU time of an answer, in this process and in the database server. Other
+  programs on the machine change it less than the wall-clock time. But they share cores and caches,
+  so it can be up to twice its value on an idle machine. *manifests/s of computing* is the same for
+  ingest.
+- One run has a chain of 10,000 checkpoints. Each of the others has about a hundred. Every
+  checkpoint has a file and two journal lines.
+- *ingest* reads run folders of 500 manifests each into an empty database. *again* repeats it when
   nothing has changed. Each figure is the median of {repeats} runs.
-- *reindex* builds all rows again, by one process, into an empty database or over what is there.
-  *raw read* reads the same files and does nothing with them; *cold* means that their contents were
-  let go before (`posix_fadvise`), *warm* that they were in memory.
+- *reindex* rebuilds all rows with one process, in an empty database or over the existing rows.
+  *raw read* reads the same files and does nothing else. For *cold*, the files were dropped from the
+  page cache before (`posix_fadvise`). For *warm*, they were in memory.
 """
 
 
 @dataclass(frozen=True)
 class Took:
-    """Milliseconds of some answers by the clock, and what one took of processors on average."""
+    """The wall-clock milliseconds of several answers, and the mean CPU milliseconds of one."""
 
     by_clock: list[float]
     computed: float
 
     def cuts(self) -> dict[str, float]:
-        """Median, 95th percentile, and what was computed."""
+        """Return the median, the 95th percentile and the CPU time."""
         parts = statistics.quantiles(self.by_clock, n=20, method="inclusive")
         cuts = {"p50": parts[9], "p95": parts[18], "cpu": self.computed}
         return {name: round(value, 2) for name, value in cuts.items()}
 
 
 def computed_s() -> float:
-    """Seconds that this process and those it started, a server among them, have computed."""
+    """Return the CPU seconds of this process and its children, such as a database server."""
     here = psutil.Process()
     times = [one.cpu_times() for one in (here, *here.children(recursive=True))]
     return sum(one.user + one.system for one in times)
 
 
-def render(told: dict[str, Any]) -> str:
-    """The figures of both databases as a page."""
+def render(result: dict[str, Any]) -> str:
+    """Return the figures of both databases as a page."""
     parts = [
         "# The index at a million checkpoints",
-        f"Measured on {told['measured_at']} by `{told['command']}`: {told['machine']}.",
+        f"Measured on {result['measured_at']} by `{result['command']}`: {result['machine']}.",
     ]
     for kind in NAMES:
-        if kind in told:
-            parts += _database(kind, told[kind])
-    return "\n\n".join([*parts, METHOD.format(repeats=told["repeats"])])
+        if kind in result:
+            parts += _database(kind, result[kind])
+    return "\n\n".join([*parts, METHOD.format(repeats=result["repeats"])])
 
 
 def _database(kind: str, figures: dict[str, Any]) -> list[str]:

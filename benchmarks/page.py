@@ -1,9 +1,9 @@
-"""How fast the web page is: first view, size, news, and a graph of ten thousand checkpoints.
+"""Speed of the web page: first view, size, live updates, and a graph of ten thousand checkpoints.
 
     PYTHONPATH=. .venv/bin/python benchmarks/page.py [--checkpoints 10000]
 
-A real server, a real Chromium without a window; run it on a quiet machine. Times are of this
-machine, drawing without a graphics card included.
+It uses a real server and a headless Chromium. Run it on a quiet machine. The times are those of
+this machine, and include drawing without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS: Final = 5
 PAN_S: Final = 5.0
 PANS: Final = 60
 DEEP: Final = "deep"
-# Counts the frames that the page draws while a mouse pans it.
+# Counts the frames that the page draws while the mouse drags it.
 COUNT_FRAMES: Final = """() => {
     window.frames_ = [];
     const note = (now) => { window.frames_.push(now); requestAnimationFrame(note); };
@@ -45,21 +45,21 @@ def main() -> None:
         home = Path(folder)
         lay_out(home / "runs", time.time())
         make_deep(home / "runs", count)
-        told = RunFolder(home / "runs", "told", "8" * 32, created_at=time.time())
-        told.submit(1, 2, time.time())
-        told.claim(1, time.time())
+        live = RunFolder(home / "runs", "committing", "8" * 32, created_at=time.time())
+        live.submit(1, 2, time.time())
+        live.claim(1, time.time())
         with testbed.serving(home) as site, testbed.chromium() as browser:
             figures: dict[str, Any] = {
                 "first_load_script_bytes_gzip": script_bytes(browser, site),
                 "first_view_s": first_view(browser, site),
                 "graph": graph(browser, site, count),
-                "news_s": news(browser, site, told),
+                "news_s": news(browser, site, live),
             }
     print(json.dumps(figures, indent=1))
 
 
 def make_deep(root: Path, count: int) -> None:
-    """A run of one attempt with `count` checkpoints, one of them pinned."""
+    """Create a run of one attempt with `count` checkpoints, one of them pinned."""
     run = RunFolder(root, DEEP, "9" * 32, created_at=time.time())
     run.submit(1, 2, time.time())
     run.claim(1, time.time())
@@ -72,7 +72,7 @@ def make_deep(root: Path, count: int) -> None:
 
 
 def script_bytes(browser: Browser, site: testbed.Site) -> int:
-    """What the scripts that the first page loads take when compressed."""
+    """Return the compressed bytes of the scripts that the first page loads."""
     loaded: list[bytes] = []
     with testbed.page_of(browser, site) as (page, _):
         page.on(
@@ -84,7 +84,7 @@ def script_bytes(browser: Browser, site: testbed.Site) -> int:
 
 
 def first_view(browser: Browser, site: testbed.Site) -> float:
-    """Seconds from an empty cache to a table of runs: the median."""
+    """Return the median seconds from an empty cache to a table of runs."""
     found = []
     for _ in range(ROUNDS):
         with testbed.page_of(browser, site) as (page, _console_errors):
@@ -96,7 +96,7 @@ def first_view(browser: Browser, site: testbed.Site) -> float:
 
 
 def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
-    """The deep run's graph: how long until it is there, and frames a second while panned."""
+    """Measure the deep run's graph: seconds until it is shown, and frames per second."""
     with testbed.page_of(browser, site) as (page, _):
         began = time.monotonic()
         page.goto(f"/runs/{DEEP}/lineage")
@@ -104,7 +104,7 @@ def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
         seen_s = time.monotonic() - began
         folded = page.locator(".react-flow__node").count()
         folded_rate = pan(page)
-        # Opened in full breadth, as a person does who looks for one checkpoint.
+        # Unfold everything, as a person does who searches for one checkpoint.
         while page.locator(".kind-fold").count() and page.locator(".kind-fold").count() < 200:
             before = page.locator(".react-flow__node").count()
             page.locator(".kind-fold").first.click()
@@ -123,7 +123,7 @@ def graph(browser: Browser, site: testbed.Site, count: int) -> dict[str, Any]:
 
 
 def pan(page: Page) -> float:
-    """Frames a second while the graph is dragged to and fro."""
+    """Return the frames per second while the graph is dragged back and forth."""
     box = page.locator(".react-flow__pane").bounding_box()
     assert box is not None
     page.evaluate(COUNT_FRAMES)
@@ -141,7 +141,7 @@ def pan(page: Page) -> float:
 
 
 def news(browser: Browser, site: testbed.Site, run: RunFolder) -> float:
-    """Seconds from a commit to its line on the run's open page: the worst of some."""
+    """Return the worst of several times from a commit to its line on the run's open page."""
     worst = 0.0
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{run.name}/checkpoints")

@@ -1,15 +1,16 @@
-"""What planning costs at a size that no test cluster has: every rank's rows, made up; run by hand.
+"""The cost of planning at a size that no test cluster has, with generated rows for every rank.
 
     python benchmarks/planning.py --ranks 10240 --tensors 1000
 
-Prints JSON, a row for each way to spread a state over the ranks: every part on one rank, in the
-order of ranks (sharded) or, for every other tensor, in another (crossed); each part on eight ranks
-(hybrid); the same on all (replicated). `describe_s` is one rank's part (all ranks work at once),
-`pack_s` one node's, `unpickle_s` what rank 0 takes to read what all nodes sent, `decide_s` its plan
-for everybody, `cold_s` their sum; `sent_bytes` and `heard_bytes` are what rank 0 hears from and
-tells to all nodes, whose time on the network is not in it. `metadata_s` is `.metadata` of all
-boxes, made by a thread of rank 0 beside training. `cached_s` is what each later save pays to see
-that the plan still holds.
+Run it by hand. It prints JSON with a row for each way to spread a state over the ranks: each part
+on one rank, in the order of ranks (sharded) or, for every other tensor, in another order (crossed);
+each part on eight ranks (hybrid); the same on all ranks (replicated). `describe_s` is one rank's
+part (all ranks work at once). `pack_s` is one node's part. `unpickle_s` is rank 0's time to read
+what all nodes sent, `decide_s` its time to plan for all ranks, and `cold_s` the sum of the four.
+`sent_bytes` is what rank 0 receives from all nodes, `heard_bytes` what it sends to them. Their time
+on the network is not included. `metadata_s` is the time for the `.metadata` of all boxes, which a
+thread of rank 0 builds in the background. `cached_s` is what each later save pays to check that the
+plan still fits.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from holdfast.trainer.planning.columns import (
     Described,
     Item,
     Row,
+    coverage_hashes,
     make_block,
-    masses,
     pack,
 )
 from holdfast.trainer.planning.global_plan import GlobalPlan
@@ -50,7 +51,7 @@ WAYS: Final = 8
 COLUMNS: Final = 64
 REPEATS: Final = 21
 COLD: Final = ("describe_s", "pack_s", "unpickle_s", "decide_s")
-# Ranks that hold the same part: none, groups of eight, all.
+# The number of ranks that hold the same part: one, groups of eight, all.
 COPIES: Final = {"sharded": 1, "crossed": 1, "hybrid": 8, "replicated": 0}
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=10_240)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--spread", nargs="+", choices=COPIES, default=list(COPIES))
-    parser.add_argument("--no-metadata", action="store_true", help="it takes gigabytes")
+    parser.add_argument("--no-metadata", action="store_true", help="skip it; it needs gigabytes")
     options = parser.parse_args()
     own = measure_one_rank(options.tensors)
     found = {spread: own | measure_all(options, spread) for spread in options.spread}
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def measure_one_rank(tensors: int) -> dict[str, Any]:
-    """Describing a rank's live state, and checking it again at a save."""
+    """Measure the description of a rank's live state, and its check at a later save."""
     state = {
         "model": {f"layers.{n}.weight": torch.zeros(ROWS_PER_RANK, COLUMNS) for n in range(tensors)}
     }
@@ -86,7 +87,7 @@ def measure_one_rank(tensors: int) -> dict[str, Any]:
 
 
 def measure_all(options: argparse.Namespace, spread: str) -> dict[str, Any]:
-    """Rank 0's part."""
+    """Measure rank 0's part."""
     copies = COPIES[spread] or options.ranks
     is_interleaved = spread == "crossed"
     blocks, common = make_blocks(
@@ -127,7 +128,7 @@ def measure_all(options: argparse.Namespace, spread: str) -> dict[str, Any]:
 
 
 def content_of(blocks: Mapping[bytes, Block], common: Described, wanted: Wanted) -> Contents:
-    """What one node sends of what it was asked for."""
+    """Return what one node sends of what it was asked for."""
     ours, patterns, tables = wanted
     return Contents(
         pack({digest: blocks[digest] for digest in ours}),
@@ -139,9 +140,9 @@ def content_of(blocks: Mapping[bytes, Block], common: Described, wanted: Wanted)
 def make_blocks(
     parts: int, tensors: int, *, is_interleaved: bool = False
 ) -> tuple[dict[bytes, Block], Described]:
-    """The blocks of `parts` ranks that have equal shares of every tensor, and what they name.
+    """Return the blocks of `parts` ranks with equal shares of every tensor, and what they name.
 
-    Crossed, the shares of every other tensor go round the ranks, as with two dimensions of a mesh.
+    If interleaved, the shares of every other tensor rotate over the ranks, as in a 2-D mesh.
     """
     shape = (ROWS_PER_RANK * parts, COLUMNS)
     items = []
@@ -151,14 +152,14 @@ def make_blocks(
     sizes = (ROWS_PER_RANK, COLUMNS)
     first = make_block(PART, items, [Row(item, (0, 0), sizes, 1400) for item in items])
     offsets = [(ROWS_PER_RANK * part, 0) for part in range(parts)]
-    weights = masses(offsets, [sizes] * parts)
+    weights = coverage_hashes(offsets, [sizes] * parts)
     blocks = {}
     for part in range(parts):
         share = np.full(tensors, part, dtype=np.int64)
         if is_interleaved:
             share[::2] = part * WAYS % parts + part * WAYS // parts
         place = ROWS_PER_RANK * COLUMNS * share
-        block = replace(first.block, place=place, mass=weights[share])
+        block = replace(first.block, place=place, coverage_hash=weights[share])
         blocks[block.digest()] = block
     return blocks, first
 

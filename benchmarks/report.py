@@ -1,9 +1,9 @@
-"""Writes docs/benchmarks.md and the plot beside it from what `holdfast bench --json` printed.
+"""Writes docs/benchmarks.md and its plot from the output of `holdfast bench --json`.
 
     .venv/bin/holdfast bench --json >bench.json
     .venv/bin/python benchmarks/report.py bench.json
 
-On a quiet machine: figures measured beside other work say nothing.
+Run the benchmark on a quiet machine. Figures measured beside other work are meaningless.
 """
 
 from __future__ import annotations
@@ -19,34 +19,38 @@ from holdfast.cli.bench_plot import draw
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 METHOD = """\
-`holdfast bench` measures everything in one run and prints ratios, because absolute times say more
-about the disk than about the program. One pair is: a raw write (as many files of the same sizes
-as a checkpoint has, in large writes with one fsync each, both ranks at once), a save through
-`Session` with a memcpy of the state right before it and one right after it (torch's `copy_` and
-libc's, into a memory file that is there already; the mean of the faster), a save by stock DCP in
-each of its three modes with its own defaults, a raw cold read, and a load by both. Before each
-read the pages of every file are let go by `posix_fadvise(DONTNEED)`, and `mincore` says whether
-they went. Before each act that takes pages of memory as many are touched and let go, because a
-virtual machine's free pages may first have to come back from its host. The order changes from pair
-to pair, so that each act comes after each other one equally often: a write right after a long one
-meets a slower disk. Ratios are taken pair by pair; the table has their median, smallest, largest.
-The slowest rank counts.
+`holdfast bench` measures everything in one run and prints ratios, because absolute times depend
+more on the disk than on the program. One pair consists of:
 
-- The raw write and the raw read go through the page cache, as those of any program do. Holdfast's
-  go past it where the file system is this machine's own, so that a ratio may be below 1.
+- a raw write: as many files of the same sizes as a checkpoint has, in large writes with one fsync
+  each, on both ranks at once;
+- a save through `Session`, with a memcpy of the state directly before and after it (torch's `copy_`
+  and libc's, into an existing memory file; the mean of the faster one counts);
+- a save by stock DCP in each of its three modes with its defaults;
+- a raw cold read, and a load by Holdfast and by stock DCP.
+
+Before each read, `posix_fadvise(DONTNEED)` drops the pages of every file, and `mincore` checks that
+they are gone. Before each operation that needs memory, as many pages are touched and freed, because
+a virtual machine may first have to get its free pages back from the host. The order changes from
+pair to pair, so that each operation follows each other one equally often: a write directly after a
+long one meets a slower disk. Ratios are computed pair by pair. The table has their median, smallest
+and largest value. The slowest rank counts.
+
+- The raw write and the raw read go through the page cache, as in any program. Holdfast bypasses it
+  on a file system of this machine, so a ratio may be below 1.
 - *committed* is the moment when the manifest and its name are durable.
-- *first save* and *signal* are measured in programs started afresh, once for each pair: the first
-  save, after ten seconds of steps, ÷ the median of three that follow, blocked or committed,
-  whichever is worse, each of them between two plain copies of the tensors; then SIGTERM to every
-  rank in the middle of a step, and the time until the final checkpoint is committed ÷ (the rest
-  of that step + a copy + a raw write, measured in the same program).
-- Before the first step `Session` starts its flusher and plans the saves: *session creation*.
-  The memory of its slots, two images of the state, comes beside the first steps, which only
-  sleep here, as the processors do while an accelerator works. A save that is wanted sooner waits
-  for the pages that it touches.
-- *bytes read* are the kernel's count of what read calls returned, all ranks together, ÷ the bytes
-  of the state, each counted once. Resharded: what 2 ranks saved on 1, and the other way round;
-  the worse.
+- *first save* and *signal* are measured in fresh programs, once for each pair. The first save comes
+  after ten seconds of steps. It is divided by the median of three later saves, blocked or
+  committed, whichever ratio is worse. Each save is between two plain copies of the tensors. Then
+  every rank gets SIGTERM in the middle of a step. The time until the final checkpoint is committed
+  is divided by (the rest of that step + a copy + a raw write, measured in the same program).
+- Before the first step `Session` starts its flusher and plans the saves: *session creation*. The
+  memory of its slots, two images of the state, is allocated during the first steps. These steps
+  only sleep here, because CPUs are idle while an accelerator works. An earlier save waits for the
+  pages that it touches.
+- *bytes read* is the kernel's count of what read calls returned, for all ranks, ÷ the bytes of the
+  state, each counted once. *resharded* is the worse of two loads: a checkpoint of 2 ranks on 1
+  rank, and the other way round.
 - *commit tail* is the time from the last data fsync until committed ÷ (three small files created
   and fsynced here + 10 ms).
 - *memory* is that of all ranks, the flusher and the staging slots, after ten saves and after a
@@ -58,8 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("answer", type=Path, help="what `holdfast bench --json` printed")
-    parser.add_argument("--docs", type=Path, default=CHECKOUT / "docs", help="where to write")
+    parser.add_argument("answer", type=Path, help="output of `holdfast bench --json`")
+    parser.add_argument("--docs", type=Path, default=CHECKOUT / "docs", help="output folder")
     options = parser.parse_args()
     found = json.loads(options.answer.read_text())
     measured_on = time.strftime("%Y-%m-%d", time.gmtime(options.answer.stat().st_mtime))
@@ -68,7 +72,7 @@ def main() -> None:
 
 
 def page(found: dict[str, Any], measured_on: str) -> str:
-    """The page: conditions, ratios with their targets, stock DCP, seconds, and the method."""
+    """Return the page: conditions, ratios with targets, stock DCP, seconds, and the method."""
     headings = ("ratio", "median", "smallest", "largest", "n", "target", "")
     stock_headings = ("stock DCP", *(TITLES[name] for name in STOCK_RATIOS))
     seconds = [
@@ -80,21 +84,21 @@ def page(found: dict[str, Any], measured_on: str) -> str:
         conditions(found, measured_on),
         table(headings, rows_of(found)),
         "![Ratios of Holdfast and stock DCP, with the targets](benchmarks.svg)",
-        "Done before the first step:",
+        "Before the first step:",
         table(("set-up", "median", "smallest", "largest", "n"), setup_rows_of(found)),
         "Stock DCP on the same machine, in the same pairs:",
         table(stock_headings, stock_rows_of(found)),
         "## How it is measured",
         METHOD.strip(),
         "## Seconds",
-        "What the ratios were taken of, on this machine:",
-        table(("act", "median", "smallest", "largest", "n"), seconds),
+        "The times behind the ratios, on this machine:",
+        table(("operation", "median", "smallest", "largest", "n"), seconds),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def conditions(found: dict[str, Any], measured_on: str) -> str:
-    """Machine, versions and command, as a sentence each."""
+    """Return machine, versions and command as sentences."""
     machine, versions, given = found["machine"], found["versions"], found["conditions"]
     return (
         f"Measured on {measured_on} by `make bench` in {given['seconds_in_all']:.0f} s: "
@@ -103,12 +107,12 @@ def conditions(found: dict[str, Any], measured_on: str) -> str:
         f"{machine['kernel']}; Python {versions['python']}, torch {versions['torch']}, Holdfast "
         f"{versions['holdfast']}. {given['ranks']} ranks under torchrun, FSDP2 and AdamW, "
         f"{given['state_bytes'] / 1e6:.0f} MB of state in {given['checkpoint_files']} files; of "
-        f"the pages to be read cold, {given['resident_after_drop']:.1%} had stayed in memory."
+        f"the pages to read cold, {given['resident_after_drop']:.1%} were still in memory."
     )
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [headings, tuple("---" for _ in headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,10 +1,10 @@
-"""Seconds from the death of a rank to the first new step, and the steps that are trained again.
+"""Seconds from the death of a rank to the first new step, and the number of repeated steps.
 
-`python benchmarks/restart.py [--kills N] [--train-s S]`: the small program of the drills, two
-ranks, one of which gets SIGKILL whenever it has trained for S seconds. Three ways to start it:
-by an agent with a warm standby, by an agent without one, and by `torchrun --max-restarts` alone,
-where it saves every 20 steps as it does everywhere. Their faults take turns, so that a machine that
-is busy with other things is so for all of them. Between, all three train.
+Run `python benchmarks/restart.py [--kills N] [--train-s S]`. It runs the small program of the
+drills on two ranks, and sends SIGKILL to one rank after every S seconds of training. It compares
+three ways to start the program: an agent with a warm standby, an agent without one, and `torchrun
+--max-restarts` alone. All save every 20 steps. The faults alternate and all three train meanwhile,
+so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class HungError(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """A line of the record of one rank: Unix seconds, and the number of the step."""
+    """A line of one rank's record: Unix seconds, and the number of the step."""
 
     time: float
     number: int
 
 
 class Job(ABC):
-    """A training job whose ranks can be killed. `records` is where its steps are told."""
+    """A training job whose ranks can be killed. `records` is the folder of its step records."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -73,31 +73,31 @@ class Job(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The program's."""
+        """The program's settings."""
         poison = str(self.folder / "poison")
         return {"records": str(self.records), "poison": poison, "steps": 10**7, "step_s": STEP_S}
 
     @abstractmethod
     def root_process(self) -> int:
-        """The process above all of the job's."""
+        """Return the process above all processes of the job."""
 
     def stages(self, since: float) -> dict[str, float]:
-        """What is known of a recovery that began at `since`, seconds after it."""
+        """Return the known stages of a recovery that began at `since`, in seconds after it."""
         return {}
 
     def steps(self) -> list[Step]:
-        """The steps of the rank that is killed, in order of time."""
+        """Return the steps of the rank that is killed, in order of time."""
         found = []
         for path in self.records.glob(f"*.rank{VICTIM}.jsonl"):
-            # The last line may be half written, or its writer was killed.
+            # The last line may be incomplete, for example if its writer was killed.
             for line in path.read_text().split("\n")[:-1]:
                 with contextlib.suppress(ValueError):
-                    told = json.loads(line)
-                    found.append(Step(told["time"], told["step"]))
+                    line_data = json.loads(line)
+                    found.append(Step(line_data["time"], line_data["step"]))
         return sorted(found, key=lambda step: step.time)
 
     def wait_for_step(self, since: float) -> Step:
-        """The first step that ended after `since`. Raises `HungError`."""
+        """Return the first step that ended after `since`. Raises `HungError`."""
         give_up = time.monotonic() + RECOVERY_S_MAX
         while time.monotonic() < give_up:
             for step in self.steps():
@@ -107,18 +107,18 @@ class Job(ABC):
         raise HungError(f"{self.folder.name}: no step within {RECOVERY_S_MAX:.0f} s")
 
     def kill_rank(self) -> dict[str, float]:
-        """Kill the rank in the middle of training; what its recovery took."""
+        """Kill the rank during training and return the cost of its recovery."""
         below = descendants(psutil.Process(self.root_process()))
         for process in below:
             with contextlib.suppress(psutil.Error):
-                # A rank of a warm standby has its number too, and nothing recorded.
+                # A rank of a warm standby has the same number, but has no record open.
                 opened = [f.path for f in process.open_files()]
                 if any(name.endswith(f".rank{VICTIM}.jsonl") for name in opened):
                     at = time.time()
                     process.kill()
                     break
         else:
-            raise SystemExit(f"{self.folder.name}: its rank {VICTIM} was not found")
+            raise SystemExit(f"{self.folder.name}: the process of rank {VICTIM} was not found")
         before = [step for step in self.steps() if step.time <= at]
         first = self.wait_for_step(at)
         return {
@@ -129,11 +129,11 @@ class Job(ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Leave nothing of it behind."""
+        """End all processes of the job."""
 
 
 class Held(Job):
-    """Under an agent, with a warm standby or without."""
+    """A job under an agent, with or without a warm standby."""
 
     def __init__(self, folder: Path, standby_after_s: float | str) -> None:
         super().__init__(folder)
@@ -156,12 +156,12 @@ class Held(Job):
         for event in load_history(self.paths).events:
             if event.kind is EventKind.CLAIMED:
                 return int(event.data["pid"])
-        raise SystemExit(f"{self.folder.name}: nobody has claimed it")
+        raise SystemExit(f"{self.folder.name}: no agent has claimed the attempt")
 
     def stages(self, since: float) -> dict[str, float]:
         wanted = {EventKind.LAUNCH_ENDED: "ended", EventKind.RESUMED: "resumed"}
-        told = [e for e in load_history(self.paths).events if e.time > since and e.kind in wanted]
-        return {wanted[event.kind]: event.time - since for event in reversed(told)}
+        found = [e for e in load_history(self.paths).events if e.time > since and e.kind in wanted]
+        return {wanted[event.kind]: event.time - since for event in reversed(found)}
 
     def end(self) -> None:
         for view in load_history(self.paths).attempts:
@@ -174,7 +174,7 @@ class Held(Job):
 
 
 class Bare(Job):
-    """Under torchrun alone, which starts all ranks again when one is dead."""
+    """A job under torchrun alone, which restarts all ranks when one dies."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -211,7 +211,7 @@ WAYS: Final[dict[str, Callable[[Path], Job]]] = {
 
 
 class Jobs:
-    """One job of each way; one that hangs is ended, and another takes its place."""
+    """One job of each way. A job that hangs is ended and replaced."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,14 +219,14 @@ class Jobs:
         self.hung = dict.fromkeys(WAYS, 0)
 
     def start(self) -> None:
-        """Start all of them; they train when this returns."""
+        """Start all jobs and wait until each has trained a step."""
         for name, make in WAYS.items():
             self._made[name] = make(self._folder / name)
         for job in self._made.values():
             job.wait_for_step(0.0)
 
     def kill_rank(self, name: str) -> dict[str, float] | None:
-        """What the recovery from one killed rank took; None where the job never trained again."""
+        """Return the recovery from one killed rank, None if the job never trained again."""
         try:
             return self._made[name].kill_rank()
         except HungError as error:
@@ -238,13 +238,13 @@ class Jobs:
         return None
 
     def end(self) -> None:
-        """Leave nothing of them behind."""
+        """End all jobs."""
         for job in self._made.values():
             job.end()
 
 
 def summary(recoveries: list[dict[str, float]], hung: int) -> dict[str, Any]:
-    """Medians, the longest time to the first new step, and how many never trained again."""
+    """Return medians, the longest time to the first new step, and the number of hung jobs."""
     names = sorted({name for one in recoveries for name in one})
     middle = {n: round(median(o[n] for o in recoveries if n in o), 2) for n in names}
     longest = round(max((one["first_step"] for one in recoveries), default=math.inf), 2)
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--train-s", type=float, default=20.0)
     given = parser.parse_args()
-    # Whoever ends the measurement ends its jobs too.
+    # On SIGTERM, end the jobs too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chance = random.Random(SEED)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}

@@ -1,8 +1,8 @@
-"""Open pages, replayed journals and the index's lag: what `holdfast serve` bears on this machine.
+"""Load test of `holdfast serve`: open pages, replayed journals and the delay of the index.
 
-`python -m benchmarks.serve [--pages N] [--runs N] [--seconds S]` from the checkout: a server in a
-process of its own; another process that commits in N runs, one of which commits every second; and
-here N streams of news. The lag is the time from a journal line to its arrival at every page.
+Run `python -m benchmarks.serve [--pages N] [--runs N] [--seconds S]` in the checkout. One process
+is the server. Another one commits in N runs, in one of them every second. This process reads N
+event streams. The lag is the time from a journal line to its arrival at every page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASK_S: Final = 0.5
 
 
 def replay(root: Path, runs: int, seconds: float) -> None:
-    """Commit in each run at its own moments until the time is over."""
+    """Commit in each run at its own times until `seconds` have passed."""
     folders = [RunFolder(root, f"replayed-{n:03d}", f"{n:032x}") for n in range(runs)]
     now = time.time()
     for folder in folders:
@@ -49,16 +49,16 @@ def replay(root: Path, runs: int, seconds: float) -> None:
 
 
 async def read_page(client: httpx.AsyncClient, lags_s: list[float]) -> None:
-    """One page: every commit that it hears of, by how late."""
+    """Read one page's stream and record how late each commit arrives."""
     async with client.stream("GET", "/api/v1/events", timeout=None) as stream:
         async for line in stream.aiter_lines():
             if line.startswith("data: ") and '"committed"' in line:
-                told = json.loads(line[6:])
-                lags_s.append(time.time() - _unix(told["time"]))
+                event = json.loads(line[6:])
+                lags_s.append(time.time() - _unix(event["time"]))
 
 
 async def ask(client: httpx.AsyncClient, answers_s: dict[str, list[float]]) -> None:
-    """What a page asks for when it hears of something."""
+    """Send the requests that a page sends after an event."""
     while True:
         for path in ("/api/v1/runs", "/api/v1/runs/replayed-000"):
             began = time.perf_counter()
@@ -69,7 +69,7 @@ async def ask(client: httpx.AsyncClient, answers_s: dict[str, list[float]]) -> N
 
 
 async def measure(url: str, token: str, pages: int, seconds: float) -> dict[str, Any]:
-    """Listen for `seconds`; the lags and answers in milliseconds."""
+    """Listen for `seconds` and return the lags and answer times in milliseconds."""
     lags_s: list[float] = []
     answers_s: dict[str, list[float]] = {}
     limits = httpx.Limits(max_connections=None)
@@ -114,12 +114,12 @@ def main() -> int:
         again += ["--runs", str(options.runs), "--seconds", str(options.seconds + WARM_S)]
         replayer = subprocess.Popen(again)
         try:
-            told = asyncio.run(measure(url, token, options.pages, options.seconds))
+            figures = asyncio.run(measure(url, token, options.pages, options.seconds))
         finally:
             for process in (replayer, server):
                 process.terminate()
                 process.wait(30)
-    print(json.dumps({"runs": options.runs, "seconds": options.seconds, **told}, indent=1))
+    print(json.dumps({"runs": options.runs, "seconds": options.seconds, **figures}, indent=1))
     return 0
 
 

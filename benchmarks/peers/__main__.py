@@ -1,11 +1,11 @@
-"""Holdfast beside other systems, under the same faults: steps lost, first new step, ETTR.
+"""Compares Holdfast with other systems under the same faults: steps lost, first new step, ETTR.
 
     .venv/bin/python -m benchmarks.peers --environments ~/.cache/holdfast-peers --json peers.json
 
-Each peer trains the same small job of two ranks over gloo in an environment of its own, which is
-made at the first use (about 1.2 GB in all). Faults come from a seed and are the same for all.
-On this machine ranks are killed and the job gets SIGTERM; on a Slurm cluster that is started for
-it (root, and Slurm's packages) the job is preempted. The table goes to standard output.
+Each peer trains the same small job of two ranks over gloo in its own environment, which is created
+at the first use (about 1.2 GB in total). A seed chooses the faults, which are the same for all.
+On this machine, ranks are killed and the job gets SIGTERM. On a temporary Slurm cluster (this
+needs root and Slurm's packages), the job is preempted. The table goes to standard output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .environments import Environments, InstallError
 from .faults import Fault, Job, draw
 from .launchers import GRACE_S, RANKS, Launcher
 from .report import as_json, tables
-from .runner import Outcome, conduct
+from .runner import Outcome, run_job
 from .slurm import PLACES, SlurmLauncher, UnusableError, cluster, release
 
 LOCAL: Final = ("torchrun", "nvrx", "dlrover", "holdfast")
@@ -40,7 +40,7 @@ def main() -> int:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     kinds = ["kill-rank"] * options.kills + ["sigterm"] * options.terms
     local = Plan(Job(steps=options.steps), options.local, options.seed, kinds)
-    # A job that is let alone for the time of grace must not be over by then.
+    # A job that continues through the whole grace time must not be finished by then.
     slurm = Plan(Job(steps=options.slurm_steps), options.slurm, options.seed, ["preempted"], REST_S)
     environments = Environments(options.environments.expanduser().resolve())
     with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as name:
@@ -68,26 +68,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--environments", type=Path, default=CACHE, help=f"default: {CACHE}")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=240, help="of 0.2 s each")
-    parser.add_argument("--kills", type=int, default=3, help="ranks killed, one after another")
-    parser.add_argument("--terms", type=int, default=1, help="signals to the whole job, after them")
+    parser.add_argument("--steps", type=int, default=240, help="number of steps of 0.2 s each")
+    parser.add_argument("--kills", type=int, default=3, help="number of ranks to kill in turn")
+    parser.add_argument("--terms", type=int, default=1, help="SIGTERMs to the job, after the kills")
     parser.add_argument("--local", type=names, default=LOCAL, help="peers, by commas; empty: none")
-    parser.add_argument("--slurm", type=names, default=SLURM, help="the same for Slurm")
-    parser.add_argument("--slurm-steps", type=int, default=230, help="with one preemption in them")
+    parser.add_argument("--slurm", type=names, default=SLURM, help="peers on Slurm, likewise")
+    parser.add_argument("--slurm-steps", type=int, default=230, help="steps, with one preemption")
     parser.add_argument(
-        "--real-time", action="store_true", help="come before other work on this machine (root)"
+        "--real-time", action="store_true", help="take priority over other processes (root)"
     )
-    parser.add_argument("--json", type=Path, help="where everything measured is written to")
+    parser.add_argument("--json", type=Path, help="file for all results")
     return parser
 
 
 def names(text: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Split a comma-separated list."""
     return tuple(name for name in text.split(",") if name)
 
 
 class Plan:
-    """What all peers of a place train, and the faults that they all meet."""
+    """The job and the faults of all peers of one place."""
 
     def __init__(
         self, job: Job, peers: tuple[str, ...], seed: int, kinds: list[str], rest_s: float = 3.0
@@ -96,7 +96,7 @@ class Plan:
         self.faults = draw(seed, kinds, job, ranks=RANKS, rest_s=rest_s)
 
     def installed(self, environments: Environments) -> Iterator[tuple[str, Path | str]]:
-        """Each peer with its interpreter, or with the reason why it has none."""
+        """Yield each peer with its interpreter, or with the reason why it has none."""
         for peer in self.peers:
             try:
                 yield peer, environments.python_of(peer)
@@ -104,14 +104,14 @@ class Plan:
                 yield peer, f"not installed: {error}"
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the plan for `--json`."""
         return {"job": asdict(self.job), "faults": [asdict(one) for one in self.faults]}
 
 
 def run_on_slurm(
     place: str, plan: Plan, environments: Environments, folder: Path
 ) -> Iterator[Outcome]:
-    """One peer after another on one cluster; where there can be none, each row says so."""
+    """Run the peers in turn on one cluster. Without a cluster, each row has the reason."""
     try:
         with cluster(folder, place) as slurm:
             for peer, python in plan.installed(environments):
@@ -127,8 +127,8 @@ def run_on_slurm(
 
 
 def run_peer(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
-    """One peer's outcome, told on standard error meanwhile."""
-    outcome = conduct(launcher, faults)
+    """Return one peer's outcome, and print it to standard error."""
+    outcome = run_job(launcher, faults)
     outcome.load = os.getloadavg()[0]
     print(json.dumps(outcome.as_json()), file=sys.stderr, flush=True)
     return outcome

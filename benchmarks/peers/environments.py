@@ -1,4 +1,4 @@
-"""A virtual environment for each peer, with pinned versions; all share one torch."""
+"""Creates a virtual environment for each peer, with pinned versions. All share one torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 INSTALL_S_MAX: Final = 600.0
 TORCH: Final = ("torch==2.13.0", "numpy==2.4.6")
-# DLRover imports gRPC, which it names only in this extra, and protobuf, which it names nowhere.
+# DLRover imports gRPC, which only this extra declares, and protobuf, which it does not declare.
 PACKAGES: Final = {
     "torchrun": (),
     "nvrx": ("nvidia-resiliency-ext==0.4.1",),
@@ -21,26 +21,26 @@ PACKAGES: Final = {
 
 
 class InstallError(Exception):
-    """A peer could not be installed; the message ends with pip's last words."""
+    """A peer could not be installed. The message ends with pip's last output."""
 
 
 @dataclass(frozen=True)
 class Environments:
-    """Environments in subfolders of `folder`, which are made once and then used again."""
+    """Environments in subfolders of `folder`, which are created once and then reused."""
 
     folder: Path
 
     def python_of(self, peer: str) -> Path:
-        """The interpreter of a peer, installed if need be.
+        """Return the interpreter of a peer and install the peer if necessary.
 
-        Holdfast's own is the one that runs this. Raises `InstallError`.
+        Holdfast's interpreter is the one that runs this program. Raises `InstallError`.
         """
         if peer == "holdfast":
             return Path(sys.executable)
         return self._install(peer, PACKAGES[peer], self._install("torch", TORCH))
 
     def versions_of(self, peer: str) -> dict[str, str]:
-        """What the pins of a peer say."""
+        """Return a peer's pinned versions."""
         return dict(pin.split("==") for pin in (*PACKAGES.get(peer, ()), *TORCH))
 
     def _install(self, name: str, pins: tuple[str, ...], torch: Path | None = None) -> Path:
@@ -65,6 +65,8 @@ def _run(command: list[str]) -> None:
             command, capture_output=True, text=True, check=False, timeout=INSTALL_S_MAX
         )
     except subprocess.TimeoutExpired:
-        raise InstallError(f"{' '.join(command)}: not done in {INSTALL_S_MAX:.0f} s") from None
+        raise InstallError(
+            f"{' '.join(command)}: not finished within {INSTALL_S_MAX:.0f} s"
+        ) from None
     if done.returncode:
         raise InstallError(f"{' '.join(command)}: {done.stderr.strip()[-300:]}")

@@ -1,4 +1,4 @@
-"""The faults of a comparison, drawn from a seed, and what each cost by the ranks' records. Pure."""
+"""The faults of a comparison, drawn from a seed, and their costs from the ranks' records. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-# What lies between two faults at least, so that one is over before the next.
+# The least number of steps between two faults, so that one is over before the next.
 GAP_STEPS: Final = 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained: `steps` steps of `step_s` seconds, saved to disk every `save_steps` and,
-    where the peer can, to memory every `snapshot_steps`. The state has 12 bytes × width²."""
+    """The training job: `steps` steps of `step_s` seconds, saved to disk every `save_steps` and,
+    if the peer supports it, to memory every `snapshot_steps`. The state has 12 bytes × width²."""
 
     steps: int
     step_s: float = 0.2
@@ -24,13 +24,13 @@ class Job:
     width: int = 1024
 
     def in_folder(self, folder: str) -> dict[str, Any]:
-        """What the programs read."""
+        """Return the settings that the programs read."""
         return {**asdict(self), "folder": folder}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`kind` happens to `rank` once it has done `step`; a fault of the whole job has rank 0."""
+    """`kind` happens to `rank` after `step`. A fault of the whole job has rank 0."""
 
     kind: str
     step: int
@@ -39,7 +39,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Line:
-    """A process finished a step at a time of the wall clock."""
+    """A record that a process finished a step at a wall-clock time."""
 
     time: float
     pid: int
@@ -48,9 +48,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one fault cost. Without a comeback `steps_lost` and `seconds` are None.
+    """The cost of one fault. Without a recovery, `steps_lost` and `seconds` are None.
 
-    `by_hand` says why somebody had to start the job again; empty when it came back by itself.
+    `by_hand` is the reason for a manual restart, empty if the job recovered by itself.
     """
 
     kind: str
@@ -63,18 +63,18 @@ class Cost:
 def draw(
     seed: int, kinds: Iterable[str], job: Job, *, ranks: int, rest_s: float = 3.0
 ) -> tuple[Fault, ...]:
-    """One fault for each of `kinds`, in their order, at steps and ranks that the seed chooses.
+    """Return one fault for each of `kinds`, in order, at steps and ranks that the seed chooses.
 
-    None comes before the first save, nor in the last `rest_s` seconds of steps. Raises
-    `ValueError` when there is no room for them.
+    No fault comes before the first save or in the last `rest_s` seconds of steps. Raises
+    `ValueError` if the job has too few steps for them.
     """
     chance, wanted = random.Random(seed), tuple(kinds)
     room = job.steps - round(rest_s / job.step_s) - job.save_steps
     share = room // max(1, len(wanted))
     if share <= GAP_STEPS:
         raise ValueError(
-            f"{len(wanted)} faults in {job.steps} steps: expected more than {GAP_STEPS} steps "
-            f"for each after the first {job.save_steps} and before the last {rest_s:.0f} s; give "
+            f"{len(wanted)} faults in {job.steps} steps: more than {GAP_STEPS} steps are expected "
+            f"for each after the first {job.save_steps} and before the last {rest_s:.0f} s. Use "
             "more --steps or --slurm-steps"
         )
     starts = range(job.save_steps, job.save_steps + share * len(wanted), share)
@@ -89,7 +89,7 @@ def draw(
 
 
 def read_lines(text: str) -> list[Line]:
-    """The lines of a rank's record; one that was cut off is left out."""
+    """Return the lines of a rank's record without an incomplete line."""
     found = []
     for line in text.splitlines():
         try:
@@ -100,7 +100,7 @@ def read_lines(text: str) -> list[Line]:
 
 
 def cost_of(fault: Fault, at: float, before: int, lines: Iterable[Line], by_hand: str = "") -> Cost:
-    """What `fault` cost that came at `at`, when the process `before` wrote the record."""
+    """Return the cost of `fault`, which came at `at` when the process `before` wrote the record."""
     kept = list(lines)
     old = [line.step for line in kept if line.pid == before]
     new = [line for line in kept if line.pid != before and line.time > at]
@@ -116,9 +116,9 @@ def cost_of(fault: Fault, at: float, before: int, lines: Iterable[Line], by_hand
 
 
 def ettr_of(job: Job, began_at: float, lines: Iterable[Line]) -> float | None:
-    """Productive over wall time, from `began_at` to the end of the last step; None without it.
+    """Return productive ÷ wall time from `began_at` to the end of the last step, None if missing.
 
-    A step counts once, and as long as the job asks for, whatever it took.
+    Each step counts once, with the length that the job asks for.
     """
     ends = [line.time for line in lines if line.step == job.steps]
     return job.steps * job.step_s / (ends[0] - began_at) if ends else None

@@ -1,4 +1,4 @@
-"""How each peer is started on this machine, and to whom a signal for its job goes."""
+"""How each peer is started on this machine, and which process gets a signal for its job."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ RESTARTS_MAX: Final = 10
 GRACE_S: Final = 20
 PORT_S_MAX: Final = 60.0
 END_S_MAX: Final = 10.0
-# By this variable all processes of a comparison are found again, whatever session they are in.
+# This variable identifies all processes of a comparison, in any session.
 MARK: Final = "PEERS_JOB"
 
 
 class Unfinished(Exception):
-    """The job does not get any further; the message says where it stands."""
+    """The job makes no progress. The message has its last step."""
 
 
 @dataclass
 class Launcher:
-    """One peer's job in `folder`, started by `python`; it may be started several times."""
+    """One peer's job in `folder`, run with `python`. It may be started several times."""
 
     peer: str
     python: Path
@@ -46,7 +46,7 @@ class Launcher:
     folder: Path
     more: Mapping[str, str] = field(default_factory=dict)
     where: str = "This machine"
-    # How long a job that lives may be without a step after a fault.
+    # How long a living job may take no step after a fault.
     comeback_s_max: float = 90.0
     process: subprocess.Popen[bytes] | None = None
 
@@ -58,11 +58,11 @@ class Launcher:
 
     @property
     def settings(self) -> Path:
-        """What the program reads."""
+        """The file that the program reads."""
         return self.folder / "job.json"
 
     def command(self) -> list[str]:
-        """The launcher's command line. What a peer needs beside it is started here too."""
+        """Return the launcher's command line, and start what the peer needs besides it."""
         workers = [f"--nproc-per-node={RANKS}", f"--max-restarts={RESTARTS_MAX}"]
         program = str(PROGRAMS / "with_torch.py")
         match self.peer:
@@ -81,15 +81,15 @@ class Launcher:
                 return [*module, str(self._holdfast_run().directory)]
 
     def resources(self) -> dict[str, Any]:
-        """What Holdfast's run asks for."""
+        """Return the resources that Holdfast's run requests."""
         return {"gpus_per_node": RANKS}
 
     def has_ended(self) -> bool:
-        """True when nobody is left who could start the job again."""
+        """Return True if no process is left that could restart the job."""
         return self.process is None or self.process.poll() is not None
 
     def terminate_job(self) -> None:
-        """SIGTERM to the process that holds the job: the launcher, or Holdfast's agent."""
+        """Send SIGTERM to the process that holds the job: the launcher, or Holdfast's agent."""
         pid = self.process.pid if self.process else 0
         if self.peer == "holdfast":
             paths = self._holdfast_run()
@@ -98,7 +98,7 @@ class Launcher:
         os.kill(pid, signal.SIGTERM)
 
     def end(self) -> None:
-        """Kill everything of this job. Shared memory that a peer leaves behind stays."""
+        """Kill all processes of this job. Shared memory that a peer leaves stays."""
         mine = [one for one in psutil.process_iter() if self._is_ours(one)]
         for one in mine:
             try:
@@ -111,7 +111,7 @@ class Launcher:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For all that is started here."""
+        """The environment of all started processes."""
         own = {MARK: str(self.settings), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         own["HOLDFAST_HOME"] = str(self.folder / "home")
         return {**os.environ, **own, **self.more}
@@ -135,7 +135,7 @@ class Launcher:
             return False
 
     def _start_dlrover_master(self) -> None:
-        """A master as its `--standalone` starts it, which fails under this torch."""
+        """Start a master as `--standalone` would, because `--standalone` fails with this torch."""
         name, address = f"peers-{os.getpid()}", self.more.get("DLROVER_MASTER_ADDR", "")
         if not address or not _answers(address):
             with socket.socket() as probe:
@@ -167,7 +167,7 @@ class Launcher:
 def holdfast_spec(
     job: Job, folder: Path, environment: Mapping[str, str], resources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The run's spec: what is not given is as it comes."""
+    """Return the run's spec. All other keys have their defaults."""
     return {
         "name": "peers",
         "command": [str(PROGRAMS / "with_holdfast.py")],

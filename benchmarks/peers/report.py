@@ -1,4 +1,4 @@
-"""Outcomes as Markdown and JSON. Pure but for the machine's own description."""
+"""Outcomes as Markdown and JSON. Pure except for the description of the machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES: Final = {
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """Describe this machine."""
     return {
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -38,13 +38,13 @@ def machine() -> dict[str, Any]:
 def as_json(
     plans: Iterable[dict[str, Any]], outcomes: Iterable[Outcome], command: str
 ) -> dict[str, Any]:
-    """Everything that was measured, and how."""
+    """Return all results and how they were measured."""
     peers = [one.as_json() for one in outcomes]
     return {"machine": machine(), "command": command, "plans": list(plans), "peers": peers}
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
-    """A table in Markdown for each place, the peers in the order of `TITLES`."""
+    """Return a Markdown table for each place, with the peers in the order of `TITLES`."""
     places = list(dict.fromkeys(one.where for one in outcomes))
     parts = []
     for place in places:
@@ -55,7 +55,7 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One place's rows. Several faults of one kind stand in the order in which they came."""
+    """Return one place's rows. Several faults of one kind are listed in order of time."""
     kinds = list(dict.fromkeys(cost.kind for one in outcomes for cost in one.costs))
     headings = ["peer", "first step, s"]
     for kind in kinds:
@@ -71,13 +71,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def remark(outcome: Outcome) -> str:
-    """Why the job had to be started by hand, and why it is not over; each said once."""
+    """Return why the job needed a manual restart and why it did not finish, each once."""
     helps = [f"{cost.kind}: {cost.by_hand}" for cost in outcome.costs if cost.by_hand]
     return "; ".join(dict.fromkeys([*helps, *([outcome.problem] if outcome.problem else [])]))
 
 
 def _ettr(outcome: Outcome) -> str:
-    """In brackets where somebody had to help: by itself the job would not be over."""
+    """Return the ETTR, in brackets if the job needed a manual restart to finish."""
     share = _number(outcome.ettr, 2)
     return f"({share})" if share and any(cost.by_hand for cost in outcome.costs) else share
 

@@ -1,4 +1,4 @@
-"""One peer's job under the faults: each fires at its step, and the job's comeback is waited for."""
+"""Runs one peer's job under the faults: fires each at its step and waits for the recovery."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .faults import Cost, Fault, Line, cost_of, ettr_of, read_lines
 from .launchers import Launcher, Unfinished
 
 POLL_S: Final = 0.02
-# From one step to the next, a first start included.
+# The longest time from one step to the next, including the first start.
 STEP_S_MAX: Final = 120.0
-# After a start by hand; then the peer is given up.
+# The longest wait after a manual restart. Then the peer has failed.
 HAND_S_MAX: Final = 90.0
 
 
 @dataclass
 class Outcome:
-    """What a peer's job came to. `problem` says why it is not over; `load` is the machine's load
-    average over the last minute of it."""
+    """The result of a peer's job. `problem` is the reason why it did not finish. `load` is the
+    machine's load average over its last minute."""
 
     peer: str
     where: str
@@ -34,19 +34,19 @@ class Outcome:
     load: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the outcome for `--json`."""
         return {**vars(self), "costs": [vars(cost) for cost in self.costs]}
 
 
-def conduct(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
-    """Start the job, let the faults happen, wait for its last step, and leave nothing behind."""
+def run_job(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
+    """Start the job, apply the faults, wait for its last step, and end all its processes."""
     outcome = Outcome(launcher.peer, launcher.where)
     began_at = time.time()
     try:
         launcher.start()
         outcome.start_s = wait_for_step(launcher, 0, 1, STEP_S_MAX).time - began_at
         for fault in faults:
-            outcome.costs.append(suffer(launcher, fault))
+            outcome.costs.append(apply_fault(launcher, fault))
         wait_for_step(launcher, 0, launcher.job.steps, launcher.job.steps * STEP_S_MAX)
         outcome.ettr = ettr_of(launcher.job, began_at, lines_of(launcher.folder, 0))
     except Unfinished as problem:
@@ -56,10 +56,10 @@ def conduct(launcher: Launcher, faults: tuple[Fault, ...]) -> Outcome:
     return outcome
 
 
-def suffer(launcher: Launcher, fault: Fault) -> Cost:
-    """Wait for the fault's step, let it happen, and wait for the first new step of the rank.
+def apply_fault(launcher: Launcher, fault: Fault) -> Cost:
+    """Wait for the fault's step, apply the fault, and wait for the first new step of the rank.
 
-    A job that nobody is left to start again is started here, at once. Raises `Unfinished`.
+    If no process is left that could restart the job, it is restarted here. Raises `Unfinished`.
     """
     pid = wait_for_step(launcher, fault.rank, fault.step, launcher.job.steps * STEP_S_MAX).pid
     at = time.time()
@@ -75,7 +75,9 @@ def suffer(launcher: Launcher, fault: Fault) -> Cost:
             return cost_of(fault, at, pid, lines, hand)
         is_late = time.monotonic() > ends_at
         if is_late and hand:
-            raise Unfinished(f"no step after {fault.kind} at step {fault.step}, nor by hand")
+            raise Unfinished(
+                f"no step after {fault.kind} at step {fault.step}, not even after a manual restart"
+            )
         if is_late or (not hand and launcher.has_ended()):
             silent = f"it was silent for {launcher.comeback_s_max:.0f} s"
             hand = silent if is_late else "it had ended"
@@ -86,9 +88,9 @@ def suffer(launcher: Launcher, fault: Fault) -> Cost:
 
 
 def wait_for_step(launcher: Launcher, rank: int, step: int, wait_s: float) -> Line:
-    """The newest line of the rank, once it is at `step`. Raises `Unfinished`.
+    """Wait until the rank has reached `step` and return its newest line. Raises `Unfinished`.
 
-    `wait_s` bounds it in all, `STEP_S_MAX` the time without a step.
+    `wait_s` limits the whole wait, `STEP_S_MAX` the time without a step.
     """
     began = time.monotonic()
     seen, seen_at = -1, began
@@ -101,12 +103,12 @@ def wait_for_step(launcher: Launcher, rank: int, step: int, wait_s: float) -> Li
         seen, seen_at = newest, (seen_at if newest == seen else now)
         has_ended = launcher.has_ended()
         if has_ended or now - seen_at > STEP_S_MAX or now - began > wait_s:
-            words = "the job has ended" if has_ended else "silent"
-            raise Unfinished(f"step {step} was not reached: {words} at step {newest}")
+            state = "the job ended" if has_ended else "the job was silent"
+            raise Unfinished(f"step {step} was not reached: {state} at step {newest}")
         time.sleep(POLL_S)
 
 
 def lines_of(folder: Path, rank: int) -> list[Line]:
-    """What the rank has recorded so far."""
+    """Return what the rank has recorded so far."""
     path = folder / "records" / f"rank{rank}.jsonl"
     return read_lines(path.read_text()) if path.exists() else []

@@ -1,7 +1,7 @@
-"""Peers on a real Slurm cluster of this machine, where a job of a higher priority preempts them.
+"""Runs peers on a real Slurm cluster of this machine, where a job of higher priority preempts them.
 
-The preemptor takes the node that the job is on; another node is free all the time. In one cluster a
-preemption sends SIGTERM to the job's steps, in the other the signal that the job asked for.
+The preempting job takes the job's node. Another node is always free. In one cluster, a preemption
+sends SIGTERM to the job's steps. In the other, it sends the signal that the job requested.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, Final
 
 from .launchers import GRACE_S, PROGRAMS, RANKS, Launcher, Unfinished
 
-# At the end, so that no module of ours can hide an installed one.
+# Appended at the end, so that none of these modules hides an installed one.
 sys.path.append(str(Path(__file__).parents[2] / "infra" / "slurm"))
 
 from slurm_cluster import SlurmCluster, check_prerequisites
 from slurm_config import ClusterSpec
 from slurm_errors import ClusterError
 
-# Whether a preemption sends the signal that the job asked for.
+# Whether a preemption sends the signal that the job requested.
 PLACES: Final = {"Slurm, SIGTERM": False, "Slurm, the job's own signal": True}
-# A requeued job begins after 121 s, whatever is free.
+# A requeued job starts after 121 s, even if nodes are free.
 COMEBACK_S_MAX: Final = 200.0
-# Between two looks at the queue, and how long it has no job before the job counts as ended.
+# Seconds between two queries of the queue, and how long it is empty before the job has ended.
 LOOK_S: Final = 1.0
 ENDED_S: Final = 6.0
 CANCEL_S_MAX: Final = 60.0
@@ -35,19 +35,19 @@ LIGHTNING: Final = """\
 #!/bin/bash
 #SBATCH --partition=spot --nodes=1 --ntasks-per-node={ranks} --gres=gpu:4 --requeue --time=60
 #SBATCH --signal=SIGUSR1@{grace_s} --open-mode=append --output={folder}/output.log
-# A node of this cluster has no address of its own.
+# The nodes of this cluster have no addresses of their own.
 export MASTER_ADDR=127.0.0.1
 srun {python} {program}
 """
 
 
 class UnusableError(Exception):
-    """No Slurm cluster can run here; the message says what is missing."""
+    """No Slurm cluster can run here. The message names what is missing."""
 
 
 @contextlib.contextmanager
 def cluster(folder: Path, place: str) -> Iterator[SlurmCluster]:
-    """Two nodes for one of `PLACES`. Raises `UnusableError` where no cluster can run."""
+    """Yield a cluster of two nodes for one of `PLACES`. Raises `UnusableError` if impossible."""
     spec = ClusterSpec(
         nodes=2, grace_time_s=GRACE_S, kill_wait_s=10, send_user_signal=PLACES[place]
     )
@@ -65,7 +65,7 @@ def cluster(folder: Path, place: str) -> Iterator[SlurmCluster]:
 
 @dataclass
 class SlurmLauncher(Launcher):
-    """One peer's job on the cluster's node of lower priority."""
+    """One peer's job on a node of the cluster, with the lower priority."""
 
     slurm: SlurmCluster | None = None
     comeback_s_max: float = COMEBACK_S_MAX
@@ -73,7 +73,7 @@ class SlurmLauncher(Launcher):
     _seen_at: float = 0.0
 
     def command(self) -> list[str]:
-        """What submits the job; Holdfast's supervisor stays, the others end at once."""
+        """Return the command that submits the job. Only Holdfast's supervisor keeps running."""
         self._seen_at = time.monotonic()
         match self.peer:
             case "submitit":
@@ -95,18 +95,18 @@ class SlurmLauncher(Launcher):
                 return super().command()
 
     def resources(self) -> dict[str, Any]:
-        """A whole node where jobs are preempted."""
+        """Request a whole node of the partition whose jobs are preempted."""
         place = {"executor": "slurm", "partition": "spot", "nodes": 1, "gres": "gpu:4"}
         return {**super().resources(), **place}
 
     @property
     def environment(self) -> dict[str, str]:
-        """The cluster's, and where submitit finds what it has pickled."""
+        """The cluster's environment, and for submitit the path of what it has pickled."""
         more = {"PYTHONPATH": str(PROGRAMS)} if self.peer == "submitit" else {}
         return {**super().environment, **self._cluster.env, **more}
 
     def has_ended(self) -> bool:
-        """True when no job is left in the queue, and no supervisor who could submit another."""
+        """Return True if the queue has no job and no supervisor is left to submit one."""
         now = time.monotonic()
         if now - self._looked_at < LOOK_S:
             return False
@@ -116,13 +116,13 @@ class SlurmLauncher(Launcher):
         return now - self._seen_at > ENDED_S
 
     def terminate_job(self) -> None:
-        """A job of a higher priority wants the node."""
+        """Submit a job of higher priority for the node."""
         nodes = ",".join(self._jobs("--states=RUNNING", "--format=%N"))
         prod = ("--partition=prod", f"--nodelist={nodes}", "--gres=gpu:4", "--output=/dev/null")
         self._run("sbatch", *prod, "--wrap", "sleep 3600")
 
     def end(self) -> None:
-        """Cancel the job, and kill what is left of it; the preemptor keeps its node."""
+        """Cancel the job and kill its remaining processes. The preempting job keeps its node."""
         ends_at = time.monotonic() + CANCEL_S_MAX
         with contextlib.suppress(Unfinished):
             while self._jobs() and time.monotonic() < ends_at:
@@ -132,7 +132,7 @@ class SlurmLauncher(Launcher):
 
     @property
     def _cluster(self) -> SlurmCluster:
-        assert self.slurm is not None, "a launcher on Slurm is made with its cluster"
+        assert self.slurm is not None, "create a Slurm launcher with its cluster"
         return self.slurm
 
     def _jobs(self, *which: str) -> list[str]:
@@ -147,7 +147,7 @@ class SlurmLauncher(Launcher):
 
 
 def release(started: SlurmCluster) -> None:
-    """End the preemptor, so that the next peer finds both nodes free."""
+    """Cancel the preempting job, so that the next peer finds both nodes free."""
     with contextlib.suppress(ClusterError):
         started.run("scancel", "--partition=prod", "--user=root")
         time.sleep(ENDED_S)

@@ -117,8 +117,8 @@ def test_node_0_gives_up_what_another_node_took_with_it(two: list[Node]) -> None
     slots = two[0].stage(2)
     two[0].flusher_supervisor.drain(lost=[1])
     assert not has_committed(slots)
-    assert "nodes [1] went down" in slots[0].error
-    assert "ranks 2 to 3 are missing" in slots[0].error
+    assert "nodes [1] were lost before they wrote all their files" in slots[0].error
+    assert "Missing: ranks 2 to 3." in slots[0].error
     assert believed_step(two[0].run) == 1
 
 

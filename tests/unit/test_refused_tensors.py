@@ -199,7 +199,7 @@ def test_a_number_that_outgrows_its_place_is_named(tmp_path: Path) -> None:
     group["huge"] = 1
     session = Session(model, optimizer, directory=tmp_path, interval=1)
     group["huge"] = 1 << 8000
-    with pytest.raises(SaveError, match=r"optimizer\.param_groups\.weight\.huge: its int takes"):
+    with pytest.raises(SaveError, match=r"optimizer\.param_groups\.weight\.huge: its int needs"):
         session.boundary()
     with pytest.raises(SaveError):
         session.close()

@@ -1,7 +1,7 @@
-"""The job that every peer trains: a replicated model over gloo, and a line per step of each rank.
+"""The job that every peer trains: a replicated model over gloo, with a record line per step.
 
-Imported by the programs beside it, each in its peer's own environment: torch and the standard
-library alone. `$PEERS_JOB` names a JSON file: the shape of the job, and the folder of its records.
+The programs beside it import it, each in its peer's own environment, so it uses only torch and the
+standard library. `$PEERS_JOB` names a JSON file with the job's shape and the folder of its records.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SAMPLES = 4
 
 
 class Job(NamedTuple):
-    """Steps and seconds a step, steps between checkpoints and between copies in memory, the
-    width of the model, and where checkpoints and records go."""
+    """The number and seconds of steps, steps between checkpoints and between copies in memory,
+    the model's width, and the folder of checkpoints and records."""
 
     steps: int
     step_s: float
@@ -32,32 +32,32 @@ class Job(NamedTuple):
 
     @property
     def checkpoints(self) -> Path:
-        """Made when it is first asked for."""
+        """The folder of checkpoints, created at first use."""
         path = Path(self.folder) / "checkpoints"
         path.mkdir(parents=True, exist_ok=True)
         return path
 
 
 def read_job() -> Job:
-    """What the comparison asks for."""
+    """Read the job of the comparison."""
     return Job(**json.loads(Path(os.environ["PEERS_JOB"]).read_text()))
 
 
 def build(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Model and optimizer, equal on all ranks: 12 bytes for each of width² weights."""
+    """Return model and optimizer, equal on all ranks: 12 bytes for each of width² weights."""
     torch.manual_seed(0)
     model = nn.Linear(job.width, job.width)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def inputs_of(job: Job, step: int) -> torch.Tensor:
-    """The samples of a step, of shape (`SAMPLES`, width)."""
+    """Return the samples of a step, of shape (`SAMPLES`, width)."""
     columns = torch.arange(1, job.width + 1, dtype=torch.float32)
     return torch.sin(columns * step).expand(SAMPLES, -1)
 
 
 def train_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One optimizer step over all ranks, of at least `step_s` seconds."""
+    """Take one optimizer step over all ranks, of at least `step_s` seconds."""
     began = time.monotonic()
     inputs = inputs_of(job, step)
     optimizer.zero_grad()
@@ -69,20 +69,20 @@ def train_step(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, ste
 
 
 def open_record(job: Job, rank: int) -> IO[str]:
-    """This rank's file, which every launch goes on with."""
+    """Open this rank's record, to which every launch appends."""
     folder = Path(job.folder) / "records"
     folder.mkdir(parents=True, exist_ok=True)
     return open(folder / f"rank{rank}.jsonl", "a")
 
 
 def note(record: IO[str], step: int) -> None:
-    """Say that `step` is done."""
+    """Record that `step` is done."""
     record.write(json.dumps({"time": time.time(), "pid": os.getpid(), "step": step}) + "\n")
     record.flush()
 
 
 def save(job: Job, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An interval checkpoint as tutorials have it, made durable: one file under its final name."""
+    """Save one file as tutorials do, but durably: fsync, then rename."""
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     path = job.checkpoints / "newest.pt"
     with open(path.with_suffix(".tmp"), "wb") as file:
@@ -93,7 +93,7 @@ def save(job: Job, step: int, model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 def load(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step of the newest checkpoint, which is loaded; 0 without one."""
+    """Load the newest checkpoint and return its step, 0 if there is none."""
     path = job.checkpoints / "newest.pt"
     if not path.exists():
         return 0
@@ -104,7 +104,7 @@ def load(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def train_with_interval_checkpoints(job: Job) -> None:
-    """From the newest checkpoint to the last step, saved by rank 0 every `save_steps` steps."""
+    """Train from the newest checkpoint to the last step. Rank 0 saves every `save_steps` steps."""
     model, optimizer = build(job)
     rank = dist.get_rank()
     first = load(job, model, optimizer) + 1

@@ -1,4 +1,4 @@
-"""Submits the task of `submitit_task` and prints the job's number."""
+"""Submits the task of `submitit_task` and prints the job id."""
 
 import sys
 

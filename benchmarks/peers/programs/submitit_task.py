@@ -1,4 +1,4 @@
-"""What submitit runs in each task: interval checkpoints, and a requeue that begins from them."""
+"""The task that submitit runs: interval checkpoints, and a requeue that resumes from them."""
 
 import os
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class Task:
-    """Called in every task; `checkpoint` is what submitit calls at its signal, on rank 0."""
+    """Called in every task. submitit calls `checkpoint` on rank 0 when it gets its signal."""
 
     def __call__(self) -> None:
         job, place = shared.read_job(), submitit.JobEnvironment()

@@ -1,4 +1,4 @@
-"""For dlrover-run: flash checkpoints to memory, now and then to disk."""
+"""For dlrover-run: flash checkpoints to memory, and at longer intervals to disk."""
 
 import job as shared
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""For Holdfast: a session, which loads, saves and keeps snapshots by the run's spec."""
+"""For Holdfast: a session that loads, saves and keeps snapshots according to the run's spec."""
 
 import job as shared
 import torch.distributed as dist

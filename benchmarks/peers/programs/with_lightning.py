@@ -1,4 +1,4 @@
-"""For Lightning under srun: its own Slurm requeue, and its interval checkpoints."""
+"""For Lightning under srun: its own Slurm requeue and its interval checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 
 class Module(L.LightningModule):
-    """The shared model, trained the way that Lightning wants it."""
+    """The shared model as a Lightning module."""
 
     def __init__(self, job: shared.Job) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Module(L.LightningModule):
 
 
 class Recorder(Callback):
-    """Makes each step as long as it should be, and notes it."""
+    """Makes each step as long as required, and records it."""
 
     def __init__(self, job: shared.Job) -> None:
         self.job = job
@@ -61,7 +61,7 @@ def main() -> None:
         enable_progress_bar=False,
     )
     loader = torch.utils.data.DataLoader(data, batch_size=1)
-    # What the requeue has saved is looked for only where no other checkpoint is asked for.
+    # Lightning looks for the requeue's checkpoint only if no other one is requested.
     is_requeued = any(shared.Path(job.folder).glob("hpc_ckpt_*"))
     trainer.fit(Module(job), loader, ckpt_path=None if is_requeued else "last")
 

@@ -1,4 +1,4 @@
-"""For torchrun, and for launchers that do as torchrun does: interval checkpoints."""
+"""For torchrun and launchers that behave like it: interval checkpoints."""
 
 import job as shared
 import torch.distributed as dist
