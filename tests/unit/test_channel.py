@@ -73,7 +73,7 @@ def test_a_node_that_answers_too_late_is_dismissed_and_asked_nothing_more(tmp_pa
         assert time.monotonic() - began < 1.0, "the lost node was waited for again"
         with contextlib.suppress(ConnectionError):
             member.reply(accepted=True)
-        with pytest.raises(DismissedError, match="gave this node up"):
+        with pytest.raises(DismissedError, match="dismissed this node"):
             member.receive(JOIN_S)
 
 
@@ -136,7 +136,9 @@ def test_the_host_listens_on_a_port_of_those_given(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     host = ChannelHost(path, nodes=2, ports=range(free, free + 1))
     assert host.port == free
-    with pytest.raises(AgreementError, match=f"no port to listen on .* tried {free} to {free}"):
+    with pytest.raises(
+        AgreementError, match=f"no free port to listen on .* tried {free} to {free}"
+    ):
         ChannelHost(tmp_path / "other.json", nodes=2, ports=range(free, free + 1))
     # Under each of its addresses, of either family.
     for address in (*json.loads(path.read_bytes())["addresses"], "127.0.0.1"):

@@ -72,7 +72,7 @@ def test_a_failure_carries_its_reason_however_long() -> None:
 def test_a_table_that_does_not_fit_is_refused_and_the_slot_stays_unsealed() -> None:
     slot = Slot(Slot.create(1))
     slot.begin(3)
-    with pytest.raises(ValueError, match=f"expected {TABLE_BYTES} or less"):
+    with pytest.raises(ValueError, match=f"expected at most {TABLE_BYTES}"):
         slot.seal({"files": "x" * TABLE_BYTES})
     assert slot.state is SlotState.COPYING
 
@@ -80,7 +80,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_slot_stays_unsealed() -> N
 def test_memory_that_is_no_slot_is_refused() -> None:
     handle = os.memfd_create("other")
     os.write(handle, struct.pack("q", 12345) + bytes(2 * TABLE_BYTES))
-    with pytest.raises(ValueError, match="not a Holdfast staging slot"):
+    with pytest.raises(ValueError, match="not a staging slot of this version"):
         Slot(handle)
     os.close(handle)
 
@@ -130,7 +130,7 @@ def test_the_end_is_none_and_silence_a_time_out() -> None:
 def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
     left, right = wire.pair()
     with left, right:
-        with pytest.raises(ValueError, match=f"expected {wire.MESSAGE_BYTES_MAX} or less"):
+        with pytest.raises(ValueError, match=f"expected at most {wire.MESSAGE_BYTES_MAX}"):
             wire.send(left, "sealed", filler="x" * wire.MESSAGE_BYTES_MAX)
         wire.send(left, "sealed", filler="x" * (wire.MESSAGE_BYTES_MAX - 100))
         assert wire.receive(right) is not None
@@ -141,7 +141,7 @@ def test_a_listener_is_found_by_the_file_that_has_its_name(tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError):
         wire.connect(place, 1.0)
     with open(place, "wb") as address:
-        with pytest.raises(ConnectionRefusedError, match="no socket's name yet"):
+        with pytest.raises(ConnectionRefusedError, match="contains no socket name yet"):
             wire.connect(place, 1.0)
         wire.listen(address.fileno()).close()
         former = place.read_bytes()
@@ -263,7 +263,7 @@ def test_a_member_waits_until_the_host_is_there(tmp_path: Path) -> None:
     assert member.receive(0.05) is None
     member.close()
     hosts[0].close()
-    with pytest.raises(AgreementError, match="was not there"):
+    with pytest.raises(AgreementError, match="does not exist"):
         ChannelMember(tmp_path / "none.json", {"node": 1}, timeout_s=0.2)
 
 
@@ -286,7 +286,9 @@ def test_a_second_agent_for_a_node_is_not_let_in_while_the_first_is_there(tmp_pa
     host = ChannelHost(path, nodes=2)
     first = ChannelMember(path, {"node": 1, "pid": 7})
     host.wait_for_peers(JOIN_S)
-    with pytest.raises(AgreementError, match=r"joined already, as .*'pid': 7.*not let in"):
+    with pytest.raises(
+        AgreementError, match=r"already joined with the agent .*'pid': 7.*refuses a second agent"
+    ):
         ChannelMember(path, {"node": 1, "pid": 8})
     thread = threading.Thread(target=answer_with_echo, args=(first, 1))
     thread.start()

@@ -1,16 +1,17 @@
-"""The stop agreement: every rank leaves after the same step, or all train on.
+"""The stop agreement: either every rank leaves after the same step, or all ranks continue.
 
-A coordinator (node 0's stop coordinator) proposes a step S to every node; a node refuses when one
-of its ranks is past S already. All accept: GO, and each rank leaves after S. One refuses: ABORT,
-all train on, and a later S is proposed. Nobody waits at S while another rank is inside S+1's
-collectives, because such a rank makes its node refuse and the refusal frees the others.
+The stop coordinator of node 0 proposes a step S to every node. A node refuses if one of its ranks
+is already past S. If all nodes accept, the answer is GO and each rank leaves after S. If one
+refuses, the answer is ABORT, all ranks continue, and a later step is proposed. No rank keeps
+waiting at S while another is inside the collectives of S+1: that rank makes its node refuse, and
+the ABORT releases the waiting ranks.
 
-Two-phase agreement with an abort, after the classic commit protocols; the only novelty is that
-a rank's vote is a word in shared memory, so ordinary steps pay nothing for it.
+This is a two-phase agreement with an abort, like the classic commit protocols. A rank's vote is a
+word in shared memory, so normal steps cost nothing extra.
 
-A save out of turn is agreed in the same way: with SAVE for GO, ranks save together after S and
-train on. Nothing else may be proposed until every rank has entered a step after S, for a rank
-that missed the word would leave the others waiting in the save's collective.
+An additional save is agreed in the same way, with the answer SAVE instead of GO: all ranks save
+after S and continue. Nothing else may be proposed until every rank has entered a step after S.
+Otherwise a rank could miss the answer, and the others would wait for it in the save's collective.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ T = TypeVar("T")
 
 
 class NodePort(Protocol):
-    """One node as the coordinator sees it; a call may cross a network and is bounded."""
+    """The coordinator's interface to one node. Calls may use the network and have a timeout."""
 
     def newest_entered(self) -> int:
-        """The newest step that a rank of the node has entered, `NOWHERE` for none."""
+        """Return the newest step that a rank of the node has entered, `NOWHERE` for none."""
         ...
 
     def propose(self, serial: int, step: int) -> bool:
-        """Put a proposal to the node's ranks; False when one of them is past `step`."""
+        """Propose `step` to the node's ranks. Return False if one of them is past it."""
         ...
 
     def answer(self, serial: int, state: Proposal) -> None:
-        """Tell the node's ranks `GO`, `SAVE` or `ABORT`."""
+        """Send the answer `GO`, `SAVE` or `ABORT` to the node's ranks."""
         ...
 
 
 class StatusPort:
-    """The coordinator's own node."""
+    """The port of the coordinator's own node."""
 
     def __init__(self, status_table: RankStatusTable) -> None:
         self._status_table = status_table
@@ -66,17 +67,17 @@ class StatusPort:
 
 
 class AskAll(Protocol):
-    """Asks every port the same, and returns the answers in the ports' order.
+    """Sends the same question to every port and returns the answers in the order of the ports.
 
-    Raises `ConnectionError` when one is lost, `AgreementError` when one does not answer in time.
-    Every port has been asked then.
+    Raises `ConnectionError` if a port is lost, `AgreementError` if one does not answer in time.
+    Every port has been asked by then.
     """
 
     def __call__(self, ports: Sequence[NodePort], ask: Callable[[NodePort], T], /) -> list[T]: ...
 
 
 def ask_in_turn(ports: Sequence[NodePort], ask: Callable[[NodePort], T]) -> list[T]:
-    """One port after another: for few of them."""
+    """Ask one port after another. Suited to a small number of ports."""
     answers: list[T] = []
     problem: ConnectionError | None = None
     for port in ports:
@@ -96,20 +97,19 @@ def agree_on_step(
     word: Proposal = Proposal.GO,
     ask_all: AskAll = ask_in_turn,
 ) -> tuple[int, int]:
-    """Bring all nodes to one step; returns (step, rounds). `AT_START` means before any step.
+    """Agree with all nodes on one step. Return (step, rounds); `AT_START` means before any step.
 
-    `word` is what ranks are told that wait there: `GO` to leave, `SAVE` to save and train on.
+    `word` is the answer to ranks that wait at the step: `GO` to leave, `SAVE` to save and go on.
 
-    Raises `AgreementError` when `ROUNDS_MAX` proposals were refused or a node did not answer in
-    time, and `ConnectionError` when a node is lost; ranks that waited have then been told to train
-    on, where they can be reached.
+    Raises `AgreementError` if `ROUNDS_MAX` proposals were refused or a node did not answer in
+    time, and `ConnectionError` if a node is lost. All reachable ranks have then been sent `ABORT`.
     """
     newest = NOWHERE
     for round_number in range(ROUNDS_MAX):
         serial = first_serial + round_number
         before, newest = newest, max(ask_all(ports, lambda port: port.newest_entered()))
         step = AT_START if newest == NOWHERE else newest + _margin(round_number, before, newest)
-        # Every node is asked even after a refusal, so that all status tables bear the same serial.
+        # Every node is asked even after a refusal, so that all status tables have the same serial.
         try:
             accepted = ask_all(ports, partial(_propose, serial=serial, step=step))
         except (ConnectionError, AgreementError):
@@ -117,22 +117,23 @@ def agree_on_step(
                 ask_all(ports, partial(_answer, serial=serial, verdict=Proposal.ABORT))
             raise
         verdict = word if all(accepted) else Proposal.ABORT
-        # A node that is slow to confirm it has been told all the same.
+        # A node that confirms too late has still received the answer.
         with contextlib.suppress(AgreementError):
             ask_all(ports, partial(_answer, serial=serial, verdict=verdict))
         if verdict is word:
             return step, round_number + 1
     raise AgreementError(
-        f"no common step in {ROUNDS_MAX} proposals, the last after step {step}: a rank was "
-        "always past it. The newest step that every rank staged will be committed instead"
+        f"no common step in {ROUNDS_MAX} proposals, the last one for step {step}: a rank was "
+        "always past the step. The newest step that every rank staged will be committed instead"
     )
 
 
 def _margin(refused: int, before: int, newest: int) -> int:
-    """How many steps ahead of the newest one to propose, after so many refusals.
+    """Return how many steps after the newest one to propose, after `refused` refusals.
 
-    Few, for ranks train on until then; but as many as ranks ran during the refused round, from
-    `before` to `newest`: steps shorter than a round's way over the network outrun any fixed number.
+    The margin is small, because ranks train until then. It includes the steps that ranks ran during
+    the refused round, from `before` to `newest`. Otherwise ranks with steps shorter than a network
+    round trip would always be past the proposed step.
     """
     ran = newest - before if before > NOWHERE else 0
     return MARGINS[min(refused, len(MARGINS) - 1)] + ran
@@ -147,24 +148,24 @@ def _answer(port: NodePort, serial: int, verdict: Proposal) -> None:
 
 
 def consider(status_table: RankStatusTable, record: RankRecord, completed: int) -> Proposal:
-    """What a rank does at the boundary after `completed`: `GO`, leave; `SAVE`, save with all
-    others and train on; `NONE`, train on.
+    """Return what a rank must do at the step boundary after `completed`.
 
-    Called when `RankRecord.cross` found a proposal. Raises `AgreementError` when the stop
-    coordinator left the rank waiting for `ANSWER_TIMEOUT_S` seconds.
+    `GO` means leave, `SAVE` save with all other ranks and continue, `NONE` continue. Called when
+    `RankRecord.finish_step` found a proposal. Raises `AgreementError` if the stop coordinator did
+    not answer within `ANSWER_TIMEOUT_S` seconds.
     """
     give_up: float | None = None
     while True:
         state, serial, step = status_table.proposal
         target = record.resumed_step if step == AT_START else step
         if state in {Proposal.NONE, Proposal.ABORT} or completed != target:
-            # Published again, then read again: a new proposal may have come meanwhile.
+            # Publish first, then read the proposal again: a new one may have arrived meanwhile.
             record.go_on(completed)
             if status_table.proposal == (state, serial, step):
                 return Proposal.NONE
             continue
         if state is Proposal.SAVE:
-            # From here on this rank counts as past the step, as the stop coordinator waits to see.
+            # From now on this rank counts as past the step, which the stop coordinator waits for.
             record.go_on(completed)
             return Proposal.SAVE
         record.wait_at(completed, serial)
@@ -173,7 +174,7 @@ def consider(status_table: RankStatusTable, record: RankRecord, completed: int) 
         give_up = give_up or time.monotonic() + ANSWER_TIMEOUT_S
         if time.monotonic() > give_up:
             raise AgreementError(
-                f"waited {ANSWER_TIMEOUT_S:.0f} s after step {completed} for an answer to stop "
-                f"proposal {serial}; the node's agent may be gone"
+                f"no answer to stop proposal {serial} within {ANSWER_TIMEOUT_S:.0f} s after step "
+                f"{completed}; check whether the node's agent still runs"
             )
         time.sleep(POLL_S)

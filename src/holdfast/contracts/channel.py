@@ -1,12 +1,12 @@
-"""The channel between the nodes of one attempt: node 0 listens, the others call.
+"""The channel between the nodes of one attempt: node 0 listens and the other nodes connect.
 
-Standard library only: JSON messages (`contracts.lines`), never pickles. Both ends prove that they
-know a random token (HMAC-SHA256 over the other's nonce) before a word is read. Address and token
-lie in the attempt's folder, readable by the run's user alone.
+It sends JSON messages (`contracts.lines`), never pickles. Both ends prove that they know a random
+token (HMAC-SHA256 over the other's nonce) before any other message is read. The address and the
+token are in the attempt's folder, in a file that only the run's user can read.
 
-Every question has a number, and its answer has the same one: a late answer is dropped, and never
-taken for the answer to a later question. A node that does not answer in time is dismissed: it is
-told so, and its connection is closed.
+Every question has a number, and its answer has the same number. A late answer is dropped, and never
+taken for the answer to a later question. Node 0 dismisses a node that does not answer in time: it
+sends a `dismissed` message and closes the connection.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.contracts.timeouts import Timeout
 CALL_TIMEOUT_S: Final = 30.0
 JOIN_TIMEOUT_S: Final = 300.0
 DIAL_TIMEOUT_S: Final = 5.0
-# For all of a handshake together, however little at a time the other end says.
+# For the whole handshake, even if the other end sends byte by byte.
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 HANDSHAKES_MAX: Final = 256
 BACKLOG_MIN: Final = 1024
@@ -43,20 +43,20 @@ HELLO_BYTES_MAX: Final = 64 * 1024
 POLL_S: Final = 0.1
 NONCE_BYTES: Final = 32
 DISMISSED: Final = "dismissed"
-# root needs no trick.
+# root has full access anyway.
 TRUSTED_USERS: Final = frozenset({0})
 _STRANGE: Final = (OSError, EOFError, ValueError, LookupError, TypeError)
 
 
 class DismissedError(ConnectionError):
-    """Node 0 has given this node up, and goes on without it."""
+    """Node 0 has dismissed this node and continues without it."""
 
 
 class ChannelHost:
-    """Node 0's end: accepts the other nodes and asks them things, one question at a time."""
+    """Node 0's end: accepts the other nodes and sends them questions, one at a time."""
 
     def __init__(self, path: Path, nodes: int, *, ports: range | None = None) -> None:
-        """Listens on a port of `ports`, or on any. Raises `AgreementError` when all are taken."""
+        """Listen on a port of `ports`, or on any. Raises `AgreementError` if all are in use."""
         self._token = secrets.token_bytes(32)
         self._listener = _listen(ports, backlog=max(nodes, BACKLOG_MIN))
         self.port = int(self._listener.getsockname()[1])
@@ -76,9 +76,9 @@ class ChannelHost:
     def wait_for_peers(
         self, timeout_s: float = JOIN_TIMEOUT_S, *, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until every other node has called, or `is_over()`.
+        """Wait until every other node has joined, or until `is_over()` is true.
 
-        Raises `AgreementError` that names those missing.
+        Raises `AgreementError` with the missing nodes.
         """
         timeout = Timeout(timeout_s)
         while len(self.peers) < self.nodes - 1 and not is_over():
@@ -86,13 +86,14 @@ class ChannelHost:
                 missing = sorted(set(range(1, self.nodes)) - set(self.peers))
                 raise AgreementError(
                     f"nodes {missing} did not join within {timeout_s:.0f} s; expected all "
-                    f"{self.nodes}. Is the run's root shared, and can nodes reach port {self.port}?"
+                    f"{self.nodes}. Check that every node sees the run's root and can reach port "
+                    f"{self.port} of node 0"
                 )
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Hang up on everybody; the others take it as the end."""
-        # Closing alone would leave the thread in `accept`, and with it the port open.
+        """Close all connections and stop listening. The other nodes see the end."""
+        # Without the shutdown, the thread stays in `accept` and keeps the port open.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -106,18 +107,18 @@ class ChannelHost:
             except OSError:
                 if self._listener.fileno() == -1 or not _is_listening(self._listener):
                     return
-                # The caller was gone again, or descriptors ran out for the moment.
+                # The caller closed the connection, or file descriptors are exhausted for now.
                 time.sleep(POLL_S)
                 continue
-            # Each caller has a thread of its own: one that stays silent keeps nobody waiting.
+            # Each caller has its own thread, so that a silent one does not block the others.
             with contextlib.suppress(OSError):
                 line = self._register(Line(caller, bytes_max=HELLO_BYTES_MAX))
                 threading.Thread(target=self._admit, args=(line,), daemon=True).start()
 
     def _register(self, line: Line) -> Line:
-        """Count a caller in; where there are too many, the one that came first must go.
+        """Register a caller. With `HANDSHAKES_MAX` callers, close the oldest connection.
 
-        A node is through with its handshake in milliseconds, so the first is none of ours.
+        A node finishes its handshake in milliseconds, so the oldest caller is not one of ours.
         """
         with self._calling:
             if len(self._callers) >= HANDSHAKES_MAX:
@@ -136,21 +137,21 @@ class ChannelHost:
             line.bytes_max = MESSAGE_BYTES_MAX
             self._take_in(node, Peer(line, hello))
         except _STRANGE:
-            # A stranger, or a node that died meanwhile: it is as if it had never called.
+            # Not a node of this attempt, or one that died in the handshake.
             line.close()
         finally:
             with self._calling:
                 self._callers.pop(line, None)
 
     def _take_in(self, node: int, caller: Peer) -> None:
-        """Let a node join. While the first that called for it is there, a second one is refused."""
+        """Accept a node. Refuse it while another agent for the same node is connected."""
         with self._joining:
             before = self.peers.get(node)
             if before is not None and before.is_there():
                 caller.tell(refused=before.hello)
                 caller.close()
                 return
-            # The first question comes after the welcome, and the welcome after all can see it.
+            # `asking` keeps questions back until the welcome message is sent.
             with caller.asking:
                 self.peers[node] = caller
                 caller.tell(refused=None)
@@ -159,9 +160,9 @@ class ChannelHost:
 
 
 class Peer:
-    """Another node, as node 0 sees it. Also a `NodePort` of the stop agreement.
+    """Node 0's view of another node. Also a `NodePort` of the stop agreement.
 
-    Several threads may ask it things; each waits for its turn.
+    Several threads may ask questions. Each waits for its turn.
     """
 
     def __init__(self, line: Line, hello: dict[str, Any]) -> None:
@@ -174,12 +175,12 @@ class Peer:
 
     @property
     def waiting_s(self) -> float:
-        """How long the question that is open now has been waiting for its answer; 0 without one."""
+        """Seconds for which the present question has been waiting for its answer; 0 without one."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def is_there(self) -> bool:
-        """False once the node has hung up. Between two questions it has nothing to say."""
+        """Return False if the node closed the connection, or sent data without a question."""
         if self.is_lost:
             return False
         if not self.asking.acquire(blocking=False):
@@ -190,14 +191,14 @@ class Peer:
             self.asking.release()
 
     def tell(self, **data: Any) -> None:
-        """Say something that is no question."""
+        """Send a message that is not a question."""
         self._line.send(data)
 
     def call(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S, **data: Any) -> dict[str, Any]:
-        """Ask the node and wait for its answer.
+        """Ask the node a question and wait for its answer.
 
-        Raises `ConnectionError` when it is lost. A node that does not answer within `timeout_s`
-        seconds is lost from then on.
+        Raises `ConnectionError` if the node is lost. A node that does not answer within `timeout_s`
+        seconds counts as lost from then on.
         """
         with self.asking:
             if self.is_lost:
@@ -208,7 +209,7 @@ class Peer:
             except (OSError, EOFError, ValueError) as error:
                 self.is_lost = True
                 if isinstance(error, TimeoutError):
-                    # It may only be slow, and must learn that nobody waits for it any longer.
+                    # The node may only be slow, so tell it that node 0 no longer waits.
                     with contextlib.suppress(OSError):
                         self._line.send({"kind": DISMISSED}, Timeout(0.0))
                 self._line.close()
@@ -239,12 +240,12 @@ class Peer:
 
 
 class ChannelMember:
-    """Another node's end: calls node 0 and answers its questions from `handlers`."""
+    """Another node's end: connects to node 0, receives its questions and sends the answers."""
 
     def __init__(
         self, path: Path, hello: dict[str, Any], timeout_s: float = JOIN_TIMEOUT_S
     ) -> None:
-        """Raises `AgreementError` when node 0 is not there, or another one speaks for the node."""
+        """Join node 0. Raises `AgreementError` if it cannot be reached or refuses this agent."""
         self._line, self.host_address = _dial(path, timeout_s)
         self._question: int | None = None
         try:
@@ -253,19 +254,19 @@ class ChannelMember:
         except (OSError, EOFError, ValueError, LookupError) as error:
             self._line.close()
             raise AgreementError(
-                f"node 0 hung up on node {hello['node']} before it had joined: {error}"
+                f"node 0 closed the connection before node {hello['node']} had joined: {error}"
             ) from error
         if first is not None:
             self._line.close()
             raise AgreementError(
-                f"node {hello['node']} has joined already, as {first}; a second agent for it "
-                f"({hello}) is not let in"
+                f"node {hello['node']} has already joined with the agent {first}; node 0 refuses a "
+                f"second agent for it ({hello})"
             )
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Node 0's next question, or None when none came.
+        """Return node 0's next question, or None if none came in time.
 
-        Raises `ConnectionError` when node 0 is gone, `DismissedError` when it goes on without us.
+        Raises `ConnectionError` if node 0 is gone, `DismissedError` if it dismissed this node.
         """
         try:
             question = self._line.receive(Timeout(timeout_s))
@@ -274,12 +275,12 @@ class ChannelMember:
         if question is None:
             return None
         if question["kind"] == DISMISSED:
-            raise DismissedError("node 0 gave this node up: an answer took too long")
+            raise DismissedError("node 0 dismissed this node, because an answer took too long")
         self._question = question.pop("message", None)
         return question
 
     def reply(self, **data: Any) -> None:
-        """Answer the question received last; raises `ConnectionError` when node 0 is gone."""
+        """Answer the last question. Raises `ConnectionError` if node 0 is gone."""
         try:
             self._line.send({**data, "answers": self._question})
         except OSError as error:
@@ -292,7 +293,7 @@ class ChannelMember:
 def answer_from_status_table(
     status_table: RankStatusTable, question: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """A member's answer to the questions of the stop agreement; None for any other question."""
+    """Return a member's answer to a question of the stop agreement; None for other questions."""
     kind = question["kind"]
     if kind == "newest":
         return {
@@ -314,7 +315,7 @@ def answer_from_status_table(
 
 
 def _listen(ports: range | None, backlog: int) -> socket.socket:
-    """A listener of both address families where there are two, on a port of `ports` or any."""
+    """Return a listening socket, for IPv6 and IPv4 if possible, on a port of `ports` or any."""
     tries = [0] if ports is None else random.sample(ports, len(ports))
     problem: OSError | None = None
     for port in tries:
@@ -331,13 +332,13 @@ def _listen(ports: range | None, backlog: int) -> socket.socket:
                 if error.errno == errno.EADDRINUSE:
                     break
     raise AgreementError(
-        f"no port to listen on for the other nodes: {problem}; "
+        f"no free port to listen on for the other nodes: {problem}; "
         f"tried {'any' if ports is None else f'{ports.start} to {ports.stop - 1}'}"
     )
 
 
 def _own_addresses() -> list[str]:
-    """Names and addresses under which another node may reach this one, best first."""
+    """Return the names and addresses by which other nodes may reach this one, best first."""
     name = socket.gethostname()
     found = [name]
     with contextlib.suppress(OSError):
@@ -347,7 +348,7 @@ def _own_addresses() -> list[str]:
 
 def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
     timeout = Timeout(timeout_s)
-    problem = f"{path} was not there"
+    problem = f"{path} does not exist"
     while not timeout.is_over:
         try:
             document = json.loads(_read_own(path))
@@ -363,25 +364,25 @@ def _dial(path: Path, timeout_s: float) -> tuple[Line, str]:
             try:
                 return _call_up(address, port, token), address
             except _STRANGE as error:
-                # Refused, unresolvable, or another attempt's listener on a port used again.
+                # Refused, unresolvable, or another attempt's listener on a reused port.
                 problem = f"{address}:{port}: {error}"
         time.sleep(POLL_S)
     raise AgreementError(
-        f"could not join node 0 within {timeout_s:.0f} s; last seen: {problem}. "
-        "Is the run's root shared, and can this node reach that port?"
+        f"could not join node 0 within {timeout_s:.0f} s; last problem: {problem}. "
+        "Check that this node sees the run's root and can reach the port of node 0"
     )
 
 
 def _read_own(path: Path) -> bytes:
-    """The content of `path`; raises `PermissionError` for another user's file.
+    """Return the content of `path`. Raises `PermissionError` for another user's file.
 
-    Whoever writes the address leads this node: it starts what it is told to.
+    The writer of this file controls the node, because the node runs what the listener asks for.
     """
     handle = open_regular(path)
     with os.fdopen(handle, "rb") as stream:
         owner = os.fstat(handle).st_uid
         if owner not in {os.geteuid(), *TRUSTED_USERS}:
-            raise PermissionError(f"{path} is of user {owner}, expected {os.geteuid()}")
+            raise PermissionError(f"{path} belongs to user {owner}, expected {os.geteuid()}")
         return stream.read(HELLO_BYTES_MAX)
 
 
@@ -396,10 +397,10 @@ def _call_up(address: str, port: int, token: bytes) -> Line:
 
 
 def _prove(line: Line, token: bytes, timeout: Timeout, *, is_host: bool) -> None:
-    """Show the other end that we know the token, and see that it does.
+    """Prove to the other end that we know the token, and check that it knows it too.
 
-    Each end answers the other's nonce under its own role's name, so that neither's answer can
-    be sent back to it. Raises `PermissionError` when the other end's answer is wrong.
+    Each answer contains the role of its sender, so that an answer cannot be sent back to its
+    sender. Raises `PermissionError` if the other end's answer is wrong.
     """
     own, other = (b"host", b"member") if is_host else (b"member", b"host")
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -412,10 +413,10 @@ def _prove(line: Line, token: bytes, timeout: Timeout, *, is_host: bool) -> None
 
 
 def _take(line: Line, timeout: Timeout) -> dict[str, Any]:
-    """The next message of a handshake; `TimeoutError` when it is late."""
+    """Return the next message of a handshake. Raises `TimeoutError` if it is late."""
     message = line.receive(timeout)
     if message is None:
-        raise TimeoutError(f"no whole handshake within {timeout.seconds:.0f} s")
+        raise TimeoutError(f"the handshake was not complete within {timeout.seconds:.0f} s")
     return message
 
 

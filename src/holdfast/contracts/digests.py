@@ -1,7 +1,7 @@
-"""Digests: of commands and specs (SHA-256, for identity) and of files (XXH3, for damage).
+"""Digests of commands and specs (SHA-256, for identity) and of files (XXH3, to detect damage).
 
-A file longer than one block has a digest for each block, so that a part of it can be believed
-without reading the rest; its checksum is then the digest of its blocks' digests.
+A file longer than one block has a digest for each block, so that a part of it can be verified
+without reading the rest. Its checksum is then the digest of its blocks' digests.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ RunningDigest = xxhash.xxh3_128
 
 
 def canonical_json(document: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal documents give equal bytes."""
+    """Return JSON with sorted keys and no spaces, so that equal documents give equal bytes."""
     text = _CANONICAL.encode(document)
-    # Arguments that are no UTF-8 hold lone surrogates; they stay distinct.
+    # Arguments that are not UTF-8 contain lone surrogates. This keeps them distinct.
     return text.encode(errors="surrogatepass")
 
 
 def document_digest(document: Any) -> str:
-    """SHA-256 over `canonical_json(document)`, as 64 hexadecimal characters."""
+    """Return the SHA-256 of `canonical_json(document)`, as 64 hexadecimal characters."""
     return hashlib.sha256(canonical_json(document)).hexdigest()
 
 
 def command_digest(argv: Sequence[str], working_directory: str) -> str:
-    """The identity of a program's command line: its own argv (torchrun's excluded) and directory.
+    """Return the digest of a program's arguments, without torchrun's, and working directory.
 
-    `argv` is as the program sees it in `sys.argv`, so the agent and rank 0 compute the same.
+    `argv` is the program's `sys.argv`, so the agent and rank 0 compute the same digest.
     """
     return document_digest({"argv": list(argv), "working_directory": working_directory})
 
 
 def new_checksum() -> RunningDigest:
-    """A running digest of bytes (XXH3, 128 bits): `update(bytes)`, then `hexdigest()`."""
+    """Return a running digest (XXH3, 128 bits): call `update(bytes)`, then `hexdigest()`."""
     return RunningDigest()
 
 
 def digest_of(content: Content) -> str:
-    """The digest of `content` (XXH3, 128 bits), as `DIGEST_HEX` hexadecimal characters."""
+    """Return the digest of `content` (XXH3, 128 bits), as `DIGEST_HEX` hexadecimal characters."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def block_bytes_of(size_bytes: int) -> int:
-    """Bytes of a block of a file of `size_bytes`; 0 for one that is no longer than a block.
+    """Return the block size for a file of `size_bytes`; 0 if it fits into one block.
 
-    Blocks double until `BLOCKS_MAX` of them hold the file, so a manifest stays small.
+    The block size doubles until the file has at most `BLOCKS_MAX` blocks, which keeps the manifest
+    small.
     """
     if size_bytes <= BLOCK_BYTES:
         return 0
@@ -70,10 +71,10 @@ def block_bytes_of(size_bytes: int) -> int:
 
 
 class FileChecksum:
-    """The running checksum of a file whose size is known: one pass gives blocks and whole.
+    """The running checksum of a file of known size: one pass gives the checksum and the blocks.
 
-    `update` may be given the bytes in any pieces. `block_bytes` is 0 and `blocks` empty for a
-    file of at most one block, whose `checksum` is the plain digest of its bytes.
+    `update` accepts pieces of any size. For a file of at most one block, `block_bytes` is 0, the
+    blocks are empty and the checksum is the plain digest of the bytes.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -83,7 +84,7 @@ class FileChecksum:
         self._room = self.block_bytes
 
     def update(self, piece: Content) -> None:
-        """Take the file's next bytes."""
+        """Add the file's next bytes."""
         if not self.block_bytes:
             self._running.update(piece)
             return
@@ -98,7 +99,7 @@ class FileChecksum:
                     self._end_block()
 
     def finish(self) -> tuple[str, str]:
-        """(checksum, blocks) of what was given; to be called once, after the last byte."""
+        """Return (checksum, blocks). Call it once, after the last byte."""
         if not self.block_bytes:
             return self._running.hexdigest(), ""
         if self._room < self.block_bytes:
@@ -113,12 +114,12 @@ class FileChecksum:
 
 
 def checksum_of_blocks(blocks: str) -> str:
-    """The checksum of a file whose blocks have these digests, in hexadecimal, one after another."""
+    """Return the checksum of a file from its concatenated block digests in hexadecimal."""
     return digest_of(bytes.fromhex(blocks))
 
 
 def file_checksum(path: Path) -> str:
-    """The checksum of a whole file, as its writer gives it."""
+    """Return the checksum of a whole file, the same as its writer computed."""
     running = FileChecksum(path.stat().st_size)
     with open(path, "rb", buffering=0) as stream:
         _feed(running, stream.fileno(), 0, path.stat().st_size)
@@ -126,14 +127,14 @@ def file_checksum(path: Path) -> str:
 
 
 def range_digest(handle: int, start: int, size_bytes: int) -> str:
-    """The digest of `size_bytes` bytes of an open file from `start`, or of as many as there are."""
+    """Return the digest of `size_bytes` bytes of an open file from `start`, or fewer at its end."""
     running = new_checksum()
     _feed(running, handle, start, size_bytes)
     return running.hexdigest()
 
 
 def _feed(running: FileChecksum | RunningDigest, handle: int, start: int, size: int) -> None:
-    """Read pieces that stay in the processor's cache, and take each into `running`."""
+    """Read the file in pieces that fit into the processor's cache, and add each to `running`."""
     buffer = memoryview(bytearray(min(size, READ_BYTES_MAX) or 1))
     at, end = start, start + size
     while at < end and (count := os.preadv(handle, [buffer[: end - at]], at)):

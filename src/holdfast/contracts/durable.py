@@ -1,4 +1,4 @@
-"""Bytes that survive a power cut: write, flush, fsync, rename, fsync of the directory."""
+"""Writes that survive a power cut: write, flush, fsync, rename, fsync of the directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXE
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in `directory` durable; raises `OSError` with the directory's name."""
+    """Make the names in `directory` durable. Raises `OSError` with the directory's name."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -27,7 +27,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create `directory` and its missing parents, each made durable in its parent."""
+    """Create `directory` and its missing parents, and fsync the parent of each."""
     missing = []
     current = directory
     while not current.exists():
@@ -41,12 +41,12 @@ def make_directory(directory: Path) -> None:
 def write_bytes(
     path: Path, content: bytes, *, mode: int = 0o666, below: Path | None = None
 ) -> None:
-    """Replace `path` by `content` so that a reader sees the old bytes or the new, never a part.
+    """Replace `path` with `content` atomically: readers see the old or the new bytes, never a part.
 
-    The process's umask takes its bits from `mode`. With `below`, a folder that `path` lies in, no
-    link under that folder is followed (`ForeignFileError`). Raises `OSError` when they could not be
-    made durable; `path` is then whole as well, the old file or, where the directory alone refused,
-    the new one.
+    The process's umask applies to `mode`. With `below`, a folder above `path`, a link under that
+    folder raises `ForeignFileError`. Raises `OSError` if the bytes could not be made durable. The
+    file is complete even then: it is the old one, or the new one if only the fsync of the directory
+    failed.
     """
     if below is not None:
         with held_folder(path.parent, below=below) as folder:
@@ -64,12 +64,11 @@ def write_bytes(
 
 
 def create_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> bool:
-    """Create `path` with all of `content`, or return False because it exists already.
+    """Create `path` with `content`. Return False if it already exists.
 
-    The process's umask takes its bits from `mode`. The name appears by `link`, which is exclusive
-    on shared file systems too, and only when the bytes are durable: who finds the file finds it
-    whole. Raises `OSError` when storage refuses; a name that may not outlast a power cut is then
-    taken back.
+    The process's umask applies to `mode`. `link`, which is exclusive on shared file systems too,
+    creates the name once the bytes are durable, so readers always find the whole file. Raises
+    `OSError` if storage fails. If the fsync of the directory fails, the file is removed.
     """
     handle, temporary = _create_beside(path, mode)
     try:
@@ -90,21 +89,21 @@ def create_bytes(path: Path, content: bytes, *, mode: int = 0o666) -> bool:
 
 
 def _remove_name(temporary: str) -> None:
-    """Remove a second name of a file; where that fails a warning says which one stays.
+    """Remove a temporary name of a file, or warn that it stays.
 
-    It is of no consequence otherwise: nobody reads it, and the file under its own name is whole.
+    A name that stays is harmless: no process reads it, and the file itself is complete.
     """
     try:
         Path(temporary).unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"{temporary}: not removed: {error.strerror}; it takes up room and may be deleted",
+            f"{temporary}: cannot be removed: {error.strerror}; delete it to free its space",
             stacklevel=3,
         )
 
 
 def _create_beside(path: Path, mode: int) -> tuple[int, str]:
-    """A new file in the folder of `path`, open for writing, and its name."""
+    """Create a file in the folder of `path`. Return its descriptor for writing and its name."""
     while True:
         name = f"{path.parent}/.{path.name}.{secrets.token_hex(6)}"
         with contextlib.suppress(FileExistsError):
@@ -112,7 +111,7 @@ def _create_beside(path: Path, mode: int) -> tuple[int, str]:
 
 
 def _fill(handle: int, content: bytes, path: Path) -> None:
-    """Write `content` durably into the open file `handle`, which is to be `path`, and close it."""
+    """Write `content` durably to the open file `handle` and close it. Errors name `path`."""
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
@@ -123,8 +122,8 @@ def _fill(handle: int, content: bytes, path: Path) -> None:
 
 
 def to_json(document: Any) -> bytes:
-    """`document` as readable JSON, keys in their own order, with a final newline.
+    """Return `document` as indented JSON with keys in their own order and a final newline.
 
-    File names and output that are no UTF-8 leave lone surrogates, which become `?`.
+    Lone surrogates, from file names and output that are not UTF-8, become `?`.
     """
     return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode(errors="replace")

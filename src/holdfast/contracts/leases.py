@@ -1,13 +1,13 @@
-"""Leases: a checkpoint that somebody reads is not deleted under their hands.
+"""Leases, which protect a checkpoint from deletion while a process reads it.
 
-A lease is an empty file beside the checkpoint. Its holder touches it every `RENEW_S`, and
-`LEASE_S` after the last touch it counts no longer, so that a reader that was killed delays a
-deletion and never prevents it. Plain files and their times work from every node and need no lock
-service; clocks of nodes must agree to within some minutes.
+A lease is an empty file beside the checkpoint. The reader touches it every `RENEW_S`. It expires
+`LEASE_S` after the last touch, so a killed reader can delay a deletion but never prevent it. Plain
+files and their times work from every node and need no lock service. The clocks of the nodes must
+agree to within a few minutes.
 
-Neither side can lose the race between them. A reader first leaves its lease and then looks whether
-the manifest is there. Who deletes first takes the manifest away and then looks for leases, and puts
-it back when there is one. Whichever came first, one of the two sees the other.
+There is no race between reader and deleter. A reader first creates its lease and then checks that
+the manifest exists. A deleter first removes the manifest and then checks for leases. If it finds
+one, it puts the manifest back. In either order, one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _counter = itertools.count(1)
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[bool]:
-    """Keep the checkpoint in `directory` from deletion while the block runs.
+    """Protect the checkpoint in `directory` from deletion while the block runs.
 
-    Yields True when the lease stands. Where it cannot be written (a read-only or full file
-    system, somebody else's folder) the block runs without one: a reader that is overtaken by a
-    deletion meets missing files and nothing worse. Look at the manifest inside the block, not
-    before it: what had been taken away by then is not held.
+    Yields True if the lease was created. If it cannot be created (read-only or full file system,
+    another user's folder), the block runs without one. A deletion may then remove files during the
+    read, with no other harm. Check the manifest inside the block: the lease does not protect a
+    checkpoint that was deleted before.
     """
     lease = lease_path(directory.absolute(), _holder())
     try:
-        # A link in the place of `checkpoints` would have the lease written elsewhere.
+        # Through a link in the place of `checkpoints`, the lease would be written elsewhere.
         below = lease.parent.parent
         os.close(open_beneath(lease, os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=below))
     except (OSError, ForeignFileError):
@@ -65,12 +65,15 @@ def reading(directory: Path) -> Iterator[bool]:
 
 
 def is_being_read(directory: Path) -> bool:
-    """True while somebody holds a lease on the checkpoint in `directory`."""
+    """Return True if there is a valid lease on the checkpoint in `directory`."""
     return bool(readers(directory))
 
 
 def readers(directory: Path) -> list[str]:
-    """Who reads the checkpoint in `directory`: `host-pid-number` of each lease that counts."""
+    """Return the holders of valid leases on a checkpoint, as `host-pid-number`.
+
+    Expired leases are deleted.
+    """
     now = time.time()
     found = []
     for lease in list_leases(directory):
@@ -87,18 +90,18 @@ def readers(directory: Path) -> list[str]:
 
 
 def _holder() -> str:
-    """A name for one lease that no other live one of any node has."""
+    """Return a name for a lease that is unique among the live leases of all nodes."""
     host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())
     return f"{host}-{os.getpid()}-{next(_counter)}"
 
 
 def _renew(lease: Path, over: threading.Event) -> None:
-    """Touch the lease until it is over, and no longer than it exists."""
+    """Touch the lease until `over` is set or the lease is gone."""
     while not over.wait(RENEW_S):
         try:
             os.utime(lease, follow_symlinks=False)
         except FileNotFoundError:
             return
         except OSError:
-            # A file system that is away for a while: the lease lasts for several renewals.
+            # The file system may be unavailable for a while. The lease lasts several renewals.
             continue

@@ -1,13 +1,14 @@
-"""The status table: a node's shared memory, where ranks say where they are and read when to stop.
+"""The rank status table: shared memory of a node, with each rank's progress and the stop proposal.
 
-One page for the node and one record per local rank, all 64-bit words. A rank writes its own
-record only; the node's stop coordinator (the agent, or a thread of the local rank 0 where there is
-no agent) writes the head. A boundary costs a rank a few stores and one load, and no system call.
+It has one page for the node (the head) and one record per local rank, all of 64-bit words. A rank
+writes only its own record. The node's stop coordinator (the agent, or a thread of local rank 0
+where there is no agent) writes the head. A step boundary costs a rank a few stores and one load,
+without a system call.
 
-Ordering. A rank stores `entering` and then loads the proposal; the stop coordinator stores a
-proposal, waits `STORE_VISIBLE_S`, and then loads `entering`. A store that preceded the rank's load
-in program order is visible long before `STORE_VISIBLE_S` has passed, so either the rank saw the
-proposal or the stop coordinator sees that the rank has gone past it.
+Memory ordering: a rank stores `entering` and then loads the proposal. The stop coordinator stores a
+proposal, waits `STORE_VISIBLE_S`, and then loads `entering`. The rank's store becomes visible long
+before that wait is over. So either the rank sees the proposal, or the stop coordinator sees that
+the rank is past the step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ RECORD_BYTES: Final = 512
 RANKS_MAX: Final = 1024
 STORE_VISIBLE_S: Final = 0.002
 REFUSAL_WAIT_S: Final = 0.05
-# A rank's record keeps the durations of this many steps, a power of two.
+# A rank's record has the durations of this many recent steps. Must be a power of two.
 RECENT_STEPS: Final = 16
 AT_START: Final = -2
 NOWHERE: Final = -1
@@ -46,13 +47,13 @@ class Phase(IntEnum):
 
 
 class Proposal(IntEnum):
-    """Where the stop agreement stands."""
+    """The state of the stop agreement."""
 
     NONE = 0
     PROPOSED = 1
     GO = 2
     ABORT = 3
-    SAVE = 4  # leave not: save together and train on
+    SAVE = 4  # do not exit; save together and continue
 
 
 class _Head(IntEnum):
@@ -77,15 +78,15 @@ class _Record(IntEnum):
     SIGNAL = 8
     STEP_TIME = 9  # float: seconds of the last step
     STACKS_SIGNAL = 10  # the signal that makes the rank write its stacks, 0 for none
-    STACKS_FILE = 11  # the rank's own file descriptor that they are written to
-    ASKED = 12  # the step whose loss all ranks should talk about, 0 for none
-    MEETING = 13  # the number of the newest meeting that this rank came to
+    STACKS_FILE = 11  # the rank's own file descriptor for the stacks
+    ASKED = 12  # the step for whose loss all ranks must meet, 0 for none
+    MEETING = 13  # the number of the newest meeting that this rank joined
 
 
-# floats, after the words above: seconds of the last `RECENT_STEPS` steps, by step number
+# After the words above: floats, the seconds of the last `RECENT_STEPS` steps, by step number.
 _RECENT: Final = 16
 _RECENT_MASK: Final = RECENT_STEPS - 1
-# words, after those: what the rank says at meetings of even and of odd numbers
+# After those: words, the rank's values for meetings with even and with odd numbers.
 _SAID: Final = (32, 48)
 SAID_MAX: Final = 16
 _SERIAL_BITS: Final = 24
@@ -93,19 +94,18 @@ _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
 
 
 class RankStatusTable:
-    """A view of the status table's memory; every process of a node that opens it sees the same
-    words."""
+    """A view of the table's memory. All processes of a node that open it share the same words."""
 
     def __init__(self, handle: int) -> None:
         self._map = mmap.mmap(handle, 0)
         self._words = memoryview(self._map).cast("q")
         self._floats = memoryview(self._map).cast("d")
         if self._words[_Head.MAGIC] != MAGIC:
-            raise ValueError("not a Holdfast rank status table, or one of another version")
+            raise ValueError("not a rank status table of this version of Holdfast")
 
     @classmethod
     def create(cls, ranks: int) -> tuple[RankStatusTable, int]:
-        """A new status table for `ranks` local ranks, and the file descriptor that keeps it alive.
+        """Create a table for `ranks` local ranks. Return it and the descriptor that keeps it alive.
 
         Other processes of the same user open it as `/proc/<pid>/fd/<descriptor>`.
         """
@@ -122,7 +122,7 @@ class RankStatusTable:
 
     @classmethod
     def open(cls, path: str) -> RankStatusTable:
-        """The status table at `path`; raises `OSError` when its flusher supervisor is gone."""
+        """Open the table at `path`. Raises `OSError` if the process that created it is gone."""
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             return cls(handle)
@@ -130,7 +130,7 @@ class RankStatusTable:
             os.close(handle)
 
     def reset(self) -> None:
-        """Make the status table ready for a new launch: no proposal, no rank seen."""
+        """Clear the table for a new launch: no proposal and no registered rank."""
         self._words[_Head.STATE] = Proposal.NONE
         self._words[_Head.STOPPING] = 0
         self._floats[_Head.DEADLINE] = 0.0
@@ -142,28 +142,27 @@ class RankStatusTable:
                 self._words[at + field] = NOWHERE
 
     def close(self) -> None:
-        """Let the memory go from this process."""
+        """Unmap the memory from this process."""
         self._words.release()
         self._floats.release()
         self._map.close()
 
     @property
     def ranks(self) -> int:
-        """Local ranks that have a record."""
+        """The number of local ranks with a record."""
         return self._words[_Head.RANKS]
 
     def record(self, local_rank: int) -> RankRecord:
-        """The record of one local rank, for its own process to write."""
+        """Return the record of one local rank. Only that rank's process may write to it."""
         if not 0 <= local_rank < self.ranks:
-            raise ValueError(f"local rank {local_rank}: this table has 0 to {self.ranks - 1}")
+            raise ValueError(f"local rank {local_rank}: expected 0 to {self.ranks - 1}")
         return RankRecord(self, self._words, self._floats, self._at(local_rank))
 
     def records(self) -> list[RankRecord]:
-        """All records, in order of local rank."""
+        """Return all records, in order of local rank."""
         return [self.record(local) for local in range(self.ranks)]
 
-    # --- the head: written by the stop coordinator
-    # -------------------------------------------------
+    # --- The head, written by the stop coordinator.
 
     @property
     def proposal(self) -> tuple[Proposal, int, int]:
@@ -172,36 +171,36 @@ class RankStatusTable:
         return Proposal(words[_Head.STATE]), words[_Head.SERIAL], words[_Head.STEP]
 
     def propose(self, serial: int, step: int) -> None:
-        """Ask every rank to wait after `step` (`AT_START`: before its first)."""
+        """Ask every rank to wait after `step` (`AT_START`: before its first step)."""
         self._words[_Head.STATE] = Proposal.NONE
         self._words[_Head.SERIAL] = serial
         self._words[_Head.STEP] = step
         self._words[_Head.STATE] = Proposal.PROPOSED
 
     def answer(self, serial: int, state: Proposal) -> None:
-        """Say `GO`, `SAVE` or `ABORT` to the ranks that wait on proposal `serial`."""
+        """Send `GO`, `SAVE` or `ABORT` to the ranks that wait on proposal `serial`."""
         if self._words[_Head.SERIAL] == serial:
             self._words[_Head.STATE] = state
 
     @property
     def stopping(self) -> bool:
-        """True from the first wish to stop on; slow phases poll this."""
+        """True after the first stop request. Slow phases poll this."""
         return bool(self._words[_Head.STOPPING])
 
     @property
     def deadline(self) -> float | None:
-        """Unix seconds at which the attempt will be killed, when known."""
+        """The time at which the attempt will be killed, in Unix seconds; None if unknown."""
         return self._floats[_Head.DEADLINE] or None
 
     def announce_stop(self, deadline: float | None) -> None:
-        """Say that a stop is wanted, by `deadline` (Unix seconds) if there is one."""
+        """Announce a stop request, with its `deadline` in Unix seconds if there is one."""
         self._floats[_Head.DEADLINE] = deadline or 0.0
         self._words[_Head.STOPPING] = 1
 
     def accepts(self, serial: int, step: int) -> bool:
-        """True when no rank has gone past `step` unseen; called after `propose`.
+        """Return True if no rank is past `step`. Call it after `propose`.
 
-        Waits `STORE_VISIBLE_S`, and up to `REFUSAL_WAIT_S` more for a rank that stands at the
+        Waits `STORE_VISIBLE_S`, and up to `REFUSAL_WAIT_S` more for a rank that is at the step
         boundary.
         """
         time.sleep(STORE_VISIBLE_S)
@@ -216,22 +215,22 @@ class RankStatusTable:
 
     @property
     def newest_entered(self) -> int:
-        """The newest step that a rank has entered, or `NOWHERE`."""
+        """The newest step that any rank has entered, or `NOWHERE`."""
         return max(record.entering for record in self.records())
 
     @property
     def oldest_entered(self) -> int:
-        """The oldest step that a rank is in, `NOWHERE` while one has entered none."""
+        """The oldest step that any rank is in; `NOWHERE` while a rank has entered none."""
         return min(record.entering for record in self.records())
 
     @property
     def asked(self) -> int:
-        """The newest step for which a rank asks all others to meet, or 0."""
+        """The newest step for which a rank asks all ranks to meet, or 0."""
         return max(record.asked for record in self.records())
 
     @property
     def signals(self) -> int:
-        """The highest signal number that a rank caught, or 0."""
+        """The highest signal number that any rank caught, or 0."""
         return max(record.signal for record in self.records())
 
     def _at(self, local_rank: int) -> int:
@@ -239,7 +238,7 @@ class RankStatusTable:
 
 
 class RankRecord:
-    """One rank's words. Its own process writes them, the stop coordinator reads them."""
+    """One rank's record. Its own process writes it, and the stop coordinator reads it."""
 
     __slots__ = ("_at", "_floats", "_status_table", "_words")
 
@@ -253,7 +252,7 @@ class RankRecord:
         self._status_table, self._words, self._floats, self._at = status_table, words, floats, at
 
     def register(self, rank: int, resumed_step: int) -> None:
-        """Say who this is and which step it starts after."""
+        """Record this process's id and rank, and the step after which it starts."""
         self._words[self._at + _Record.PID] = os.getpid()
         self._words[self._at + _Record.RANK] = rank
         self._words[self._at + _Record.RESUMED] = resumed_step
@@ -261,9 +260,9 @@ class RankRecord:
         self._floats[self._at + _Record.BEAT] = time.monotonic()
 
     def finish_step(self, completed: int, phase: Phase = Phase.TRAIN) -> bool:
-        """Publish the boundary after step `completed`; True when a proposal must be considered.
+        """Publish the end of step `completed`. Return True if there is a proposal to consider.
 
-        This is all that an ordinary step pays.
+        This is the whole cost of a normal step.
         """
         words, at, now = self._words, self._at, time.monotonic()
         floats = self._floats
@@ -276,52 +275,53 @@ class RankRecord:
         return words[_Head.STATE] != Proposal.NONE
 
     def wait_at(self, completed: int, serial: int) -> None:
-        """Say that this rank stands at the boundary after `completed`, on proposal `serial`."""
+        """Publish that this rank waits after step `completed`, on proposal `serial`."""
         self._words[self._at + _Record.WAITING] = serial
         self._words[self._at + _Record.ENTERING] = completed
 
     def go_on(self, completed: int) -> None:
-        """Say that this rank waits no longer and enters the step after `completed`.
+        """Publish that this rank stops waiting and enters the step after `completed`.
 
-        A serial left behind would pass for a vote when a later agreement counts from 1 again.
+        The serial is cleared, because a later agreement that counts from 1 again would take it for
+        a vote.
         """
         self._words[self._at + _Record.ENTERING] = completed + 1
         self._words[self._at + _Record.WAITING] = 0
 
     def beat(self, phase: Phase) -> None:
-        """Say that this rank lives, and in which phase."""
+        """Publish a sign of life and the phase of this rank."""
         self._words[self._at + _Record.PHASE] = phase
         self._floats[self._at + _Record.BEAT] = time.monotonic()
 
     def offer_stacks(self, signal_number: int, descriptor: int) -> None:
-        """Say which signal makes this process write its stacks, and to which of its files."""
+        """Publish the signal that makes this process write its stacks, and their descriptor."""
         self._words[self._at + _Record.STACKS_FILE] = descriptor
         self._words[self._at + _Record.STACKS_SIGNAL] = signal_number
 
     def catch(self, signal_number: int) -> None:
-        """All that a signal handler does: one store."""
+        """Record a caught signal. This single store is all that a signal handler does."""
         self._words[self._at + _Record.SIGNAL] = signal_number
 
     def ask(self, step: int) -> None:
-        """Ask for a meeting of all ranks about step `step`; 0 when they have met."""
+        """Ask for a meeting of all ranks about `step`; 0 withdraws the request."""
         self._words[self._at + _Record.ASKED] = step
 
     def say(self, meeting: int, values: Sequence[int]) -> None:
-        """Publish this rank's values for meeting number `meeting`, from 1; `SAID_MAX` at most.
+        """Publish this rank's values, at most `SAID_MAX`, for meeting number `meeting` (from 1).
 
-        Each word carries the meeting's number, so a reader believes a word by itself and needs no
-        order of stores. A rank says something new in the same half only after all others came to
-        the meeting between, and so have read this one.
+        Each word contains the meeting's number, so a reader can check each word alone and the order
+        of the stores does not matter. A rank reuses a half only after all others have joined the
+        meeting in between, and so have read the old values.
         """
         if len(values) > SAID_MAX:
-            raise ValueError(f"{len(values)} values for a meeting: expected {SAID_MAX} at most")
+            raise ValueError(f"{len(values)} values for a meeting: expected at most {SAID_MAX}")
         at = self._at + _SAID[meeting & 1]
         for offset, value in enumerate(values):
             self._words[at + offset] = value << _SERIAL_BITS | meeting & _SERIAL_MASK
         self._words[self._at + _Record.MEETING] = meeting
 
     def said(self, meeting: int, count: int) -> list[int] | None:
-        """This rank's `count` values for meeting number `meeting`; None until all are there."""
+        """Return this rank's `count` values for meeting `meeting`; None until all are published."""
         at, serial = self._at + _SAID[meeting & 1], meeting & _SERIAL_MASK
         words = [self._words[at + offset] for offset in range(count)]
         if any(word & _SERIAL_MASK != serial for word in words):
@@ -337,7 +337,7 @@ class RankRecord:
         return self._words[self._at + _Record.ASKED]
 
     def is_past(self, serial: int, step: int) -> bool:
-        """True when this rank is inside a step after `step` and does not wait on `serial`."""
+        """Return True if this rank is in a step after `step` and does not wait on `serial`."""
         if self.waiting == serial:
             return False
         return self.entering > (NOWHERE if step == AT_START else step)
@@ -368,7 +368,7 @@ class RankRecord:
 
     @property
     def beat_at(self) -> float:
-        """Monotonic seconds of the last sign of life, 0 when there was none."""
+        """The monotonic time of the last sign of life in seconds, or 0."""
         return self._floats[self._at + _Record.BEAT]
 
     @property
@@ -376,7 +376,7 @@ class RankRecord:
         return self._floats[self._at + _Record.STEP_TIME]
 
     def recent_steps_s(self, after: int) -> list[float]:
-        """Seconds of the steps after `after`, oldest first; the last `RECENT_STEPS` at most."""
+        """Return the seconds of the steps after `after`, oldest first, at most `RECENT_STEPS`."""
         newest = self.completed
         first = max(after + 1, newest - RECENT_STEPS + 1, 0)
         at = self._at + _RECENT
@@ -384,7 +384,7 @@ class RankRecord:
 
     @property
     def stacks_offer(self) -> tuple[int, int]:
-        """(signal, descriptor) of `offer_stacks`; the signal is 0 when nothing was offered."""
+        """(signal, descriptor) of `offer_stacks`; the signal is 0 without an offer."""
         words, at = self._words, self._at
         return words[at + _Record.STACKS_SIGNAL], words[at + _Record.STACKS_FILE]
 

@@ -116,7 +116,7 @@ def safe_step_of(history: RunHistory) -> int:
 
 
 def _update(launch: Launch, mark: Mark) -> Launch:
-    """Return the launch with the facts of one line. Facts that are already set stay."""
+    """Return the launch with the facts of one line added. Most facts keep their first value."""
     data, time = mark.data, mark.time
     if mark.kind == EventKind.LAUNCH_STARTED:
         return replace(launch, started_at=_known(launch.started_at, time))

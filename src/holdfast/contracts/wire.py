@@ -1,36 +1,43 @@
 """Messages between the processes of one node: JSON packets on Unix sockets, with descriptors.
 
-Two conversations use it, both with the flusher:
+There are two connections, both to the flusher.
 
-rank → flusher, on the abstract socket whose name is in the file that `HOLDFAST_FLUSHER` names
-    hello  {rank, local_rank, local_ranks, launch}            → welcome {}
-    slots  {bytes, used_bytes}    → slots {numbers} with `SLOTS_PER_RANK` descriptors; the first
-                        `used_bytes` of each are allocated after the answer
-    sealed {step}                                                  (no answer: see the slot)
-    skipped {step}                     no slot was free: the step cannot become complete here
+Rank → flusher, on the abstract socket whose name is in the file `HOLDFAST_FLUSHER`:
 
-flusher supervisor (the agent, or the Session that started the flusher) ↔ flusher, on an inherited
-socket
-    keep   {rank, slot, launch} with a descriptor             flusher → flusher supervisor
-    kept   {rank, slot, launch} with a descriptor             flusher supervisor → a flusher started
-    again drain  {number, timeout_s, lost: [nodes], mirror}
-           → drained {number, is_done, committed: [steps], failed: [{step, error}],
-                      unmirrored: [checkpoints]}, the newest of each that a message has room for;
-           with `mirror`, what was committed is waited for in the mirror too
-    committed {step, checkpoint, bytes, flush_s, is_salvaged} / failed {step, checkpoint, error}
-                                                                   flusher → flusher supervisor, as
-                                                                   they occur;
-                        `is_salvaged`: a snapshot, committed because its ranks are gone
-    full {step, bytes, error}  → room {step, freed_bytes, detail}      the step does not fit: one
-                        that knows the keep rules frees what they allow; every flusher supervisor
-                        answers
-    A slot that no rank will fill again is cut to `DATA_OFFSET` bytes by the flusher, which frees
-    its memory although a flusher supervisor still holds it; such a one need not be given back.
-    The flusher supervisor closing its end tells the flusher to finish what is sealed and leave.
+    hello {rank, local_rank, local_ranks, launch} → welcome {}
+    slots {bytes, used_bytes} → slots {numbers}, with `SLOTS_PER_RANK` descriptors
+        The flusher allocates the first `used_bytes` of each slot after its answer.
+    sealed {step}
+        No answer; the slot's state has the result.
+    skipped {step}
+        No slot was free, so this node cannot complete the step.
 
-Anybody on the machine can listen under an abstract name and connect to one. So a flusher chooses
-a random name, again at each start, and writes it to a file of the run's user. Both ends ask the
-kernel for the other's user, and hang up on any other user than their own.
+Flusher supervisor (the agent, or the session that started the flusher) ↔ flusher, on an inherited
+socket:
+
+    keep {rank, slot, launch}, with a descriptor: flusher → flusher supervisor
+    kept {rank, slot, launch}, with a descriptor: flusher supervisor → restarted flusher
+    drain {number, timeout_s, lost: [nodes], mirror}: flusher supervisor → flusher
+        → drained {number, is_done, committed: [steps], failed: [{step, error}],
+                   unmirrored: [checkpoints]}
+        Each list has the newest entries that fit into the message. With `mirror`, the flusher also
+        waits until committed steps are mirrored.
+    committed {step, checkpoint, bytes, flush_s, is_salvaged}: flusher → flusher supervisor
+        `is_salvaged`: a snapshot that was committed because its ranks died.
+    failed {step, checkpoint, error}: flusher → flusher supervisor
+    full {step, bytes, error}: flusher → flusher supervisor
+        → room {step, freed_bytes, detail}
+        The step does not fit. A flusher supervisor that knows the keep rules deletes what they
+        allow. Every flusher supervisor answers.
+
+When no rank will fill a slot again, the flusher truncates it to `DATA_OFFSET` bytes. That frees its
+memory although the flusher supervisor still holds the descriptor. Such a slot need not be passed to
+a restarted flusher. When the flusher supervisor closes its end, the flusher finishes the sealed
+steps and exits.
+
+Any user of the machine can listen on an abstract name and connect to one. So each flusher chooses a
+new random name at its start and writes it to a file of the run's user. Both ends ask the kernel for
+the user of the other end, and close the connection if it is not their own.
 """
 
 from __future__ import annotations
@@ -54,14 +61,14 @@ SOCKET_KIND: Final = socket.SOCK_SEQPACKET
 
 
 def name_prefix(run: Path | None) -> str:
-    """How the names of a run's sockets begin, for whoever looks for sockets that were left."""
+    """Return the prefix of a run's socket names, to find sockets that were left behind."""
     return f"holdfast-{sha256(os.fsencode(run or '')).hexdigest()[:12]}-"
 
 
 def listen(address: int, run: Path | None = None) -> socket.socket:
-    """A socket that listens under a new random name, which is written to the file `address`.
+    """Return a socket that listens on a new random name, and write the name to a file.
 
-    `address` is an open descriptor. Raises `OSError` when the name cannot be written.
+    `address` is an open descriptor of the file. Raises `OSError` if it cannot be written.
     """
     name = (name_prefix(run) + secrets.token_hex(16)).encode()
     listener = socket.socket(socket.AF_UNIX, SOCKET_KIND)
@@ -77,10 +84,10 @@ def listen(address: int, run: Path | None = None) -> socket.socket:
 
 
 def connect(place: str | Path, timeout_s: float) -> socket.socket:
-    """A connection to the listener whose name is in the file at `place`.
+    """Return a connection to the listener whose name is in the file at `place`.
 
-    Raises `OSError` when nobody listens, and its subclass `PermissionError` when another user
-    does; nothing has been said to that one.
+    Raises `OSError` if no process listens, and its subclass `PermissionError` if another user
+    does. In that case nothing has been sent.
     """
     handle = os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -88,7 +95,7 @@ def connect(place: str | Path, timeout_s: float) -> socket.socket:
     finally:
         os.close(handle)
     if not name:
-        raise ConnectionRefusedError(errno.ECONNREFUSED, f"{place} has no socket's name yet")
+        raise ConnectionRefusedError(errno.ECONNREFUSED, f"{place} contains no socket name yet")
     connection = socket.socket(socket.AF_UNIX, SOCKET_KIND)
     connection.settimeout(timeout_s)
     try:
@@ -106,17 +113,17 @@ def connect(place: str | Path, timeout_s: float) -> socket.socket:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends, for a flusher supervisor and the flusher it starts."""
+    """Return two connected ends, for a flusher supervisor and the flusher that it starts."""
     return socket.socketpair(socket.AF_UNIX, SOCKET_KIND)
 
 
 def is_same_user(connection: socket.socket) -> bool:
-    """True when the peer process runs as this user, as the kernel says."""
+    """Return True if the peer process runs as this user, according to the kernel."""
     return peer_of(connection)[1] == os.geteuid()
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """(process, user) that the kernel saw at the other end, when it listened or connected."""
+    """Return (process id, user id) of the other end, as of when it listened or connected."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     process, user, _ = struct.unpack("3i", credentials)
@@ -128,11 +135,11 @@ def send(
 ) -> None:
     """Send one message.
 
-    Raises `OSError` when the peer is gone, `ValueError` when the message is too long.
+    Raises `OSError` if the peer is gone, `ValueError` if the message is too long.
     """
     content = json.dumps({"kind": kind, **data}).encode()
     if len(content) > MESSAGE_BYTES_MAX:
-        raise ValueError(f"a message of {len(content)} bytes: expected {MESSAGE_BYTES_MAX} or less")
+        raise ValueError(f"a message of {len(content)} bytes: expected at most {MESSAGE_BYTES_MAX}")
     if descriptors:
         socket.send_fds(connection, [content], list(descriptors))
     else:
@@ -140,14 +147,14 @@ def send(
 
 
 def clip(text: str, bytes_max: int) -> str:
-    """The beginning of `text` that takes up at most `bytes_max` bytes in a message."""
+    """Return the start of `text` that takes at most `bytes_max` bytes in a message."""
     while len(json.dumps(text)) > bytes_max:
         text = text[: len(text) * 3 // 4]
     return text
 
 
 def newest_that_fit(items: Sequence[Any], bytes_max: int) -> list[Any]:
-    """The last of `items` that take up at most `bytes_max` bytes in a message; older ones go."""
+    """Return the last of `items` that take at most `bytes_max` bytes in a message."""
     kept: list[Any] = []
     used = 0
     for item in reversed(items):
@@ -159,9 +166,9 @@ def newest_that_fit(items: Sequence[Any], bytes_max: int) -> list[Any]:
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-    """The next message and its descriptors (now ours to close), or None at the end.
+    """Return the next message and its descriptors, or None at the end of the connection.
 
-    Raises `TimeoutError` after the connection's own time-out.
+    The caller must close the descriptors. Raises `TimeoutError` after the connection's timeout.
     """
     try:
         content, descriptors, _, _ = socket.recv_fds(
@@ -170,7 +177,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], tuple[int, ...]]
     except ConnectionError:
         return None
     for descriptor in descriptors:
-        # A program that this process starts must not keep a slot's memory alive.
+        # Child processes must not keep a slot's memory alive.
         os.set_inheritable(descriptor, False)
     if not content:
         for descriptor in descriptors:
