@@ -141,7 +141,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe for a file": (replace(BIG, os.mkfifo), "not a regular file"),
     "a device for a file": (replace(BIG, lambda p: p.symlink_to("/dev/zero")), "leads outside"),
     "a link outside": (replace(BIG, lambda p: p.symlink_to("/etc/passwd")), "leads outside"),
-    "links in a circle": (replace(BIG, lambda p: p.symlink_to(p.name)), "a circle of them"),
+    "links in a circle": (replace(BIG, lambda p: p.symlink_to(p.name)), "a loop of links"),
     "manifest: missing": (lambda d: (d / MANIFEST).unlink(), "never committed"),
     "manifest: emptied": (put(MANIFEST, b""), "Invalid JSON"),
     "manifest: cut": (cut(MANIFEST, 80), "Invalid JSON"),
@@ -154,7 +154,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest: endless": (replace(MANIFEST, lambda p: p.symlink_to("/dev/zero")), "a link, or"),
     "manifest: links in a circle": (
         replace(MANIFEST, lambda p: p.symlink_to(p.name)),
-        "a link, or behind one",
+        "a link, or inside a linked folder",
     ),
     "manifest: huge": (
         lambda d: os.truncate(d / MANIFEST, MANIFEST_BYTES_MAX + 1),

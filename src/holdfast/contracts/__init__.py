@@ -1,4 +1,5 @@
-"""What every part of Holdfast agrees on: words, files, states, events and the node's shared memory.
+"""Definitions that all parts of Holdfast share: specs, files, states, events and shared memory.
 
-Standard library, pydantic and xxhash only; nothing here imports another part of Holdfast.
+This package uses only the standard library, pydantic and xxhash, and imports no other part of
+Holdfast.
 """

@@ -1,8 +1,8 @@
-"""Reads and writes past the page cache, where the disk is this machine's own.
+"""Direct reads and writes, which bypass the page cache, on local disks.
 
-Through the cache every 4 KiB take a page of memory and a copy; a direct call moves the bytes
-between the caller's memory and the disk, for a tenth of the processor time (docs/decisions/0016).
-Network file systems keep their cache, which sends and fetches ahead.
+Through the cache, every 4 KiB need a page of memory and a copy. A direct call moves the bytes
+between the caller's memory and the disk, in a tenth of the CPU time (docs/decisions/0016). Network
+file systems still use their cache, because it reads and writes ahead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import fcntl
 import os
 from typing import Final
 
-# What memory, offset and length must be multiples of; no disk asks for more.
+# Memory address, offset and length must be multiples of this. No disk requires more.
 ALIGNMENT: Final = 4096
-# Below this a cache costs less than what it takes to go past it.
+# For smaller files, the cache costs less than direct writes.
 DIRECT_BYTES_MIN: Final = 1024 * 1024
 EXT4: Final = 0xEF53
 XFS: Final = 0x58465342
@@ -25,7 +25,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def begin_direct(handle: int) -> bool:
-    """Have all further reads and writes of an open file go past the cache, if they can."""
+    """Switch an open file to direct reads and writes. Return False if that is not possible."""
     if _file_system(handle) not in (EXT4, XFS):
         return False
     try:
@@ -36,22 +36,22 @@ def begin_direct(handle: int) -> bool:
 
 
 def end_direct(handle: int) -> None:
-    """Have them go through the cache again."""
+    """Switch an open file back to reads and writes through the cache."""
     _set_direct(handle, is_direct=False)
 
 
 class Output:
-    """An open file that is written from its beginning on, past the cache as far as that goes."""
+    """An open file that is written from its start, with direct writes where possible."""
 
     def __init__(self, handle: int, size: int) -> None:
-        """`size` is how many bytes are to come."""
+        """Take an open file. `size` is the number of bytes that will be written."""
         self._handle = handle
         self._is_direct = size >= DIRECT_BYTES_MIN and begin_direct(handle)
 
     def write(self, piece: memoryview) -> None:
-        """Write all of `piece`; raises `OSError` as `os.write` does.
+        """Write all of `piece`. Raises `OSError` like `os.write`.
 
-        Bytes that end within a page, as a file's last ones do, go through the cache.
+        Bytes after the last full page, such as the end of a file, go through the cache.
         """
         while piece:
             piece = piece[self._write_some(piece) :]
@@ -66,7 +66,7 @@ class Output:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # Memory or disk are aligned otherwise than we took it.
+            # The memory or the disk needs another alignment.
             self._through_cache()
             return 0
         if count % ALIGNMENT:
@@ -85,7 +85,7 @@ def _set_direct(handle: int, *, is_direct: bool) -> None:
 
 
 def _file_system(handle: int) -> int:
-    """The kernel's number for the type of the file system that an open file lies on, or 0."""
+    """Return the kernel's number of the file system type of an open file, or 0."""
     facts = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     if _libc.fstatfs(ctypes.c_int(handle), facts) != 0:
         return 0

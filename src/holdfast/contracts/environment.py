@@ -1,4 +1,4 @@
-"""The environment variables by which an agent tells the program's ranks where they are."""
+"""The environment variables by which an agent passes the run's context to the ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NODES: Final = "HOLDFAST_NODES"
 RANK_STATUS: Final = "HOLDFAST_RANK_STATUS"
 FLUSHER: Final = "HOLDFAST_FLUSHER"
 CONFIG: Final = "HOLDFAST_CONFIG"
-# The next come from the spec, so that the program's argv need not change to use them.
+# The next ones come from the spec, so that the program needs no arguments for them.
 CHECKPOINT_INTERVAL: Final = "HOLDFAST_CHECKPOINT_INTERVAL"
 CHECKPOINT_MIRROR: Final = "HOLDFAST_CHECKPOINT_MIRROR"
 CHECKPOINT_LOCAL: Final = "HOLDFAST_CHECKPOINT_LOCAL"
-# The store's own address where it is not Amazon's; `AWS_ENDPOINT_URL` does too.
+# Address of an S3 store other than Amazon's. `AWS_ENDPOINT_URL` has the same effect.
 S3_ENDPOINT: Final = "HOLDFAST_S3_ENDPOINT"
-# Where clouds' interruption notices are served, for nodes whose cloud is not at its own address.
+# Address of interruption notices, for nodes that do not reach the cloud's own address.
 NOTICES_URL: Final = "HOLDFAST_NOTICES_URL"
 CHECKPOINT_SNAPSHOTS: Final = "HOLDFAST_CHECKPOINT_SNAPSHOTS"
 # `supervision.numerics` of the spec, as JSON.
@@ -31,14 +31,14 @@ NUMERICS: Final = "HOLDFAST_NUMERICS"
 # `supervision.flush_timeout_s` of the spec, for the ranks and their flusher.
 FLUSH_TIMEOUT: Final = "HOLDFAST_FLUSH_TIMEOUT_S"
 FLUSH_TIMEOUT_DEFAULT_S: Final = 1800.0
-# Where a rank that was started ahead waits for the word to begin.
+# The pipe from which a warm standby reads the signal to start.
 STANDBY_PIPE: Final = "HOLDFAST_STANDBY_PIPE"
 
 
 def flush_timeout_s(env: Mapping[str, str] = os.environ) -> float:
-    """The longest, in seconds, that a save may take to become durable before it is given up.
+    """Return the longest time, in seconds, that a save may take to become durable.
 
-    Raises `SpecError` when what the environment says is no positive number.
+    Raises `SpecError` if the environment variable is not a positive number.
     """
     given = env.get(FLUSH_TIMEOUT)
     if not given:

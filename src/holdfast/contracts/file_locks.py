@@ -1,4 +1,4 @@
-"""Waiting for a lock of the kernel on an open file, never for ever."""
+"""File locks with a timeout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ POLL_S: Final = 0.05
 
 
 def wait_for_lock(handle: int, timeout_s: float) -> bool:
-    """Take the exclusive `flock` of an open file; False when another held it for `timeout_s`.
+    """Take the exclusive `flock` of an open file. Return False if that fails for `timeout_s`.
 
-    It is held until the descriptor is closed.
+    The lock is held until the descriptor is closed.
     """
     give_up = time.monotonic() + timeout_s
     while True:

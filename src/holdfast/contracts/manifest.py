@@ -1,4 +1,4 @@
-"""The manifest: written last, it is what makes a directory of files a checkpoint.
+"""The manifest, which is written last and makes a directory of files a checkpoint.
 
 A checkpoint is committed exactly when its manifest is durable under its own name.
 """
@@ -51,7 +51,7 @@ from holdfast.contracts.reading import open_regular, read_bounded
 from holdfast.contracts.retries import read_again
 
 FORMAT: Final = 1
-# 10,000 ranks with a file of 256 blocks each come to 84 MB.
+# The manifest of 10,000 ranks with a file of 256 blocks each has 84 MB.
 MANIFEST_BYTES_MAX: Final = 1 << 28
 READERS_MAX: Final = 4
 DIGEST_SEARCH_BYTES: Final = 200
@@ -59,10 +59,11 @@ _DIGEST = re.compile(rb',\s*"digest": "([^"]*)"\s*}\s*$')
 
 
 class FileEntry(BaseModel):
-    """One file of a checkpoint; `path` is relative to its directory, with forward slashes.
+    """One file of a checkpoint. `path` is relative to the checkpoint, with forward slashes.
 
-    A file of more than one block has `blocks`, the digests of its blocks of `block_bytes` one
-    after another, and `checksum` is theirs; else `checksum` is the digest of its bytes.
+    For a file of more than one block, `blocks` has the concatenated digests of its blocks of
+    `block_bytes`, and `checksum` is the digest of those. Otherwise `checksum` is the digest of the
+    file's bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,7 +76,7 @@ class FileEntry(BaseModel):
 
     @classmethod
     def of(cls, path: str, size_bytes: int, checksum: FileChecksum) -> Self:
-        """The entry of a file whose bytes were all given to `checksum`."""
+        """Return the entry of a file whose bytes have all been added to `checksum`."""
         whole, blocks = checksum.finish()
         return cls(
             path=path,
@@ -86,7 +87,7 @@ class FileEntry(BaseModel):
         )
 
     def spans(self) -> list[tuple[int, int, str]]:
-        """(start, bytes, digest) of every stretch of the file that has a digest of its own."""
+        """Return (start, bytes, digest) of every part of the file that has its own digest."""
         if not self.blocks:
             return [(0, self.bytes, self.checksum)]
         return [
@@ -99,7 +100,7 @@ class FileEntry(BaseModel):
         ]
 
     def difference(self, content: Content) -> str | None:
-        """In words, how a file's whole content differs from this entry; None when it does not."""
+        """Return how a file's whole content differs from this entry as text, or None."""
         if len(content) != self.bytes:
             return f"{len(content)} bytes, expected {self.bytes}"
         for start, size, expected in self.spans():
@@ -108,7 +109,7 @@ class FileEntry(BaseModel):
         return None
 
     def describe(self, start: int, found: str) -> str:
-        """In words: the stretch that begins at `start` has the digest `found`, not its own."""
+        """Return the text for a part at `start` that has the digest `found` instead of its own."""
         size, expected = next((span[1], span[2]) for span in self.spans() if span[0] == start)
         where = f"bytes {start} to {start + size - 1}: " if self.blocks else ""
         return f"{where}checksum {found}, expected {expected}"
@@ -133,7 +134,7 @@ class FileEntry(BaseModel):
                 f"{blocks * DIGEST_HEX} for {self.bytes} bytes in blocks of {self.block_bytes}"
             )
         if checksum_of_blocks(self.blocks) != self.checksum:
-            raise ValueError(f"{self.path}: its checksum is not that of its block digests")
+            raise ValueError(f"{self.path}: its checksum does not match its block digests")
         return self
 
 
@@ -151,7 +152,7 @@ class Manifest(BaseModel):
     launch: Annotated[int, Field(ge=0, le=NUMBER_MAX)]
     world_size: Annotated[int, Field(ge=1, le=RANKS_MAX)]
     parent: Name | None = Field(
-        default=None, description="id of the checkpoint that this state grew from, `run:directory`"
+        default=None, description="id of the checkpoint before this one, `run:directory`"
     )
     reason: Name = Field(
         default="interval", description="interval, final, crash, request or notice"
@@ -159,17 +160,19 @@ class Manifest(BaseModel):
     command_digest: Name = ""
     checksum_algorithm: Literal["xxh3_128"] = "xxh3_128"
     files: tuple[FileEntry, ...]
-    blocked_s: float = Field(default=0.0, description="seconds that the slowest rank was held")
+    blocked_s: float = Field(
+        default=0.0, description="seconds for which the save blocked the slowest rank"
+    )
     flush_s: float = Field(default=0.0, description="seconds from the seal to the last data fsync")
     staged_at: float = 0.0
     committed_at: float
     versions: dict[str, str] = Field(default_factory=dict)
     topology: dict[str, Any] = Field(default_factory=dict)
     skips: tuple[tuple[Step, Step], ...] = Field(
-        default=(), description="data passed over: [first_step, steps]"
+        default=(), description="skipped data: [first_step, steps]"
     )
     metrics: dict[str, float] = Field(
-        default_factory=dict, description="finite ones only: JSON has no others"
+        default_factory=dict, description="finite values only, because JSON has no others"
     )
 
     @field_validator("files")
@@ -192,7 +195,7 @@ class Manifest(BaseModel):
     @field_validator("metrics", mode="before")
     @classmethod
     def _metrics_are_finite(cls, value: Any) -> Any:
-        # A loss of NaN must not make the commit record of a good checkpoint unreadable.
+        # A NaN loss must not make the manifest of a good checkpoint unreadable.
         if not isinstance(value, dict):
             return value
         return {
@@ -203,34 +206,33 @@ class Manifest(BaseModel):
 
     @property
     def id(self) -> str:
-        """The checkpoint's name for people and the API."""
+        """The checkpoint's id, `<run>:<directory name>`."""
         return f"{self.run}:{self.name}"
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files, the manifest itself not counted."""
+        """The bytes of all files, without the manifest."""
         return sum(entry.bytes for entry in self.files)
 
     @property
     def checksum(self) -> str:
-        """One SHA-256 over the file table: equal checksums mean equal contents."""
+        """The SHA-256 of the file table. Equal checksums mean equal contents."""
         return document_digest(sorted((e.path, e.bytes, e.checksum) for e in self.files))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as it lies on disk: JSON, at its end the digest of all bytes before it."""
+    """Return the manifest's bytes on disk: JSON that ends with the digest of all bytes before."""
     body = to_json(manifest.model_dump(mode="json")).removesuffix(b"\n}\n")
     return body + f',\n "digest": "{digest_of(body)}"\n}}\n'.encode()
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """The manifest in `directory`, or None when the checkpoint was never committed.
+    """Return the manifest in `directory`, or None if the checkpoint was never committed.
 
-    Raises `DamagedCheckpointError` when there is one that cannot be believed: not JSON, of
-    another format, or of another checkpoint than the directory's name says. Raises `OSError` when
-    storage does not let it be read.
+    Raises `DamagedCheckpointError` for an invalid manifest: not JSON, of another format, or of
+    another checkpoint than the directory's. Raises `OSError` if storage cannot read it.
     """
-    # Text, for a run may have ten thousand of them.
+    # A string is faster than a `Path`, and a run may have ten thousand checkpoints.
     path = f"{directory}/{MANIFEST}"
     try:
         content = read_bounded(path, MANIFEST_BYTES_MAX, below=directory.parent)
@@ -254,15 +256,15 @@ def read_manifest(directory: Path) -> Manifest | None:
     name = CheckpointName(manifest.step, manifest.attempt, manifest.launch)
     if not directory.name == manifest.name == str(name):
         raise DamagedCheckpointError(
-            f"{path}: the manifest of {manifest.name} (step {manifest.step}) lies in "
-            f"{directory.name}; expected the directory's own",
+            f"{path}: the manifest of {manifest.name} (step {manifest.step}) is in the directory "
+            f"{directory.name}; expected the directory's own manifest",
             damaged=[f"{MANIFEST}: belongs to {manifest.name}"],
         )
     return manifest
 
 
 def read_tombstone(path: Path) -> Manifest | None:
-    """The manifest that a deleted checkpoint had; None when it cannot be read or believed."""
+    """Return the manifest of a deleted checkpoint; None if it cannot be read or is invalid."""
     try:
         return Manifest.model_validate_json(
             read_bounded(path, MANIFEST_BYTES_MAX, below=path.parent.parent)
@@ -272,15 +274,15 @@ def read_tombstone(path: Path) -> Manifest | None:
 
 
 def _check_digest(path: str, content: bytes) -> None:
-    """Raise `DamagedCheckpointError` when bytes differ from the digest at the manifest's end.
+    """Raise `DamagedCheckpointError` if the bytes differ from the digest at the manifest's end.
 
-    Manifests of before had none.
+    Manifests of earlier versions have no digest.
     """
     found = _DIGEST.search(content, max(0, len(content) - DIGEST_SEARCH_BYTES))
     if found and digest_of(memoryview(content)[: found.start()]).encode() != found[1]:
-        problem = "its bytes are not those of the digest at its end"
+        problem = "its bytes do not match the digest at its end"
         raise DamagedCheckpointError(
-            f"{path}: {problem}; expected it as it was committed",
+            f"{path}: {problem}; it has changed since the commit",
             damaged=[f"{MANIFEST}: {problem}"],
         )
 
@@ -292,10 +294,10 @@ def find_damage(
     contents: bool = True,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """A line for each file that differs from the manifest; empty when all is as committed.
+    """Return a line for each file that differs from the manifest; empty if there is no damage.
 
-    With `contents` every byte is read and compared block by block, `READERS_MAX` blocks at
-    once, else sizes alone are. `progress` is told bytes as they are done with.
+    With `contents`, every byte is read and compared block by block, with `READERS_MAX` threads.
+    Otherwise only sizes are compared. `progress` is called with the number of bytes of each block.
     """
     misfits = {entry.path: _misfit(directory, entry) for entry in manifest.files}
     fitting = [entry for entry in manifest.files if misfits[entry.path] is None]
@@ -304,7 +306,7 @@ def find_damage(
 
 
 def _misfit(directory: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file before its contents are looked at."""
+    """Return the problem with a file's existence, type or size, or None."""
     try:
         size = read_again(lambda: _size_of(directory, entry))
     except FileNotFoundError:
@@ -335,7 +337,7 @@ def _digest_in(directory: Path, entry: FileEntry, start: int, size: int) -> str:
 def _differing(
     directory: Path, entries: list[FileEntry], progress: Callable[[int], None] | None
 ) -> dict[str, str]:
-    """A line for each of `entries` whose bytes are not those of its digests, by path."""
+    """Return a line for each of `entries` whose bytes do not match its digests, by path."""
 
     def read(item: tuple[FileEntry, int, int, str]) -> tuple[FileEntry, int, str | None]:
         entry, start, size, expected = item

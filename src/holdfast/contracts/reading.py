@@ -1,8 +1,8 @@
-"""Reading files that another user may have written.
+"""Safe reading of files that another user may have written.
 
-Whoever reads such a file must not wait for ever, fill the memory, or be led elsewhere. So every
-such file is opened here: without waiting, without following links, regular files only, up to a
-size. `docs/security.md` has the threat model.
+Such a file must not make the reader hang, fill its memory or lead it to another file. So these
+functions open files without waiting, without following links, only if they are regular files, and
+up to a maximum size. See `docs/security.md` for the threat model.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Final
 
 from holdfast.contracts.errors import ForeignFileError
 
-# What a JSON document beside a run may take: far above any that Holdfast writes.
+# The largest JSON document of a run: far above any that Holdfast writes.
 DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 LINKS_MAX: Final = 40
 TRIES_MAX: Final = 16
-# Of a file that is there to be locked alone.
+# For files that are only locked.
 LOCK_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY
 _READ: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-# The number of openat2 is the same on every architecture; libc has no function for it.
+# The number of openat2 is the same on every architecture. libc has no function for it.
 _OPENAT2: Final = 437
 _NO_MAGIC_LINKS: Final = 0x02
 _NO_LINKS: Final = 0x04
@@ -47,12 +47,12 @@ class _How(ctypes.Structure):
 
 
 def open_regular(path: Path | str, *, below: Path | None = None, follow: bool = False) -> int:
-    """A descriptor for reading the regular file `path`; the caller closes it.
+    """Return a descriptor for reading the regular file `path`. The caller closes it.
 
-    The last part of `path` is never a link. With `below`, a folder that `path` lies in, no part
-    under that folder is a link either; with `follow` too, links are followed as long as they stay
-    inside the folder. Opening never waits. Raises `OSError` as `open` does, and `ForeignFileError`
-    for links, pipes, devices and folders.
+    Without `below`, only the last part of `path` is checked for a link. With `below`, a folder
+    above `path`, every part under that folder is checked. With `follow` too, links are followed if
+    they stay inside the folder. Opening never waits. Raises `OSError` like `open`, and
+    `ForeignFileError` for links, pipes, devices and folders.
     """
     handle = open_beneath(path, _READ, below=below, follow=follow)
     try:
@@ -71,9 +71,9 @@ def read_bounded(
     below: Path | None = None,
     follow: bool = False,
 ) -> bytes:
-    """The bytes of a regular file of at most `bytes_max` bytes, opened as `open_regular` does.
+    """Return the bytes of a regular file of at most `bytes_max` bytes, see `open_regular`.
 
-    Raises `ForeignFileError` for a longer file too.
+    Also raises `ForeignFileError` for a larger file.
     """
     handle = open_regular(path, below=below, follow=follow)
     try:
@@ -87,9 +87,9 @@ def read_bounded(
 
 
 def read_tail(path: Path, bytes_max: int, *, below: Path) -> str:
-    """The last `bytes_max` bytes of a file as text; links are followed as long as they stay inside.
+    """Return the last `bytes_max` bytes of a file as text. Links must stay inside `below`.
 
-    Raises as `open_regular` does.
+    Raises like `open_regular`.
     """
     with open(open_regular(path, below=below, follow=True), "rb") as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - bytes_max))
@@ -104,10 +104,10 @@ def open_beneath(
     below: Path | None = None,
     follow: bool = False,
 ) -> int:
-    """`os.open` that follows no link under `below`, or with `follow` none that leaves it.
+    """Open `path` like `os.open`, without following links under `below`.
 
-    Without `below` only the last part of `path` is looked at. Raises `OSError` as `open` does, and
-    `ForeignFileError` for a link.
+    With `follow`, links that stay inside `below` are followed. Without `below`, only the last part
+    of `path` is checked. Raises `OSError` like `open`, and `ForeignFileError` for a link.
     """
     flags |= os.O_CLOEXEC
     try:
@@ -121,15 +121,15 @@ def open_beneath(
             os.close(base)
     except OSError as error:
         if error.errno in _IS_LINK:
-            raise ForeignFileError(path, _in_words(error.errno, follow)) from error
+            raise ForeignFileError(path, _link_problem(error.errno, follow)) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
 def held_folder(folder: Path, *, below: Path) -> Iterator[Path]:
-    """A path to `folder` that stays with it, whatever is put in its place while the block runs.
+    """Yield a path that refers to `folder` even if the folder is replaced during the block.
 
-    No part of `folder` under `below` may be a link. Raises as `open_beneath` does.
+    No part of `folder` under `below` may be a link. Raises like `open_beneath`.
     """
     handle = open_beneath(folder, _FOLDER, below=below)
     try:
@@ -139,20 +139,20 @@ def held_folder(folder: Path, *, below: Path) -> Iterator[Path]:
 
 
 def is_mine(path: Path) -> bool:
-    """True when `path` belongs to this process's user, or to root, who needs no trick.
+    """Return True if `path` belongs to this process's user, or to root, who has full access anyway.
 
-    A link is judged by its own owner. Raises `OSError` when there is nothing.
+    For a link, the link's own owner counts. Raises `OSError` if `path` does not exist.
     """
     return path.lstat().st_uid in {os.geteuid(), 0}
 
 
 def _open_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
-    """Open `relative` under the folder `base` by the kernel's own walk, else by one of ours."""
+    """Open `relative` under the folder `base` with `openat2`, else with `walk_inside`."""
     for _ in range(TRIES_MAX):
         try:
             return _openat2()(base, relative, flags, mode, follow)
         except OSError as error:
-            # A rename elsewhere on the way: the kernel asks for another try.
+            # A rename on the path happened meanwhile, so the kernel asks for a retry.
             if error.errno == errno.EAGAIN:
                 continue
             if error.errno not in {errno.ENOSYS, errno.EPERM, errno.EINVAL}:
@@ -184,7 +184,7 @@ def _openat2() -> Callable[[int, str, int, int, bool], int]:
 
 
 def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -> int:
-    """What `openat2` does, where a kernel or a container has none: one part after the other."""
+    """Open a path part by part, like `openat2`, for kernels and containers without that call."""
     parts, links = deque(Path(relative).parts), 0
     handles = [os.dup(base)]
     try:
@@ -214,17 +214,17 @@ def walk_inside(base: int, relative: str, flags: int, mode: int, follow: bool) -
             os.close(handle)
 
 
-def _in_words(number: int, follow: bool) -> str:
-    """What is wrong with a link that an open with the error `number` met."""
+def _link_problem(number: int, follow: bool) -> str:
+    """Return the problem with a link on which an open failed with the error `number`."""
     if not follow:
-        return "a link, or behind one"
+        return "a link, or inside a linked folder"
     if number == errno.ELOOP:
-        return "too many links, or a circle of them"
-    return "leads outside its folder"
+        return "too many links, or a loop of links"
+    return "a link that leads outside its folder"
 
 
 def _link_target(part: str, folder: int) -> str | None:
-    """What a name in an open folder links to; None when it is no link."""
+    """Return the target of a link in an open folder; None if `part` is not a link."""
     try:
         return os.readlink(part, dir_fd=folder)
     except OSError:

@@ -1,8 +1,9 @@
-"""Secret values taken out of whatever leaves the run's folder: SQL, API, command, logs, Prefect.
+"""Removal of secret values from everything that leaves the run's folder.
 
-Secrets belong into references (`contracts.secrets`). This is for those that stand in a spec, a
-log or a traceback all the same. It goes by names, by what follows them, and by forms that tokens
-of well-known services have; what has neither is not recognised.
+That is: SQL, API, CLI, logs and Prefect. Users should give secrets by reference
+(`contracts.secrets`). This module hides those that are in a spec, a log or a traceback anyway. It
+recognises secrets by the name before the value, and by the token formats of well-known services.
+Other secrets are not recognised.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, BinaryIO, Final
 
 HIDDEN: Final = "•••"
 SECRET_CHARACTERS_MIN: Final = 6
-# More than the longest secret that has a form, and the words before it by which it is known.
+# More than the longest recognised secret together with its name.
 AROUND_BYTES: Final = 20 * 1024
-# What of a name's words makes its value a secret, as the last word.
+# A name whose last word is one of these has a secret value.
 _LAST: Final = frozenset(
     (
         *("token", "secret", "secrets", "password", "passwd", "pwd", "passphrase"),
@@ -26,7 +27,7 @@ _LAST: Final = frozenset(
     )
 )
 _ENDINGS: Final = ("password", "passwd", "secret", "apikey")
-# These are secrets in the names of variables, and else common words.
+# These last words mean a secret only in upper-case names of variables.
 _LAST_OF_VARIABLE: Final = frozenset(("PASS", "PAT", "KEY", "AUTH"))
 _BEFORE_KEY: Final = frozenset(
     (
@@ -40,7 +41,7 @@ _BEFORE_PASS: Final = frozenset(
         *("root", "proxy", "ftp", "http", "login", "sudo"),
     )
 )
-# `tokens` mostly counts text: with a word before it, only these make it a plural of secrets.
+# `tokens` usually counts text. After one of these words, it means several secrets.
 _BEFORE_TOKENS: Final = frozenset(
     (
         *("api", "access", "auth", "oauth", "refresh", "bearer", "session", "security", "secret"),
@@ -48,7 +49,7 @@ _BEFORE_TOKENS: Final = frozenset(
         *("slack", "npm", "pypi", "login", "personal", "admin", "csrf", "jwt", "id"),
     )
 )
-# Tokens of a text, and keys of data, are no secrets.
+# Tokens of a text and keys of data are not secrets.
 _TOKENS_OF_TEXT: Final = frozenset(
     (
         *("eos", "bos", "pad", "unk", "sep", "cls", "mask", "special", "image", "start"),
@@ -57,26 +58,26 @@ _TOKENS_OF_TEXT: Final = frozenset(
     )
 )
 _KEYS_OF_DATA: Final = frozenset(("PRIMARY", "SORT", "CACHE", "FOREIGN", "INDEX", "PARTITION"))
-# The last one is the key of a reference, whose value is a name.
+# Names that are not secrets. The last one is the key of a reference, and its value is a name.
 _NO_SECRET: Final = frozenset(
     ("PWD", "OLDPWD", "KEY", "PASS", "PAT", "AUTH", "SSH_AUTH", "prefect_secret")
 )
 _WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# `os.environ["NAME"] = "…"` is one too.
+# Assignments, including `os.environ["NAME"] = "…"`.
 _ASSIGNED: Final = re.compile(
     r"(?<![A-Za-z0-9_.-])-{0,2}(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})"
     r"""(?P<quote>["']?)\]?(?P<between>\s{0,3}[=:]\s{0,3})"""
 )
-# `os.environ.setdefault("NAME", "…")`, and a command as a list of words.
+# `os.environ.setdefault("NAME", "…")`, and a command as a list of strings.
 _LISTED: Final = re.compile(
     r"""(?:[A-Za-z_]\(\s{0,3}["']|["']-{1,2})(?P<name>[A-Za-z][A-Za-z0-9_.-]{0,99})["']"""
     r"""\s{0,3},\s{0,3}(?=["'])"""
 )
 _OPTION: Final = re.compile(r"(?<!\S)--?(?P<name>[A-Za-z][A-Za-z0-9_-]{0,99})\s{1,3}(?!\s)")
 _QUOTED: Final = r""""[^"\n]{1,4096}"|'[^'\n]{1,4096}'"""
-# A value without quotes ends where its word does. In a URL it ends at the next parameter.
+# A value without quotes ends at the end of its word. In a URL, it ends at the next parameter.
 _WORD_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"']{{1,4096}}""")
-# A list or a table, which may be cut. A reference says where the secret is, and is shown.
+# A list or a table, which may be truncated. A reference contains no secret and is not hidden.
 _GROUP_VALUE: Final = re.compile(
     r"""\[[^\]]{1,4096}\][^\s"']{0,4096}|\[[^\n]{1,4096}"""
     r"""|(?!\{\s{0,3}["']?(?:from_file|from_env|prefect_secret)\b)"""
@@ -84,7 +85,7 @@ _GROUP_VALUE: Final = re.compile(
 )
 _EMPTY: Final = re.compile(r"[\[{]\s{0,9}[\]}]")
 _URL_VALUE: Final = re.compile(rf"""{_QUOTED}|[^\s"'&]{{1,4096}}""")
-# What follows a secret option and is the next option, not its value.
+# The next option after a secret option, which is not its value.
 _NEXT_OPTION: Final = re.compile(r"--?|-[A-Za-z]|--[a-z][a-z0-9_.-]*(?:=[\s\S]*)?")
 _LOGIN_OPTIONS: Final = frozenset(("-u", "--user", "-U", "--proxy-user"))
 _LOGIN: Final = re.compile(
@@ -110,17 +111,17 @@ _KNOWN: Final = re.compile(
 _KEY_BEGIN: Final = re.compile(r"-----BEGIN [A-Z0-9 ]{0,30}PRIVATE KEY-----")
 _KEY_END: Final = "-----END"
 _KEY_CHARACTERS_MAX: Final = 16 * 1024
-# The lines of a key whose end is missing.
+# The lines of a private key whose end is missing.
 _KEY_LINES: Final = re.compile(
     r"(?:(?:\s|\\[rn]){0,8}(?:(?:Proc-Type|DEK-Info): ?[^\n]{1,200}|[A-Za-z0-9+/=]{16,}"
     r"|[A-Za-z0-9+/=]{1,15}(?=[\s\\\"'.]|\Z)(?! [A-Za-z(])))*"
 )
-# A text without any of these has no secret but one that is known as such.
+# A text without any of these contains no secret, except known values.
 _ANY: Final = re.compile(r"[=:@ ]|[a-z]_[A-Za-z0-9]|[a-z]-[A-Za-z0-9]|dapi|A[KS]IA|AIza|eyJ")
 _NUMBER: Final = re.compile(r"[-+]?[0-9][0-9_.,]*(?:e[-+]?[0-9]+)?%?", re.IGNORECASE)
-# Numbers of tokens as people write them: 4096, 1e9, 15T, 1.5 B.
+# Counts of tokens, such as 4096, 1e9, 15T and 1.5 B.
 _COUNT: Final = re.compile(rf"(?:{_NUMBER.pattern})\s?[kKmMgGbBtT]?", re.IGNORECASE)
-# `tokens: …` in a text is a secret only when its value has something that looks like one.
+# `tokens: …` in a text is a secret only if part of the value looks like one.
 _WORD_PART: Final = re.compile(r"[A-Za-z0-9_+/=.~-]{8,}")
 _LETTER: Final = re.compile(r"[A-Za-z]")
 _DIGIT: Final = re.compile(r"[0-9]")
@@ -134,7 +135,7 @@ _PLACE: Final = frozenset(
 
 @functools.lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """True for a name, of a key, a variable or an option, whose value is a secret."""
+    """Return True if the value of a key, a variable or an option with this name is a secret."""
     plain = name.strip("-").rpartition(".")[2].replace("-", "_")
     if plain in _NO_SECRET:
         return False
@@ -156,28 +157,28 @@ def is_secret(name: str) -> bool:
         return before in _BEFORE_KEY
     if low == "pass":
         return before in _BEFORE_PASS
-    # `client_secret_value`, but no file that holds one.
+    # `client_secret_value`, but not `client_secret_file`.
     return "secret" in {word.lower() for word in words} and low not in _PLACE
 
 
 def secrets_of(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values in a spec that may not be shown wherever they turn up, longest first."""
+    """Return the secret values in a spec, longest first."""
     found = {value for _, value in _values_of(spec) if _is_long(value)}
     return tuple(sorted(found, key=len, reverse=True))
 
 
 def places_of_secrets(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a spec whose values hold a secret in plain text, such as `environment.X`."""
+    """Return the keys of a spec whose values contain a secret, such as `environment.X`."""
     return tuple(dict.fromkeys(place for place, value in _values_of(spec) if _is_long(value)))
 
 
 def _is_long(value: str) -> bool:
-    """True for a value that can be told from other text."""
+    """Return True for a value that is long enough to differ from other text."""
     return len(value) >= SECRET_CHARACTERS_MIN and not _NUMBER.fullmatch(value)
 
 
 def redact(value: Any, secrets: Sequence[str] = ()) -> Any:
-    """`value` of JSON with its secrets hidden: by the names of keys and options, and in texts."""
+    """Return the JSON value with its secrets hidden, by names of keys and options and in texts."""
     if isinstance(value, str):
         return redact_text(value, secrets)
     if isinstance(value, Mapping):
@@ -194,7 +195,7 @@ def redact(value: Any, secrets: Sequence[str] = ()) -> Any:
 
 
 def redact_text(text: str, secrets: Sequence[str] = ()) -> str:
-    """The same for a text, such as a traceback."""
+    """Return a text, such as a traceback, with its secrets hidden."""
     parts, at = [], 0
     for start, end in spans(text, secrets):
         parts += [text[at:start], HIDDEN]
@@ -203,8 +204,8 @@ def redact_text(text: str, secrets: Sequence[str] = ()) -> str:
 
 
 def mask_bytes(content: bytes, secrets: Sequence[str] = ()) -> bytes:
-    """The same for a stretch of a file, whose length stays: each byte of a secret is a `*`."""
-    # One byte is one character, so that places in the text are places in the file.
+    """Return a part of a file with each byte of a secret as `*`. The length does not change."""
+    # With one character per byte, positions in the text are positions in the file.
     text = content.decode("latin-1")
     masked = bytearray(content)
     spelled = [os.fsencode(secret).decode("latin-1") for secret in secrets]
@@ -214,9 +215,9 @@ def mask_bytes(content: bytes, secrets: Sequence[str] = ()) -> bytes:
 
 
 def read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str] = ()) -> bytes:
-    """`limit` bytes of a file from `start` on, masked as part of what is written around them.
+    """Return `limit` bytes of a file from `start` with secrets masked.
 
-    A stretch may begin or end inside a secret.
+    The surrounding bytes are read too, because the part may start or end inside a secret.
     """
     before = min(start, AROUND_BYTES)
     file.seek(start - before)
@@ -225,7 +226,7 @@ def read_masked(file: BinaryIO, start: int, limit: int, secrets: Sequence[str] =
 
 
 def spans(text: str, secrets: Sequence[str] = ()) -> list[tuple[int, int]]:
-    """Where in `text` there are secrets: pairs of beginning and end, in order, none in another."""
+    """Return the (start, end) of each secret in `text`, in order and without overlaps."""
     found = sorted(_find(text, secrets))
     merged: list[tuple[int, int]] = []
     for start, end in found:
@@ -253,14 +254,14 @@ def _find(text: str, secrets: Sequence[str]) -> Iterator[tuple[int, int]]:
             for match in pattern.finditer(text):
                 yield match.span("value")
     for match in _LOGIN.finditer(text):
-        # A user and a group by their numbers are no password.
+        # A numeric user and group is not a login with a password.
         if not _NUMBER.fullmatch(match["value"]):
             yield match.span("value")
     yield from _find_named(text)
 
 
 def _find_keys(text: str) -> Iterator[tuple[int, int]]:
-    """Private keys in their text form, also those that are cut before their end."""
+    """Find private keys in text form, including truncated ones."""
     until, end = 0, -1
     for match in _KEY_BEGIN.finditer(text):
         start = match.end()
@@ -276,11 +277,11 @@ def _find_keys(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_named(text: str) -> Iterator[tuple[int, int]]:
-    """The values of secret names: what is assigned to them or given after them."""
+    """Find the values that are assigned to secret names or follow them."""
     until = spoken_until = 0
     for match in _ASSIGNED.finditer(text):
         is_plain = _is_plain_tokens(match["name"])
-        # What is inside a value that was judged is not judged again, which would take too long.
+        # Matches inside a value that was already checked are skipped, to save time.
         if match.end() < (spoken_until if is_plain else until):
             continue
         is_parameter = text[max(0, match.start() - 1) : match.start()] in {"?", "&"}
@@ -308,7 +309,7 @@ def _find_named(text: str) -> Iterator[tuple[int, int]]:
 def _value_after(
     pattern: re.Pattern[str], text: str, name: re.Match[str]
 ) -> tuple[int, int] | None:
-    """Where the value of a secret name stands, without its quotes; None for other names."""
+    """Return the (start, end) of a secret name's value without quotes; None for other names."""
     found = pattern.match(text, name.end()) if is_secret(name["name"]) else None
     if found is None:
         return None
@@ -317,7 +318,7 @@ def _value_after(
 
 
 def _is_spoken(name: re.Match[str], value: str) -> bool:
-    """True for what a program says of tokens that are no secrets: `loss per token: 2.31`."""
+    """Return True for output about tokens of text, such as `loss per token: 2.31`."""
     value = value.strip(_PUNCTUATION)
     if value in {"", "None", "null", "True", "False", "true", "false"}:
         return True
@@ -328,7 +329,7 @@ def _is_spoken(name: re.Match[str], value: str) -> bool:
         return True
     if ":" not in name["between"] or name["quote"]:
         return False
-    # Of tokens there may be some number; no other secret is one that nobody minds.
+    # A plain number after `token` is a count. For other names, only short values are harmless.
     is_count = low.endswith("token") and bool(_NUMBER.fullmatch(value))
     return is_count or len(value) < SECRET_CHARACTERS_MIN
 
@@ -338,25 +339,25 @@ def _is_plain_tokens(name: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """True for a text with a long word of letters and digits, as secrets are."""
+    """Return True for a text with a long word of letters and digits, which looks like a secret."""
     parts = (match[0] for match in _WORD_PART.finditer(value))
     return any(_LETTER.search(part) and _DIGIT.search(part) for part in parts)
 
 
 def _is_hidden(name: str, value: Any) -> bool:
-    """True for a value under a secret name: texts, numbers, and lists and tables with any."""
+    """Return True for a value under a secret name that is, or contains, a text or a number."""
     if not is_secret(name):
         return False
     return any(_hidden_leaves(value, is_count=name.lower().endswith("tokens")))
 
 
 def _hidden_leaves(value: Any, *, is_count: bool) -> Iterator[str]:
-    """What under a secret name is not empty, no switch and no reference, as texts."""
+    """Yield the values under a secret name as texts, without empty values, booleans, references."""
     if isinstance(value, str):
         if value and not (is_count and _COUNT.fullmatch(value)):
             yield value
     elif isinstance(value, Mapping):
-        # A reference says where the secret is.
+        # A reference contains no secret.
         if not (len(value) == 1 and _REFERENCES.issuperset(value)):
             for one in value.values():
                 yield from _hidden_leaves(one, is_count=is_count)
@@ -368,7 +369,7 @@ def _hidden_leaves(value: Any, *, is_count: bool) -> Iterator[str]:
 
 
 def _with_options(values: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each value, and True for one that a secret option before it takes."""
+    """Yield each value, with True if it is the value of the secret option before it."""
     before = ""
     for value in values:
         text = str(value) if isinstance(value, str | int | float) else ""
@@ -387,7 +388,7 @@ def _is_login(value: str) -> bool:
 
 
 def _values_of(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """Every secret value in JSON, each with its place: keys with dots between."""
+    """Yield (place, value) for every secret value in JSON. The place is a dotted key."""
     if isinstance(value, str):
         for start, end in spans(value):
             yield place, value[start:end]

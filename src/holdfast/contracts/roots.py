@@ -1,4 +1,4 @@
-"""A root's own identity: two clusters may each have a root of the same path."""
+"""The id of a root, because two clusters may have roots with the same path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ID: Final = re.compile(rb"[0-9a-f]{32}\n?")
 
 
 def read_root_id(root: Path) -> str:
-    """The UUID of `root`, 32 hexadecimal digits; empty when it has none that can be read."""
+    """Return the UUID of `root`, 32 hexadecimal digits; empty if it has none that can be read."""
     try:
         content = read_bounded(root / ROOT_ID, BYTES_MAX)
     except (OSError, ForeignFileError):
@@ -26,9 +26,9 @@ def read_root_id(root: Path) -> str:
 
 
 def ensure_root_id(root: Path) -> str:
-    """The same, and it is created durably when there is none.
+    """Return the UUID of `root`, and create it durably if there is none.
 
-    Empty where that is not allowed, such as in another user's root that nobody has submitted to.
+    Returns an empty string if the file cannot be created, such as in another user's root.
     """
     if found := read_root_id(root):
         return found

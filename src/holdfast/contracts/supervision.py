@@ -1,4 +1,4 @@
-"""Whether somebody supervises a run, from the lock that its flow holds."""
+"""Checks whether a run has a supervisor, by the lock that the supervisor holds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 
 
 def is_supervised(path: Path) -> bool:
-    """True when a living flow holds the lock at `path`; False also when it cannot be read.
+    """Return True if a live supervisor holds the lock at `path`; False if it cannot be read.
 
-    The probe takes a shared lock for a moment, so two probes do not mistake each other for a flow.
+    The check takes a shared lock for a moment, so two checks do not take each other for a
+    supervisor.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -32,8 +33,9 @@ def is_supervised(path: Path) -> bool:
 
 
 def lost_supervisor(path: Path) -> bool:
-    """True when a flow once took the lock at `path` and none holds it now, as this host sees it.
+    """Return True if a supervisor once took the lock at `path` and none holds it now.
 
-    A run that was just created has no such file yet: it waits for its first supervisor.
+    This is the view of the present host. A new run has no lock file until its first supervisor
+    starts, and the result is then False.
     """
     return os.path.lexists(path) and not is_supervised(path)
