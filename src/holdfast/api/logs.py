@@ -17,7 +17,7 @@ from holdfast.contracts.redaction import read_masked
 PART_BYTES_MAX: Final = 1024 * 1024
 FILES_MAX: Final = 20_000
 Stream = Literal["stdout", "stderr"]
-_FILE = re.compile(r"node-(\d{1,9})/i(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
+_FILE = re.compile(r"node-(\d{1,9})/l(\d{1,9})/rank-(\d{1,9})\.(stdout|stderr)\.log")
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
