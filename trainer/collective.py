@@ -162,15 +162,15 @@ class HierarchicalGroup:
         return self._gather(value, self._mates)
 
     def gather_firsts(self, value: Any) -> list[Any]:
-        """Return the values of the nodes' first ranks on the root. First ranks only."""
+        """Return all first ranks' values on the root, and [] elsewhere. First ranks only."""
         return self._gather(value, self._firsts)
 
     def scatter_firsts(self, values: Sequence[Any]) -> Any:
-        """Return the root's value for this node, one of `values` for each. First ranks only."""
+        """Return this node's entry of the root's `values`. First ranks only."""
         return self._scatter(values, self._firsts)
 
     def scatter_node(self, values: Sequence[Any]) -> Any:
-        """Return the first rank's value for this rank, one of `values` for each of the node."""
+        """Return this rank's entry of the first rank's `values`, one for each rank of the node."""
         return self._scatter(values, self._mates)
 
     def gather_all(self, value: Any) -> list[Any]:
@@ -182,7 +182,7 @@ class HierarchicalGroup:
         return [every[rank] for rank in sorted(every)]
 
     def scatter_all(self, values: Sequence[Any]) -> Any:
-        """Return the root's value for this rank, one of `values` for each rank."""
+        """Return this rank's entry of the root's `values`."""
         node: Sequence[Any] = []
         if self.is_first:
             by_node: dict[int, list[Any]] = {self._nodes[first]: [] for first in self._firsts}

@@ -142,7 +142,10 @@ class FlusherSupervisor:
 
     def _answer_full(self, step: int) -> None:
         """Answer that nothing was deleted: without an agent there are no keep rules."""
-        text = "there is no agent here that frees space by keep rules: delete what you do not need"
+        text = (
+            "no agent is running to delete checkpoints by the keep rules; delete files that you do "
+            "not need"
+        )
         with contextlib.suppress(OSError):
             wire.send(self._socket, "room", step=step, freed_bytes=0, detail=text)
 

@@ -30,9 +30,10 @@ from holdfast.trainer.saver import Saver
 
 NOTICE: Final = "notice"
 DRAWN: Final = (
-    "were drawn between the resume and the first step. The generators were put back, but what was "
-    "drawn is lost: a batch that was fetched before the loop is not the batch of an uninterrupted "
-    "run. Fetch each batch within its step, or draw from a generator of your own in per_rank"
+    "were drawn between the resume and the first step. The generators were reset to the resumed "
+    "state, so the drawn numbers are lost: a batch that was fetched before the loop is not the "
+    "batch of an uninterrupted run. Fetch each batch within its step, or use a generator of your "
+    "own in per_rank"
 )
 SLOW_PHASES: Final = {
     phase.name.lower(): phase for phase in (Phase.LOAD, Phase.COMPILE, Phase.EVAL, Phase.SAVE)

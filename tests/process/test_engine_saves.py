@@ -149,7 +149,7 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
     assert engine.save(make_state(3.0), {}, step=3, **FACTS)
     assert engine.save(make_state(4.0), {}, step=4, **FACTS) is None
     assert engine.in_flight == (2, 3)
-    with pytest.raises(SaveError, match=r"no staging slot came free within 0 s, steps \[2, 3\]"):
+    with pytest.raises(SaveError, match=r"no staging slot came free within 0 s\. Steps \[2, 3\]"):
         engine.save(make_state(), {}, step=5, must=True, timeout_s=0.05, **FACTS)
     assert engine.wait(0.05) == []
     flusher_supervisor.signal(signal.SIGCONT)
@@ -253,7 +253,7 @@ def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -
         engine.save({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, {}, step=1, **FACTS)
     with pytest.raises(SaveError, match="not JSON"):
         engine.save(make_state(), {"x": torch.zeros(1)}, step=1, **FACTS)
-    with pytest.raises(SaveError, match="put bulk into the state"):
+    with pytest.raises(SaveError, match="put large data into the state"):
         engine.save(make_state(), {"x": "y" * TRAIN_STATE_BYTES_MAX}, step=1, **FACTS)
 
 

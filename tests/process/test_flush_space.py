@@ -168,7 +168,7 @@ def test_a_supervisor_without_an_agent_answers_that_it_frees_nothing(tmp_path: P
             rank = FakeRank(Named(str(place)), run)
             slot = rank.stage(1, b"a" * 600 * KB)
             wait_until(lambda: slot.state is SlotState.FAILED, "the failure")
-            assert "there is no agent here that frees space by keep rules" in slot.error
+            assert "no agent is running to delete checkpoints by the keep rules" in slot.error
             rank.close()
         finally:
             own.close(wait=True)

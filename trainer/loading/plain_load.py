@@ -175,7 +175,7 @@ def _opaque(name: str) -> Maker:
 
 @cache
 def _makers() -> dict[str, Any]:
-    """Return, by full name, what torch allows and whose memory no number in the pickle sets."""
+    """Return torch's allowed names, without those whose memory use a number in the pickle sets."""
     makers: dict[str, Any] = {}
     for full, known in _get_allowed_globals().items():
         if isinstance(known, torch.dtype | torch.qscheme):

@@ -17,7 +17,7 @@ OVERHEAD_MAX: Final = 0.03
 # The assumed hours between failures of one node until the run has seen one. Large published
 # training runs report about this value.
 PRIOR_NODE_S: Final = 6000 * 3600.0
-# Bounds of the formula: not more often than the first, and at most an hour of work is not saved.
+# Bounds of the chosen interval. The maximum limits unsaved work to an hour.
 INTERVAL_MIN_S: Final = 10.0
 INTERVAL_MAX_S: Final = 3600.0
 # A smaller relative change of the interval is not reported.
@@ -51,7 +51,7 @@ class Choice:
 
 
 def mean_failure_s(seen: Failures, nodes: int) -> float:
-    """Return μ in seconds: the measured mean, or without failures the larger of prior and time."""
+    """Return μ in seconds: as measured, or without failures the prior or longer training time."""
     if seen.count:
         return max(seen.trained_s, 1.0) / seen.count
     return max(PRIOR_NODE_S / nodes, seen.trained_s)
