@@ -159,7 +159,7 @@ class Course:
         ranks: int | None = None,
         folder: str | None = None,
     ) -> dict[str, Any]:
-        say(f"{folder or name} …")
+        report_progress(f"{folder or name} …")
         settings = self._settings(folder or name) | (more or {})
         ranks = ranks or self._plan.ranks
         with Launch(name, ranks, settings, end_by=self._end_by) as launch:
@@ -209,7 +209,7 @@ class Course:
 
     def _start(self, number: int) -> tuple[dict[str, list[float]], float]:
         """Run one fresh start. Return its seconds and its quotient from signal to commit."""
-        say(f"start {number + 1} of {self._plan.pairs} …")
+        report_progress(f"start {number + 1} of {self._plan.pairs} …")
         settings = self._settings(f"start-{number}")
         directory = Path(settings["directory"])
         with Launch("starts", self._plan.ranks, settings, end_by=self._end_by) as launch:
@@ -299,6 +299,6 @@ def versions() -> dict[str, str]:
     return found | {"python": platform.python_version()}
 
 
-def say(text: str) -> None:
+def report_progress(text: str) -> None:
     """Print progress for people to stderr, apart from the result."""
     print(f"bench: {text}", file=sys.stderr, flush=True)

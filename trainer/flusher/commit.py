@@ -192,7 +192,7 @@ class _Wait:
     def __init__(
         self, run: RunPaths, directory: Path, part: dict[str, Any], peers: PeerState
     ) -> None:
-        self._run, self._directory, self._own, self._others = run, directory, part, peers
+        self._run, self._directory, self._own, self._peers = run, directory, part, peers
         self._began = self._checked = time.monotonic()
         self._peers_wait_s = flush_timeout_s()
         self._parts: dict[int, dict[str, Any]] = {part["node"]: part}
@@ -202,12 +202,12 @@ class _Wait:
         self._lost_grace_s = delay_s(directory)
 
     def for_commit(self) -> Manifest:
-        """Return the manifest, whoever writes it. Raises `SaveError` if there will be none."""
+        """Return the manifest, from any node. Raises `SaveError` if there will be none."""
         node, nodes = self._own["node"], self._own["nodes"]
         while True:
             committer = committer_of(nodes, self._lost_nodes())
             gathers = node == committer or self._is_due_to_take_over()
-            manifest = self._look(gathers)
+            manifest = self._check_directory(gathers)
             if manifest is not None:
                 # The node that wrote it may die before it calls fsync.
                 fsync_directory(self._directory)
@@ -220,7 +220,7 @@ class _Wait:
             missing = sorted(set(range(nodes)) - set(self._parts))
             self._pause(missing if committer in {node, None} else [committer])
 
-    def _look(self, gathers: bool) -> Manifest | None:
+    def _check_directory(self, gathers: bool) -> Manifest | None:
         """Return the manifest, None if there is none. Storage may fail for `LOOK_RETRY_S`."""
         try:
             manifest = read_manifest(self._directory)
@@ -260,7 +260,7 @@ class _Wait:
 
     def _lost_nodes(self) -> list[int]:
         """Return the lost nodes, and record when each was first reported lost."""
-        lost = sorted(self._others.lost())
+        lost = sorted(self._peers.lost())
         for node in lost:
             self._lost_since.setdefault(node, time.monotonic())
         return lost
@@ -299,7 +299,7 @@ class _Wait:
                 f"{self._peers_wait_s:.0f} s. Missing: {self._name_missing_ranks()}. Check that "
                 "all nodes mount the same directory and that those nodes are alive"
             )
-        if reason := self._others.abandoned():
+        if reason := self._peers.abandoned():
             raise SaveError(f"{self._directory.name}: {reason}")
         if now - self._checked > OVERTAKEN_CHECK_S:
             self._checked = now

@@ -69,7 +69,7 @@ def commit_step(
     directory = run.checkpoint(table["checkpoint"])
     is_alone = table["nodes"] == 1
     if resumed and is_alone:
-        _sweep(directory)
+        _remove_temporaries(directory)
     try:
         done = _refuse_or_accept_existing(run, directory, images, resumed)
     except OSError as error:
@@ -124,7 +124,7 @@ def _write_with_retry(
 
     def try_it() -> list[FileEntry]:
         space_guard.check(run, directory, need, node=tables[0]["node"])
-        _make_way(run, directory)
+        _make_directories(run, directory)
         make_directory(files)
         return _write_files(files, images, resumed, written)
 
@@ -144,7 +144,7 @@ def _write_with_retry(
         raise with_advice(problem, advice) from problem
 
 
-def _make_way(run: RunPaths, directory: Path) -> None:
+def _make_directories(run: RunPaths, directory: Path) -> None:
     """Create the step's directory and make its name durable.
 
     Another process may have created the parent directories and died before their fsync.
@@ -154,7 +154,7 @@ def _make_way(run: RunPaths, directory: Path) -> None:
         fsync_directory(parent)
 
 
-def _sweep(directory: Path) -> None:
+def _remove_temporaries(directory: Path) -> None:
     """Remove temporary manifest files that a killed flusher left.
 
     Call this only where no other node commits: its temporary file would still be needed.

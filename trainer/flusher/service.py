@@ -108,7 +108,7 @@ class Flusher:
         self._watch(self._wake_reader, lambda: self._wake_reader.recv(4096))
         if supervisor is not None:
             supervisor.settimeout(SUPERVISOR_SEND_TIMEOUT_S)
-            self._watch(supervisor, self._hear_supervisor)
+            self._watch(supervisor, self._receive_from_supervisor)
         self._allocator = Allocator()
         self._shards = ShardLists()
         self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
@@ -140,17 +140,17 @@ class Flusher:
         connection.settimeout(RANK_SEND_TIMEOUT_S)
         peer = RankConnection(connection, open_process(connection))
         self._peers.append(peer)
-        self._watch(connection, lambda: self._hear_rank(peer))
+        self._watch(connection, lambda: self._receive_from_rank(peer))
         if peer.process is not None:
             self._watch(peer.process, lambda: self._hang_up(peer))
 
-    def _hear_rank(self, peer: RankConnection) -> None:
+    def _receive_from_rank(self, peer: RankConnection) -> None:
         try:
-            heard = wire.receive(peer.connection)
-            if heard is None:
+            received = wire.receive(peer.connection)
+            if received is None:
                 self._hang_up(peer)
                 return
-            message, descriptors = heard
+            message, descriptors = received
             for descriptor in descriptors:
                 os.close(descriptor)
             self._answer_rank(peer, message)
@@ -190,7 +190,7 @@ class Flusher:
         for key in keys:
             handle = Slot.create(data_bytes)
             self._held[key] = HeldSlot(handle, Slot(handle), peer.local_rank)
-            self._tell_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
+            self._notify_supervisor("keep", (handle,), launch=key[0], rank=key[1], slot=key[2])
         peer.slots = keys
         handles = tuple(self._held[key].handle for key in keys)
         wire.send(peer.connection, "slots", descriptors=handles, numbers=[k[2] for k in keys])
@@ -216,20 +216,20 @@ class Flusher:
             self._selector.unregister(peer.process)
             os.close(peer.process)
 
-    def _hear_supervisor(self) -> None:
+    def _receive_from_supervisor(self) -> None:
         assert self._supervisor is not None
         try:
-            heard = wire.receive(self._supervisor)
+            received = wire.receive(self._supervisor)
         except (OSError, ValueError) as error:
             _log(f"the supervisor was disconnected: {error}")
-            heard = None
-        if heard is None:
+            received = None
+        if received is None:
             self._selector.unregister(self._supervisor)
             self._supervisor.close()
             self._supervisor = None
             self._space_guard.hang_up()
             return
-        message, descriptors = heard
+        message, descriptors = received
         if message["kind"] == "kept":
             for handle in descriptors:
                 self._adopt((message["launch"], message["rank"], message["slot"]), handle)
@@ -252,7 +252,7 @@ class Flusher:
             slot.state = SlotState.SEALED
         self._held[key] = HeldSlot(handle, slot, resumed=resumed)
 
-    def _tell_supervisor(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
+    def _notify_supervisor(self, kind: str, descriptors: tuple[int, ...] = (), **data: Any) -> None:
         if self._supervisor is None:
             return
         try:
@@ -263,7 +263,7 @@ class Flusher:
     def _ask_for_space(self, need: Need, problem: str) -> bool:
         """Ask the supervisor for space, from the writer thread. Packets are sent whole or not."""
         error = wire.clip(problem, wire.MESSAGE_BYTES_MAX // 2)
-        self._tell_supervisor("full", step=need.step, bytes=need.step_bytes, error=error)
+        self._notify_supervisor("full", step=need.step, bytes=need.step_bytes, error=error)
         return self._supervisor is not None
 
     # --- decisions ------------------------------------------------------------------------
@@ -339,7 +339,7 @@ class Flusher:
                 self._committed_steps[launch] = max(
                     done.step, self._committed_steps.get(launch, -1)
                 )
-                self._tell_supervisor(
+                self._notify_supervisor(
                     "committed",
                     step=done.step,
                     checkpoint=done.checkpoint,
@@ -350,7 +350,7 @@ class Flusher:
             else:
                 _log(f"{name} is not committed: {result.error}")
                 error = wire.clip(result.error, wire.MESSAGE_BYTES_MAX // 2)
-                self._tell_supervisor("failed", step=step, checkpoint=name, error=error)
+                self._notify_supervisor("failed", step=step, checkpoint=name, error=error)
 
     def _answer_drain(self) -> None:
         """Answer the supervisor's drain request when all is written or its time limit passed."""
@@ -366,7 +366,7 @@ class Flusher:
             for r in self._results
             if not r.committed
         ]
-        self._tell_supervisor(
+        self._notify_supervisor(
             "drained",
             number=self._drain_number,
             is_done=idle,

@@ -67,7 +67,7 @@ class Task:
     own: frozenset[str] | None
     upload: Upload | None = None
     began: float = 0.0
-    look_at: float = 0.0
+    due_at: float = 0.0
     rounds: int = 0
     is_sent: bool = False
     peers_wait_s: float = PEERS_WAIT_S
@@ -161,7 +161,7 @@ class MirrorWorker:
         with self._changed:
             while True:
                 now = time.monotonic()
-                due = next((t for t in self._waiting if t.look_at <= now), None)
+                due = next((t for t in self._waiting if t.due_at <= now), None)
                 if self._new:
                     self._current = self._new.popleft()
                 elif due is not None:
@@ -192,13 +192,13 @@ class MirrorWorker:
             commit(store, upload, retries=Retries())
             self._finish(task, upload)
         elif time.monotonic() < task.made + task.peers_wait_s:
-            self._look_again(task, PEERS_POLL_S)
+            self._try_again_later(task, PEERS_POLL_S)
         else:
             lacking = ", ".join(missing[:5])
             raise MirrorError(f"the mirror lacks {len(missing)} files of other nodes: {lacking}")
 
-    def _look_again(self, task: Task, pause_s: float) -> None:
-        task.look_at = time.monotonic() + pause_s
+    def _try_again_later(self, task: Task, pause_s: float) -> None:
+        task.due_at = time.monotonic() + pause_s
         with self._changed:
             self._waiting.append(task)
 
@@ -221,7 +221,7 @@ class MirrorWorker:
         self._journal(task, EventKind.MIRROR_FAILED, error=problem[:ERROR_CHARACTERS_MAX])
         task.rounds += 1
         if is_passing and task.rounds < ROUNDS_MAX:
-            self._look_again(task, ROUND_PAUSE_S)
+            self._try_again_later(task, ROUND_PAUSE_S)
 
     def _files_of(self, run: RunPaths, directory: Path) -> Path:
         """Return this node's folder for the files of a checkpoint that an earlier flusher wrote."""

@@ -245,7 +245,7 @@ class Signature:
         """Return a readable line for each key that differs."""
         now = {key: _fingerprint(value) for key, value in flat.items()}
         return [
-            f"{key}: {_describe(now, key, 'gone')}, planned "
+            f"{key}: {_describe(now, key, 'missing')}, planned "
             f"{_describe(self._prints, key, 'nothing')}"
             for key in sorted({*now, *self._prints})
             if key not in now or key not in self._prints or now[key] != self._prints[key]

@@ -141,18 +141,18 @@ class FlusherConnection:
         assert self._connection is not None
         try:
             wire.send(self._connection, kind, **data)
-            heard = wire.receive(self._connection)
+            received = wire.receive(self._connection)
         except OSError as error:
-            heard, problem = None, str(error)
+            received, problem = None, str(error)
         else:
             problem = "the connection was closed"
-        if heard is None:
+        if received is None:
             self.close()
             raise SaveError(
                 f"the flusher {self._place} did not answer `{kind}`: {problem}. Nothing is saved "
                 "until the flusher supervisor has restarted it"
             )
-        return heard[1]
+        return received[1]
 
     def _has_hung_up(self) -> bool:
         """Return True without a connection. The flusher sends only replies, so any input is EOF."""
