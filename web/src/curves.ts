@@ -1,5 +1,5 @@
-// What several launches logged as one curve: where a later one went over steps again, its word
-// stands. Pure.
+// One curve from the values of several launches. For repeated steps, the later launch counts. Pure
+// functions.
 import type { Series } from "./api/types";
 
 export interface Curve {
@@ -8,22 +8,22 @@ export interface Curve {
   y: (number | null)[];
 }
 
-/** Distances between ticks: steps are whole numbers, so their labels never round. */
+/** Distances between ticks: whole numbers, because steps are. */
 export const STEP_INCREMENTS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
   .flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 const RATE = "steps per second";
-// A loss is what most people look for; the rest stands in the order of the alphabet.
+// Losses come first, then the other metrics by name, then the rate.
 const order = (name: string): string =>
   `${name === "loss" ? 0 : name.includes("loss") ? 1 : name === RATE ? 3 : 2}${name}`;
 
-/** One curve for each metric and one for the pace, over all launches in their order. */
+/** One curve for each metric and one for the rate, over all launches in order. */
 export function stitch(series: Series[]): Curve[] {
   const launches = series
     .filter((one) => one.points.length > 0)
     .toSorted((a, b) => a.attempt - b.attempt || a.launch - b.launch);
   const kept = launches.flatMap((one, index) => {
-    // Whatever any later launch trained again is not part of the curve.
+    // Drop the steps that a later launch repeated.
     const until = Math.min(
       ...launches.slice(index + 1).map((later) => later.points[0]?.step ?? Infinity),
     );
@@ -31,11 +31,11 @@ export function stitch(series: Series[]): Curve[] {
   });
   const names = new Set(kept.flatMap((point) => Object.keys(point.values)));
   const curves = [...names].map((name): Curve => {
-    const told = kept.filter((point) => name in point.values);
+    const points = kept.filter((point) => name in point.values);
     return {
       name,
-      x: told.map((point) => point.step),
-      y: told.map((point) => point.values[name]?.last ?? null),
+      x: points.map((point) => point.step),
+      y: points.map((point) => point.values[name]?.last ?? null),
     };
   });
   curves.push({

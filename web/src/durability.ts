@@ -1,19 +1,19 @@
-// How safe a checkpoint is, from memory to a second place. Pure.
+// The durability of a checkpoint, from memory to a mirror. Pure functions.
 import type { Checkpoint, GraphNode } from "./api/types";
 
-/** What an icon stands for: the last stage that was reached in the checkpoint's own place. */
+/** The last stage that the checkpoint itself has reached, which its icon shows. */
 export type Stage = "staged" | "durable" | "verified" | "damaged" | "deleted";
 
 export const STAGE_WORDS: Record<Stage | "mirrored", string> = {
-  staged: "staged: sealed in memory, being written",
+  staged: "staged: complete in memory, being written",
   durable: "durable: committed by its manifest",
-  verified: "verified: every byte was read back",
+  verified: "verified: every byte was read and compared",
   damaged: "damaged",
   deleted: "deleted",
-  mirrored: "mirrored: copied to a second place",
+  mirrored: "mirrored: copied to the mirror",
 };
 
-/** The stage of a state of the server's and of the last verdict, if there was one. */
+/** The stage from the server's state and the last verification, if there was one. */
 export function stageOf(state: string | undefined, verdict: boolean | null | undefined): Stage {
   if (state === "staged" || state === "deleted" || state === "damaged") return state;
   if (verdict === false) return "damaged";
@@ -30,8 +30,8 @@ export interface Reached {
   note: string | null;
 }
 
-/** The stages in their order, each with when it was reached, if it was. Without a mirror in the
-    run's spec the last one is left out. */
+/** The stages in order, each with the time when it was reached. Without a mirror in the run's
+    spec, the last one is omitted. */
 export function reachedStages(one: Checkpoint, hasMirror: boolean): Reached[] {
   const isDamaged = stageOfCheckpoint(one) === "damaged";
   const whom = one.verified_by === "resume" ? "a resume" : one.verified_by;

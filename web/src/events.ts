@@ -1,8 +1,8 @@
-// Journal lines for people: their kinds, and their facts in one line. Pure.
+// Readable journal lines: their kinds, and their facts in one line. Pure functions.
 import { bytes, count, exact, figure, span } from "./format";
 import { plain } from "./states";
 
-/** Every kind of line that a journal can hold, in the order of `contracts.journal.EventKind`. */
+/** All kinds of journal lines, in the order of `contracts.journal.EventKind`. */
 export const KINDS = [
   "supervised", "attempt_reserved", "attempt_submitted", "attempt_state", "attempt_ended",
   "decision", "operator_request", "run_ended", "pinned", "unpinned", "checkpoint_deleted",
@@ -17,12 +17,12 @@ const DIGEST = /^[0-9a-f]{32,}$/;
 const DIGEST_SHOWN = 12;
 const SECONDS = /(?<!_per)_s$|^seconds$/;
 const TIMES = /(^|_)(at|until|deadline|time)$/;
-// Times of the journals are Unix seconds; smaller numbers of such a name are durations or counts.
+// Times are Unix seconds. Smaller numbers under such a name are durations or counts.
 const TIME_MIN = 1e9;
-// Names in digits, not quantities.
+// Numbers that are identifiers.
 const NAMES = /(^|_)(pid|id|port|job|uid|seed)$/;
 
-/** A fact: times as such, digests by their beginning, nested values as JSON. */
+/** The text of a fact. Digests are shortened, and nested values are JSON. */
 export function factOf(key: string, value: unknown): string {
   if (Array.isArray(value) && value.every((one) => typeof one === "string")) {
     return value.join("; ");
@@ -39,14 +39,14 @@ export function factOf(key: string, value: unknown): string {
   return DIGEST.test(text) ? `${text.slice(0, DIGEST_SHOWN)}…` : text;
 }
 
-const isTold = (value: unknown): boolean =>
+const hasValue = (value: unknown): boolean =>
   value !== null && value !== "" && !(Array.isArray(value) && value[0] === undefined);
 
-/** The facts of a line in one line; the attempt has a column of its own. */
+/** The facts of a journal line, without the attempt, which has its own column. */
 export function factsOf(data: Record<string, unknown>): string {
-  const told = Object.entries(data)
-    .filter(([key, value]) => key !== "attempt" && isTold(value))
+  const facts = Object.entries(data)
+    .filter(([key, value]) => key !== "attempt" && hasValue(value))
     .map(([key, value]) => `${plain(key.replace(SECONDS, ""))} ${factOf(key, value)}`.trim());
-  const text = told.join(" · ");
+  const text = facts.join(" · ");
   return text.length > WORDS_MAX ? `${text.slice(0, WORDS_MAX)}…` : text;
 }

@@ -23,7 +23,7 @@ const folds = (nodes: Shown[]) => nodes.filter(isFold);
 const members = (nodes: Shown[]) => folds(nodes).flatMap((one) => one.members);
 
 describe("fold", () => {
-  it("hides an eventless line of ten thousand but for its ends", () => {
+  it("folds a chain of ten thousand checkpoints, except for its ends", () => {
     const { nodes, edges } = fold(line(10_000), new Set());
     expect(nodes.map((one) => one.kind).toSorted()).toEqual(
       ["attempt", "checkpoint", "checkpoint", "fold", "run"]);
@@ -44,13 +44,13 @@ describe("fold", () => {
     graph.edges.push({ from: id(40), to: "/out/gpt.pt", kind: "exported_to" });
     const hidden = new Set(members(fold(graph, new Set()).nodes));
     expect([1, 20, 30, 40, 60].filter((step) => hidden.has(id(step)))).toEqual([]);
-    // What was rolled back and what was not are never in one fold.
+    // A fold never mixes checkpoints that were rolled back with others.
     for (const one of folds(fold(graph, new Set()).nodes)) {
       expect(one.first_step > 50 || one.last_step <= 50).toBe(true);
     }
   });
 
-  it("opens step by step and never shows very many at once", () => {
+  it("expands step by step and never shows too many nodes at once", () => {
     const graph = line(10_000);
     const open = new Set<string>();
     const seen: number[] = [];
@@ -67,15 +67,15 @@ describe("fold", () => {
     expect(Math.max(...seen)).toBeLessThan(5 * (SHOWN_MAX + 5));
   });
 
-  it("keeps every edge between what is shown", () => {
+  it("keeps every edge between visible nodes", () => {
     const { nodes, edges } = fold(line(500), new Set());
     const there = new Set(nodes.map((one) => one.id));
     expect(edges.every((edge) => there.has(edge.from) && there.has(edge.to))).toBe(true);
   });
 
-  it("draws a restart in place forwards, and keeps the checkpoint it resumed from in sight", () => {
+  it("draws a restart in place forwards, and keeps its checkpoint visible", () => {
     const graph = line(40);
-    // The second launch resumed from step 20, which the first one had left for steps up to 40.
+    // The second launch resumed from step 20. The first one had continued to step 40.
     const again = (step: number) => id(step).replace(/l\d+$/, "l02");
     for (const step of [21, 22, 23]) {
       graph.nodes.push({ id: again(step), kind: "checkpoint", run: "gpt", state: "committed", step,
@@ -91,7 +91,7 @@ describe("fold", () => {
     expect(new Set(members(nodes)).has(id(20))).toBe(false);
   });
 
-  it("bears a circle, which damaged manifests may tell of", () => {
+  it("accepts a cycle, as damaged manifests may have one", () => {
     const graph = line(30);
     graph.edges.push({ from: id(1), to: id(30), kind: "parent" });
     const { nodes } = fold(graph, new Set());

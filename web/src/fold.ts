@@ -1,6 +1,6 @@
-// Long stretches of a lineage folded into one node each, so that ten thousand checkpoints are a
-// picture of a few dozen. A fold hides only what is alike and eventless: every pin, fork, export,
-// resume, rollback and end stays in sight. Pure.
+// Folds long chains of checkpoints in a lineage into one node each, so that ten thousand
+// checkpoints become a few dozen nodes. A fold contains only equal checkpoints without events:
+// pins, forks, exports, resumes, rollbacks and ends stay visible. Pure functions.
 import type { Graph, GraphEdge, GraphNode } from "./api/types";
 import { stageOfNode } from "./durability";
 
@@ -14,29 +14,28 @@ export interface Fold extends GraphNode {
 export type Shown = GraphNode | Fold;
 export const isFold = (node: Shown): node is Fold => node.kind === "fold";
 
-/** An opened fold shows at most about this many nodes, the rest in folds of their own. */
+/** An expanded fold shows about this many nodes, and the rest in smaller folds. */
 export const SHOWN_MAX = 24;
 const FOLD_MIN = 4;
 const ID = /^(.*):step-\d+\.a(\d+)\.l(\d+)$/;
 const ATTEMPT = /^(.*):attempt-(\d+)$/;
 
-/** (run, attempt, launch) in the id of a checkpoint or, without a launch, of an attempt. */
+/** (run, attempt, launch) from the id of a checkpoint or, without a launch, of an attempt. */
 function originOf(id: string): [string, number, number] | null {
   const found = ID.exec(id) ?? ATTEMPT.exec(id);
   return found ? [found[1] ?? "", Number(found[2]), Number(found[3] ?? 0)] : null;
 }
 
-/** Whether an edge says that an attempt resumed from a checkpoint which it had made itself. */
+/** Whether an attempt resumed from its own checkpoint. */
 function isInPlace({ from, to, kind }: GraphEdge): boolean {
   if (kind !== "resumed_from") return false;
   const [one, other] = [originOf(from), originOf(to)];
   return one !== null && other !== null && one[0] === other[0] && one[1] === other[1];
 }
 
-/** Edges in which a restart in place leads from the checkpoint to the first of the new launch.
-
-    From the attempt, which made both, it would close a circle. */
-function withoutCircles(edges: GraphEdge[]): GraphEdge[] {
+/** The edges, in which a restart in place leads from the checkpoint to the first one of the new
+    launch. An edge from the attempt, which wrote both, would close a cycle. */
+function withoutCycles(edges: GraphEdge[]): GraphEdge[] {
   const restarted = new Set(edges.filter(isInPlace).map((edge) => edge.to));
   return edges.filter((edge) => !isInPlace(edge)).map((edge) => {
     if (edge.kind !== "parent" || !restarted.has(edge.to)) return edge;
@@ -46,9 +45,9 @@ function withoutCircles(edges: GraphEdge[]): GraphEdge[] {
   });
 }
 
-/** Edges in the order of time, `from` before `to`, and those between attempts and their first. */
+/** The edges with `from` before `to` in time, and edges from attempts to their first checkpoint. */
 export function inTime({ nodes, edges }: Graph): GraphEdge[] {
-  const found = withoutCircles(edges).map((edge) =>
+  const found = withoutCycles(edges).map((edge) =>
     edge.kind === "exported_to" || edge.kind === "rolled_back"
       ? edge
       : { from: edge.to, to: edge.from, kind: edge.kind },
@@ -82,7 +81,7 @@ interface Chain {
 const look = (node: GraphNode): string =>
   [stageOfNode(node), node.mirrored ?? false, node.rolled_back, node.run].join("|");
 
-/** Maximal stretches of checkpoints that hang on nothing but their neighbours. */
+/** The longest chains of checkpoints that are connected with their neighbours only. */
 export function chains(nodes: GraphNode[], edges: GraphEdge[]): Chain[] {
   const next = new Map<string, string[]>();
   const previous = new Map<string, string[]>();
@@ -139,7 +138,7 @@ function foldOf(members: GraphNode[]): Fold {
   };
 }
 
-/** A stretch as it is shown: one fold, or, where it is open, its nodes or smaller folds. */
+/** A chain as one fold or, if it is expanded, as its nodes or smaller folds. */
 function unfold(members: GraphNode[], open: ReadonlySet<string>): Shown[] {
   if (members.length < FOLD_MIN) return members;
   const fold = foldOf(members);
@@ -158,7 +157,7 @@ export interface Folded {
   edges: GraphEdge[];
 }
 
-/** The graph with its eventless stretches folded, but for those in `open`. */
+/** The graph with its chains folded, except for those in `open`. */
 export function fold(graph: Graph, open: ReadonlySet<string>): Folded {
   const edges = inTime(graph);
   const place = new Map<string, string>();

@@ -1,16 +1,16 @@
-// Numbers, sizes and times as people read them. Pure: `now` is given, never asked for.
+// Formats for numbers, sizes and times. Pure functions: `now` is an argument.
 
 const NONE = "–";
 const BYTES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const SPANS: [number, string][] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 
-/** Digits in groups of three, set apart by a thin space. */
+/** A whole number with thin spaces between groups of three digits. */
 export function count(value: number | null | undefined): string {
   if (value == null || !Number.isFinite(value)) return NONE;
   return Math.round(value).toString().replace(/\B(?=(\d{3})+$)/g, "\u202f");
 }
 
-/** Four figures, for losses and rates. */
+/** A number with four digits, for losses and rates. */
 export function figure(value: number | null | undefined): string {
   if (value == null) return NONE;
   if (!Number.isFinite(value)) return String(value);
@@ -48,7 +48,7 @@ export function span(seconds: number | null | undefined): string {
   return words.filter((word) => !word.startsWith("0 ")).join(" ");
 }
 
-/** "3 min ago", "in 2 h": the largest unit alone. */
+/** "3 min ago" or "in 2 h", in the largest unit. */
 export function relative(then: number, now: number): string {
   const seconds = (now - then) / 1000;
   const size = Math.abs(seconds);
@@ -58,7 +58,7 @@ export function relative(then: number, now: number): string {
   return seconds >= 0 ? `${text} ago` : `in ${text}`;
 }
 
-/** Date, time to the second and the offset, in the reader's own zone. */
+/** Date, time and offset in the local time zone. */
 export function exact(then: number): string {
   const date = new Date(then);
   const two = (value: number) => String(value).padStart(2, "0");
@@ -82,20 +82,20 @@ export function money(value: number | null | undefined, currency: string | null 
   return `${value.toFixed(2)} ${currency ?? "USD"}`;
 }
 
-/** `step-00001000.a0001.l01` in words. */
+/** A readable form of `step-00001000.a0001.l01`. */
 export function checkpointWords(id: string): string {
   const found = /step-0*(\d+)\.a0*(\d+)\.l0*(\d+)$/.exec(id);
   if (!found) return id;
   return `step ${count(Number(found[1]))} · attempt ${found[2]}.${found[3]}`;
 }
 
-/** The run's folder in a checkpoint's id, which is `<run>:<directory>`. */
+/** The run in a checkpoint's id, which is `<run>:<directory>`. */
 export function runOf(id: string): string {
   const at = id.lastIndexOf(":");
   return at < 0 ? id : id.slice(0, at);
 }
 
-/** Milliseconds of an ISO time; NaN never comes out. */
+/** Milliseconds of an ISO time; null if it is missing or invalid. */
 export function when(iso: string | null | undefined): number | null {
   const value = iso ? Date.parse(iso) : Number.NaN;
   return Number.isNaN(value) ? null : value;
@@ -104,7 +104,7 @@ export function when(iso: string | null | undefined): number | null {
 /** Unix seconds as an ISO time. */
 export const isoOf = (seconds: number): string => new Date(seconds * 1000).toISOString();
 
-/** The attempt that wrote a checkpoint, from its id or its directory's name. */
+/** The attempt that wrote a checkpoint, from its id or directory name. */
 export function attemptOf(id: string): number | null {
   const found = /\.a(\d+)\.l\d+$/.exec(id);
   return found ? Number(found[1]) : null;

@@ -1,4 +1,4 @@
-// Keys: `/` searches, `g` and a letter goes to a page, j and k walk a list, Enter opens, ? helps.
+// Keys: `/` searches, `g` and a letter open a page, j and k select a row, Enter opens it, ? helps.
 import { useEffect, useRef } from "react";
 
 export const GO: Record<string, [string, string]> = {
@@ -17,13 +17,13 @@ const hasModifier = (event: KeyboardEvent) => event.ctrlKey || event.metaKey || 
 
 type Go = (path: string, search?: Record<string, string>) => void;
 
-/** Something that Enter itself opens. */
+/** Whether the element handles Enter itself. */
 const isOwn = (target: EventTarget | null): boolean =>
   target instanceof HTMLElement && target.closest("a, button, summary, [role=dialog]") !== null;
 
-/** The keys that hold on every page. */
+/** The keys of every page. */
 export function useKeys(go: Go, help: () => void) {
-  // Between the two keys of a chord the page may be drawn again: what was pressed is kept.
+  // The page may be rendered between the two keys of a chord, so the first one is kept here.
   const now = useRef({ go, help, armed: 0 });
   now.current = { ...now.current, go, help };
   useEffect(() => {
@@ -51,14 +51,14 @@ function focusSearch(event: KeyboardEvent, go: Go) {
   else go("/", { focus: "search" });
 }
 
-/** j, k and Enter over `count` rows of which `at` is selected. */
+/** The keys j, k and Enter for `count` rows. `at` is the selected one. */
 export function useListKeys(
   count: number,
   at: number,
   select: (index: number) => void,
   open: (index: number) => void,
 ) {
-  // Keys may come faster than the page is drawn: the next one must know what the last one did.
+  // Keys may be faster than rendering, so each key updates the selection here.
   const now = useRef({ count, at, select, open });
   now.current = { count, at, select, open };
   useEffect(() => {

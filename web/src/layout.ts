@@ -1,4 +1,4 @@
-// Where the nodes of a graph stand, found by ELK in a worker that only Lineage loads.
+// The layout of a graph, computed by ELK in a worker that only the lineage view loads.
 import ELK, { type ElkNode } from "elkjs/lib/elk-api.js";
 import workerUrl from "elkjs/lib/elk-worker.min.js?url";
 import type { Folded } from "./fold";
@@ -11,11 +11,11 @@ export interface Point {
   y: number;
 }
 
-/** Where each node stands, and by its number the way of each edge. */
+/** The position of each node, and the path of each edge by its number. */
 export interface Layout {
   places: Map<string, Point>;
   ways: Map<number, Point[]>;
-  /** On a narrow window the line goes down, else to the right and on in the next row. */
+  /** Whether the graph goes down, in a narrow window, or in rows to the right. */
   isDown: boolean;
 }
 
@@ -26,10 +26,10 @@ const OPTIONS = {
   "elk.layered.nodePlacement.strategy": "NETWORK_SIMPLEX",
   "elk.layered.considerModelOrder.strategy": "NODES_AND_EDGES",
 };
-// Beyond this many nodes the exact placement takes too long; a simpler one is still legible.
+// With more nodes, the exact placement takes too long. A simpler one is still legible.
 const EXACT_MAX = 150;
 
-// A long line goes on in the next row, as text does, so that its cards can be read.
+// A long chain continues in the next row, so that its cards stay readable.
 const ROWS = {
   "elk.direction": "RIGHT",
   "elk.layered.spacing.nodeNodeBetweenLayers": "58",
@@ -40,9 +40,9 @@ const DOWN = { "elk.direction": "DOWN", "elk.layered.spacing.nodeNodeBetweenLaye
 
 let elk: InstanceType<typeof ELK> | null = null;
 
-/** Places for all nodes: in rows, `aspect` times as wide as high, or down without an aspect.
+/** Lays out the graph in rows with the ratio `aspect`, or downwards if it is null.
 
-    Rejects when the worker cannot be loaded. */
+    Rejects if the worker cannot be loaded. */
 export async function layOut({ nodes, edges }: Folded, aspect: number | null): Promise<Layout> {
   elk ??= new ELK({ workerUrl });
   const there = new Set(nodes.map((node) => node.id));

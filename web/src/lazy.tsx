@@ -1,4 +1,4 @@
-// Views that are loaded when somebody opens them. When a file cannot be loaded, the page stays.
+// Views that are loaded when they are opened. If loading fails, the page stays open.
 import { useEffect, useReducer, useState, type FunctionComponent } from "react";
 import { AwayError, probe } from "./api/client";
 import { useConnection } from "./api/live";
@@ -10,12 +10,12 @@ const RELOADED = "holdfast:reloaded-at";
 const RELOAD_GAP_MS = 60_000;
 const preloads: (() => Promise<unknown>)[] = [];
 
-/** Loads every view in the background, so that each opens even when the server is away. */
+/** Loads every view in the background, so that it opens even without the server. */
 export async function preloadViews() {
   for (const load of preloads) await load().catch(() => undefined);
 }
 
-/** The server answers and has no such file: it serves a newer build of the page, so load that. */
+/** Reloads the page: if the server responds without the file, it serves a newer build. */
 function loadNewBuild(): boolean {
   const last = Number(sessionStorage.getItem(RELOADED) ?? 0);
   if (Date.now() - last < RELOAD_GAP_MS) return false;
@@ -24,8 +24,8 @@ function loadNewBuild(): boolean {
   return true;
 }
 
-/** The component `name` of a module. The router's own wrapper would reload the whole page when
-    the server is away, which ends in the browser's error page. */
+/** The component `name` of a module. The router's own wrapper would reload the whole page if the
+    server is unreachable, and the browser would show its error page. */
 export function lazyView(load: Load, name: string): FunctionComponent {
   let found: FunctionComponent | undefined;
   const bring = async () => {
@@ -46,7 +46,7 @@ export function lazyView(load: Load, name: string): FunctionComponent {
         async (reason: unknown) => {
           const isReached = await probe();
           if (!isCurrent || (isReached && loadNewBuild())) return;
-          setError(isReached ? reason : new AwayError("The server did not answer."));
+          setError(isReached ? reason : new AwayError("The server did not respond."));
         },
       );
       return () => {

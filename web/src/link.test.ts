@@ -6,17 +6,17 @@ const link = (fields: Partial<Link>): Link => ({
 });
 
 describe("connectionOf", () => {
-  it("is live only while the stream delivers", () => {
+  it("is live only while the stream works", () => {
     expect(connectionOf(link({}), SILENT_MS)).toBe("live");
     expect(connectionOf(link({ answered: null }), SILENT_MS + 1)).toBe("connecting");
     expect(connectionOf(link({ answered: false }), SILENT_MS + 1)).toBe("away");
   });
 
-  it("stays live when one request fails and the stream goes on", () => {
+  it("stays live if one request fails and the stream works", () => {
     expect(connectionOf(link({ answered: false }), 1000)).toBe("live");
   });
 
-  it("polls when requests are answered and the stream is not", () => {
+  it("polls if requests work and the stream does not", () => {
     const failed = link({ isOpen: false, hasFailed: true });
     expect(connectionOf(failed, 0)).toBe("polling");
     expect(connectionOf({ ...failed, answered: false }, 0)).toBe("away");

@@ -1,4 +1,4 @@
-// The page's beginning: data, routes, clock.
+// The entry point of the page.
 import { QueryCache, QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { RouterProvider } from "@tanstack/react-router";
 import { StrictMode } from "react";
@@ -16,7 +16,7 @@ const PRELOAD_MS = 2_000;
 const TRIES = 2;
 
 const client: QueryClient = new QueryClient({
-  // A session that ended shows on any request; then the log-in comes.
+  // Any request may show that the session has ended; then the log-in comes.
   queryCache: new QueryCache({
     onError: (error, { queryKey: [kind] }) => {
       if (error instanceof ApiError && error.status === 401 && kind !== "session") {
@@ -27,10 +27,10 @@ const client: QueryClient = new QueryClient({
   defaultOptions: {
     queries: {
       staleTime: STALE_MS,
-      // A refusal stays one; a server that is away is asked again.
+      // Retry only if the server did not respond.
       retry: (tries, error) => !(error instanceof ApiError) && tries < TRIES,
       refetchOnWindowFocus: true,
-      // A server on loopback answers though the machine is off the net.
+      // A server on loopback responds even without a network.
       networkMode: "always",
     },
     mutations: { networkMode: "always" },
@@ -48,6 +48,6 @@ if (place) {
       </QueryClientProvider>
     </StrictMode>,
   );
-  // After the first view, not beside it.
+  // Load the other views after the first one.
   window.setTimeout(() => void preloadViews(), PRELOAD_MS);
 }

@@ -1,4 +1,4 @@
-// How far a run is, and how long it still needs. Pure.
+// A run's progress and the time left. Pure functions.
 import type { Run } from "./api/types";
 
 interface Stepped {
@@ -6,7 +6,7 @@ interface Stepped {
   live_step?: number | null;
 }
 
-/** The newest step that is known: heartbeats are ahead of commits. Null before the first one. */
+/** The newest step from heartbeats and commits; null before the first one. */
 export function stepOf({ step, live_step: live }: Stepped): number | null {
   const newest = Math.max(live ?? -1, step ?? -1);
   return newest < 0 ? null : newest;
@@ -15,11 +15,11 @@ export function stepOf({ step, live_step: live }: Stepped): number | null {
 interface Paced extends Stepped {
   state: string;
   steps_total?: number | null;
-  /** The median duration of a step now, seconds. */
+  /** The current median duration of a step, in seconds. */
   step_s?: number | null;
 }
 
-/** Seconds left of a running run at the pace of its latest steps; null where it is not known. */
+/** The seconds left for a running run at its current pace; null if unknown. */
 export function timeLeft(run: Paced): number | null {
   const { state, steps_total: total, step_s: pace } = run;
   const step = stepOf(run);
@@ -29,7 +29,7 @@ export function timeLeft(run: Paced): number | null {
 
 /** The newest committed step that the run would resume from. */
 export function committedStep({ state, step, attempts }: Run): number | null {
-  // Of a completed run, `step` is the last one that was trained.
+  // For a completed run, `step` is the last trained step.
   if (state !== "completed") return step;
   return attempts.findLast((one) => one.committed_step !== null)?.committed_step ?? null;
 }

@@ -18,7 +18,7 @@ describe("format", () => {
     [0, "0 B"], [1023, "1023 B"], [1536, "1.50 KiB"], [5e12, "4.55 TiB"], [null, "–"],
   ])("says %s bytes as %s", (size, words) => expect(bytes(size)).toBe(words));
 
-  it("groups digits, tells time, reads ids", () => {
+  it("groups digits, formats times and parses ids", () => {
     expect(count(1_234_567)).toBe("1\u202f234\u202f567");
     expect(percent(1)).toBe("100 %");
     expect(relative(0, 7_400_000)).toBe("2 h ago");
@@ -39,15 +39,15 @@ const series = (attempt: number, ...steps: number[]): Series => ({
 });
 
 describe("stitch", () => {
-  it("lets the later attempt's word stand where steps were trained again", () => {
+  it("uses the later attempt's values for repeated steps", () => {
     const [loss] = stitch([series(2, 30, 40, 50), series(1, 10, 20, 30, 40), series(3)]);
     expect(loss).toEqual({ name: "loss", x: [10, 20, 30, 40, 50], y: [1, 1, 2, 2, 2] });
   });
 
-  it("puts the loss first and the pace last", () => {
-    const told = series(1, 1, 2);
-    for (const one of told.points) one.values.accuracy = { last: 1, low: 1, high: 1 };
-    expect(stitch([told]).map((one) => one.name)).toEqual(
+  it("puts the loss first and the rate last", () => {
+    const logged = series(1, 1, 2);
+    for (const one of logged.points) one.values.accuracy = { last: 1, low: 1, high: 1 };
+    expect(stitch([logged]).map((one) => one.name)).toEqual(
       ["loss", "accuracy", "steps per second"]);
   });
 });
@@ -63,25 +63,25 @@ const segment = (part: string, from: number, to: number, attempt = 1) =>
   ({ attempt, part, began_at: at(from), ended_at: at(to) });
 
 describe("segmentsOf", () => {
-  const told = [segment("queued", 0, 10), segment("training", 10, 40), segment("lost", 5, 6, 2)];
+  const segments = [segment("queued", 0, 10), segment("training", 10, 40), segment("lost", 5, 6, 2)];
 
-  it("takes the server's account of one attempt, and lets the present go on until now", () => {
-    expect(segmentsOf(attempt({}), told, 50_000)).toEqual([
+  it("takes the segments of one attempt, and extends the last one until now", () => {
+    expect(segmentsOf(attempt({}), segments, 50_000)).toEqual([
       { part: "queued", from: 0, to: 10_000 }, { part: "training", from: 10_000, to: 50_000 }]);
     const ended = attempt({ ended_at: at(40) });
-    expect(segmentsOf(ended, told, 50_000).at(-1)?.to).toBe(40_000);
+    expect(segmentsOf(ended, segments, 50_000).at(-1)?.to).toBe(40_000);
   });
 });
 
-describe("small decisions", () => {
-  it("chooses few and round ticks", () => {
+describe("ticks and progress", () => {
+  it("chooses few round ticks", () => {
     expect(ticks(0, 3_600_000, 6)).toEqual([0, 900_000, 1_800_000, 2_700_000, 3_600_000]);
     expect(ticks(0, 1e15, 5).length).toBeLessThanOrEqual(6);
   });
 
-  it("says how long a run still needs only where that can be known", () => {
+  it("returns the time left only if it is known", () => {
     const run = { state: "running", step: 100, live_step: 150, steps_total: 400, step_s: 0.5 };
-    // The newest step counts, not the last commit; so it never rises while a run trains.
+    // It uses the newest step and not the last commit, so it never increases during training.
     expect(timeLeft(run)).toBe(125);
     expect(timeLeft({ ...run, state: "waiting" })).toBeNull();
     expect(timeLeft({ ...run, steps_total: null })).toBeNull();
@@ -89,7 +89,7 @@ describe("small decisions", () => {
     expect(timeLeft({ ...run, step_s: null })).toBeNull();
   });
 
-  it("knows no step before the first one, and the newest commit across attempts", () => {
+  it("has no step before the first one, and finds the newest commit across attempts", () => {
     expect(stepOf({ step: null, live_step: -1 })).toBeNull();
     expect(stepOf({ step: 0, live_step: 7 })).toBe(7);
     const attempts = [attempt({ committed_step: 3190 }), attempt({ number: 2 })];
@@ -107,21 +107,21 @@ describe("stages", () => {
     expect(stageOf(state, verdict)).toBe(stage);
   });
 
-  it("are told in their order, with whoever read it back", () => {
+  it("are listed in order, with the verifier's name", () => {
     const one = { state: "committed", staged_at: "a", committed_at: "b", verified_ok: true,
       verified_at: "c", verified_by: "resume", mirrored_at: null } as Checkpoint;
     const own = [
       ["staged", "a", null], ["durable", "b", null], ["verified", "c", "by a resume"]];
-    const told = (hasMirror: boolean) =>
+    const stages = (hasMirror: boolean) =>
       reachedStages(one, hasMirror).map(({ word, at, note }) => [word, at, note]);
-    expect(told(true)).toEqual([...own, ["mirrored", null, null]]);
-    // Nothing is missing where no mirror is configured.
-    expect(told(false)).toEqual(own);
+    expect(stages(true)).toEqual([...own, ["mirrored", null, null]]);
+    // Without a mirror, there is no such stage.
+    expect(stages(false)).toEqual(own);
   });
 });
 
 describe("events", () => {
-  it("show times as times and names in digits as they are", () => {
+  it("format times, and leave numeric identifiers unchanged", () => {
     expect(factOf("deadline", 1_795_000_000)).toMatch(/^2026-11-1\d/);
     expect(factOf("pid", 19_080)).toBe("19080");
     expect(factOf("agent_pid", 4_000)).toBe("4000");

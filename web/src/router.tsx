@@ -1,4 +1,4 @@
-// Every view and its address. What few people open is loaded when they do.
+// All views and their addresses. Most views are loaded when they are opened.
 import {
   createRootRoute,
   createRoute,

@@ -1,10 +1,10 @@
-// What stands around every page: where to go, how news come, the theme, and who is logged in.
+// The frame of every page: navigation, connection status, theme and login.
 import { Dialog, DialogDismiss, DialogHeading, useDialogStore } from "@ariakit/react";
 import { useQueryClient } from "@tanstack/react-query";
 import { Link, Outlet, useNavigate, useRouterState } from "@tanstack/react-router";
 import { useCallback, useEffect, useRef } from "react";
 import { useConnection, useLive, type Connection } from "./api/live";
-import { isStranger, useLogOut, useSession } from "./api/session";
+import { isLoggedOut, useLogOut, useSession } from "./api/session";
 import { Login } from "./pages/Login";
 import { State, useNow } from "./parts/basics";
 import { exact, relative } from "./format";
@@ -26,7 +26,7 @@ const WORDS: Record<Connection, [string, string]> = {
   away: ["silent", "unreachable"],
 };
 
-/** When the newest data on this page came, whatever query brought it. */
+/** The time of the newest data on this page, over all queries. */
 function useDataAge(): number {
   const client = useQueryClient();
   return Math.max(0, ...client.getQueryCache().getAll().map((one) => one.state.dataUpdatedAt));
@@ -41,8 +41,8 @@ function Banner() {
     <div className="banner" role="alert">
       <strong>The server has not answered since {exact(since)}.</strong>{" "}
       {updated > 0
-        ? `What you see is from ${relative(updated, now)}; runs go on without this page.`
-        : "Runs go on without this page."}{" "}
+        ? `The data on this page is from ${relative(updated, now)}. Runs continue without it.`
+        : "Runs continue without this page."}{" "}
       Retrying every few seconds.
     </div>
   );
@@ -95,8 +95,8 @@ function Bar({ help }: { help: () => void }) {
 
 const KEYS: [string, string][] = [
   ["/", "search"],
-  ["j  k", "next and previous line"],
-  ["Enter", "open the line"],
+  ["j  k", "next and previous row"],
+  ["Enter", "open the row"],
   ...Object.entries(GO).map(([key, [, name]]): [string, string] => [`g ${key}`, name]),
   ["?", "this help"],
 ];
@@ -134,7 +134,7 @@ export function Shell() {
   const path = useRouterState({ select: (state) => state.location.pathname });
   const first = useRef(true);
   useEffect(() => {
-    // Whoever cannot see the page is taken to its new content, but not when it is first opened.
+    // For screen readers, focus the new content, but not on the first page.
     if (!first.current) main.current?.focus({ preventScroll: true });
     first.current = false;
   }, [path]);
@@ -143,7 +143,7 @@ export function Shell() {
       <Bar help={help.show} />
       <Banner />
       <main ref={main} tabIndex={-1}>
-        {isStranger(session.data) ? <Login /> : <Outlet />}
+        {isLoggedOut(session.data) ? <Login /> : <Outlet />}
       </main>
       <Help store={help} />
     </>

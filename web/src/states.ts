@@ -1,4 +1,4 @@
-// What a word of state looks like: a tone and a shape, so that no one needs to see the colour.
+// The tone and the shape of each state. The shape helps readers who cannot see the colour.
 
 export type Tone = "live" | "good" | "warn" | "bad" | "idle" | "note";
 export type Shape =
@@ -65,7 +65,7 @@ export const PART_WORDS: Record<Part, string> = {
 
 const LIVE = new Set(["queued", "running", "waiting", "paused"]);
 
-/** Whether a run in this state may still go on by itself or by `resume`. */
+/** Whether a run in this state may still continue by itself or after `resume`. */
 export const isLive = (state: string): boolean => LIVE.has(state);
-/** A word of the machine's as people write it. */
+/** A key with spaces instead of underscores. */
 export const plain = (word: string): string => word.replaceAll("_", " ");

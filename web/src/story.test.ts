@@ -14,14 +14,14 @@ const run = (fields: Partial<Run>) => ({ state: "running", attempts: [], ...fiel
 describe("a request of an operator", () => {
   const paused = attempt({ state: "cancelled", cause: "operator", ended_at: "x" });
 
-  it("shows at once, until it is carried out", () => {
+  it("is shown while it is pending", () => {
     const live = run({ attempts: [attempt({})], requests: [asked("pause", 1)] });
     expect(stateOf(live)).toBe("pausing");
     expect(stateOf({ ...live, requests: [asked("relaunch", 0)] })).toBe("running");
     expect(stateOf({ ...live, state: "paused", attempts: [paused] })).toBe("paused");
   });
 
-  it("names how its attempt ended, and the mark of it is not an error", () => {
+  it("determines how its attempt ended, and its mark is not an error", () => {
     expect(endOf(paused, [asked("pause", 1)])).toBe("paused");
     expect(reasonOf(paused, [asked("pause", 1)])).toBe("paused by mia");
     expect(endOf(paused, [])).toBe("cancelled");
@@ -37,29 +37,29 @@ describe("a launch that failed inside an attempt", () => {
     launch({ number: 2, first_step: 151 }),
   ] });
 
-  it("is told with the step it resumed from, and marked on the curves", () => {
+  it("is described with the step of the resume, and marked on the curves", () => {
     expect(restartsOf(one)).toEqual(
       ["launch 1 crashed at step 186, restarted in place from step 150"]);
     expect(marksOf(run({ attempts: [one] }))).toEqual(
       [{ x: 150, word: "restart in place", tone: "warn" }]);
   });
 
-  it("is told once: among the attempts, and not as a notice too", () => {
+  it("is shown with the attempts and not as a notice", () => {
     const notice = (kind: string) => ({ kind, attempt: 1, at: 0, text: kind, dumps: [] });
     const noticed = [notice("straggler"), notice("launch_started")];
     expect(noticesOf({ noticed }).map((one) => one.kind)).toEqual(["straggler"]);
   });
 });
 
-describe("what concerns a run now", () => {
-  it("is about its newest attempt, and nothing is once it has ended", () => {
+describe("current notices", () => {
+  it("are those of the newest attempt, and none after the run's end", () => {
     const live = run({ attempts: [attempt({}), attempt({ number: 2 })] });
     expect(isCurrent({ attempt: 2 }, live)).toBe(true);
     expect(isCurrent({ attempt: 1 }, live)).toBe(false);
     expect(isCurrent({ attempt: 2 }, { ...live, state: "completed" })).toBe(false);
   });
 
-  it("includes that nobody supervises it, unless a supervisor may be starting", () => {
+  it("include a missing supervisor, unless one may be starting", () => {
     const gone = { is_alive: false, is_remote: false, host: "login", pid: 7 };
     expect(unsupervised({ supervision: gone })).toContain("No supervisor is running");
     const remote = { ...gone, is_remote: true };

@@ -1,9 +1,9 @@
-// What operators asked of a run and how its attempts and launches ended, in words. Pure.
+// Descriptions of operators' requests and of the ends of attempts and launches. Pure functions.
 import type { Attempt, Launch, Noticed, OperatorRequest, Run } from "./api/types";
 import { count } from "./format";
 import { isLive, plain, type Tone } from "./states";
 
-// By action: what a run does until it is carried out, and what an attempt that ended for it was.
+// By action: the state while the request is pending, and that of an attempt that ended for it.
 const ACTIONS: Record<string, readonly [pending: string, ended: string]> = {
   pause: ["pausing", "paused"],
   stop: ["stopping", "stopped"],
@@ -15,12 +15,12 @@ type Asked = Pick<Run, "state" | "attempts" | "requests">;
 
 const gpus = (size: number): string => `${size} GPU${size === 1 ? "" : "s"}`;
 
-/** The newest request that was made while an attempt was the newest one. */
+/** The last request that was made during an attempt. */
 function requestOf(requests: OperatorRequest[] | undefined, attempt: number) {
   return requests?.findLast((one) => one.after_attempt === attempt && one.action in ACTIONS);
 }
 
-/** The state of a run as people wait for it: a request that is not carried out yet comes first. */
+/** The state of a run. A pending request takes precedence. */
 export function stateOf({ state, attempts, requests }: Asked): string {
   const last = attempts.at(-1);
   if (!last || last.ended_at !== null || (state !== "running" && state !== "queued")) return state;
@@ -28,7 +28,7 @@ export function stateOf({ state, attempts, requests }: Asked): string {
   return (request && ACTIONS[request.action]?.[0]) ?? state;
 }
 
-/** How an attempt ended: the request of an operator in place of the scheduler's word for it. */
+/** How an attempt ended. An operator's request takes precedence over the scheduler's state. */
 export function endOf(attempt: Attempt, requests: OperatorRequest[] | undefined): string {
   const request = attempt.cause === "operator" ? requestOf(requests, attempt.number) : undefined;
   return (request && ACTIONS[request.action]?.[1]) ?? attempt.state;
@@ -41,7 +41,7 @@ export function reasonOf(attempt: Attempt, requests: OperatorRequest[] | undefin
   return request ? `${endOf(attempt, requests)} by ${request.by}` : plain(attempt.cause);
 }
 
-/** Launches that failed and were followed by another one in the same attempt, in words. */
+/** Describes the launches that were followed by another one in the same attempt. */
 export function restartsOf({ launches }: Attempt): string[] {
   return launches.slice(1).flatMap((next, index) => {
     const before = launches[index];
@@ -66,7 +66,7 @@ const restartMark = (launch: Launch): Mark[] =>
   launch.first_step === null ? []
     : [{ x: launch.first_step - 1, word: "restart in place", tone: "warn" }];
 
-/** Where a run went on after an attempt or a launch had ended, or at another size. */
+/** The steps at which a run continued after a relaunch, a restart or a resize. */
 export function marksOf({ attempts, requests }: Asked): Mark[] {
   return attempts.flatMap((attempt, index): Mark[] => {
     const before = attempts[index - 1];
@@ -81,16 +81,16 @@ export function marksOf({ attempts, requests }: Asked): Mark[] {
   });
 }
 
-/** What was noticed, without the restarts in place, which the table of attempts tells in full. */
+/** The notices, without restarts in place, which the table of attempts shows. */
 export const noticesOf = ({ noticed }: Pick<Run, "noticed">): Noticed[] =>
   (noticed ?? []).filter((one) => one.kind !== "launch_started");
 
-/** Whether a notice is about the attempt that runs now. */
+/** Whether a notice is about the current attempt. */
 export function isCurrent({ attempt }: Pick<Noticed, "attempt">, run: Asked): boolean {
   return isLive(run.state) && (attempt === null || attempt === run.attempts.at(-1)?.number);
 }
 
-/** What to say of a live run that no process supervises; null for all others. */
+/** The warning of a live run without a supervisor; null for other runs. */
 export function unsupervised({ supervision }: Pick<Run, "supervision">): string | null {
   if (!supervision || supervision.is_alive !== false) return null;
   const { host, pid, is_remote: isRemote } = supervision;

@@ -1,4 +1,4 @@
-// Light, dark, or as the system has it. `public/theme.js` applies the choice before first paint.
+// The theme: light, dark or the system's. `public/theme.js` applies the choice before first paint.
 import { useState } from "react";
 
 export type Theme = "system" | "light" | "dark";
@@ -20,9 +20,9 @@ function apply(theme: Theme) {
     if (theme === "system") localStorage.removeItem(KEY);
     else localStorage.setItem(KEY, theme);
   } catch {
-    // Storage is closed to this page: the choice holds until it is left.
+    // Without storage, the choice lasts until the page is closed.
   }
-  // Curves are drawn on a canvas, which takes no colours from the style sheet by itself.
+  // Curves are drawn on a canvas, which does not follow the style sheet.
   window.dispatchEvent(new Event("holdfast:theme"));
 }
 

@@ -1,4 +1,4 @@
-// What attempts did against time, from the server's account, and round times on an axis. Pure.
+// Segments of attempts over time, and round times on an axis. Pure functions.
 import type { Attempt, Segment } from "./api/types";
 import { when } from "./format";
 import { PARTS, type Part } from "./states";
@@ -11,7 +11,7 @@ export interface Drawn {
 
 const isPart = (word: string): word is Part => (PARTS as readonly string[]).includes(word);
 
-/** What an attempt did, milliseconds. Its last segment goes on until `now` while it lives. */
+/** An attempt's segments in milliseconds. The last one of a live attempt ends at `now`. */
 export function segmentsOf(attempt: Attempt, segments: Segment[], now: number): Drawn[] {
   const found = segments.flatMap((one): Drawn[] => {
     const [from, to] = [when(one.began_at), when(one.ended_at)];
@@ -26,7 +26,7 @@ export function segmentsOf(attempt: Attempt, segments: Segment[], now: number): 
 const STEPS_MS = [1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 12 * 3600, 86400, 7 * 86400, 30 * 86400]
   .map((seconds) => seconds * 1000);
 
-/** Round moments between two, about `count` of them. */
+/** About `count` round times between two times. */
 export function ticks(from: number, to: number, count: number): number[] {
   const step = STEPS_MS.find((one) => (to - from) / one <= count) ?? STEPS_MS.at(-1) ?? 1;
   const first = Math.ceil(from / step) * step;

@@ -1,17 +1,17 @@
-// Requests to the server: JSON in and out, its errors as they are told, and whether it answers.
+// Requests to the server in JSON, its errors, and whether it responds.
 
 const BASE = "/api/v1";
 const LIMIT_MS = 20_000;
 const PROBE_MS = 5_000;
 const HEADER = "X-Holdfast-CSRF";
-let changeWord: string | null = null;
+let csrfToken: string | null = null;
 
-/** The session's word against forged changes; `/session` tells it. */
-export function setChangeWord(word: string | null) {
-  changeWord = word;
+/** Sets the session's CSRF token, which `/session` returns. */
+export function setCsrfToken(token: string | null) {
+  csrfToken = token;
 }
 
-/** A refusal, in the server's words. */
+/** An error response, with the server's message. */
 export class ApiError extends Error {
   constructor(
     readonly status: number,
@@ -22,7 +22,7 @@ export class ApiError extends Error {
   }
 }
 
-/** No answer at all, as opposed to a refusal. */
+/** The server did not respond. */
 export class AwayError extends Error {}
 
 const TITLES: Record<number, string> = {
@@ -37,22 +37,23 @@ const TITLES: Record<number, string> = {
 type Listener = (reached: boolean) => void;
 const listeners = new Set<Listener>();
 
-/** Calls `listener` after every request with whether the server answered; returns the undoing. */
+/** Calls `listener` after every request with whether the server responded. Returns a function that
+    removes the listener. */
 export function onReach(listener: Listener): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-/** Tells all who listen whether the server answered. */
-export function tellReach(reached: boolean) {
+/** Notifies the listeners whether the server responded. */
+export function notifyReach(reached: boolean) {
   for (const listener of listeners) listener(reached);
 }
 
 async function refusal(response: Response): Promise<ApiError> {
   const body = (await response.json().catch(() => ({}))) as { message?: unknown };
-  const title = TITLES[response.status] ?? `The server answered ${response.status}.`;
-  const told = typeof body.message === "string" ? body.message : response.statusText;
-  return new ApiError(response.status, title, told);
+  const title = TITLES[response.status] ?? `The server returned status ${response.status}.`;
+  const message = typeof body.message === "string" ? body.message : response.statusText;
+  return new ApiError(response.status, title, message);
 }
 
 async function send(path: string, init: RequestInit, limitMs = LIMIT_MS): Promise<Response> {
@@ -61,16 +62,16 @@ async function send(path: string, init: RequestInit, limitMs = LIMIT_MS): Promis
     const signal = AbortSignal.timeout(limitMs);
     response = await fetch(BASE + path, { credentials: "same-origin", signal, ...init });
   } catch (error) {
-    tellReach(false);
-    throw new AwayError(`No answer from the server (${(error as Error).message}).`);
+    notifyReach(false);
+    throw new AwayError(`The server did not respond (${(error as Error).message}).`);
   }
-  // A proxy before a server that is gone answers in its stead.
-  tellReach(![502, 503, 504].includes(response.status));
+  // These responses come from a proxy whose server is unreachable.
+  notifyReach(![502, 503, 504].includes(response.status));
   if (!response.ok) throw await refusal(response);
   return response;
 }
 
-/** Finds out whether the server answers; listeners of `onReach` get the result. */
+/** Returns whether the server responds. Listeners of `onReach` get the result too. */
 export async function probe(): Promise<boolean> {
   try {
     await send("/session", {}, PROBE_MS);
@@ -85,7 +86,7 @@ export async function get<T>(path: string): Promise<T> {
   return (await response.json()) as T;
 }
 
-/** `path` with the parameters that have a value. */
+/** Returns `path` with the query parameters that have a value. */
 export function withQuery(path: string, query: Record<string, string | number | null | undefined>) {
   const pairs = Object.entries(query).filter(([, value]) => value != null && value !== "");
   const text = new URLSearchParams(pairs.map(([key, value]) => [key, String(value)])).toString();
@@ -96,7 +97,7 @@ export async function remove(path: string): Promise<void> {
   await send(path, { method: "DELETE", headers: changeHeaders() });
 }
 
-const changeHeaders = (): Record<string, string> => (changeWord ? { [HEADER]: changeWord } : {});
+const changeHeaders = (): Record<string, string> => (csrfToken ? { [HEADER]: csrfToken } : {});
 
 export async function post<T>(path: string, body: unknown = {}): Promise<T> {
   const headers = { "Content-Type": "application/json", ...changeHeaders() };

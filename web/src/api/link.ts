@@ -1,24 +1,24 @@
-// Whether the page is up to date, from what its stream and its requests report. Pure.
+// The connection status, from the event stream and the requests. Pure functions.
 
 export type Connection = "connecting" | "live" | "polling" | "away";
 
-/** The server sends a ping every 5 s; a stream that is silent for longer than this is dead. */
+/** The server sends a ping every 5 s. A stream that is silent for longer than this has failed. */
 export const SILENT_MS = 12_000;
 
 export interface Link {
   isOpen: boolean;
   /** Whether the stream has failed at least once since it was last open. */
   hasFailed: boolean;
-  /** When the stream last delivered anything, ms. */
+  /** When the stream last delivered an event, in ms. */
   heardAt: number;
-  /** The outcome of the latest request; null when none was made since the stream failed. */
+  /** Whether the latest request was answered; null if none was made since the stream failed. */
   answered: boolean | null;
 }
 
 export const isFresh = ({ isOpen, heardAt }: Link, now: number): boolean =>
   isOpen && now - heardAt <= SILENT_MS;
 
-/** An open stream that delivers outweighs a failed request; without one, requests decide. */
+/** A working stream counts more than a failed request. Without a stream, requests decide. */
 export function connectionOf(link: Link, now: number): Connection {
   if (isFresh(link, now)) return "live";
   if (link.answered === false) return "away";

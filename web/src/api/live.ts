@@ -1,4 +1,4 @@
-// Live updates: the server's event stream, and polling where a stream does not come through.
+// Live updates: the server's event stream, or polling if the stream does not work.
 import { useQueryClient, type Query, type QueryClient } from "@tanstack/react-query";
 import { useEffect, useSyncExternalStore } from "react";
 import { runOf } from "../format";
@@ -14,7 +14,7 @@ const GATHER_MS = 200;
 const ROUND_MS = 1_000;
 const LISTS_MS = 5_000;
 const LATE_MS = 5_000;
-// Server-sent comments never reach an EventSource, so the server's keep-alive is a named event.
+// EventSource does not report comments, so the server's keep-alive is a named event.
 const EVENTS = ["hello", "ping", "journal", "run", "beat", "reset"] as const;
 const SILENT_EVENTS: ReadonlySet<string> = new Set(["hello", "ping"]);
 
@@ -26,19 +26,19 @@ let current: { connection: Connection; since: number } = {
 };
 const listeners = new Set<() => void>();
 
-/** Takes what is new about the connection, and tells everybody when its state changed. */
-function note(news: Partial<Link>) {
-  Object.assign(link, news);
+/** Updates the connection, and notifies the listeners if its status changed. */
+function update(change: Partial<Link>) {
+  Object.assign(link, change);
   const now = Date.now();
   const connection = connectionOf(link, now);
   if (connection === current.connection) return;
-  // A server that is away was last heard of before the page noticed.
+  // An unreachable server last responded before the page noticed.
   const since = connection === "away" ? Math.max(link.heardAt, answeredAt) : now;
   current = { connection, since };
   for (const listener of listeners) listener();
 }
 
-/** How the page hears of news, and since when. */
+/** The connection status, and since when it holds. */
 export function useConnection() {
   return useSyncExternalStore(
     (listener) => {
@@ -49,23 +49,23 @@ export function useConnection() {
   );
 }
 
-/** How often a query asks by itself: never while the stream tells, unless it got no answer. */
+/** The polling interval of a query: none while the stream works and the query has an answer. */
 export const pollMs = (query: { state: { error: unknown } }): number | false =>
   current.connection === "live" && !(query.state.error instanceof AwayError) ? false : POLL_MS;
 
-interface News {
+interface Change {
   run?: string;
   uid?: string;
 }
 
-// A heartbeat moves these views of its own run, and the list of runs; lines and states move all
-// that is about a run.
-const BEATING = new Set(["show", "heartbeats", "metrics"]);
-const UNMOVED = new Set(["session", "compare"]);
+// A heartbeat changes these views of its run, and the list of runs. Journal lines and states change
+// all views of a run.
+const CHANGED_BY_BEATS = new Set(["show", "heartbeats", "metrics"]);
+const NEVER_CHANGED = new Set(["session", "compare"]);
 
-/** Marks as old what the server has news of; much at once costs one round of requests. */
-class Gatherer {
-  private told = new Set<string>();
+/** Invalidates queries whose data changed. Many changes at once cost one round of requests. */
+class Invalidator {
+  private changed = new Set<string>();
   private beats = new Set<string>();
   private all = false;
   private timer: number | undefined;
@@ -74,8 +74,8 @@ class Gatherer {
 
   constructor(private readonly client: QueryClient) {}
 
-  tell({ run, uid }: News, isBeat: boolean) {
-    const names = isBeat ? this.beats : this.told;
+  add({ run, uid }: Change, isBeat: boolean) {
+    const names = isBeat ? this.beats : this.changed;
     if (run) names.add(run);
     if (uid) names.add(uid);
     if (!run && !uid) this.all = true;
@@ -95,73 +95,74 @@ class Gatherer {
   private flush() {
     this.timer = undefined;
     const late = Date.now() - this.flushedAt > LATE_MS;
-    // What is under way may have missed the news, and to begin it again each time would starve it.
+    // A running request may have missed the change, but restarting it each time would starve it.
     if (this.client.isFetching() > 0 && !late) {
       this.timer = window.setTimeout(() => this.flush(), GATHER_MS);
       return;
     }
-    const { told, beats, all } = this;
-    this.told = new Set();
+    const { changed, beats, all } = this;
+    this.changed = new Set();
     this.beats = new Set();
     this.all = false;
     this.flushedAt = Date.now();
-    // Many live runs beat all the time: the list of runs follows them at a slower pace.
+    // Many live runs send heartbeats all the time, so the list of runs is updated less often.
     const listed = beats.size > 0 && this.flushedAt - this.listedAt >= LISTS_MS;
-    if (listed || told.size > 0 || all) this.listedAt = this.flushedAt;
+    if (listed || changed.size > 0 || all) this.listedAt = this.flushedAt;
     const predicate = ({ queryKey: [kind, name, view] }: Query) => {
-      if (UNMOVED.has(String(kind))) return false;
+      if (NEVER_CHANGED.has(String(kind))) return false;
       if (all) return true;
       if (kind === "run") {
-        return told.has(String(name)) || (beats.has(String(name)) && BEATING.has(String(view)));
+        return changed.has(String(name)) ||
+          (beats.has(String(name)) && CHANGED_BY_BEATS.has(String(view)));
       }
-      if (kind === "checkpoint") return told.has(runOf(String(name)));
-      return told.size > 0 || (listed && kind === "runs");
+      if (kind === "checkpoint") return changed.has(runOf(String(name)));
+      return changed.size > 0 || (listed && kind === "runs");
     };
     void this.client.invalidateQueries({ predicate }, { cancelRefetch: false });
   }
 }
 
-function read(data: string): News {
+function read(data: string): Change {
   try {
-    return JSON.parse(data) as News;
+    return JSON.parse(data) as Change;
   } catch {
     return {};
   }
 }
 
 function listen(client: QueryClient): () => void {
-  const gatherer = new Gatherer(client);
+  const invalidator = new Invalidator(client);
   let source: EventSource | null = null;
   let again: number | undefined;
   const connect = () => {
     source?.close();
     source = new EventSource("/api/v1/events");
     source.onopen = () => {
-      note({ isOpen: true, hasFailed: false, heardAt: Date.now() });
-      // Whatever happened while nobody listened.
-      gatherer.tell({}, false);
+      update({ isOpen: true, hasFailed: false, heardAt: Date.now() });
+      // Events before the stream opened are unknown, so everything may have changed.
+      invalidator.add({}, false);
     };
     for (const name of EVENTS) {
       source.addEventListener(name, (message: MessageEvent<string>) => {
-        note({ heardAt: Date.now() });
-        if (!SILENT_EVENTS.has(name)) gatherer.tell(read(message.data), name === "beat");
+        update({ heardAt: Date.now() });
+        if (!SILENT_EVENTS.has(name)) invalidator.add(read(message.data), name === "beat");
       });
     }
     source.onerror = () => {
       const wasOpen = link.isOpen;
-      note({ isOpen: false, hasFailed: true });
-      // One round now; its answers set the clocks of the next.
-      if (wasOpen) gatherer.tell({}, false);
+      update({ isOpen: false, hasFailed: true });
+      // Request everything once now. The answers start the polling.
+      if (wasOpen) invalidator.add({}, false);
       if (source?.readyState !== EventSource.CLOSED) return;
       clearTimeout(again);
       again = window.setTimeout(connect, TRY_AGAIN_MS);
     };
   };
   connect();
-  // A server that was frozen or cut off closes nothing: only the silence tells.
+  // A frozen or disconnected server does not close the stream, so detect its silence.
   const watch = window.setInterval(() => {
     if (!link.isOpen || isFresh(link, Date.now())) return;
-    note({ isOpen: false, hasFailed: true, answered: null });
+    update({ isOpen: false, hasFailed: true, answered: null });
     void probe();
     connect();
   }, WATCH_MS);
@@ -169,21 +170,21 @@ function listen(client: QueryClient): () => void {
     source?.close();
     clearTimeout(again);
     clearInterval(watch);
-    gatherer.stop();
+    invalidator.stop();
   };
 }
 
-/** Listens for as long as the page is open; once, near the root. */
+/** Listens while the page is open. Call it once, near the root. */
 export function useLive() {
   const client = useQueryClient();
   useEffect(() => {
-    const forget = onReach((reached) => {
+    const unsubscribe = onReach((reached) => {
       if (reached) answeredAt = Date.now();
-      note({ answered: reached });
+      update({ answered: reached });
     });
     const stop = listen(client);
     return () => {
-      forget();
+      unsubscribe();
       stop();
     };
   }, [client]);

@@ -1,4 +1,4 @@
-// What each view asks the server, under which key, and how it is kept up to date.
+// The queries of each view, with their keys and polling.
 import { keepPreviousData, useInfiniteQuery, useQuery } from "@tanstack/react-query";
 import { get, withQuery } from "./client";
 import { pollMs } from "./live";
@@ -17,7 +17,7 @@ const BEAT_MS = 2_000;
 const at = (run: string) => `/runs/${encodeURIComponent(run)}`;
 const refetchInterval = pollMs;
 
-/** A column of a list to sort by, over all of its pages. */
+/** The column by which the server sorts a list. */
 export interface Sort {
   sort: string;
   order?: "asc" | "desc" | undefined;
@@ -42,7 +42,7 @@ const checkpointsOf = (run: string, limit: number, after: string | null = null) 
     withQuery(`${at(run)}/checkpoints`, { newest_first: "true", limit, after }),
   );
 
-/** A run's checkpoints by pages, newest first. */
+/** The pages of a run's checkpoints, newest first. */
 export const useCheckpoints = (run: string) =>
   useInfiniteQuery({
     queryKey: ["run", run, "checkpoints"],
@@ -52,7 +52,7 @@ export const useCheckpoints = (run: string) =>
     refetchInterval,
   });
 
-/** The newest checkpoints of a run, enough of them for its time line. */
+/** The newest checkpoints of a run, for its timeline. */
 export const useNewestCheckpoints = (run: string) =>
   useQuery({
     queryKey: ["run", run, "newest checkpoints"],
@@ -60,7 +60,7 @@ export const useNewestCheckpoints = (run: string) =>
     refetchInterval,
   });
 
-/** What each attempt did when; the same account as the run's goodput. */
+/** The segments of each attempt, as counted in the run's goodput. */
 export const useTimeline = (run: string) =>
   useQuery({
     queryKey: ["run", run, "timeline"],
@@ -146,7 +146,7 @@ export const useNodes = () =>
     refetchInterval,
   });
 
-/** The newest ends of attempts that a machine is blamed for. */
+/** The newest attempts that failed because of a machine. */
 export const useFaults = (host: string) =>
   useQuery({
     queryKey: ["nodes", host],

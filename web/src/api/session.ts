@@ -1,7 +1,7 @@
-// Who is logged in, and the word that each change must carry along with the session's cookie.
+// The login session and its CSRF token, which every write request needs.
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useCallback } from "react";
-import { get, remove, setChangeWord } from "./client";
+import { get, remove, setCsrfToken } from "./client";
 
 export interface Session {
   name: string | null;
@@ -11,18 +11,18 @@ export interface Session {
 }
 
 async function ask(): Promise<Session> {
-  const told = await get<Session>("/session");
-  setChangeWord(told.csrf);
-  return told;
+  const session = await get<Session>("/session");
+  setCsrfToken(session.csrf);
+  return session;
 }
 
-export const isStranger = (session: Session | undefined): boolean =>
+export const isLoggedOut = (session: Session | undefined): boolean =>
   session !== undefined && session.name === null;
 
 export const useSession = () =>
   useQuery({ queryKey: ["session"], queryFn: ask, staleTime: Number.POSITIVE_INFINITY });
 
-/** Whether whoever looks may change anything; the server decides, this greys out buttons. */
+/** Whether the user may change anything. The server enforces this; here it hides buttons. */
 export const useMayAct = (): boolean => (useSession().data?.role ?? "operator") === "operator";
 
 export function useLogOut(): () => void {

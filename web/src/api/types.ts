@@ -1,4 +1,4 @@
-// The names of the API's types in the page. What OpenAPI leaves open is narrowed here.
+// The page's names for the API's types, with narrower types where OpenAPI is general.
 import type * as api from "./schema";
 
 export interface Page<T> {
@@ -6,7 +6,7 @@ export interface Page<T> {
   next: string | null;
 }
 
-/** The account of a run, `holdfast.contracts.goodput.Goodput`. */
+/** The goodput of a run, `holdfast.contracts.goodput.Goodput`. */
 export type Goodput = Omit<api.GoodputTotals, "runs" | "ettr" | "money"> & {
   ettr: number;
   cost: number | null;
@@ -34,7 +34,7 @@ export interface Graph {
   edges: GraphEdge[];
 }
 
-/** An action that takes a while; `result` is there once `state` is "done". */
+/** A long action. `result` is set when `state` is "done". */
 export type Job = Omit<api.JobRow, "result"> & {
   result: { ok?: boolean; damaged?: unknown[]; path?: string; bytes?: number } | null;
 };

@@ -1,4 +1,4 @@
-// One checkpoint: what it is made of, where it came from, how to go on from it.
+// One checkpoint: its facts, its files, its ancestry, and the commands that use it.
 import { Link, useParams } from "@tanstack/react-router";
 import { Fragment, useState } from "react";
 import { useMayAct } from "../api/session";
@@ -23,11 +23,11 @@ function actionsOf(one: CheckpointDetail): Action[] {
   return [
     one.pinned
       ? { id: "pin", word: "Unpin", title: "Unpin this checkpoint", path: `${base}/unpin`,
-          explanation: <p>From then on only the keep rules decide whether it is kept.</p> }
+          explanation: <p>After that, only the keep rules decide whether it is kept.</p> }
       : { id: "pin", word: "Pin", title: "Pin this checkpoint", path: `${base}/pin`,
           disabled: there ? null : "The checkpoint was deleted.",
           field: { name: "note", label: "Reason (optional)", type: "text", initial: "" },
-          explanation: <p>No rule deletes it while it is pinned.</p> },
+          explanation: <p>A pinned checkpoint is kept regardless of the keep rules.</p> },
     { word: "Fork", title: "Start a new run from this checkpoint", path: `${base}/fork`,
       disabled: there ? null : "The checkpoint was deleted.",
       field: { name: "name", label: "Name of the new run", type: "text", required: true,
@@ -39,7 +39,7 @@ function actionsOf(one: CheckpointDetail): Action[] {
   ];
 }
 
-/** Who pinned it, when and why. */
+/** The pin of a checkpoint: by whom, when and why. */
 function Pin({ one }: { one: CheckpointDetail }) {
   return (
     <span className="whole">
@@ -92,7 +92,7 @@ function Ancestry({ id }: { id: string }) {
 function Files({ one }: { one: CheckpointDetail }) {
   const files = one.manifest_files ?? [];
   if (files.length === 0) {
-    return <Empty title="No files to show"><p>The manifest is not there to be read.</p></Empty>;
+    return <Empty title="No files to show"><p>The manifest cannot be read.</p></Empty>;
   }
   return (
     <div className="table-wrap" tabIndex={0} role="region" aria-label="Files">

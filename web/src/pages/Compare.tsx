@@ -1,4 +1,4 @@
-// Two checkpoints side by side: what differs in code, data, environment, size and outcome.
+// Comparison of two checkpoints: code, data, environment, size and metrics.
 import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import { useState } from "react";
 import { useComparison } from "../api/queries";
@@ -11,7 +11,7 @@ const SIZES = new Set(["bytes"]);
 const SPANS = /(?<!_per)_s$/;
 const TIMES = /_at$/;
 
-/** A fact as text; digests stay whole, since telling them apart is the point. */
+/** The text of a fact, with complete digests. */
 function show(name: string, value: unknown): string {
   if (value === null || value === undefined || value === "") return "–";
   if (typeof value === "number") {
@@ -23,18 +23,18 @@ function show(name: string, value: unknown): string {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-const isTold = (value: unknown): boolean => value !== null && value !== undefined && value !== "";
+const hasValue = (value: unknown): boolean => value !== null && value !== undefined && value !== "";
 
 function Rows({ facts, all }: { facts: Fact[]; all: boolean }) {
   return facts
-    .filter((fact) => all || (!fact.is_same && (isTold(fact.one) || isTold(fact.other))))
+    .filter((fact) => all || (!fact.is_same && (hasValue(fact.one) || hasValue(fact.other))))
     .map(({ name, one, other, is_same: same }) => (
       <tr key={name} className={same === false ? "differs" : undefined}>
         <td>{plain(name)}</td>
         <td className="prose breaks">{show(name, one)}</td>
         <td className="prose breaks">{show(name, other)}</td>
         <td className="nowrap wide-only">
-          {same === null ? "not known" : same ? "same" : "differs"}
+          {same === null ? "unknown" : same ? "same" : "differs"}
         </td>
       </tr>
     ));
@@ -78,20 +78,20 @@ function Outcome({ a, b }: { a: string; b: string }) {
   const [all, setAll] = useState(false);
   return (
     <Loaded query={query}>
-      {(told) => {
-        const facts = [...told.facts, ...told.metrics];
+      {(found) => {
+        const facts = [...found.facts, ...found.metrics];
         const different = facts.filter((fact) => fact.is_same === false);
         return (
           <>
             <Facts
               facts={[
                 ["Differences", `${different.length} of ${facts.length}`],
-                ["Common ancestor", told.common_ancestor ? (
-                  <Link to="/checkpoints/$id" params={{ id: told.common_ancestor }}>
-                    {checkpointWords(told.common_ancestor)}
+                ["Common ancestor", found.common_ancestor ? (
+                  <Link to="/checkpoints/$id" params={{ id: found.common_ancestor }}>
+                    {checkpointWords(found.common_ancestor)}
                   </Link>
                 ) : "none"],
-                ["Settings that differ", count(told.config.length)],
+                ["Settings that differ", count(found.config.length)],
               ]}
             />
             <div className="toolbar">
@@ -106,7 +106,7 @@ function Outcome({ a, b }: { a: string; b: string }) {
                 <thead>
                   <tr>
                     <th scope="col">Fact</th>
-                    {[told.one, told.other].map((id, side) => (
+                    {[found.one, found.other].map((id, side) => (
                       <th key={`${side}${id}`} scope="col" className="breaks">
                         <Link to="/checkpoints/$id" params={{ id }}>{id}</Link>
                       </th>
@@ -116,7 +116,7 @@ function Outcome({ a, b }: { a: string; b: string }) {
                 </thead>
                 <tbody>
                   <Rows facts={facts} all={all} />
-                  <Rows facts={told.config} all={all} />
+                  <Rows facts={found.config} all={all} />
                 </tbody>
               </table>
             </div>
@@ -135,8 +135,8 @@ export function Compare() {
       <div className="head"><h1>Compare two checkpoints</h1></div>
       <Choose key={`${a}|${b}`} a={a} b={b} />
       {a && b ? <Outcome a={a} b={b} /> : (
-        <Empty title="Two checkpoints are needed">
-          <p>Their ids are on the page of each; in an ancestry, each line has a link to compare.</p>
+        <Empty title="Choose two checkpoints">
+          <p>Each checkpoint's page shows its id. Each line of an ancestry has a compare link.</p>
         </Empty>
       )}
     </>

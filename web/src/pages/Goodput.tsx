@@ -1,4 +1,4 @@
-// What all the runs' time was spent on and what preemptions cost.
+// The use of time and the cost of all runs.
 import { Link } from "@tanstack/react-router";
 import { useMemo } from "react";
 import { useGoodputTotals, useRuns } from "../api/queries";
@@ -10,9 +10,9 @@ import { Empty, Facts, Loaded, State, useTitle } from "../parts/basics";
 type Counted = RunRow & { goodput: Goodput };
 
 const moneyOf = (money: Money[], name: "cost" | "preemption_cost" | "saved"): string => {
-  const told = money.filter((one) => one[name] !== null);
-  if (told.length === 0) return "no price given";
-  return told.map((one) => priceOf(one[name], one.currency)).join(" + ");
+  const known = money.filter((one) => one[name] !== null);
+  if (known.length === 0) return "no price set";
+  return known.map((one) => priceOf(one[name], one.currency)).join(" + ");
 };
 
 function Line({ run }: { run: Counted }) {
@@ -36,7 +36,7 @@ function Line({ run }: { run: Counted }) {
   );
 }
 
-/** Over all runs, whichever of them are listed below. */
+/** The totals over all runs, also of those that are not loaded below. */
 function Totals() {
   return (
     <Loaded query={useGoodputTotals()}>
@@ -75,9 +75,9 @@ export function GoodputPage() {
     <>
       <div className="head"><h1>Goodput and cost</h1></div>
       <Loaded query={{ data: runs, error: list.error }}>
-        {(told) => told.length === 0 ? (
+        {(found) => found.length === 0 ? (
           <Empty title="No runs yet">
-            <p>The time and the cost of every run are summed up here.</p>
+            <p>This page shows the use of time and the cost of all runs.</p>
           </Empty>
         ) : (
           <>
@@ -87,7 +87,7 @@ export function GoodputPage() {
                 <thead>
                   <tr>
                     <th scope="col">Run</th>
-                    <th scope="col" className="wide-only">Where its time went</th>
+                    <th scope="col" className="wide-only">Use of time</th>
                     <th scope="col" className="number">Productive</th>
                     <th scope="col" className="number wide-only">Time</th>
                     <th scope="col" className="number wide-only">Lost</th>
@@ -97,7 +97,7 @@ export function GoodputPage() {
                     <th scope="col" className="number">Cost</th>
                   </tr>
                 </thead>
-                <tbody>{told.map((run) => <Line key={run.uid} run={run} />)}</tbody>
+                <tbody>{found.map((run) => <Line key={run.uid} run={run} />)}</tbody>
               </table>
             </div>
             {list.hasNextPage ? (

@@ -1,4 +1,4 @@
-// Where the server asks for a token.
+// The login page.
 import { useMutation, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { post } from "../api/client";
@@ -16,8 +16,8 @@ export function Login() {
     <div className="login">
       <h1>Log in</h1>
       <p className="muted">
-        Open the URL that <code>holdfast serve</code> printed, or paste a token that{" "}
-        <code>holdfast token add</code> made on the server.
+        Open the URL that <code>holdfast serve</code> printed, or enter a token that{" "}
+        <code>holdfast token add</code> created on the server.
       </p>
       <form
         onSubmit={(event) => {

@@ -1,4 +1,4 @@
-// The machines that runs were on, and how often an attempt failed because of one.
+// The machines that attempts have used, and the failures that each one caused.
 import { Link, useNavigate, useSearch } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useFaults, useNodes } from "../api/queries";
@@ -35,7 +35,7 @@ const COLUMNS: ColumnDef<NodeRow, unknown>[] = [
 function Faults({ host }: { host: string }) {
   const query = useFaults(host);
   const panel = useRef<HTMLElement>(null);
-  // On a phone the panel stands above the table, and the row that was chosen may be far below.
+  // In a narrow window, the panel is above the table, far from the selected row.
   useEffect(() => panel.current?.scrollIntoView({ block: "nearest" }), [host]);
   return (
     <aside className="panel" aria-label={`Failures of ${host}`} ref={panel}>
@@ -44,9 +44,9 @@ function Faults({ host }: { host: string }) {
         <Link to="/nodes" search={{}}>Close</Link>
       </div>
       <Loaded query={query}>
-        {({ faults: told }) => told.length === 0 ? <p>None so far.</p> : (
+        {({ faults: found }) => found.length === 0 ? <p>None so far.</p> : (
           <ul>
-            {told.map((one) => (
+            {found.map((one) => (
               <li key={`${one.run}/${one.attempt}`}>
                 <Link to="/runs/$run" params={{ run: one.run }}>{one.run}</Link>, attempt{" "}
                 {one.attempt}: {plain(one.cause)}, <Time at={one.ended_at} />
@@ -75,7 +75,7 @@ export function Nodes() {
       <Loaded query={{ data: rows, error: query.error }}>
         {(items) => items.length === 0 ? (
           <Empty title="No nodes yet">
-            <p>Every machine that an attempt ran on is listed here, with its failures.</p>
+            <p>This page lists every machine that an attempt has used, with its failures.</p>
           </Empty>
         ) : (
           <div className={host ? "split details-first" : undefined}>

@@ -1,7 +1,7 @@
 import { Link } from "@tanstack/react-router";
 import { Empty, useTitle } from "../parts/basics";
 
-/** An address that leads nowhere. */
+/** The page of an unknown address. */
 export function NotFound() {
   useTitle("Page not found");
   return (

@@ -1,4 +1,4 @@
-// All runs: which are alive, how far they are, and what the night did to them.
+// The list of all runs.
 import { useNavigate, useSearch, Link } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useCallback, useEffect, useMemo, useRef, useState } from "react";
@@ -77,7 +77,7 @@ function Search() {
   useEffect(() => {
     if (focus === "search") box.current?.focus();
   }, [focus]);
-  // What the address says, unless somebody is typing.
+  // Follow the address, unless the user is typing.
   useEffect(() => {
     if (timer.current === undefined) setText(search);
   }, [search]);
@@ -87,7 +87,7 @@ function Search() {
     clearTimeout(timer.current);
     timer.current = window.setTimeout(() => {
       timer.current = undefined;
-      // Another page may be on its way already: only what was typed here goes to the address.
+      // The user may have left this page meanwhile.
       if (window.location.pathname !== "/") return;
       void navigate({ search: (old) => ({ ...old, search: words || undefined }), replace: true });
     }, TYPING_MS);
@@ -103,7 +103,7 @@ function Search() {
         onChange={(event) => type(event.target.value)}
         onKeyDown={(event) => {
           if (event.key !== "Escape") return;
-          // What was searched for stays; the keys go to the list.
+          // Keep the search text, and let the list receive the keys.
           event.preventDefault();
           event.currentTarget.blur();
         }}
@@ -129,25 +129,25 @@ function Search() {
 function NoRuns({ filtered }: { filtered: boolean }) {
   if (filtered) {
     return (
-      <Empty title="No run matches">
+      <Empty title="No matching runs">
         <p><Link to="/">Show all runs</Link></p>
       </Empty>
     );
   }
   return (
     <Empty title="No runs yet">
-      <p>A run appears here the moment it is submitted. To begin one:</p>
+      <p>A run appears here when it is submitted. To submit one:</p>
       <Copy text="holdfast submit spec.toml" label="command that submits a run" />
       <p className="muted">
-        A root that was filled elsewhere is read by <code>holdfast reindex ROOT</code>.
+        To list the runs of another root, use <code>holdfast reindex ROOT</code>.
       </p>
     </Empty>
   );
 }
 
-// Runs under way come first.
+// Live runs come first.
 const USUAL: Sort = { sort: "live" };
-// The server's names of columns that have another id here.
+// The server's names for columns with another id.
 const SORTS: Record<string, string> = { run: "name" };
 
 export function Runs() {

@@ -1,4 +1,4 @@
-// What is kept on storage and why, and what the next prune would give back.
+// The checkpoints on storage: why they are kept, and what a prune would delete.
 import { Link } from "@tanstack/react-router";
 import { useQuery } from "@tanstack/react-query";
 import { useState } from "react";
@@ -27,7 +27,7 @@ function Verdicts({ title, verdicts }: { title: string; verdicts: Verdict[] }) {
   );
 }
 
-/** Asks what a prune would do, on disk and now, which the index alone cannot promise. */
+/** The current result of a prune, computed from disk. The index may be older. */
 function Plan({ run }: { run: string }) {
   const query = useQuery({
     queryKey: ["run", run, "storage"],
@@ -49,7 +49,7 @@ function Plan({ run }: { run: string }) {
                 path: `/runs/${encodeURIComponent(run)}/prune`,
                 body: { dry_run: false },
                 explanation: (
-                  <p>{count(plan.deleted.length)} checkpoints are deleted for good, with the
+                  <p>{count(plan.deleted.length)} checkpoints are deleted permanently, for the
                     reasons above. This frees {bytes(plan.bytes_deleted)}.</p>
                 ),
               }}
@@ -96,7 +96,7 @@ const SORTS: [string, string][] = [
   ["name", "name"], ["created", "newest"],
 ];
 
-/** Over all runs, whichever of them are listed below. */
+/** The totals over all runs, also of those that are not loaded below. */
 function Totals({ prunable }: { prunable: number | null }) {
   return (
     <Loaded query={useStorageTotals()}>
@@ -121,7 +121,7 @@ export function Storage() {
   const [sort, setSort] = useState("kept_bytes");
   const query = useStorage({ sort });
   const rows = query.data?.pages.flatMap((page) => page.items);
-  // What a prune would delete is known of the rows that are loaded, so only all of them add up.
+  // The prunable size is known for loaded rows only, so a total needs all rows.
   const prunable = rows && !query.hasNextPage
     ? rows.reduce((all, row) => all + row.would_prune_bytes, 0) : null;
   return (
@@ -130,7 +130,7 @@ export function Storage() {
       <Loaded query={{ data: rows, error: query.error }}>
         {(items) => items.length === 0 ? (
           <Empty title="No checkpoints yet">
-            <p>The checkpoints of all runs are summed up here, with the reason each is kept.</p>
+            <p>This page shows the checkpoints of all runs and why each one is kept.</p>
           </Empty>
         ) : (
           <>

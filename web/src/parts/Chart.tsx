@@ -1,4 +1,4 @@
-// A curve on uPlot, in the theme's colours, with marks where something happened to the run.
+// A curve drawn by uPlot in the theme's colours, with marks for events of the run.
 import { useEffect, useRef } from "react";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
@@ -21,14 +21,15 @@ const MARK_ROW_PX = 13;
 const probe = document.createElement("span");
 probe.hidden = true;
 
-/** A colour of the style sheet as the canvas takes it, in the theme that holds now. */
+/** A colour of the style sheet in the current theme, for the canvas. */
 function colour(name: string): string {
   if (!probe.isConnected) document.body.append(probe);
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }
 
-/** Vertical lines with their words; words that would overlap take a second row or are left out. */
+/** Draws vertical lines with labels. A label that would overlap moves to a second row, or is
+    omitted. */
 function drawMarks(marks: Mark[]) {
   return (plot: uPlot) => {
     const { ctx, bbox } = plot;
@@ -47,7 +48,7 @@ function drawMarks(marks: Mark[]) {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       const width = ctx.measureText(mark.word).width;
-      // A word at the right edge stands on the left of its line.
+      // A label at the right edge is on the left of its line.
       const left = x + width + 8 * ratio > bbox.left + bbox.width ? x - width - 4 * ratio
         : x + 4 * ratio;
       const row = free.findIndex((end) => left >= end);
@@ -71,7 +72,7 @@ const axis = (label: string): uPlot.Axis => ({
   size: 28,
 });
 
-// Half of the last tick's label stands to the right of the plot.
+// Half of the last tick's label is to the right of the plot.
 const PADDING_RIGHT = 32;
 
 function options({ label, xLabel, marks }: Props, width: number): uPlot.Options {
@@ -129,7 +130,7 @@ export function Chart(props: Props) {
       made.destroy();
       plot.current = null;
     };
-    // New numbers go into the plot that is there; only its marks and words make a new one.
+    // New values update the existing plot. Only new marks or labels create a new one.
   }, [label, marksKey]);
   useEffect(() => plot.current?.setData([x, y]), [x, y]);
   const last = y.findLast((value) => value !== null);

@@ -1,4 +1,4 @@
-// A question before something happens to a run: what will happen, a field where one is needed.
+// A dialog that explains an action and asks for confirmation, with an optional field.
 import {
   Dialog, DialogDescription, DialogDismiss, DialogHeading, useDialogStore,
 } from "@ariakit/react";
@@ -16,7 +16,7 @@ interface Field {
 }
 
 export interface Action {
-  /** What stays the same when the word changes: pin and unpin are one button. */
+  /** The identity of a button whose label changes, such as pin and unpin. */
   id?: string;
   word: string;
   title: string;
@@ -24,10 +24,10 @@ export interface Action {
   body?: Record<string, unknown>;
   field?: Field;
   explanation: ReactNode;
-  /** What to show once it is done, instead of the server's message. */
+  /** What to show after success, instead of the server's message. */
   done?: (answer: Record<string, unknown>) => ReactNode;
   disabled?: string | null;
-  /** Whether a second operator may insist while the first one's request is under way. */
+  /** Whether an operator may force the action while another request is pending. */
   forceable?: boolean;
 }
 
@@ -36,9 +36,9 @@ const UNANSWERED = "No response; the action may have been applied.";
 const valueOf = (field: Field, text: string): unknown =>
   field.type === "text" ? text : text === "" ? null : Number(text);
 
-/** A button that asks first, then does; what the server answers is told in place. */
+/** A button that asks for confirmation, performs the action, and shows the server's message. */
 export function ActionButton({ action: current }: { action: Action }) {
-  // What was asked for stays in the dialog, also once the button offers the opposite.
+  // The dialog keeps its action even if the button's action changes meanwhile.
   const [action, setAction] = useState(current);
   const dialog = useDialogStore();
   const client = useQueryClient();

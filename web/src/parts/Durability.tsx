@@ -1,4 +1,4 @@
-// How safe a checkpoint is, at a glance: icons for lists and graphs, a line of stages for one.
+// The durability of checkpoints: icons for lists and graphs, and the stages of one checkpoint.
 import { when } from "../format";
 import { lookOf } from "../states";
 import { STAGE_WORDS, reachedStages, type Stage } from "../durability";
@@ -12,9 +12,9 @@ interface StageProps {
   mirrored?: boolean | null | undefined;
 }
 
-/** The icon of a stage, and a second one for a copy elsewhere; the words are for every reader. */
+/** The icon of a stage, and a second one for a copy in the mirror, with a tooltip. */
 export function StageIcon({ stage, mirrored: copied }: StageProps) {
-  // Of a deleted one the copy is gone, too.
+  // A deleted checkpoint has no copy either.
   const mirrored = copied && stage !== "deleted";
   const words = mirrored ? `${STAGE_WORDS[stage]}; ${STAGE_WORDS.mirrored}` : STAGE_WORDS[stage];
   return (
@@ -25,7 +25,7 @@ export function StageIcon({ stage, mirrored: copied }: StageProps) {
   );
 }
 
-/** The stage in words, as a table's cell has it. */
+/** The stage as icon and text, for a table's cell. */
 export function StageState({ stage, mirrored }: StageProps) {
   return (
     <span className="state">
@@ -48,10 +48,10 @@ export function StageLegend() {
   );
 }
 
-/** Staged, durable, verified, mirrored: when each was reached, or that it was not yet. */
+/** The stages staged, durable, verified and mirrored, with the time when each was reached. */
 export function StageLine({ one }: { one: CheckpointDetail }) {
   return (
-    <ol className="stages" aria-label="How safe it is">
+    <ol className="stages" aria-label="Durability">
       {reachedStages(one, one.has_mirror ?? false).map(({ word, at, note }) => {
         const reached = when(at) !== null || (word === "damaged");
         const [tone] = lookOf(word);

@@ -1,4 +1,4 @@
-// A checkpoint written in a form that other programs read, into its run's folder.
+// Export of a checkpoint into its run's folder, in a format for other programs.
 import { useState } from "react";
 import type { Job } from "../api/types";
 import { bytes } from "../format";
@@ -6,13 +6,13 @@ import { JobButton } from "./Job";
 import { State } from "./basics";
 
 const FORMS = [
-  ["safetensors", "safetensors, the weights"],
-  ["hf", "Hugging Face, the weights"],
-  ["torch", "torch.load, the whole state"],
-  ["dcp", "PyTorch DCP, the whole state"],
+  ["safetensors", "safetensors (weights only)"],
+  ["hf", "Hugging Face (weights only)"],
+  ["torch", "torch.load (full state)"],
+  ["dcp", "PyTorch DCP (full state)"],
 ] as const;
 
-function told(job: Job) {
+function describe(job: Job) {
   if (job.state === "failed") return <State state="failed">{job.error ?? "failed"}</State>;
   if (job.state !== "done") return <State state="running">exporting</State>;
   return (
@@ -38,7 +38,7 @@ export function Export({ id }: { id: string }) {
         word="Export"
         path={`/checkpoints/${encodeURIComponent(id)}/export`}
         body={{ to: form }}
-        say={told}
+        say={describe}
       />
     </div>
   );

@@ -1,4 +1,4 @@
-// A button for work that takes a while, and a word of how it goes until it has ended.
+// A button for a long job, with its progress until it has ended.
 import { useMutation, useQuery } from "@tanstack/react-query";
 import type { ReactNode } from "react";
 import { get, post } from "../api/client";
@@ -13,7 +13,7 @@ interface Asked {
   word: string;
   path: string;
   body?: Record<string, unknown>;
-  /** What is to be said of the job as it is now. */
+  /** Renders the job's current state. */
   say: (job: Job) => ReactNode;
 }
 

@@ -1,4 +1,4 @@
-// One table for all pages: sorting by click, rows that open, j and k, narrow and wide.
+// The table of all pages: sorting by click, rows that open, keyboard navigation, narrow windows.
 import {
   flexRender,
   getCoreRowModel,
@@ -13,11 +13,11 @@ import { useListKeys } from "../keyboard";
 
 declare module "@tanstack/react-table" {
   interface ColumnMeta<TData extends RowData, TValue> {
-    /** Right-aligned figures. */
+    /** Align numbers on the right. */
     number?: boolean;
-    /** Left out where the window is narrow. */
+    /** Hidden in a narrow window. */
     wide?: boolean;
-    /** Never read: both parameters must be named as the library names them. */
+    /** Unused: the declaration must use both type parameters of the library. */
     unused?: [TData, TValue];
   }
 }
@@ -28,9 +28,9 @@ interface Props<T> {
   columns: ColumnDef<T, unknown>[];
   keyOf: (row: T) => string;
   open?: (row: T) => void;
-  /** Where the server sorts: it is asked again. Otherwise the rows that are loaded are sorted. */
+  /** For tables that the server sorts. Otherwise the loaded rows are sorted. */
   onSort?: (column: string | null, descending: boolean) => void;
-  /** False while rows are missing that only the server could sort. */
+  /** False while some rows are not loaded. */
   isWhole?: boolean;
   rowClass?: (row: T) => string | undefined;
 }

@@ -1,4 +1,4 @@
-// Every byte of a checkpoint read and compared with what was committed, watched while it goes on.
+// Verification of a checkpoint, which reads every byte, with its progress.
 import type { Job } from "../api/types";
 import { count, percent } from "../format";
 import { JobButton } from "./Job";

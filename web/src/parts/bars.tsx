@@ -1,23 +1,23 @@
-// Where time went, how far a run is, and how its loss goes, each in the space of a table's cell.
+// Small charts for table cells: use of time, progress and loss.
 import { count, percent, span } from "../format";
 import { PARTS, PART_WORDS, type Part } from "../states";
 
 export type Parts = Partial<Record<`${Part}_s`, number>> & { total_s?: number; ettr?: number };
 
 const shares = (parts: Parts): [Part, number][] => {
-  const told = PARTS.map((part): [Part, number] => [part, parts[`${part}_s`] ?? 0]);
-  const total = told.reduce((sum, [, seconds]) => sum + seconds, 0);
-  return total > 0 ? told.filter(([, s]) => s > 0).map(([part, s]) => [part, s / total]) : [];
+  const all = PARTS.map((part): [Part, number] => [part, parts[`${part}_s`] ?? 0]);
+  const total = all.reduce((sum, [, seconds]) => sum + seconds, 0);
+  return total > 0 ? all.filter(([, s]) => s > 0).map(([part, s]) => [part, s / total]) : [];
 };
 
-/** One bar: every second of a run in one part; the numbers are in its label. */
+/** A run's time by part as one bar. Its label has the numbers. */
 export function GoodputBar({ parts }: { parts: Parts }) {
-  const told = shares(parts);
-  if (told.length === 0) return <span className="muted">–</span>;
-  const words = told.map(([part, share]) => `${PART_WORDS[part]} ${percent(share)}`).join(", ");
+  const found = shares(parts);
+  if (found.length === 0) return <span className="muted">–</span>;
+  const label = found.map(([part, share]) => `${PART_WORDS[part]} ${percent(share)}`).join(", ");
   return (
-    <div className="bar-parts" role="img" aria-label={words} title={words}>
-      {told.map(([part, share]) => (
+    <div className="bar-parts" role="img" aria-label={label} title={label}>
+      {found.map(([part, share]) => (
         <span key={part} className={`part-${part}`} style={{ width: `${share * 100}%` }} />
       ))}
     </div>
@@ -25,10 +25,9 @@ export function GoodputBar({ parts }: { parts: Parts }) {
 }
 
 export function PartLegend({ parts }: { parts: Parts }) {
-  const told = shares(parts);
   return (
     <ul className="legend">
-      {told.map(([part, share]) => (
+      {shares(parts).map(([part, share]) => (
         <li key={part}>
           <span className={`swatch part-${part}`} aria-hidden />
           {PART_WORDS[part]} {span(parts[`${part}_s`])} ({percent(share)})
@@ -38,7 +37,7 @@ export function PartLegend({ parts }: { parts: Parts }) {
   );
 }
 
-/** Steps done of steps wanted, and when it is through at the present pace. */
+/** The step, the total number of steps and the time left. */
 export function Progress({ step, total, eta }: {
   step: number | null;
   total?: number | null;
@@ -72,16 +71,16 @@ export function Progress({ step, total, eta }: {
 const WIDTH = 96;
 const HEIGHT = 22;
 
-/** The shape of a curve without axes; the last value stands beside it. */
+/** A curve without axes. */
 export function Spark({ values, label }: { values: number[]; label: string }) {
-  const told = values.filter(Number.isFinite);
-  if (told.length < 2) return <span className="muted">–</span>;
-  const low = Math.min(...told);
-  const high = Math.max(...told);
-  const x = (index: number) => (index / (told.length - 1)) * (WIDTH - 2) + 1;
+  const finite = values.filter(Number.isFinite);
+  if (finite.length < 2) return <span className="muted">–</span>;
+  const low = Math.min(...finite);
+  const high = Math.max(...finite);
+  const x = (index: number) => (index / (finite.length - 1)) * (WIDTH - 2) + 1;
   const y = (value: number) =>
     HEIGHT - 2 - ((value - low) / (high - low || 1)) * (HEIGHT - 4);
-  const path = told.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
+  const path = finite.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`).join(" ");
   return (
     <svg className="spark" width={WIDTH} height={HEIGHT} role="img" aria-label={label}>
       <polyline points={path} fill="none" stroke="currentColor" strokeWidth="1.5" />

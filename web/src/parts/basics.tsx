@@ -1,4 +1,4 @@
-// Small things that every page shows: states, times, numbers, empty places, problems.
+// Basic components: states, times, facts, empty places and problems.
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
 import { ApiError, AwayError } from "../api/client";
 import { exact, relative, when } from "../format";
@@ -26,7 +26,7 @@ const SHAPES: Record<ShapeName, ReactNode> = {
   ),
 };
 
-/** The shape of a state in its tone; the word stands beside it. */
+/** The shape of a state in its colour. Show the state's name beside it. */
 export function Shape({ state }: { state: string }) {
   const [tone, shape] = lookOf(state);
   const pulse = state === "running" ? " pulse" : "";
@@ -37,7 +37,7 @@ export function Shape({ state }: { state: string }) {
   );
 }
 
-/** A state: its shape in its tone, and the word, never the colour alone. */
+/** A state: its shape in its colour, and its name. */
 export function State({ state, children }: { state: string; children?: ReactNode }) {
   return (
     <span className="state">
@@ -50,7 +50,7 @@ export function State({ state, children }: { state: string; children?: ReactNode
 const Clock = createContext(Date.now());
 const TICK_MS = 1000;
 
-/** One clock for the page, so that all relative times agree. */
+/** One clock for the page, so that all relative times are consistent. */
 export function ClockProvider({ children }: { children: ReactNode }) {
   const [now, setNow] = useState(Date.now);
   useEffect(() => {
@@ -62,7 +62,7 @@ export function ClockProvider({ children }: { children: ReactNode }) {
 
 export const useNow = (): number => useContext(Clock);
 
-/** A time as its distance from now; the exact one on hover and for assistive technology. */
+/** A time relative to now, with the exact time as a tooltip and for assistive technology. */
 export function Time({ at }: { at: string | null | undefined }) {
   const now = useNow();
   const then = when(at);
@@ -74,12 +74,12 @@ export function Time({ at }: { at: string | null | undefined }) {
   );
 }
 
-/** A definition list of facts; one without a value is left out. */
+/** A definition list of the facts that have a value. */
 export function Facts({ facts }: { facts: [string, ReactNode][] }) {
-  const told = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const known = facts.filter(([, value]) => value !== null && value !== undefined && value !== "");
   return (
     <dl className="facts">
-      {told.map(([name, value]) => (
+      {known.map(([name, value]) => (
         <div key={name}>
           <dt>{name}</dt>
           <dd>{value}</dd>
@@ -89,7 +89,7 @@ export function Facts({ facts }: { facts: [string, ReactNode][] }) {
   );
 }
 
-/** What a place says that has nothing to show: why, and what to do. */
+/** A placeholder for missing content: why there is none, and what to do. */
 export function Empty({ title, children }: { title: string; children?: ReactNode }) {
   return (
     <div className="empty">
@@ -99,7 +99,7 @@ export function Empty({ title, children }: { title: string; children?: ReactNode
   );
 }
 
-/** What went wrong with a request, in the server's own words. */
+/** The error of a request, with the server's message. */
 export function Problem({ error, title }: { error: unknown; title?: string | undefined }) {
   const text = error instanceof Error ? error.message : String(error);
   const own = error instanceof ApiError ? error.title
@@ -117,18 +117,18 @@ interface Asked<T> {
   error: unknown;
 }
 
-/** The data of a query once there is some, the problem when there is none. */
+/** Renders the data of a query, or its error if there is no data. */
 export function Loaded<T>({ query, children }: {
   query: Asked<T>;
   children: (data: T) => ReactNode;
 }) {
-  // Old data beats an error: the banner says that the server is away and how old it is.
+  // Old data is better than an error. The banner shows its age.
   if (query.data !== undefined) return <>{children(query.data)}</>;
   if (query.error) return <Problem error={query.error} />;
   return <p className="loading" role="status">Loading…</p>;
 }
 
-/** A command line to take along. */
+/** A command line with a button that copies it. */
 export function Copy({ text, label }: { text: string; label: string }) {
   const [copied, setCopied] = useState(false);
   const copy = async () => {
@@ -146,7 +146,7 @@ export function Copy({ text, label }: { text: string; label: string }) {
   );
 }
 
-/** The page's title in the window, for as long as the page is shown. */
+/** Sets the window's title. */
 export function useTitle(title: string) {
   useEffect(() => {
     document.title = `${title} · Holdfast`;

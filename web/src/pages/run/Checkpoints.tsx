@@ -1,4 +1,4 @@
-// The checkpoints of a run: which are there, why each is kept or gone, what saving cost.
+// The checkpoints of a run: their state, retention and cost.
 import { Link, useNavigate, useParams } from "@tanstack/react-router";
 import type { ColumnDef } from "@tanstack/react-table";
 import { useCallback, useMemo } from "react";
@@ -64,7 +64,7 @@ export function Checkpoints() {
     <Loaded query={{ data: rows, error: query.error }}>
       {(all) => all.length === 0 ? (
         <Empty title="No checkpoints yet">
-          <p>A checkpoint appears here once its manifest is durable.</p>
+          <p>A checkpoint appears here when its manifest is durable.</p>
         </Empty>
       ) : (
         <>
@@ -73,7 +73,7 @@ export function Checkpoints() {
           {query.hasNextPage ? (
             <p>
               <button type="button" disabled={query.isFetchingNextPage}
-                onClick={() => void query.fetchNextPage()}>Show older ones</button>
+                onClick={() => void query.fetchNextPage()}>Show older</button>
             </p>
           ) : null}
         </>

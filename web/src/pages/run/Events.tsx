@@ -1,4 +1,4 @@
-// The journal of a run, newest first: what happened, and who recorded it.
+// The journal of a run, newest first.
 import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { useEvents } from "../../api/queries";
@@ -8,7 +8,7 @@ import { exact, when } from "../../format";
 import { Empty, Loaded, Time } from "../../parts/basics";
 import { plain } from "../../states";
 
-// Of an exact time, the part before the offset.
+// The length of an exact time without the offset.
 const DATE_AND_TIME = 19;
 
 function Line({ event }: { event: Event }) {
@@ -68,7 +68,7 @@ export function Events() {
       {query.hasNextPage ? (
         <p>
           <button type="button" disabled={query.isFetchingNextPage}
-            onClick={() => void query.fetchNextPage()}>Show older ones</button>
+            onClick={() => void query.fetchNextPage()}>Show older</button>
         </p>
       ) : null}
     </>

@@ -1,4 +1,4 @@
-// The graph of a run's checkpoints over attempts, resizes, rollbacks, forks and exports.
+// The lineage of a run: checkpoints, attempts, resizes, rollbacks, forks and exports.
 import {
   Background, BaseEdge, Controls, Handle, Position, ReactFlow, ReactFlowProvider, useReactFlow,
   type Edge, type EdgeProps, type Node, type NodeProps,
@@ -27,7 +27,7 @@ const WORDS: Record<string, string> = {
 
 function title(shown: Shown): string {
   if (isFold(shown)) return `${count(shown.members.length)} checkpoints`;
-  // Of another run's the id alone may be known.
+  // For a node of another run, only the id may be known.
   if (shown.kind === "attempt") return `attempt ${shown.number ?? numberIn(shown.id)}`;
   if (shown.kind === "checkpoint") return `step ${count(shown.step ?? numberIn(shown.id))}`;
   return shown.id.length > 22 ? `…${shown.id.slice(-21)}` : shown.id;
@@ -35,7 +35,7 @@ function title(shown: Shown): string {
 
 function subtitle(shown: Shown, run: string): string {
   if (isFold(shown)) return `steps ${count(shown.first_step)} – ${count(shown.last_step)}; expand`;
-  const told = [
+  const facts = [
     shown.kind !== "run" && shown.run && shown.run !== run ? shown.run : null,
     shown.kind === "checkpoint" && shown.state ? stageOfNode(shown) : null,
     shown.pinned ? "pinned" : null,
@@ -46,7 +46,7 @@ function subtitle(shown: Shown, run: string): string {
     shown.kind === "run" ? "run" : null,
     shown.kind === "run" && shown.state ? plain(shown.state) : null,
   ];
-  return told.filter(Boolean).join(" · ");
+  return facts.filter(Boolean).join(" · ");
 }
 
 function GraphCard({ data: { shown, selected, isDown } }: NodeProps<GraphNodeType>) {
@@ -74,17 +74,17 @@ function GraphCard({ data: { shown, selected, isDown } }: NodeProps<GraphNodeTyp
 const isSaved = (shown: Shown): boolean =>
   shown.state !== undefined && (isFold(shown) || shown.kind === "checkpoint");
 
-// The canvas: as wide as the page is, and so much of the window's height.
+// The canvas is as wide as the page, and takes this share of the window's height.
 const PAGE_WIDTH = 1600;
 const EDGE = 40;
 const CANVAS_SHARE = 0.66;
 const CANVAS_MIN = 320;
 const NARROW_PX = 640;
 const CORNER = 10;
-// Lines that go on in the next row turn to the left of the cards.
+// Edges to the next row turn on the left of the cards.
 const PADDING = { left: "80px", right: "40px", y: "24px" } as const;
 const FIT = { padding: PADDING, maxZoom: 1, minZoom: 0.5 };
-// More cards than these cannot be read at once: the newest come into sight first.
+// More cards than these are not readable at once, so the newest are shown first.
 const SEEN_MAX = 80;
 const SEEN_DOWN = 12;
 
@@ -107,7 +107,7 @@ function pathOf(way: Point[]): string {
   }).join("");
 }
 
-/** An edge along the way that was found for it together with the places. */
+/** An edge along the path from the layout. */
 function Way({ data, label, labelStyle }: EdgeProps<WayEdge>) {
   const way = data?.way ?? [];
   const [end, last] = [way.at(-2), way.at(-1)];
@@ -121,7 +121,7 @@ function Way({ data, label, labelStyle }: EdgeProps<WayEdge>) {
 
 const EDGE_TYPES = { way: Way };
 
-/** An edge; one that goes on in the next row takes the lane that was kept for it. */
+/** An edge. One to the next row follows the path from the layout. */
 function drawEdge({ from, to, kind }: GraphEdge, index: number, layout: Layout): Edge {
   const { places, ways, isDown } = layout;
   const isBack = !isDown && (places.get(to)?.x ?? 0) <= (places.get(from)?.x ?? 0);
@@ -137,21 +137,21 @@ function drawEdge({ from, to, kind }: GraphEdge, index: number, layout: Layout):
   return WORDS[kind] ? { ...drawn, label: WORDS[kind], labelBgPadding: [2, 1] } : drawn;
 }
 
-/** How wide the canvas is for its height, before it is there; null where the line goes down. */
+/** The expected width of the canvas divided by its height; null if the graph goes down. */
 function aspect(): number | null {
   if (window.innerWidth < NARROW_PX) return null;
   const width = Math.min(window.innerWidth, PAGE_WIDTH) - EDGE;
   return width / Math.max(CANVAS_MIN, window.innerHeight * CANVAS_SHARE);
 }
 
-/** How high the canvas is for what stands on it, within what the window has. */
+/** The height of the canvas for this layout, limited by the window. */
 function heightOf({ places }: Layout): number {
   const bottom = Math.max(0, ...[...places.values()].map(({ y }) => y));
   const most = Math.max(CANVAS_MIN, window.innerHeight * CANVAS_SHARE);
   return Math.min(most, Math.max(CANVAS_MIN, bottom + NODE_HEIGHT + 2 * EDGE));
 }
 
-/** Places for what is shown; the old ones stay until the new are found. */
+/** The layout of the graph. The old one stays until the new one is ready. */
 function useLayout(folded: Folded): [Layout | null, Folded, unknown] {
   const [placed, setPlaced] = useState<[Layout | null, Folded]>([null, folded]);
   const [error, setError] = useState<unknown>(null);
@@ -171,7 +171,7 @@ function useLayout(folded: Folded): [Layout | null, Folded, unknown] {
 function Details({ id }: { id: string }) {
   const query = useCheckpoint(id);
   return (
-    <aside className="panel" aria-label="The chosen checkpoint">
+    <aside className="panel" aria-label="Selected checkpoint">
       <Loaded query={query}>
         {(one) => (
           <>
@@ -179,7 +179,7 @@ function Details({ id }: { id: string }) {
             <StageLine one={one} />
             <Facts
               facts={[
-                ["Why", one.reason],
+                ["Retention", one.reason],
                 ["Attempt", `${one.attempt}.${one.launch}`],
                 ["GPUs", count(one.world_size)],
                 ["Size", bytes(one.bytes)],
@@ -198,7 +198,7 @@ function Details({ id }: { id: string }) {
   );
 }
 
-/** The newest cards of a graph that has too many to be read at once. */
+/** The newest cards of a graph with too many cards, or all. */
 function seenFirst(nodes: GraphNodeType[], { isDown }: Layout): { id: string }[] {
   const most = isDown ? SEEN_DOWN : SEEN_MAX;
   if (nodes.length <= most) return nodes;
@@ -234,14 +234,14 @@ function Canvas({ run, folded, opened, at, choose }: CanvasProps) {
   );
   const flow = useReactFlow();
   useEffect(() => {
-    // Whoever opened a stretch looks at it where it stands now.
+    // Move the view to the fold that was just expanded.
     const wanted = new Set(opened);
     const there = placed.nodes
       .filter((one) => places?.has(one.id))
       .filter((one) => wanted.has(isFold(one) ? (one.members[0] ?? "") : one.id));
     if (there.length > 0) void flow.fitView({ ...FIT, nodes: there });
   }, [places, placed, opened, flow]);
-  // The library selects a card on these keys and reports no click.
+  // For these keys, the library selects a card but does not report a click.
   const press = (event: KeyboardEvent<HTMLDivElement>) => {
     if (event.key !== "Enter" && event.key !== " ") return;
     const card = (event.target as HTMLElement).closest<HTMLElement>(".react-flow__node");
@@ -305,16 +305,16 @@ export function Lineage() {
   return (
     <Loaded query={query}>
       {(graph) => graph.nodes.length < 2 || !folded ? (
-        <Empty title="No lineage yet"><p>It begins with the first attempt.</p></Empty>
+        <Empty title="No lineage yet"><p>The lineage starts with the first attempt.</p></Empty>
       ) : (
         <>
           <div className="toolbar">
             <span className="muted">
               {count(graph.nodes.length)} nodes, {count(folded.nodes.length)} shown. A dashed card
-              stands for uneventful checkpoints; click it to expand them.
+              contains checkpoints without events. Click it to expand them.
             </span>
             {open.size > 0 ? (
-              <button type="button" onClick={foldAll}>Fold all</button>
+              <button type="button" onClick={foldAll}>Collapse all</button>
             ) : null}
           </div>
           <StageLegend />

@@ -1,4 +1,4 @@
-// What a rank wrote, followed while it writes.
+// The output of a rank, followed while the attempt runs.
 import { useNavigate, useParams, useSearch } from "@tanstack/react-router";
 import { useEffect, useRef, useState, type ReactNode } from "react";
 import { askLog, useLogFiles, useRun } from "../../api/queries";
@@ -15,7 +15,7 @@ const keyOf = (one: LogFile) => `${one.rank}.${one.launch}.${one.stream}`;
 const wordsOf = (one: LogFile) =>
   `rank ${one.rank} · launch ${one.launch} · ${one.stream} · ${bytes(one.bytes)}`;
 
-/** The tail of one file, and what is added to it for as long as it is looked at. */
+/** The tail of a file, and its new output while the view is open. */
 function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
   const [text, setText] = useState("");
   const [ended, setEnded] = useState(false);
@@ -47,7 +47,7 @@ function useFollowed(run: string, file: LogFile): [string, boolean, unknown] {
       current = false;
       clearTimeout(timer);
     };
-    // The key says all of the file that matters; its size changes as it grows.
+    // The key identifies the file. Its size is ignored, because it grows.
   }, [run, key]);
   return [text, ended, error];
 }
@@ -77,7 +77,7 @@ function Log({ run, file }: { run: string; file: LogFile }) {
       </pre>
       <p className="muted" role="status">
         {ended ? "End of log: the attempt has ended."
-          : "Following; scroll up to stay where you are."}
+          : "Following. Scroll up to stop."}
       </p>
     </>
   );
@@ -92,7 +92,7 @@ interface FilesProps {
 
 function Files({ run, files, chosen, leading }: FilesProps) {
   const navigate = useNavigate({ from: "/runs/$run/logs" });
-  // The newest launch's first rank says most; people choose the others.
+  // By default, show the first rank of the newest launch.
   const newest = Math.max(...files.map((one) => one.launch));
   const usual = files.find((one) => one.launch === newest && one.bytes > 0) ?? files[0];
   const file = files.find((one) => keyOf(one) === chosen) ?? usual;
@@ -100,8 +100,8 @@ function Files({ run, files, chosen, leading }: FilesProps) {
     return (
       <>
         <div className="toolbar">{leading}</div>
-        <Empty title="No rank of this attempt has written anything">
-          <p>What the agent and torchrun wrote lies in the attempt's folder.</p>
+        <Empty title="The ranks of this attempt have written no output">
+          <p>The output of the agent and torchrun is in the attempt's folder.</p>
         </Empty>
       </>
     );
@@ -136,7 +136,7 @@ export function Logs() {
   const attempts = useRun(name).data?.attempts ?? [];
   const query = useLogFiles(name, attempt);
   if (attempts.length === 0) {
-    return <Empty title="No attempt yet"><p>There is no output before the first one.</p></Empty>;
+    return <Empty title="No attempt yet"><p>There is no output yet.</p></Empty>;
   }
   const leading = (
     <label>

@@ -1,4 +1,4 @@
-// What happened to a run, at one look: its attempts against time, its curves, where time went.
+// The overview of a run: notices, attempts over time, use of time and curves.
 import { useParams } from "@tanstack/react-router";
 import { useMemo, useState } from "react";
 import { stitch } from "../../curves";
@@ -22,18 +22,18 @@ function Curves({ run }: { run: Run }) {
   return (
     <Loaded query={{ data: curves, error: query.error }}>
       {(all) => {
-        const told = all.filter((one) => one.x.length > 1);
-        if (told.length === 0) {
+        const drawn = all.filter((one) => one.x.length > 1);
+        if (drawn.length === 0) {
           return (
             <Empty title="No curves yet">
-              <p>They come from what the program reports at its steps:</p>
+              <p>Curves show the values that the program reports at its steps:</p>
               <Copy text="session.log(loss=loss)" label="line that reports a loss" />
             </Empty>
           );
         }
         return (
           <div className="curves">
-            {told.map((one) => (
+            {drawn.map((one) => (
               <div key={one.name}>
                 <h3>
                   {plain(one.name)}{" "}
@@ -66,25 +66,25 @@ function Notice({ notice: { text, at, attempt }, tone }: { notice: NoticeText; t
   );
 }
 
-/** What an operator should know now; what concerned earlier attempts is folded away. */
+/** The current notices. Those of earlier attempts are folded. */
 function Notices({ run }: { run: Run }) {
-  const alone = unsupervised(run);
+  const warning = unsupervised(run);
   const saves = (run.failed_saves ?? []).slice(-NOTICES_MAX).map((one): NoticeText => ({
     text: `The save of step ${count(one.step)} was not committed: ${one.error}`,
     at: one.at,
     attempt: attemptOf(one.checkpoint),
   }));
-  const told = [...saves, ...noticesOf(run).slice(-NOTICES_MAX)]
+  const notices = [...saves, ...noticesOf(run).slice(-NOTICES_MAX)]
     .toSorted((one, other) => other.at - one.at);
-  const [now, before] = [told.filter((one) => isCurrent(one, run)),
-    told.filter((one) => !isCurrent(one, run))];
+  const [now, before] = [notices.filter((one) => isCurrent(one, run)),
+    notices.filter((one) => !isCurrent(one, run))];
   return (
     <>
       {run.on_disk === false ? (
-        <p className="problem">The run's folder is gone, or its root is not mounted. The page shows
-          what the index last recorded.</p>
+        <p className="problem">The run's folder does not exist, or its root is not mounted. The page
+          shows the data of the index.</p>
       ) : null}
-      {alone ? <p className="problem" role="alert">{alone}</p> : null}
+      {warning ? <p className="problem" role="alert">{warning}</p> : null}
       {now.map((one) => <Notice key={`${one.at}${one.text}`} notice={one} tone="problem" />)}
       {before.length > 0 ? (
         <details className="section">
@@ -98,7 +98,7 @@ function Notices({ run }: { run: Run }) {
   );
 }
 
-/** The newest attempts against time and in words; all of them on request. */
+/** The newest attempts as a timeline and a table; all attempts on request. */
 function AttemptsSection({ run }: { run: Run }) {
   const checkpoints = useNewestCheckpoints(run.run);
   const timeline = useTimeline(run.run);

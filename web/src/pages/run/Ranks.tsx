@@ -1,4 +1,4 @@
-// Where every rank is: its step, its phase, and how long ago it and its node were last heard of.
+// The ranks of a run: step, phase, last activity, and their nodes' heartbeats.
 import { useParams } from "@tanstack/react-router";
 import { useHeartbeats, useRun } from "../../api/queries";
 import type { NodeBeat, RankRow } from "../../api/types";
@@ -9,7 +9,7 @@ import { isLive, plain } from "../../states";
 const SILENT_S = 30;
 
 function Rank({ rank, beatAge }: { rank: RankRow; beatAge: number }) {
-  // The agent reported the rank's silence as of its heartbeat, which has an age of its own.
+  // The rank's silence was measured at the heartbeat, so add the heartbeat's age.
   const age = rank.age_s === null ? null : rank.age_s + Math.max(0, beatAge);
   return (
     <tr>
@@ -74,7 +74,7 @@ export function Ranks() {
     <Loaded query={query}>
       {({ nodes, attempt, clock_problems: clocks }) => nodes.length === 0 ? (
         <Empty title="No heartbeats yet">
-          <p>Each node's agent writes a heartbeat every few seconds once it has started.</p>
+          <p>The agent of each node writes a heartbeat every few seconds.</p>
         </Empty>
       ) : (
         <>

@@ -1,4 +1,4 @@
-// One run: what it is, how it stands, what may be done to it; below, one of its views.
+// One run: its state, its facts and its actions, with one of its views below.
 import { Link, Outlet, useParams } from "@tanstack/react-router";
 import { useMayAct } from "../../api/session";
 import { useRun } from "../../api/queries";
@@ -28,7 +28,7 @@ function sizeWords({ gpus_min: least, gpus_max: most }: Run): string {
 function relaunchWords(run: Run): string {
   const last = run.attempts.at(-1);
   if (!last || last.ended_at !== null) return "No attempt is running.";
-  if (last.started_at === null) return `Attempt ${last.number} is withdrawn from the queue.`;
+  if (last.started_at === null) return `Attempt ${last.number} is removed from the queue.`;
   return `Attempt ${last.number} saves a final checkpoint and ends.`;
 }
 
@@ -58,19 +58,19 @@ function actionsOf(run: Run): Action[] {
   const paused = run.state === "paused";
   const pause: Action = paused
     ? { id: "pause", word: "Resume", title: `Resume ${run.run}`, path: `${base}/resume`,
-        explanation: <p>The run resumes from its newest checkpoint as soon as it gets its
-          GPUs.</p> }
+        explanation: <p>The run resumes from its newest checkpoint when GPUs are
+          available.</p> }
     : { id: "pause", word: "Pause", title: `Pause ${run.run}`, path: `${base}/pause`,
         disabled: live ? null : "The run is not live.",
-        explanation: <p>The run saves a final checkpoint and gives up its GPUs until it is
+        explanation: <p>The run saves a final checkpoint and releases its GPUs until it is
           resumed.</p> };
   const cancel: Action = {
     word: "Cancel",
     title: `Cancel ${run.run}`,
     path: `${base}/cancel`,
     disabled: live ? null : "The run is not live.",
-    explanation: <p>The run saves a final checkpoint, gives up its GPUs and ends. Everything it
-      has committed is kept, and Relaunch continues it.</p>,
+    explanation: <p>The run saves a final checkpoint, releases its GPUs and ends. Its committed
+      checkpoints are kept, and Relaunch continues it.</p>,
   };
   return [relaunch, pause, stop, cancel].map((one) => ({ ...one, forceable: true }));
 }

@@ -1,4 +1,4 @@
-// The attempts of a run against time: what each did when, and why it ended.
+// The attempts of a run as a timeline and as a table.
 import { useLayoutEffect, useState } from "react";
 import type { Attempt, Checkpoint, OperatorRequest, Segment } from "../../api/types";
 import { Empty, State, Time, useNow } from "../../parts/basics";
@@ -14,7 +14,7 @@ const AXIS = 22;
 const TICK_PX = 130;
 const MARK_PX = 8;
 
-/** A place on the page and its width, also of one that appears later; 0 before it is there. */
+/** A ref and the width of its element; 0 before the element exists. */
 function useWidth() {
   const [place, setPlace] = useState<HTMLDivElement | null>(null);
   const [width, setWidth] = useState(0);
@@ -33,7 +33,7 @@ const clock = (time: number, wide: boolean): string => {
   return wide ? text.slice(5, 16) : text.slice(11, 19);
 };
 
-/** An attempt's checkpoints and where each stands; of those that would overlap, the newest. */
+/** An attempt's checkpoints and their positions. Of overlapping ones, the newest is kept. */
 function thinned(
   checkpoints: Checkpoint[],
   attempt: number,
@@ -43,7 +43,7 @@ function thinned(
   return checkpoints.flatMap((one): [Checkpoint, number][] => {
     const at = one.attempt === attempt ? when(one.committed_at) : null;
     const left = at === null ? Number.NaN : Math.round(x(at));
-    // Newest first, so places go down; one without a time has no place.
+    // The checkpoints are newest first, so positions decrease. One without a time is skipped.
     if (!(left >= LEFT && left <= free)) return [];
     free = left - MARK_PX;
     return [[one, left]];
@@ -83,7 +83,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
         height={height}
         width={width}
         role="img"
-        aria-label={`${rows.length} attempts in ${span((to - from) / 1000)}; the table below tells`}
+        aria-label={`${rows.length} attempts in ${span((to - from) / 1000)}; see the table below`}
       >
         <g className="axis">
           {marks.map((mark) => (
@@ -137,7 +137,7 @@ export function Timeline({ attempts, segments, checkpoints }: Props) {
   );
 }
 
-/** Each attempt in words: where it began, how far it came, and what ended it by which evidence. */
+/** The table of attempts: their steps, and why each one ended, with the evidence. */
 export function Attempts({ attempts, requests }: {
   attempts: Attempt[];
   requests: OperatorRequest[];
@@ -179,7 +179,7 @@ function stepsOf({ first_step: first, last_step: last, ended_at: ended }: Attemp
   return `${count(first)} – ${last === null && ended === null ? "…" : count(last)}`;
 }
 
-/** Why it ended, in what the records say. It has a row of its own, as wide as the table. */
+/** The evidence for an attempt's end, in a row as wide as the table. */
 function Evidence({ attempt }: { attempt: Attempt }) {
   const lines = [...restartsOf(attempt), ...attempt.evidence];
   if (lines.length === 0 && !attempt.traceback) return null;
