@@ -63,7 +63,8 @@ const segment = (part: string, from: number, to: number, attempt = 1) =>
   ({ attempt, part, began_at: at(from), ended_at: at(to) });
 
 describe("segmentsOf", () => {
-  const segments = [segment("queued", 0, 10), segment("training", 10, 40), segment("lost", 5, 6, 2)];
+  const segments = [
+    segment("queued", 0, 10), segment("training", 10, 40), segment("lost", 5, 6, 2)];
 
   it("takes the segments of one attempt, and extends the last one until now", () => {
     expect(segmentsOf(attempt({}), segments, 50_000)).toEqual([

@@ -57,7 +57,9 @@ def reindex(
     root: Annotated[
         Path | None,
         typer.Argument(
-            metavar="ROOT", help="The folder that contains the runs. Default: $HOLDFAST_ROOT."
+            metavar="ROOT",
+            help="The folder that contains the runs. "
+            "Default: $HOLDFAST_ROOT, else ~/.holdfast/runs.",
         ),
     ] = None,
     as_json: AsJson = False,

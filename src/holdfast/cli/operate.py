@@ -52,7 +52,7 @@ def resume(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -
 
 
 def cancel(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
-    """Cancel a run for good, after a last checkpoint. Its checkpoints are kept."""
+    """Cancel a run after a last checkpoint. Its checkpoints are kept."""
     _ask(run, "cancel", root, as_json)
 
 

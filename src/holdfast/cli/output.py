@@ -24,7 +24,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 RootOption = Annotated[
     str | None,
     typer.Option(
-        "--root", help="The folder that contains the runs. Default: $HOLDFAST_ROOT.", metavar="DIR"
+        "--root",
+        help="The folder that contains the runs. Default: $HOLDFAST_ROOT, else ~/.holdfast/runs.",
+        metavar="DIR",
     ),
 ]
 # Errors of the run or checkpoint itself. Every other error is an error of the call.

@@ -44,7 +44,8 @@ def serve(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="A folder that contains runs. Default: $HOLDFAST_ROOT. Repeatable.",
+            help="A folder that contains runs. Default: $HOLDFAST_ROOT, else ~/.holdfast/runs. "
+            "Repeatable.",
         ),
     ] = None,
     name: Annotated[
