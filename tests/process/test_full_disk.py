@@ -102,7 +102,7 @@ def test_a_full_disk_uses_up_no_attempts_and_a_run_can_still_be_cancelled(tmp_pa
         assert "will not be relaunched" in operator.request(paths, "cancel", by="ann")
         assert load_history(paths).state is RunState.CANCELLED
         _fill(root)
-        with pytest.raises(SpecError, match="cancelled already"):
+        with pytest.raises(SpecError, match="already cancelled"):
             operator.request(paths, "cancel", by="ann")
         filler.unlink()
 

@@ -119,7 +119,7 @@ def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
     assert shown["state"] == RunState.QUEUED
     assert "attempt 1" in operator.request(paths, "stop", by="ann")
     end_attempt(paths, 1)
-    assert "goes on" in operator.request(paths, "relaunch", by="ann")
+    assert "continues at" in operator.request(paths, "relaunch", by="ann")
     supervise_once(paths)
     second = load_history(paths).last_attempt
     assert second is not None

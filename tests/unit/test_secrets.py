@@ -234,7 +234,7 @@ def test_a_later_submitter_replaces_the_value_and_a_supervisor_does_not(
     submitted.record(run, refresh=True)
     assert now() == "second-value"
     assert submitted.require(spec, run) == []
-    with pytest.raises(PreflightError, match="nothing was queued"):
+    with pytest.raises(PreflightError, match="Nothing was queued"):
         submitted.require(spec)
 
 

@@ -44,8 +44,7 @@ def serve(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="A folder that contains runs. Default: $HOLDFAST_ROOT, else ~/.holdfast/runs. "
-            "Repeatable.",
+            help="A folder of runs. Default: $HOLDFAST_ROOT, else ~/.holdfast/runs. Repeatable.",
         ),
     ] = None,
     name: Annotated[
@@ -85,7 +84,7 @@ def serve(
         create_app(services),
         log_level="warning",
         http=limited_protocol(raise_open_files()),
-        # Any client can send these headers, so only those of the named proxies are trusted.
+        # Trust these headers only from the named proxies.
         proxy_headers=bool(trusted_proxy),
         forwarded_allow_ips=trusted_proxy or [],
         server_header=False,
