@@ -1,4 +1,4 @@
-"""What the cluster side reads of checkpoints: manifests, never tensors."""
+"""Read the manifests of checkpoints, never their tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 
 
 def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
-    """The manifests of the run's committed checkpoints, oldest step first.
+    """Return the manifests of the run's committed checkpoints, oldest step first.
 
-    One that cannot be believed is passed over here; `holdfast verify` names it.
+    Damaged checkpoints are skipped here; `holdfast verify` reports them.
     """
     found = []
     for directory in paths.list_checkpoints():
@@ -24,12 +24,12 @@ def committed_checkpoints(paths: RunPaths) -> list[Manifest]:
 
 
 def committed_names(paths: RunPaths) -> frozenset[str]:
-    """Directory names that have a manifest; nothing is read, so it may be asked often."""
+    """Return the directory names with a manifest; reads no file, so it may be called often."""
     return frozenset(d.name for d in paths.list_checkpoints() if (d / MANIFEST).exists())
 
 
 def newest_committed(paths: RunPaths, attempt: int) -> Manifest | None:
-    """The newest step's manifest that `attempt` committed, or None."""
+    """Return the manifest of the newest step that `attempt` committed, or None."""
     for directory in reversed(paths.list_checkpoints()):
         name = CheckpointName.parse(directory.name)
         if name is None or name.attempt != attempt:

@@ -1,9 +1,9 @@
-"""Which files of a folder are a run's code, and may be opened by this process.
+"""Find the files of a folder that are a run's code and that this process may open.
 
-Whoever closes a file gives up every POSIX lock that its process holds on it, through whichever
-descriptor it was taken. The index may lie in the folder that the code is in: were its files read
-by a process that has it open, SQLite would stand there without locks, and other processes would
-write over what it is writing. (SQLite, "How To Corrupt An SQLite Database File", section 2.2.)
+A process that closes a file releases every POSIX lock that it holds on the file, through whichever
+descriptor it took the lock. The index may be in the code's folder. If a process that has the index
+open read its files, SQLite would lose its locks and other processes could write over its changes.
+(SQLite, "How To Corrupt An SQLite Database File", section 2.2.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 
 
 def files_under(folder: Path) -> Iterator[str]:
-    """Names of the files under `folder`, in order, relative to it.
+    """Return the names of the files under `folder`, in order, relative to it.
 
-    Without hidden folders, caches, and the folders where Holdfast keeps its index and its runs.
+    Hidden folders, caches and the folders of Holdfast's index and runs are left out.
     """
     ours = {os.path.realpath(place) for place in (holdfast_home(), default_root())}
     for place, folders, files in os.walk(folder):
@@ -38,7 +38,7 @@ def files_under(folder: Path) -> Iterator[str]:
 
 
 def is_open_here(path: Path) -> bool:
-    """True when this process has the file open, so that nobody else in it may close it."""
+    """Return True if this process has the file open, so that no other code in it may close it."""
     facts = os.stat(path)
     wanted = facts.st_dev, facts.st_ino
     for descriptor in os.listdir(_DESCRIPTORS):

@@ -1,4 +1,4 @@
-"""A checkpoint written for those who do not use Holdfast, by the environment of its job."""
+"""Export a checkpoint for programs without Holdfast, in the job's environment."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from holdfast.contracts.paths import RunPaths, checkpoint_id
 from holdfast.contracts.reading import is_mine
 from holdfast.workers.trainer_call import ask_trainer, interpreter_of
 
-# A terabyte at the speed of a slow shared file system.
+# Enough for a terabyte on a slow shared file system.
 EXPORT_S_MAX: Final = 6 * 3600.0
 
 
 class Form(StrEnum):
-    """What an export can be read by."""
+    """The format of an export."""
 
     TORCH = "torch"
     SAFETENSORS = "safetensors"
@@ -29,7 +29,7 @@ class Form(StrEnum):
     DCP = "dcp"
 
 
-# What an export is called beside others of the same checkpoint.
+# The file name suffix of each format.
 SUFFIXES: Final = {
     Form.TORCH: ".pt",
     Form.SAFETENSORS: ".safetensors",
@@ -49,11 +49,12 @@ def export(
     dtype: str | None = None,
     look: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Write the checkpoint in `directory` to `output`, which must not exist; the facts for JSON.
+    """Write the checkpoint in `directory` to the new path `output`; return the facts for JSON.
 
     If the checkpoint's run belongs to the caller, its journal gets a line by `writer`. `look` is
-    called while it goes on and ends it with what it raises. Raises `CheckpointError` for what
-    cannot be exported or written, `PreflightError` where the job's environment cannot be asked.
+    called during the export, and an exception in it ends the export. Raises `CheckpointError` if
+    the checkpoint cannot be exported or written, and `PreflightError` if the job's environment
+    cannot run.
     """
     paths = RunPaths(directory.parent.parent)
     record = read_document(RunRecord, paths.spec)
@@ -71,7 +72,7 @@ def export(
     if record is not None and manifest is not None and manifest.run_uid == record.uid:
         facts["checkpoint"] = checkpoint_id(paths.name, directory.name)
         if not is_mine(paths.directory):
-            # Reading another user's checkpoint is no reason to write into the run's folder.
+            # Reading another user's checkpoint does not justify a write to that run's folder.
             return facts
         with JournalWriter(paths.journal_of(writer)) as journal:
             journal.append(

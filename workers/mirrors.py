@@ -1,7 +1,7 @@
-"""The copies of a run in its mirror, from the operator's side: deleted with their originals.
+"""Delete the copies of a run's deleted checkpoints from its mirror.
 
-The work is done by `python -m holdfast.trainer.mirror`, bounded in time, because object stores
-are the trainer's business and need its libraries. Whoever deletes needs the store's credentials.
+`python -m holdfast.trainer.mirror` does the work, bounded in time, because only the trainer has the
+libraries for object stores. The deleting process needs the store's credentials.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.contracts.spec import RunSpec
 from holdfast.workers.trainer_call import NEUTRAL_FOLDER
 
 TIMEOUT_S: Final = 300.0
-# After a failure the mirror is left alone for a while: pruning is asked for often.
+# After a failure the mirror is not tried for a while, because pruning happens often.
 RETRY_S: Final = 300.0
 NAMES_MAX: Final = 100
 DONE_SUFFIX: Final = ".unmirrored"
@@ -32,11 +32,11 @@ FAILED_NAME: Final = ".mirror-failed"
 
 
 def location_of(paths: RunPaths) -> str | None:
-    """The URL of the run's place in its mirror; None when its spec names no mirror.
+    """Return the URL of the run's location in its mirror; None if its spec has no mirror.
 
-    The place bears the run's whole uid. Raises `MirrorError` for another user's run: what its spec
-    names would be asked with the caller's credentials. Raises `UnreadableRunError` for a spec that
-    is another folder's.
+    The location contains the run's whole uid. Raises `MirrorError` for another user's run, because
+    its spec would choose where the caller's credentials are sent. Raises `UnreadableRunError` for a
+    spec that belongs to another folder.
     """
     record = read_document(RunRecord, paths.spec)
     if record is None:
@@ -48,18 +48,18 @@ def location_of(paths: RunPaths) -> str | None:
         return None
     if not (is_mine(paths.directory) and is_mine(paths.spec)):
         raise MirrorError(
-            f"{paths.name}: another user's run, whose mirror only that user touches; run the "
-            "command as the owner of the run's folder"
+            f"{paths.name}: this run belongs to another user, and only that user may change its "
+            "mirror; run the command as the owner of the run's folder"
         )
     return Tiers(mirror=mirror).location(record.run, record.uid)
 
 
-def ask(location: str, *words: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """What `python -m holdfast.trainer.mirror` answers.
+def ask(location: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
+    """Return the answer of `python -m holdfast.trainer.mirror`.
 
-    Raises `MirrorError` when it failed, did not answer in time, or could not be started.
+    Raises `MirrorError` if it failed, did not answer in time or could not start.
     """
-    command = [sys.executable, "-m", "holdfast.trainer.mirror", location, *words]
+    command = [sys.executable, "-m", "holdfast.trainer.mirror", location, *arguments]
     try:
         done = subprocess.run(
             command,
@@ -81,9 +81,9 @@ def ask(location: str, *words: str, timeout_s: float = TIMEOUT_S) -> dict[str, A
 
 
 def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
-    """Delete from the mirror what was deleted here; returns the names.
+    """Delete the copies of checkpoints that were deleted here; return their names.
 
-    Never raises for a mirror that refuses: that is journaled and tried again at a later time.
+    If the mirror refuses, this journals the error and does not raise. A later call tries again.
     """
     names = _deleted_here(paths)[:NAMES_MAX]
     if not names or _has_failed_lately(paths):
@@ -105,7 +105,7 @@ def delete_copies(paths: RunPaths, *, writer: str) -> list[str]:
 
 
 def _deleted_here(paths: RunPaths) -> list[str]:
-    """Checkpoints whose fate is sealed here and whose copies may still be in the mirror."""
+    """Return the checkpoints that are deleted here and may still have copies in the mirror."""
     return [
         path.stem
         for path in sorted(paths.tombstones.glob("step-*.json"))

@@ -1,8 +1,8 @@
-"""What an attempt is submitted with: digests of code, config, data and environment.
+"""Digests of the code, config, data and environment that an attempt is submitted with.
 
-They stand in `request.json`, so that any two checkpoints can be compared long after. Reads the
-code's folder and the files that the config names as data, within bounds: where it would take too
-long or git does not answer, a digest stays unknown, and the submission goes on.
+`request.json` contains them, so that any two checkpoints can be compared later. This reads the
+code's folder and the files that the config names as data, within bounds. If that would take too
+long or git does not answer, a digest stays unknown and the submission continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIFF_BYTES_MAX: Final = 64 * 1024 * 1024
 FILES_MAX: Final = 10_000
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 DATA_KEY: Final = "data"
-# Nothing that a repository's own configuration names is run, and nothing of it is changed.
+# Run no program that a repository's configuration names, and change nothing in the repository.
 GIT: Final = (
     *("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"),
     *("-c", "core.hooksPath=/dev/null"),
@@ -32,9 +32,9 @@ GIT: Final = (
 
 
 def take_provenance(spec: RunSpec, code: Path) -> Provenance:
-    """The digests of a run's spec and of the folder `code` as they are now."""
+    """Return the current digests of a run's spec and of the folder `code`."""
     is_snapshot = spec.launch.code == "snapshot"
-    # A run's own copy of the code may lie inside of a repository that it is no part of.
+    # A run's copy of the code may be inside a repository that it does not belong to.
     commit, changes = (None, digest_of_folder(code)) if is_snapshot else describe_code(code)
     data = spec.config.get(DATA_KEY)
     launch = spec.launch
@@ -51,15 +51,15 @@ def take_provenance(spec: RunSpec, code: Path) -> Provenance:
 
 
 def describe_code(folder: Path) -> tuple[str | None, str | None]:
-    """(commit, digest of what differs from it) of a folder under git.
+    """Return the commit of a folder under git, and a digest of what differs from the commit.
 
-    The digest is None where nothing differs. Of a folder that git does not know the commit is None
-    and the digest is `digest_of_folder`.
+    The digest is None without differences. For a folder outside git the commit is None and the
+    digest is `digest_of_folder`.
     """
-    said = _git(folder, "rev-parse", "--verify", "HEAD")
-    if said is None:
+    output = _git(folder, "rev-parse", "--verify", "HEAD")
+    if output is None:
         return None, digest_of_folder(folder)
-    commit = said.decode(errors="replace").strip()
+    commit = output.decode(errors="replace").strip()
     diff = _git(folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", "--", ".")
     new = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", "--", ".")
     if diff is None or new is None:
@@ -72,12 +72,12 @@ def describe_code(folder: Path) -> tuple[str | None, str | None]:
 
 
 def digest_of_folder(folder: Path) -> str | None:
-    """SHA-256 over names and contents of what `files_under` finds."""
+    """Return the SHA-256 of the names and contents of the files that `files_under` returns."""
     return _digest_of_files(folder, files_under(folder))
 
 
 def describe_data(data: Any, folder: Path) -> list[tuple[str, int, int]]:
-    """(path, bytes, time of change) of each file that `data` of a config names, in order."""
+    """Return (path, bytes, time of change) of each file that `data` of a config names, in order."""
     found = []
     for text in _texts(data):
         path = folder / text
@@ -101,7 +101,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """What git says; None when it is not there, takes too long, says no or says too much."""
+    """Return git's output; None if git is missing, too slow, fails or prints too much."""
     try:
         done = subprocess.run(
             [*GIT, "-C", str(folder), *arguments],
@@ -117,9 +117,9 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 
 def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
-    """SHA-256 over names, sizes and contents; None when there are too many, too big, or none.
+    """Return the SHA-256 of names, sizes and contents; None for no files, too many or too much.
 
-    Only the size of a file counts that is larger than `FILE_BYTES_MAX`: it is hardly code.
+    A file larger than `FILE_BYTES_MAX` counts by its size only, because it is hardly code.
     """
     running, count, total = hashlib.sha256(), 0, 0
     for name in names:
@@ -128,7 +128,7 @@ def _digest_of_files(folder: Path, names: Iterator[str]) -> str | None:
             if path.is_symlink() or not path.is_file() or is_open_here(path):
                 continue
             size = path.stat().st_size
-            # What claims to be empty and is not, as in /proc, might never end.
+            # A file of size 0 that has content, as in /proc, might never end.
             content = path.read_bytes() if 0 < size <= FILE_BYTES_MAX else b""
         except OSError:
             continue

@@ -1,4 +1,4 @@
-"""What `prune` does and says: the plan of a run's checkpoints, carried out or only told."""
+"""The command `prune`: delete a run's checkpoints by its keep rules, or only list them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from holdfast.contracts.paths import RunPaths
 from holdfast.workers import deletion, retention
 from holdfast.workers.retention import Verdict
 
-OVERTAKEN: Final = "a reader or a pin came in between, or another process deletes it"
+OVERTAKEN: Final = "a reader or a pin appeared meanwhile, or another process is deleting it"
 
 
 def prune(paths: RunPaths, *, by: str, writer: str = "cli", dry_run: bool) -> dict[str, Any]:
-    """The facts of `holdfast prune --json`; with `dry_run` nothing is deleted."""
+    """Prune the run and return the facts of `prune --json`; with `dry_run`, delete nothing."""
     plan = retention.plan_run(paths)
-    gone = {one.name for one in plan if not one.is_kept}
+    deleted_names = {one.name for one in plan if not one.is_kept}
     if not dry_run:
-        gone = {one.name for one in deletion.apply(paths, by=by, writer=writer)}
-    deleted = [_facts(one, one.reason) for one in plan if one.name in gone]
+        deleted_names = {one.name for one in deletion.apply(paths, by=by, writer=writer)}
+    deleted = [_facts(one, one.reason) for one in plan if one.name in deleted_names]
     kept = [
         _facts(one, one.reason if one.is_kept else OVERTAKEN)
         for one in plan
-        if one.name not in gone
+        if one.name not in deleted_names
     ]
     return {
         "run": paths.name,

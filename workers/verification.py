@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: every byte of it compared with what was committed."""
+"""Verify a checkpoint: compare every byte of it with its manifest."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.reading import is_mine
 from holdfast.workers import mirrors
 
-# A checkpoint in a mirror is read whole, over whatever lies in between.
+# A checkpoint in a mirror is read completely, over the network.
 MIRROR_TIMEOUT_S: Final = 6 * 3600.0
-DAMAGED_TOLD_MAX: Final = 50
+DAMAGED_KEPT_MAX: Final = 50
 
 Watched = Callable[[Path, Manifest], list[str]]
 
 
 def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
-    """The facts of `holdfast verify --json` on the checkpoint in `directory`.
+    """Return the facts of `holdfast verify --json` for the checkpoint in `directory`.
 
-    `find` reads the files and returns a line for each that is damaged, as `find_damage` does.
-    Where the run's files went to the nodes' own disks, the copy in the mirror that the run's spec
-    names is read. Raises `MirrorError` when that cannot be asked.
+    `find` reads the files and returns a line for each damaged one, as `find_damage` does. If the
+    run's files are on the nodes' own disks, the copy in the mirror of the run's spec is read
+    instead. Raises `MirrorError` if the mirror cannot be read.
     """
     record = read_record(directory)
     damaged: list[str] = []
@@ -37,11 +37,11 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
         with reading(directory):
             manifest = read_manifest(directory)
             if manifest is None:
-                damaged = ["manifest.json: missing: the checkpoint was never committed"]
+                damaged = ["manifest.json: missing, so the checkpoint was never committed"]
             elif record is not None and _is_elsewhere(directory, manifest):
                 damaged = _damage_in_mirror(_mirror_of(directory), manifest)
             else:
-                damaged = [*_strangeness(directory, manifest), *find(directory, manifest)]
+                damaged = [*_foreign_manifest(directory, manifest), *find(directory, manifest)]
     except DamagedCheckpointError as error:
         damaged = list(error.damaged)
     except OSError as error:
@@ -58,10 +58,10 @@ def verify(directory: Path, find: Watched = find_damage) -> dict[str, Any]:
 
 
 def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cli") -> None:
-    """Note the verdict of `verify` in the journal of the run that the checkpoint belongs to.
+    """Record the result of `verify` in the journal of the checkpoint's run.
 
-    A copy outside of its run is passed over, and so is another user's run. Raises `OSError` when
-    the journal cannot be written.
+    A copy outside its run and another user's run are skipped. Raises `OSError` if the journal
+    cannot be written.
     """
     paths = RunPaths(directory.parent.parent)
     known = read_document(RunRecord, paths.spec)
@@ -77,56 +77,56 @@ def record(directory: Path, facts: dict[str, Any], *, by: str, writer: str = "cl
             ok=facts["ok"],
             by=by,
             bytes=facts["bytes"],
-            damaged=facts["damaged"][:DAMAGED_TOLD_MAX],
+            damaged=facts["damaged"][:DAMAGED_KEPT_MAX],
         )
 
 
 def directory_to_verify(paths: RunPaths, name: str) -> Path:
-    """The directory of a checkpoint; raises `NotFoundError` that says what became of it."""
+    """Return a checkpoint's directory. Raises `NotFoundError`, which says if it was deleted."""
     directory, checkpoint = paths.checkpoint(name), f"{paths.name}:{name}"
     if directory.is_dir():
         return directory
     if paths.tombstone(name).is_file():
         raise NotFoundError(
-            f"{checkpoint}: deleted; {paths.tombstone(name)} is the manifest it had, and "
-            f"`holdfast checkpoints {paths.name}` says why"
+            f"{checkpoint}: deleted. {paths.tombstone(name)} is its manifest, and "
+            f"`holdfast checkpoints {paths.name}` shows the reason"
         )
     raise NotFoundError(
-        f"{checkpoint}: no such directory ({directory}); `holdfast checkpoints {paths.name}` "
-        "lists those there are"
+        f"{checkpoint}: no such directory ({directory}); list the checkpoints with "
+        f"`holdfast checkpoints {paths.name}`"
     )
 
 
-def _strangeness(directory: Path, manifest: Manifest) -> list[str]:
-    """A line when the directory lies in a run and its manifest was written for another one."""
+def _foreign_manifest(directory: Path, manifest: Manifest) -> list[str]:
+    """Return a line if the directory is in a run and its manifest belongs to another run."""
     record = read_document(RunRecord, RunPaths(directory.parent.parent).spec)
     if record is None or record.uid == manifest.run_uid:
         return []
-    return [f"manifest.json: of another run, {manifest.run}; this one is {record.run}"]
+    return [f"manifest.json: belongs to run {manifest.run}; this run is {record.run}"]
 
 
 def _is_elsewhere(directory: Path, manifest: Manifest) -> bool:
-    """True when nothing but the manifest is here: the files are on nodes and in the mirror."""
+    """Return True if only the manifest is here, so the files are on nodes and in the mirror."""
     return not any((directory / entry.path).exists() for entry in manifest.files)
 
 
 def _mirror_of(directory: Path) -> str:
-    """The place in the mirror of the run that a checkpoint belongs to, as its spec says.
+    """Return the mirror location of a checkpoint's run, from the run's spec.
 
-    `mirrored.json` names a place too, but anybody who may write there could have named it, and
-    what a place is asked goes out with the caller's credentials.
+    `mirrored.json` names a location too. But anyone who may write there could have named it, and
+    the caller's credentials would be sent to it.
     """
     paths = RunPaths(directory.parent.parent)
     location = mirrors.location_of(paths)
     if location is None:
         raise MirrorError(
-            f"{directory}: its files are in a mirror that no spec beside it names; verify the "
-            "checkpoint in its run's folder"
+            f"{directory}: its files are in a mirror, but no spec beside it names the mirror; "
+            "verify the checkpoint in its run's folder"
         )
     return location
 
 
 def _damage_in_mirror(location: str, manifest: Manifest) -> list[str]:
-    """The damaged files of the copy; raises `MirrorError` when the mirror cannot be asked."""
+    """Return the damaged files of the copy. Raises `MirrorError` if the mirror cannot be read."""
     answer = mirrors.ask(location, "verify", manifest.name, timeout_s=MIRROR_TIMEOUT_S)
     return [f"in the mirror: {line}" for line in answer["damaged"]]

@@ -121,7 +121,7 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
     signals = [e.data for e in load_events(paths) if e.kind is EventKind.SIGNAL]
     asked, *more = [data for data in signals if data["attempt"] == 1]
     assert (asked["source"], asked["cause"]) == ("time_limit", "time_limit")
-    assert "the last flush is planned" in asked["detail"]
+    assert "the last flush must start" in asked["detail"]
     assert more == [], "it is told once"
     outcome = read_document(Outcome, paths.attempt(1).outcome)
     assert outcome is not None

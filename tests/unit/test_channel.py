@@ -199,4 +199,4 @@ def test_a_node_that_was_suspended_with_its_lead_goes_on(
         assert not peer.is_lost
         # Its lead's silence counts once both could run.
         thread.join(JOIN_S)
-    assert errors == ["node 0 said nothing for 3 s"]
+    assert errors == ["node 0 sent nothing for 3 s"]

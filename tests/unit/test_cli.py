@@ -347,7 +347,7 @@ def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> Non
     strange = manifest.model_copy(update={"run_uid": "9" * 32, "run": "kombu"})
     (first / MANIFEST).write_text(strange.model_dump_json())
     found = call("verify", first, "--json").json["damaged"]
-    assert found == ["manifest.json: of another run, kombu; this one is kelp"]
+    assert found == ["manifest.json: belongs to run kombu; this run is kelp"]
 
 
 def test_an_operators_request_that_makes_no_sense_is_refused(

@@ -25,7 +25,7 @@ UNTOLD = (EventKind.NOTE, {"text": "left after step 40", "has_left": True, "is_w
         ([RESUMED, PROMISED, LEFT], AttemptState.COMPLETED, ""),
         ([RESUMED, UNTOLD], AttemptState.COMPLETED, ""),
         ([RESUMED, PROMISED, SHORT], AttemptState.COMPLETED, SHORT_TEXT),
-        ([RESUMED], AttemptState.COMPLETED, "had not said how many steps"),
+        ([RESUMED], AttemptState.COMPLETED, "had not declared how many steps"),
         ([], AttemptState.COMPLETED, "without a Session"),
         ([RESUMED, PROMISED], AttemptState.FAILED, "after step 40, without session.close()"),
     ],

@@ -352,7 +352,7 @@ def test_an_older_attempts_outcome_ends_no_other_and_is_set_aside(
         quarantine_stale_outcome(attempt, journal)
     assert not attempt.outcome.exists()
     (note,) = (e for e in load_history(paths).events if e.kind is EventKind.NOTE)
-    assert "outcome.json was that of attempt 0, not of 1" in note.data["text"]
+    assert "outcome.json belonged to attempt 0, not to 1" in note.data["text"]
     own = stale.model_copy(update={"attempt": attempt.number})
     write_document(attempt.outcome, own)
     assert reconcile(paths).attempts[0].state is AttemptState.COMPLETED

@@ -1,1 +1,1 @@
-"""The agent: one process per node that owns torchrun, signals, heartbeats and the flusher."""
+"""The agent: one process per node that runs torchrun, signals, heartbeats and the flusher."""

@@ -1,7 +1,7 @@
-"""How long a run's ranks are silent when all is well: measured per phase, kept for later attempts.
+"""How long ranks are silent in normal operation, measured per phase and kept for later attempts.
 
-A silence is the time between two signs of life of a rank: a step's duration while it trains, else
-what passes until its next beat or phase. Pure: who watches the status table feeds it.
+A silence is the time between two signs of life of a rank: the duration of a step while it trains,
+otherwise the time until its next beat or phase. This module is pure: `rank_watch` feeds it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 from holdfast.contracts.attempt import Document
 
 WINDOW: Final = 256
-# So many silences of a phase of this attempt's own say more than those of earlier ones.
+# With this many silences of its own, an attempt no longer needs those of earlier attempts.
 OWN_ENOUGH: Final = 32
 
 
 class PhaseTimes(Document):
-    """The silences of one phase, in seconds; `count` of them were measured.
+    """The silences of one phase, in seconds. `count` is how many were measured.
 
-    `recurring_s` is the longest one that came more than once in the run's life.
+    `recurring_s` is the longest one that occurred more than once in the run's life.
     """
 
     count: int
@@ -31,10 +31,10 @@ class PhaseTimes(Document):
 
 
 class Calibration:
-    """The newest `WINDOW` silences of each phase, and what earlier attempts knew."""
+    """The newest `WINDOW` silences of each phase, and the times of earlier attempts."""
 
     def __init__(self, prior: Mapping[str, PhaseTimes] | None = None, ranks: int = 1) -> None:
-        """`ranks` are measured together: one event gives a silence of each of them."""
+        """`ranks` are measured together: one event causes a silence of each of them."""
         self._prior = dict(prior or {})
         self._ranks = ranks
         self._longest: dict[str, list[float]] = {}
@@ -43,7 +43,7 @@ class Calibration:
         self._known: dict[str, PhaseTimes] = {}
 
     def add(self, phase: str, silences_s: Sequence[float]) -> None:
-        """Note silences of `phase`, seconds each."""
+        """Add silences of `phase`, in seconds."""
         if silences_s:
             self._own.setdefault(phase, deque(maxlen=WINDOW)).extend(silences_s)
             self._counts[phase] = self._counts.get(phase, 0) + len(silences_s)
@@ -52,7 +52,7 @@ class Calibration:
             self._known.pop(phase, None)
 
     def times(self, phase: str) -> PhaseTimes | None:
-        """What is known of a phase, or None when it was never seen to end."""
+        """Return what is known about a phase, or None if it was never seen to end."""
         if phase not in self._own:
             return self._prior.get(phase)
         if phase not in self._known:
@@ -63,13 +63,13 @@ class Calibration:
         return self._known[phase]
 
     def summary(self) -> dict[str, PhaseTimes]:
-        """All that is known, for the heartbeat and thereby for later attempts."""
+        """Return all known times, for the heartbeat and so for later attempts."""
         found = {phase: self.times(phase) for phase in sorted({*self._prior, *self._own})}
         return {phase: times for phase, times in found.items() if times is not None}
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The smallest of `ordered` (ascending, not empty) that `share` of them do not exceed."""
+    """Return the smallest value that `share` of `ordered` (ascending, not empty) do not exceed."""
     index = -(-share * len(ordered) // 1) - 1
     return ordered[max(0, min(len(ordered) - 1, int(index)))]
 
@@ -85,7 +85,7 @@ def _summary(silences_s: Sequence[float], count: int, recurring_s: float) -> Pha
 
 
 def _joined(own: PhaseTimes, prior: PhaseTimes | None) -> PhaseTimes:
-    """The attempt's own times; the longer of both while there are few of them."""
+    """Return the attempt's own times; while they are few, the longer of both."""
     if prior is None:
         return own
     recurring_s = max(own.recurring_s, prior.recurring_s)
@@ -100,7 +100,7 @@ def _joined(own: PhaseTimes, prior: PhaseTimes | None) -> PhaseTimes:
 
 
 def scaled(prior: Mapping[str, PhaseTimes], factor: float) -> dict[str, PhaseTimes]:
-    """Times of an attempt on other ranks: with fewer of them, each works on more of a batch."""
+    """Scale the times for other ranks: with fewer of them, each works on more of a batch."""
     return {
         phase: PhaseTimes(
             count=t.count,

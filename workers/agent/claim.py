@@ -1,4 +1,4 @@
-"""The claim: one job runs an attempt, whoever else was started for it ends before it trains."""
+"""The claim: only one job runs an attempt, and any other job for it ends before it trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLL_S: Final = 0.2
 
 
 def claim(context: AgentContext, journal: JournalWriter) -> bool:
-    """Take the attempt for this job; False, and journaled, when another job has it."""
+    """Claim the attempt for this job; if another job has it, journal that and return False."""
     own = name_process(os.getpid())
     assert own is not None
     document = Claim(
@@ -47,7 +47,7 @@ def claim(context: AgentContext, journal: JournalWriter) -> bool:
 
 
 def wait_for_claim(context: AgentContext) -> bool:
-    """Another node's agent: wait until node 0 has claimed; True when it did so for this job."""
+    """Wait on another node until node 0 has claimed; return True if it did so for this job."""
     give_up = time.monotonic() + CLAIM_WAIT_S
     while time.monotonic() < give_up:
         holder = read_document(Claim, context.attempt.claim)

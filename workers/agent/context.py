@@ -1,4 +1,4 @@
-"""Where this agent is: its attempt, node and job, from the request and the environment."""
+"""The agent's attempt, node and job, from the request and the environment."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class AgentContext:
 
 
 def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -> AgentContext:
-    """Read the request and find out which node of which job this is.
+    """Read the request and determine the node and job of this process.
 
-    Raises `NotFoundError` when there is no request at `request_path`.
+    Raises `NotFoundError` if there is no request at `request_path`.
     """
     variables = os.environ if environ is None else environ
     request = read_document(Request, request_path)
     if request is None:
         raise NotFoundError(
-            f"{request_path}: no request here; is the run's root shared with this node?"
+            f"{request_path}: no request here; check that this node can see the run's root"
         )
     on_slurm = request.executor == "slurm"
     attempt = AttemptPaths(request_path.parent)
@@ -64,11 +64,13 @@ def load_context(request_path: Path, environ: Mapping[str, str] | None = None) -
 
 
 def take_number(attempt: AttemptPaths) -> int:
-    """The next free launch number, taken by exclusive creation of its folder."""
+    """Return the next free launch number, reserved by exclusive creation of its folder."""
     for number in range(1, LAUNCHES_MAX + 1):
         folder = attempt.launch(number)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             return number
-    raise AgreementError(f"{LAUNCHES_MAX} launches in one attempt: something is wrong")
+    raise AgreementError(
+        f"{LAUNCHES_MAX} launches in one attempt, the maximum; see the attempt's logs"
+    )

@@ -1,4 +1,4 @@
-"""Has all flushers finish what is sealed, in slices, so that a deadline heard meanwhile counts."""
+"""Drain all flushers in short slices, so that a deadline that arrives meanwhile applies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLICE_S_MIN: Final = 0.1
 
 
 class AskAll(Protocol):
-    """Has all nodes do the same at once; the answers of those that are there."""
+    """A function that runs `act` on all nodes at once and returns the answers of those left."""
 
     def __call__(self, act: Callable[[Node], bool], /) -> list[tuple[Node, bool]]: ...
 
@@ -26,9 +26,10 @@ def drain_all(
     *,
     mirror: bool,
 ) -> list[str]:
-    """Wait until every flusher is through, or Unix time `until()`; names of nodes that were not.
+    """Wait for all flushers, at most until Unix time `until()`; return the nodes that were late.
 
-    `lost()` are the numbers of the nodes whose files will not come. With `mirror`, copies too.
+    `lost()` returns the numbers of the nodes whose files are not waited for. With `mirror`, copies
+    to the mirror are waited for too.
     """
     done: set[str] = set()
     late: list[str] = [""]

@@ -1,7 +1,7 @@
-"""A meeting out of turn: agreed like a stop, after which training goes on.
+"""An early meeting of the ranks, agreed on like a stop, after which training continues.
 
-Ranks save together there. One whose loss is bad asks for it too, and they then agree on what is to
-come of that.
+At the meeting the ranks save together. A rank with a bad loss requests one too, and the ranks then
+agree on how to continue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.workers.agent.runtime import Node, NodeReport
 
 
 class EarlySave:
-    """At most one at a time. `note` takes what people should know."""
+    """Agrees on one early save at a time. `note` journals a text."""
 
     def __init__(self, note: Callable[[str], None], ask_all: AskAll = ask_in_turn) -> None:
         self._note, self._ask_all = note, ask_all
@@ -24,24 +24,24 @@ class EarlySave:
         self._step: int | None = None
 
     def ask(self) -> None:
-        """Want a save at the next step that all ranks can agree on."""
+        """Request a save at the next step that all ranks can agree on."""
         self._is_wanted = True
 
     def forget(self) -> None:
-        """A new launch begins: nothing is agreed, and its state is what was committed."""
+        """Forget requests and agreements, because a new launch starts."""
         self._is_wanted, self._answered, self._step = False, 0, None
 
     def is_under_way(self, reports: Collection[NodeReport]) -> bool:
-        """True while a rank may not have seen yet that it should save.
+        """Return True while a rank may not have seen yet that it should save.
 
-        No stop can be proposed then: see `contracts.agreement`.
+        No stop can be proposed meanwhile; see `contracts.agreement`.
         """
         if self._step is not None and all(report.entered > self._step for report in reports):
             self._step = None
         return self._step is not None
 
     def pursue(self, nodes: Sequence[Node], reports: Collection[NodeReport], serial: int) -> int:
-        """Agree on the step where a save is wanted; returns the first serial not used yet."""
+        """Agree on the step of a requested save; return the first unused serial."""
         is_training = len(reports) == len(nodes) and all(r.entered > NOWHERE for r in reports)
         asked = max((report.asked for report in reports), default=0)
         is_wanted = self._is_wanted or asked > self._answered
@@ -55,10 +55,10 @@ class EarlySave:
         except AgreementError as error:
             self._note(f"no early save: {error}")
         except ConnectionError:
-            # The node is found lost at the next look, and training ends for that reason.
+            # The next poll will find the node lost, and training ends for that reason.
             return serial + ROUNDS_MAX
         else:
             self._answered = max(asked, self._answered)
-            why = f"the loss of step {asked}" if asked else "a save out of turn"
-            self._note(f"a meeting was agreed on after step {self._step}: {why}")
+            why = f"the loss of step {asked}" if asked else "an early save"
+            self._note(f"the ranks agreed to meet after step {self._step}: {why}")
         return serial + ROUNDS_MAX

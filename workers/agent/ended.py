@@ -1,4 +1,4 @@
-"""How a launch ended, as node 0 saw it."""
+"""How a launch ended, from node 0's view."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Ended:
 
     @property
     def resumed(self) -> int:
-        """The step after which this launch began, or `NOWHERE`."""
+        """The step after which this launch started, or `NOWHERE`."""
         return max((r.resumed for r in self.reports), default=NOWHERE)
 
     @property
     def gained(self) -> bool:
-        """True when a step was finished that this launch did not begin with."""
+        """True if this launch finished a step that was not finished before."""
         return self.completed > self.resumed
 
     def record(self, number: int, started_at: float) -> LaunchRecord:
-        """What an attempt's outcome keeps of it: it has ended now."""
+        """Return the record of this launch, which has just ended, for the attempt's outcome."""
         return LaunchRecord(
             number=number,
             started_at=started_at,

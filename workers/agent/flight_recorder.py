@@ -1,8 +1,8 @@
-"""NCCL's flight recorder: which collectives a rank has begun and not ended.
+"""NCCL's flight recorder: which collectives a rank has started and not finished.
 
-PyTorch keeps the record in the rank. A byte into the rank's pipe, which the environment names
-(`TORCH_NCCL_DEBUG_INFO_PIPE_FILE`), makes a thread of it write the record to a file, from where it
-is taken into the dump. Read one with `torchfrtrace`. Where there is no pipe, there is no record.
+PyTorch keeps the record in the rank. A byte written to the rank's pipe, which the environment names
+(`TORCH_NCCL_DEBUG_INFO_PIPE_FILE`), makes a thread of the rank write the record to a file. That
+file is copied into the dump. Read it with `torchfrtrace`. Without a pipe there is no record.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PIPE: Final = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 FILES: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 BUFFERS: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 ENTRIES: Final = 2000
-# PyTorch's own default, for a program that set the pipe by itself.
+# PyTorch's own default, for a program that set the pipe itself.
 DEFAULT_FILE: Final = "/tmp/nccl_trace_rank_"
-# The thread that serves the pipe looks at it once in a second.
+# The thread that serves the pipe checks it once a second.
 WAIT_S: Final = 4.0
 SETTLED_S: Final = 0.2
 POLL_S: Final = 0.05
 
 
 def recorder_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What makes ranks on GPUs keep a record and serve a pipe in `folder`: pure.
+    """Return the variables that make ranks on GPUs keep a record and serve a pipe in `folder`.
 
-    A program that says anything of this itself is left alone.
+    Empty if the program sets any of these variables itself. This function is pure.
     """
     if any(name in inherited for name in (PIPE, *FILES, *BUFFERS)):
         return {}
@@ -44,7 +44,7 @@ def recorder_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str
 
 
 def take_flight_record(pid: int, rank: int, folder: Path) -> Path | None:
-    """Have the process write its record and copy it into `folder`; None where it has none."""
+    """Have the process write its record and copy it into `folder`; return None without one."""
     try:
         variables = psutil.Process(pid).environ()
     except psutil.Error:
@@ -58,7 +58,7 @@ def take_flight_record(pid: int, rank: int, folder: Path) -> Path | None:
     try:
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        # Nobody reads it: the rank has no process group of NCCL's.
+        # No thread reads the pipe: the rank has no NCCL process group.
         return None
     with contextlib.closing(os.fdopen(handle, "wb", buffering=0)) as stream:
         stream.write(b"1")
@@ -70,7 +70,7 @@ def take_flight_record(pid: int, rank: int, folder: Path) -> Path | None:
 
 
 def _wait_for(record: Path, before: tuple[int, int]) -> bool:
-    """True once the record is another one than `before` and grows no more."""
+    """Return True once the record has changed and no longer grows."""
     give_up = time.monotonic() + WAIT_S
     last, since = before, time.monotonic()
     while time.monotonic() < give_up:

@@ -1,4 +1,4 @@
-"""The saves of this run so far, read from its journals as they grow."""
+"""The saves of this run so far, read from its growing journals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from holdfast.contracts.flush_forecast import SAVES_RECENT, FlushForecast, forec
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 
-# A save has a line when it is staged and one when it is committed; some never are.
+# A save has a line when it is staged and one when it is committed, unless it fails.
 LINES_KEPT_MAX = 4 * SAVES_RECENT
 
 
 class FlushLog:
-    """Earlier attempts are read once, this attempt's own lines whenever they are asked for."""
+    """Reads earlier attempts' journals once, and this attempt's own at each call."""
 
     def __init__(self, run: RunPaths, attempt: AttemptPaths) -> None:
         self._run, self._attempt = run, attempt
@@ -21,7 +21,7 @@ class FlushLog:
         self._lines: list[Event] = []
 
     def forecast(self) -> FlushForecast | None:
-        """What the next flush is expected to take; None before any save."""
+        """Return how long the next flush is expected to take, or None before any save."""
         own = sorted(self._attempt.journal.glob("*.jsonl"))
         fresh: list[Event] = []
         for path in own if self._offsets else self._run.list_journals():

@@ -1,7 +1,7 @@
-"""The flusher supervisor: starts it, holds its staging slots, starts it again with them.
+"""The flusher supervisor: it holds the staging slots, and starts and restarts the flusher.
 
-The slots are memory files. While the flusher supervisor holds their descriptors, neither a rank's
-nor the flusher's death loses a step that was sealed.
+The slots are memory files. While the flusher supervisor holds their descriptors, the death of a
+rank or of the flusher loses no sealed step.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ STARTS_MAX: Final = 5
 REPLY_MARGIN_S: Final = 5.0
 LEAVE_WAIT_S: Final = 10.0
 POLL_S: Final = 0.05
-WORDS_MAX: Final = 2000
-# How a program is told of its object store; the flusher must find the same one.
+DETAIL_MAX: Final = 2000
+# The variables that locate a program's object store. The flusher must use the same store.
 STORE_PREFIXES: Final = ("AWS_", environment.S3_ENDPOINT)
 MODULE: Final = "holdfast.trainer.flusher"
 
 
 @dataclass
 class Flushed:
-    """What the flusher told that the ranks could not: messages as they came.
+    """Messages of the flusher that the ranks could not journal.
 
-    `salvaged` are the snapshots that it committed because their ranks were dead.
+    `salvaged` are the snapshots that it committed because their ranks were dead. `failed` are the
+    saves that failed.
     """
 
     salvaged: list[dict[str, Any]] = field(default_factory=list)
@@ -46,13 +47,13 @@ class Flushed:
 
 
 class FlusherSupervisor:
-    """One node's flusher, kept alive; safe for its reader thread and the agent's loop."""
+    """Keeps one node's flusher alive; safe for its reader thread and the agent's loop."""
 
     def __init__(self, context: AgentContext) -> None:
         self._address = os.memfd_create("holdfast-flusher-address", os.MFD_CLOEXEC)
-        # Opened by this user's processes alone, as the kernel sees to.
+        # The kernel lets only this user's processes open it.
         self.place = f"/proc/{os.getpid()}/fd/{self._address}"
-        self.told = Flushed()
+        self.flushed = Flushed()
         self._context = context
         self._lock = threading.Lock()
         self._slots: dict[tuple[int, int, int], int] = {}
@@ -66,11 +67,11 @@ class FlusherSupervisor:
 
     @property
     def problem(self) -> str:
-        """Why there is no flusher, or an empty string."""
+        """Why there is no flusher, or ''."""
         if self._starts < STARTS_MAX or self.is_running:
             return ""
         log = self._context.attempt.node_logs(self._context.node) / "flusher.log"
-        return f"the flusher ended {self._starts} times; see {log}"
+        return f"the flusher has ended {self._starts} times and is not started again; see {log}"
 
     @property
     def is_running(self) -> bool:
@@ -78,19 +79,19 @@ class FlusherSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """The flusher's process number."""
+        """The flusher's process id."""
         return self._process.pid if self._process else None
 
     def tend(self) -> None:
-        """Start the flusher again when it has ended, with all slots; `STARTS_MAX` times."""
+        """Restart the flusher with all slots if it has ended, up to `STARTS_MAX` starts in all."""
         if not self.is_running and not self._closing and self._starts < STARTS_MAX:
             self._start()
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        """Wait until everything sealed and complete is committed; False when time ran out.
+        """Wait until every sealed and complete step is committed; return False if time ran out.
 
-        `lost` are the nodes that are gone: nothing more will come of them. With `mirror`, also
-        until every commit of this node is copied there, if there is one.
+        The files of the nodes in `lost` are not waited for. With `mirror`, also wait until every
+        commit of this node is in the mirror, if there is one.
         """
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up and self._starts < STARTS_MAX:
@@ -102,13 +103,13 @@ class FlusherSupervisor:
         return False
 
     def forget(self, launch: int) -> None:
-        """Give back the slots of a launch that is over and drained."""
+        """Release the slots of a launch that is over and drained."""
         with self._lock:
             for key in [key for key in self._slots if key[2] <= launch]:
                 os.close(self._slots.pop(key))
 
     def close(self) -> None:
-        """Hang up: the flusher finishes what is sealed and leaves, or is killed after a while."""
+        """Hang up. The flusher finishes what is sealed and exits, or is killed after a while."""
         self._closing = True
         self._hang_up()
         if self._process is not None:
@@ -153,13 +154,13 @@ class FlusherSupervisor:
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
 
     def _given(self) -> dict[str, str]:
-        """The spec's variables. A reference without a value is left out: torchrun refuses it."""
+        """Return the spec's variables without references that have no value; torchrun refuses those."""
         environment = self._context.request.environment
         stores = {k: v for k, v in references_in(environment).items() if is_of_store(k)}
         return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
 
     def _give_back(self, connection: socket.socket) -> None:
-        """Hand every kept slot to a flusher that was started again."""
+        """Send every kept slot to a restarted flusher."""
         with self._lock:
             for (rank, slot, launch), handle in self._slots.items():
                 with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class FlusherSupervisor:
                     )
 
     def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
-        """One question; False when the flusher ended before it answered, or was late."""
+        """Send one drain request; return False if the flusher ended or did not answer in time."""
         connection, process = self._connection, self._process
         if connection is None or process is None:
             return False
@@ -192,7 +193,7 @@ class FlusherSupervisor:
         give_up = time.monotonic() + timeout_s
         while time.monotonic() < give_up:
             answer = self._drained
-            # The answer to an earlier question may come now.
+            # The answer to an earlier request may arrive now.
             if answer is not None and answer.get("number") == self._drains:
                 return bool(answer["is_done"]) and not answer["unmirrored"]
             if process.poll() is not None:
@@ -201,7 +202,7 @@ class FlusherSupervisor:
         return False
 
     def _read(self, connection: socket.socket) -> None:
-        """The reader thread: keeps slots and notes what was committed, until the end."""
+        """Run the reader thread: keep slots and record commits until the connection ends."""
         while True:
             try:
                 received = wire.receive(connection)
@@ -211,20 +212,20 @@ class FlusherSupervisor:
                 return
             message, descriptors = received
             if message["kind"] == "full":
-                # Deleting takes a while, and this thread must go on to take slots.
+                # Deleting takes time, and this thread must continue to receive slots.
                 arguments = (connection, int(message["step"]))
                 threading.Thread(target=self._free_space, args=arguments, daemon=True).start()
             self._note(message, descriptors)
 
     def _free_space(self, connection: socket.socket, step: int) -> None:
-        """Free what the keep rules allow, and tell the flusher how much that was."""
+        """Free what the keep rules allow, and report the freed bytes to the flusher."""
         try:
-            freed, words = free_space(self._context.run, writer=f"agent-{self._context.node:04d}")
+            freed, message = free_space(self._context.run, writer=f"agent-{self._context.node:04d}")
         except (OSError, HoldfastError) as error:
-            freed, words = 0, f"nothing could be freed: {error}"
+            freed, message = 0, f"could not free space: {error}"
         with contextlib.suppress(OSError):
-            wire.send(connection, "room", step=step, freed_bytes=freed, detail=words[:WORDS_MAX])
-            print(f"no room for step {step}: {words}", file=sys.stderr, flush=True)
+            wire.send(connection, "room", step=step, freed_bytes=freed, detail=message[:DETAIL_MAX])
+            print(f"no room for step {step}: {message}", file=sys.stderr, flush=True)
 
     def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]
@@ -237,9 +238,9 @@ class FlusherSupervisor:
         elif kind == "drained":
             self._drained = message
         elif kind == "committed" and message.get("is_salvaged"):
-            self.told.salvaged.append(message)
+            self.flushed.salvaged.append(message)
         elif kind == "failed":
-            self.told.failed.append(message)
+            self.flushed.failed.append(message)
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -250,14 +251,14 @@ class FlusherSupervisor:
 
 
 def is_of_store(name: str) -> bool:
-    """True for a variable that tells a program of its object store."""
+    """Return True for a variable that configures a program's object store."""
     return name.startswith(STORE_PREFIXES)
 
 
 def build_environment(
     inherited: Mapping[str, str], spec: Mapping[str, str], tiers: Tiers, flush_timeout_s: float
 ) -> dict[str, str]:
-    """The flusher's environment: this one, with what the spec says of copies and waits: pure."""
+    """Return the flusher's environment, with the spec's stores, mirror and time limit."""
     stores = {k: v for k, v in spec.items() if is_of_store(k)}
     limit = {environment.FLUSH_TIMEOUT: str(flush_timeout_s)}
     return {**inherited, **stores, **limit, **tiers.to_environment()}

@@ -1,7 +1,7 @@
-"""What NVML says of this node's GPUs: memory, utilisation, temperature, ECC and Xid errors.
+"""NVML's data on this node's GPUs: memory, utilisation, temperature, ECC and Xid errors.
 
-A driver whose GPU has fallen off the bus can block its callers, so a thread of its own asks, and
-who wants to know gets the last answer. Without `/dev/nvidiactl` or `nvidia-ml-py` there are none.
+The driver of a failed GPU can block its callers. So a separate thread calls NVML, and `beats`
+returns its last answer. Without `/dev/nvidiactl` or `nvidia-ml-py` there is no data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ XIDS_KEPT: Final = 4
 
 
 class GpuBeat(Document):
-    """One GPU; None for what it does not tell. `xids` are its newest driver errors."""
+    """One GPU. A value is None if the GPU does not report it. `xids` are its newest errors."""
 
     index: int
     uuid: str = ""
@@ -35,7 +35,7 @@ class GpuBeat(Document):
 
 
 class GpuWatch:
-    """Asks NVML every `EVERY_S` seconds."""
+    """Reads NVML every `EVERY_S` seconds."""
 
     def __init__(self, nvml: Any) -> None:
         """`nvml` is the module `pynvml`."""
@@ -48,7 +48,7 @@ class GpuWatch:
         self._thread.start()
 
     def beats(self) -> tuple[GpuBeat, ...]:
-        """The last answer, by index; empty before the first and where NVML fails."""
+        """Return the last data by index; empty before the first reading and if NVML fails."""
         return self._last
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class GpuWatch:
         self._thread.join(STOP_WAIT_S)
 
     def _run(self) -> None:
-        # A driver that fails takes the figures with it, and nothing else.
+        # A failing driver only removes this data.
         with contextlib.suppress(self._nvml.NVMLError):
             self._nvml.nvmlInit()
             try:
@@ -78,7 +78,7 @@ class GpuWatch:
                 return
 
     def _register_events(self, handles: list[Any]) -> None:
-        """Xid errors come as events; not every driver and virtual GPU has them."""
+        """Register for Xid errors, which are events; some drivers and virtual GPUs lack them."""
         nvml = self._nvml
         self._events = self._ask(nvml.nvmlEventSetCreate)
         for handle in handles:
@@ -87,9 +87,9 @@ class GpuWatch:
                 self._ask(nvml.nvmlDeviceRegisterEvents, handle, kind, self._events)
 
     def _read_events(self) -> None:
-        """Take up every Xid that has come since the last look; `XIDS_KEPT` per GPU are kept."""
+        """Read the new Xid errors and keep the last `XIDS_KEPT` of each GPU."""
         for _ in range(XIDS_KEPT if self._events is not None else 0):
-            # Nothing new is NVML's error "timeout".
+            # Without new events NVML returns its error "timeout".
             event = self._ask(self._nvml.nvmlEventSetWait_v2, self._events, 0)
             if event is None:
                 return
@@ -120,7 +120,7 @@ class GpuWatch:
         )
 
     def _ask(self, function: Any, *arguments: Any) -> Any:
-        """NVML's answer, or None for what this GPU or driver does not tell."""
+        """Return NVML's answer, or None if this GPU or driver does not support the call."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError:
@@ -128,7 +128,7 @@ class GpuWatch:
 
 
 def watch_gpus() -> GpuWatch | None:
-    """A watch over this node's GPUs; None where there are none, or NVML's module is missing."""
+    """Return a watch of this node's GPUs; None without GPUs or without NVML's module."""
     if not CONTROL.exists():
         return None
     try:

@@ -1,11 +1,11 @@
-"""torchrun's parent: whatever happens, no process below it outlives it or the agent.
+"""torchrun's parent, which ensures that no process below it outlives it or the agent.
 
-`python -m holdfast.workers.agent.guard <command …>`, with the agent's end of a pipe as standard
-input. The pipe's end, asked for or because the agent was killed, means: kill everything below.
-The signals by which clusters announce an end are ignored here and so by all that is started
-below, ranks and their data loaders included; the agent alone answers them.
+`python -m holdfast.workers.agent.guard <command …>` has one end of the agent's pipe as its standard
+input. When the pipe is closed, by request or because the agent was killed, the guard kills
+everything below. It ignores the signals by which clusters announce an end. So do all processes
+below it, including ranks and their data loaders: only the agent handles them.
 
-Standard library only: this is started once per launch and should cost little.
+Standard library only: it is started once per launch and should cost little.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, where Linux offers it."""
+    """Become the parent of every descendant whose own parent ends, where Linux supports it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def is_running(number: int) -> bool:
-    """True while a process of that number runs; a zombie does not."""
-    return _state(number) not in {b"", b"Z", b"X"}
+def is_running(pid: int) -> bool:
+    """Return True while process `pid` runs; a zombie does not run."""
+    return _state(pid) not in {b"", b"Z", b"X"}
 
 
-def is_unreaped(number: int) -> bool:
-    """True when the process of that number is dead and its parent has not noticed."""
-    return _state(number) == b"Z"
+def is_unreaped(pid: int) -> bool:
+    """Return True if process `pid` is dead and its parent has not waited for it yet."""
+    return _state(pid) == b"Z"
 
 
-def _state(number: int) -> bytes:
-    """The kernel's letter for how a process is; empty when there is none."""
+def _state(pid: int) -> bytes:
+    """Return the kernel's state letter of a process, or b'' if there is none."""
     try:
-        with open(f"/proc/{number}/stat", "rb") as stream:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
             return stream.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return b""
 
 
 def descendants(root: int, exempt: frozenset[int] = frozenset()) -> list[int]:
-    """Numbers of all live processes below `root`, those `exempt` and all below them left out."""
+    """Return the ids of all live processes below `root`, without `exempt` and all below those."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{entry}/stat", "rb") as stream:
-                # The name stands in brackets and may hold anything; what follows does not.
+                # The name is in brackets and may contain anything. The fields after it do not.
                 state, parent = stream.read().rpartition(b")")[2].split()[:2]
             if state not in {b"Z", b"X"}:
                 children.setdefault(int(parent), []).append(int(entry))
     found: list[int] = []
     pending = [root]
     while pending:
-        below = [number for number in children.get(pending.pop(), []) if number not in exempt]
+        below = [pid for pid in children.get(pending.pop(), []) if pid not in exempt]
         found += below
         pending += below
     return found
 
 
 def kill_all_below(root: int, exempt: frozenset[int] = frozenset()) -> bool:
-    """KILL every process below `root`, again until none is left; False when some stay.
+    """Kill every process below `root` repeatedly until none is left; return False if some stay.
 
-    The dead are left to their parents to reap.
+    Dead processes are left for their parents to reap.
     """
     give_up = time.monotonic() + KILL_WAIT_S
     while time.monotonic() < give_up:
         below = descendants(root, exempt)
         if not below:
             return True
-        for number in below:
+        for pid in below:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
     return False
 
 
 def watch(child: subprocess.Popen[bytes]) -> int:
-    """Wait for `child` or for the end of standard input; returns the exit code to give."""
+    """Wait for `child` or the end of standard input; return the exit code to use."""
     while True:
         readable, _, _ = select.select([0], [], [], POLL_S)
         code = child.poll()
@@ -102,14 +102,14 @@ def watch(child: subprocess.Popen[bytes]) -> int:
 
 
 def main(command: list[str]) -> int:
-    """Run `command` until it ends or the agent wants it gone; nothing is left below after it."""
+    """Run `command` until it ends or the agent closes the pipe, then kill all processes below."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     adopt_orphans()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     code = watch(child)
     if not kill_all_below(os.getpid()):
-        print("guard: processes are left that cannot be killed", file=sys.stderr, flush=True)
+        print("guard: some processes could not be killed", file=sys.stderr, flush=True)
     return code
 
 

@@ -1,9 +1,9 @@
-"""Node 0's watch over silent ranks: suspicion, proof, and whether the launch is ended.
+"""Node 0's watch of silent ranks: it suspects, proves and confirms hangs.
 
-A suspicion has every node take stacks, and is journaled with them. It ends when a rank shows a
-sign of life; or, when the ranks have been silent for long enough and nothing of them has changed
-between two samples, with the word that they hang. The judgement is `silence`'s; here is the order
-of things, and the bounds: of samples, of dumps that are kept, of how often it is asked.
+For a suspicion every node takes stacks, and they are journaled. The suspicion ends when a rank
+shows a sign of life. It is confirmed when the ranks have been silent for long enough and nothing
+about them changed between samples. `silence` judges that. This module controls the order, the
+number of samples and kept dumps, and how often suspicions may occur.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from holdfast.workers.agent.stack_text import find_blame
 from holdfast.workers.agent.stacks import StackSample
 from holdfast.workers.agent.stragglers import Stragglers
 
-# Taking stacks is bounded by itself; a node that does not answer by then counts as unchanged
-# never, so nothing is ended without it.
+# Taking stacks is bounded in time. A node that does not answer by then never counts as unchanged,
+# so no launch is ended without its sample.
 SAMPLE_S_MAX: Final = 30.0
-# The gap between two samples is a share of the silence, within bounds; and not always the same, so
-# that no rhythm of a rank hides from it.
+# The gap between two samples is a share of the silence, within bounds. It varies, so that no
+# periodic activity of a rank is missed.
 GAP_SHARE: Final = 1 / 8
 GAP_S_MAX: Final = 10.0
 GAP_S_MIN: Final = 1.0
 GAP_VARIES: Final = 0.618
-# So many samples in a row must show no sign of life.
+# How many samples in a row must show no sign of life.
 STILL_SAMPLES_MIN: Final = 5
-# Looks come twenty times a second. After such a pause this agent was stopped, and maybe its ranks
-# with it, as when a machine is suspended: what was seen before proves nothing.
+# The loop runs twenty times a second. After a pause this long, the agent and perhaps its ranks were
+# stopped, as in a suspended machine. Earlier observations then prove nothing.
 PAUSE_S: Final = 10.0
-# After a suspicion that was none, the next one waits: doubling, and forgotten after a while.
+# After a false suspicion the next one is delayed. The delay doubles and is reset after a while.
 QUIET_S: Final = 5.0
 QUIET_DOUBLINGS_MAX: Final = 4
 QUIET_FORGOTTEN_S: Final = 600.0
@@ -49,18 +49,18 @@ STRAGGLER_WINDOW_S: Final = 10.0
 
 
 class WatchedNode(Protocol):
-    """What the watch asks of a node."""
+    """The part of a node that the watch uses."""
 
     @property
     def name(self) -> str: ...
 
     def take_stacks(self, dump: int, number: int) -> None:
-        """Begin to take a sample; it comes with a later report."""
+        """Start to take a sample; a later report contains it."""
         ...
 
 
 class WatchedReport(Protocol):
-    """What the watch reads of a node's report."""
+    """The part of a node's report that the watch uses."""
 
     @property
     def ranks(self) -> tuple[RankStatus, ...]: ...
@@ -71,7 +71,7 @@ class WatchedReport(Protocol):
 
 @dataclass
 class _Suspicion:
-    """One silence that is looked into. Times are of the monotonic clock."""
+    """One silence under examination. Times are monotonic seconds."""
 
     dump: int
     asked: int = 0
@@ -82,11 +82,11 @@ class _Suspicion:
     still_since: float = 0.0
     still_samples: int = 0
     next_at: float = 0.0
-    is_told: bool = False
+    is_journaled: bool = False
 
 
 class HangWatch:
-    """One attempt's watch; `look` is called at every turn of the lead's loop."""
+    """The watch of one attempt. The lead's loop calls `look` at every turn."""
 
     def __init__(self, request: Request, attempt: AttemptPaths, journal: JournalWriter) -> None:
         self.evidence: tuple[str, ...] = ()
@@ -105,17 +105,16 @@ class HangWatch:
         self._looked_at = self._awake_since = time.monotonic()
 
     def begin(self, launch: int) -> None:
-        """A new launch: nothing is suspected of it."""
+        """Start a new launch, without suspicions."""
         self._launch, self._open, self.evidence = launch, None, ()
         self._stragglers = Stragglers()
         self._looked_at = self._awake_since = time.monotonic()
         self._straggler_at = self._looked_at + STRAGGLER_WINDOW_S
 
     def look(self, nodes: Sequence[WatchedNode], reports: Mapping[str, WatchedReport]) -> bool:
-        """Look once; True when the ranks hang and are to be ended, with `evidence` of it.
+        """Check once; return True with `evidence` if the ranks hang and must be ended.
 
-        `reports` are the nodes' newest ones by name. Raises `ConnectionError` for a node that
-        is gone.
+        `reports` are the nodes' newest reports by name. Raises `ConnectionError` if a node is lost.
         """
         now = time.monotonic()
         if now - self._looked_at > PAUSE_S:
@@ -148,7 +147,7 @@ class HangWatch:
         statuses: list[RankStatus],
         now: float,
     ) -> None:
-        """Have every node take the next sample; they do so at the same time."""
+        """Have every node take the next sample at the same time."""
         open_.asked, open_.asked_at, open_.asked_statuses = open_.asked + 1, now, statuses
         for node in nodes:
             node.take_stacks(open_.dump, open_.asked)
@@ -161,7 +160,7 @@ class HangWatch:
         statuses: list[RankStatus],
         now: float,
     ) -> bool:
-        """Take up a sample that is complete, or that some node did not give in time."""
+        """Judge a sample once it is complete or overdue; return True if the ranks hang."""
         wanted = (open_.dump, open_.asked)
         samples = [reports[node.name].sample for node in nodes]
         there = [s for s in samples if s is not None and (s.dump, s.number) == wanted]
@@ -169,21 +168,21 @@ class HangWatch:
             return False
         stacks = {stack.rank: stack for sample in there for stack in sample.stacks}
         sample = Sample(at=open_.asked_at, statuses=open_.asked_statuses, stacks=stacks)
-        return self._take_up(open_, sample, statuses, now)
+        return self._judge(open_, sample, statuses, now)
 
-    def _take_up(
+    def _judge(
         self, open_: _Suspicion, sample: Sample, statuses: list[RankStatus], now: float
     ) -> bool:
-        """Judge a sample beside the one before; True when the ranks hang."""
+        """Judge a sample against the previous one; return True if the ranks hang."""
         before, open_.last, open_.taken = open_.last, sample, open_.asked
         if before is None or silence.signs_of_life(before, sample):
             open_.still_since, open_.still_samples = sample.at, 0
         else:
             open_.still_samples += 1
-        # Ranks that end have no stacks any more, and their silence is no news.
-        if not open_.is_told and any(stack.top for stack in sample.stacks.values()):
-            self._tell(EventKind.HANG_SUSPECTED, open_, statuses)
-            open_.is_told = True
+        # Ranks that are exiting have no stacks left, and their silence is expected.
+        if not open_.is_journaled and any(stack.top for stack in sample.stacks.values()):
+            self._journal_finding(EventKind.HANG_SUSPECTED, open_, statuses)
+            open_.is_journaled = True
         open_.next_at = now + self._gap_s(statuses, sample_number=open_.taken)
         if before is None or open_.still_samples < STILL_SAMPLES_MIN:
             return False
@@ -198,28 +197,30 @@ class HangWatch:
         return True
 
     def _gap_s(self, statuses: Sequence[RankStatus], sample_number: int) -> float:
-        """Seconds until the next sample."""
+        """Return the seconds until the next sample."""
         longest_s = max((look.silent_s for look in statuses), default=0.0)
         gap_s = min(GAP_S_MAX, max(GAP_S_MIN, GAP_SHARE * longest_s))
         return gap_s * (1 + sample_number * GAP_VARIES % 1) / 2
 
-    # --- words ------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------
 
     def _confirm(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> None:
         dead = silence.dead_peers(statuses)
         longest_s = max(look.silent_s for look in statuses)
-        reason = f"every rank silent, the longest for {longest_s:.0f} s, and no sample shows life"
+        reason = (
+            f"every rank is silent, one for {longest_s:.0f} s, and no sample shows a sign of life"
+        )
         if dead:
             reason = f"rank {dead[0].rank} is dead and the others wait for it"
-        finding = self._tell(EventKind.HANG_CONFIRMED, open_, statuses, reason=reason)
+        finding = self._journal_finding(EventKind.HANG_CONFIRMED, open_, statuses, reason=reason)
         dumps = ", ".join(self._dumps(open_, statuses))
         self.evidence = (reason, finding, f"stacks: {dumps}")
         self._open = None
 
-    def _tell(
+    def _journal_finding(
         self, kind: EventKind, open_: _Suspicion, statuses: Sequence[RankStatus], **more: Any
     ) -> str:
-        """Journal what is known; returns which ranks wait and which are missing."""
+        """Journal what is known; return which ranks wait and which are missing."""
         silent = silence.suspects(statuses, self._silence_limits)
         worst = sorted(silent or statuses, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
         stacks = list(open_.last.stacks.values()) if open_.last else []
@@ -239,7 +240,7 @@ class HangWatch:
         return finding
 
     def _close(self, now: float) -> None:
-        """The suspicion was groundless: a rank has shown that it lives."""
+        """Close a false suspicion: a rank has shown a sign of life."""
         assert self._open is not None
         if now - self._quiet_until > QUIET_FORGOTTEN_S:
             self._doublings = 0
@@ -268,13 +269,13 @@ class HangWatch:
             )
 
     def _dumps(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> list[str]:
-        """The dump's folders as people find them, from the run's folder."""
+        """Return the dump's folders, relative to the run's folder."""
         nodes = sorted({look.rank // self._ranks_per_node for look in statuses})
         run = self._attempt.directory.parent.parent
         return [str(self._attempt.dump(n, open_.dump).relative_to(run)) for n in nodes]
 
     def _next_dump(self) -> int:
-        """A number that no earlier suspicion of the attempt has; folders may be gone by now."""
+        """Return a number that no earlier suspicion of the attempt has used."""
         taken = [0, *self._groundless]
         with contextlib.suppress(OSError):
             taken += [int(path.name.rpartition("-")[2]) for path in _folders(self._attempt.dumps)]

@@ -1,4 +1,4 @@
-"""The node's heartbeat: one small file, replaced every few seconds by a thread of its own."""
+"""The node's heartbeat: one small file, replaced every few seconds by a separate thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from holdfast.workers.heartbeats import NodeBeat, RankBeat, read_heartbeats
 from holdfast.workers.processes import boot_id
 
 STOP_WAIT_S: Final = 5.0
-# Clocks are slewed by less between two beats; more is a jump.
+# Clock adjustment shifts less than this between two heartbeats. More is a jump.
 CLOCK_JUMP_S: Final = 5.0
 
 
 class Heartbeat:
-    """Tells what the watch over the ranks has seen; never touches a rank."""
+    """Writes what the rank watch has measured; never touches a rank."""
 
     def __init__(
         self, context: AgentContext, status_table: RankStatusTable, watch: RankWatch
@@ -41,7 +41,7 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """One last beat, then silence."""
+        """Write one last heartbeat and stop."""
         self._over.set()
         self._thread.join(STOP_WAIT_S)
         if self._gpus is not None:
@@ -51,7 +51,7 @@ class Heartbeat:
         every_s = self._context.request.supervision.heartbeat_s
         while True:
             is_last = self._over.wait(every_s)
-            # A full or absent file system must not end the heartbeats that come after it.
+            # A full or absent file system must not stop later heartbeats.
             with contextlib.suppress(OSError):
                 self._look_at_clock()
                 self._write()
@@ -75,7 +75,7 @@ class Heartbeat:
             memory_percent=psutil.virtual_memory().percent,
         )
         path = self._context.attempt.heartbeat(self._context.node)
-        # Replaced but not fsynced: a beat lost in a power cut is no loss, a slow disk would be.
+        # Not fsynced: a heartbeat lost in a power cut does no harm, but a slow disk would.
         temporary = path.with_name(f".{path.name}.new")
         temporary.write_text(beat.model_dump_json(exclude_none=True))
         os.replace(temporary, path)
@@ -110,7 +110,7 @@ class Heartbeat:
         )
 
     def _look_at_clock(self) -> None:
-        """Say when the clock has jumped; silences are measured by another one."""
+        """Journal a jump of the clock. Silences are measured by the monotonic clock."""
         offset_s = _clock_offset_s()
         jump_s, self._clock = offset_s - self._clock, offset_s
         if abs(jump_s) < CLOCK_JUMP_S:
@@ -119,14 +119,14 @@ class Heartbeat:
         with JournalWriter(attempt.node_journal(self._context.node)) as journal:
             text = f"the clock of {self._context.host} jumped by {jump_s:+.1f} s"
             journal.append(
-                EventKind.NOTE, attempt=attempt.number, text=f"{text}; its times jump with it"
+                EventKind.NOTE, attempt=attempt.number, text=f"{text}, and so did its time stamps"
             )
 
 
 def earlier_times(context: AgentContext) -> dict[str, PhaseTimes]:
-    """What this run's last attempts knew of the phases, for this attempt's number of ranks.
+    """Return the phase times of this run's last attempts, scaled to this attempt's rank count.
 
-    Fewer ranks share the same global batch, so their steps take longer in proportion.
+    Fewer ranks share the same global batch, so their steps take proportionally longer.
     """
     for attempt in reversed(context.run.list_attempts()):
         if attempt.number >= context.attempt.number:
@@ -139,5 +139,5 @@ def earlier_times(context: AgentContext) -> dict[str, PhaseTimes]:
 
 
 def _clock_offset_s() -> float:
-    """Unix time less monotonic time: constant until the clock is set."""
+    """Return Unix time minus monotonic time, which is constant until the clock is set."""
     return time.time() - time.monotonic()

@@ -1,6 +1,6 @@
-"""What the kernel says of a rank's threads and of the processes below it: who waits for what.
+"""The kernel's view of a rank's threads and of the processes below it: what they wait for.
 
-Read from `/proc`: it asks nothing of the rank and works whatever state that is in.
+It reads `/proc`, so it needs nothing from the rank and works in any state of the rank.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from typing import Final
 
 from holdfast.workers.agent.guard import descendants
 
-# Where in the kernel a thread waits for another one: locks, sockets, polls, pipes. Sleeping, and
-# waiting for a disk, are the rank's own business.
+# Kernel functions in which a thread waits for another one: locks, sockets, polls, pipes. Sleeping
+# and waiting for a disk count as the rank's own time.
 _WAITS: Final = ("futex", "poll", "sk_wait", "wait_woken", "inet_", "unix_", "pipe_")
-# Where it waits for storage though its state does not say so: file systems in user space.
+# Kernel functions of user-space and network file systems that wait for storage in other states.
 _STORAGE: Final = ("request_wait_answer", "fuse_", "nfs", "rpc_wait", "io_schedule", "ptlrpc")
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
 def waits_for_others(pid: int) -> bool:
-    """True when the process's main thread waits in the kernel for another thread or process."""
+    """Return True if the main thread waits in the kernel for another thread or process."""
     place = _read(Path(f"/proc/{pid}/wchan"))
-    return any(word in place for word in _WAITS)
+    return any(name in place for name in _WAITS)
 
 
 @dataclass(frozen=True)
 class Below:
-    """A process and those below it: whether a thread waits for storage, and what the processes
-    below have computed, read and written so far, in seconds and bytes."""
+    """A process and those below it.
+
+    `on_storage` is True if a thread of them waits for storage. `cpu_s` and `io_bytes` are the CPU
+    seconds and the I/O of the processes below.
+    """
 
     on_storage: bool
     cpu_s: float
@@ -37,9 +40,9 @@ class Below:
 
 
 def look_below(pid: int) -> Below:
-    """What goes on in a process and below it.
+    """Return what a process and those below it are doing.
 
-    Processes that have ended and were waited for count in what was computed.
+    The CPU time of processes that have ended and were waited for is included.
     """
     below = descendants(pid)
     ticks = sum(_ticks(pid)[2:4]) + sum(sum(_ticks(number)) for number in below)
@@ -51,13 +54,13 @@ def look_below(pid: int) -> Below:
 
 
 def _waits_for_storage(pid: int) -> bool:
-    """True when a thread of the process sleeps where no signal reaches it: storage, mostly."""
+    """Return True if a thread is in uninterruptible sleep, which is mostly for storage."""
     for thread in _threads(pid):
-        words = _read(thread / "stat").rpartition(")")[2].split()
-        if words and words[0] == "D":
+        fields = _read(thread / "stat").rpartition(")")[2].split()
+        if fields and fields[0] == "D":
             return True
         place = _read(thread / "wchan")
-        if any(word in place for word in _STORAGE):
+        if any(name in place for name in _STORAGE):
             return True
     return False
 
@@ -70,13 +73,13 @@ def _threads(pid: int) -> list[Path]:
 
 
 def _ticks(pid: int) -> list[int]:
-    """User and system time of a process, then those of its children that have ended."""
-    words = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return [int(word) for word in words[11:15]]
+    """Return user and system time of a process, then those of its ended children."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return [int(field) for field in fields[11:15]]
 
 
 def _moved_bytes(pid: int) -> int:
-    """Bytes that a process has read and written, also those from and to memory."""
+    """Return the bytes that a process has read and written, including those from and to memory."""
     lines = _read(Path(f"/proc/{pid}/io")).splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 

@@ -1,4 +1,4 @@
-"""Node 0's agent: leads every node through launches, a stop or a crash, to the outcome."""
+"""Node 0's agent: it leads every node through launches, a stop or a crash, to the outcome."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
 
 POLL_S: Final = 0.05
 REMOTE_POLL_S: Final = 0.25
-# The first node that fails may only be complaining of another; its neighbours get this long.
+# The first failure may be secondary, so wait this long for the root cause on another node.
 NEIGHBOUR_WAIT_S: Final = 2.0
 AGREE_TRIES_MAX: Final = 20
 AGREE_PAUSE_S: Final = 0.5
-# What is kept of the grace for writing the outcome before the scheduler's KILL.
+# The part of the grace that is reserved for writing the outcome before the scheduler's KILL.
 RESERVE_S: Final = 1.5
 CRASH_DRAIN_S: Final = 300.0
-# The files of a node that is lost will not come; only what is complete without it is waited for.
+# A lost node writes no more files, so only steps that are complete without it are waited for.
 LOST_DRAIN_S: Final = 30.0
 RESTART_PAUSE_S: Final = 1.0
 ANSWER_S_MIN: Final = 0.5
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class Lead:
-    """One attempt, led. Everything it does is journaled in node 0's journal."""
+    """Leads one attempt, and journals its work in node 0's journal."""
 
     def __init__(
         self,
@@ -88,18 +88,18 @@ class Lead:
 
     @property
     def stop_request(self) -> StopRequest | None:
-        """Why the attempt is to stop, once something has asked for it."""
+        """Why the attempt should stop, or None if nothing has requested it."""
         return self._listener.stop_request
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes that are still there, this one first."""
+        """The nodes that are not lost, this one first."""
         return [self._runtime, *(r for r in self._remotes if r.name not in self.lost)]
 
     def run(self) -> None:
-        """Start launches until training ends, is stopped, or is not worth another one.
+        """Start launches until training ends, is stopped, or another launch is not worthwhile.
 
-        Raises `AgreementError` when a node does not join.
+        Raises `AgreementError` if a node does not join.
         """
         self._gather()
         if self.stop_request is not None:
@@ -122,7 +122,7 @@ class Lead:
         self._await_mirror()
 
     def _gather(self) -> None:
-        """Wait for the other nodes, unless a stop is asked for meanwhile."""
+        """Wait for the other nodes, unless a stop is requested meanwhile."""
         if self._host is None:
             return
         timeout_s = self.context.request.supervision.join_timeout_s
@@ -131,21 +131,21 @@ class Lead:
         self._remotes = [RemoteNode(peer, self._crew.post) for _, peer in peers]
 
     def acknowledge(self, outcome: Outcome) -> None:
-        """Tell clouds that announced an end that they may go on, if no step is left to lose."""
+        """Tell clouds that announced an end that they may proceed, if no step could be lost."""
         is_safe = outcome.last_step is None or outcome.committed_step == outcome.last_step
         if self.stop_request is None or self.stop_request.source != "notice" or not is_safe:
             return
         self._ask_all(lambda node: node.acknowledge())
 
     def finish(self) -> None:
-        """Let the other nodes' agents go."""
+        """Tell the other nodes' agents to exit."""
         there = [remote for remote in self._remotes if remote.name not in self.lost]
         for going in [self._crew.begin(RemoteNode.finish, remote) for remote in there]:
             with contextlib.suppress(ConnectionError):
                 await_result(going, self._give_up_at())
 
     def close(self) -> None:
-        """Hear and ask nothing more."""
+        """Close the listener and the connections' threads."""
         self._listener.close()
         self._crew.close()
 
@@ -165,7 +165,7 @@ class Lead:
             world_size=self.context.request.world_size,
         )
         self._ask_all(lambda node: node.start(number, address, port))
-        # What a node said last is of the launch before, which has ended.
+        # Each node's last report belongs to the previous launch.
         self._reports.clear()
         self._remote_at = 0.0
         ending = self._watch()
@@ -184,11 +184,11 @@ class Lead:
         return ended
 
     def _watch(self) -> str:
-        """Wait for the launch's end: bounded by the stop's deadline, else by training."""
+        """Wait for the launch's end, at most until a stop's deadline; return the kind of ending."""
         while True:
             self._listener.wait(POLL_S)
             self._poll_nodes()
-            self._take_up_notices()
+            self._handle_notices()
             self._announce()
             if self.lost:
                 return "crashed"
@@ -208,42 +208,42 @@ class Lead:
                     continue
                 self._serial = self._early.pursue(self.nodes, reports, self._serial)
                 with contextlib.suppress(ConnectionError):
-                    # A node that is gone is found lost at the next look.
+                    # The next poll will find this node lost.
                     self._standby_plan.look(self.nodes, reports, len(self.launches))
                 continue
             self._agree(stop_request)
             if self._all_have_left():
-                # torchrun itself takes seconds to leave, which the grace is too short for.
+                # torchrun itself takes seconds to exit, which the grace may not allow.
                 return "left"
             if time.time() > self._kill_at(stop_request):
                 return "killed"
 
     def _is_hung(self) -> bool:
-        """True when the watch over silent ranks has found, with proof, that they hang."""
+        """Return True if the watch of silent ranks has proved a hang."""
         try:
             return self._hangs.look(self.nodes, self._reports)
         except ConnectionError:
-            # The node is found lost at the next look, and training ends for that reason.
+            # The next poll will find the node lost, and training ends for that reason.
             return False
 
     def _all_have_left(self) -> bool:
-        """True when every rank of every node has stopped as agreed and is gone."""
+        """Return True if every rank of every node has stopped as agreed and exited."""
         reports = self._reports.values()
         ranks = sum(report.registered for report in reports)
         is_whole = ranks == self.context.request.world_size
         return self._has_agreed and is_whole and all(report.has_left for report in reports)
 
     def _end_launch(self, ending: str) -> Ended:
-        """End every node's processes, let the flushers finish, gather what is known."""
+        """End every node's processes, let the flushers finish, and collect the reports."""
         self._collect_reports()
         self._ask_all(lambda node: node.kill())
         began = time.time()
         until = partial(self._drain_until, began)
-        # What lies on the nodes' own disks counts once it is mirrored, so a restart awaits that.
+        # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
         has_local = bool(self.context.request.checkpoint_local)
         for name in drain_all(self._ask_all, self._lost_numbers, until, mirror=has_local):
             spent_s = time.time() - began
-            self._note(f"the flusher of {name} was not done within {spent_s:.0f} s")
+            self._note(f"the flusher of {name} did not finish within {spent_s:.0f} s")
         for node, report in self._ask_all(lambda node: node.report()):
             self._take(node, report)
         crash_reports = []
@@ -265,7 +265,7 @@ class Lead:
         return "stopped" if stopped else "completed"
 
     def _poll_nodes(self) -> None:
-        """This node's report at every look, the others' a few times a second; waits for none."""
+        """Take this node's report, and the others' a few times a second, without waiting."""
         self._take(self._runtime, self._runtime.report())
         for node in self.nodes[1:]:
             asked = self._asked.get(node.name)
@@ -281,7 +281,7 @@ class Lead:
                 self._asked[node.name] = self._crew.begin(lambda one: one.report(), node)
 
     def _collect_reports(self) -> None:
-        """Wait for the reports that were asked for: they have what the nodes' agents heard."""
+        """Wait for the pending reports, because they contain signals that the agents received."""
         for node in self.nodes[1:]:
             asked = self._asked.pop(node.name, None)
             if asked is not None:
@@ -289,14 +289,14 @@ class Lead:
                     self._take(node, await_result(asked, self._give_up_at()))
 
     def _take(self, node: Node, report: NodeReport) -> None:
-        """Keep in mind how a node is, and what its agent heard."""
+        """Store a node's report and pass on the signals and notices in it."""
         self._reports[node.name] = report
         for name in report.signals:
             self._listener.hear(name)
         self._noticed += [(node.name, notice) for notice in report.notices]
 
     def _wait_for_neighbours(self) -> None:
-        """After a failure: time for the node that caused it to fail as well."""
+        """After a failure, give the node that caused it time to fail as well."""
         give_up = time.monotonic() + (NEIGHBOUR_WAIT_S if len(self.nodes) > 1 else 0.0)
         while time.monotonic() < give_up:
             time.sleep(POLL_S)
@@ -304,13 +304,13 @@ class Lead:
 
     # --- stopping ---------------------------------------------------------------------------
 
-    def _take_up_notices(self) -> None:
-        """What clouds have announced since the last look."""
+    def _handle_notices(self) -> None:
+        """Handle the notices of clouds since the last poll."""
         for stop_request in self._notices(time.time()):
-            self._listener.take_up(stop_request)
+            self._listener.accept(stop_request)
 
     def _announce(self) -> None:
-        """Tell the nodes' ranks that a stop is wanted, and by when, if that is new."""
+        """Announce a new stop request and its deadline to all nodes' ranks."""
         stop_request = self.stop_request
         if stop_request is None or stop_request == self._announced:
             return
@@ -320,7 +320,7 @@ class Lead:
                 node.announce(stop_request.deadline)
 
     def _notices(self, now: float) -> list[StopRequest]:
-        """Journal the notices that have come; the wishes of those that end a node."""
+        """Journal the new notices; return the stop requests of those that end a node."""
         noticed, self._noticed = self._noticed, []
         for host, notice in noticed:
             self._journal.append(
@@ -337,12 +337,12 @@ class Lead:
         return [self._stops.from_notice(n, host, now) for host, n in noticed if n.wants == "stop"]
 
     def _agree_s(self, stop_request: StopRequest) -> float:
-        """Seconds that nodes get to answer in: a part of what is left, for there are others."""
+        """Return the seconds in which nodes must answer: a part of what is left for all tries."""
         left_s = self._kill_at(stop_request) - time.time()
         return max(ANSWER_S_MIN, min(AGREE_WAIT_S, left_s / 4))
 
     def _agree(self, stop_request: StopRequest) -> None:
-        """Bring all ranks to one step; tried again, bounded, until it holds."""
+        """Bring all ranks to one step. Failed tries are repeated, up to a maximum."""
         if self._has_agreed or self._tries >= AGREE_TRIES_MAX or time.monotonic() < self._agree_at:
             return
         if self._early.is_under_way(self._reports.values()) or any_silent(self.nodes):
@@ -364,7 +364,7 @@ class Lead:
             self._agree_at = time.monotonic() + AGREE_PAUSE_S
             return
         except ConnectionError:
-            # The node is found lost at the next look, and training ends for that reason.
+            # The next poll will find the node lost, and training ends for that reason.
             return
         self._has_agreed = True
         self._journal.append(
@@ -376,10 +376,10 @@ class Lead:
         )
 
     def _kill_at(self, stop_request: StopRequest) -> float:
-        """Unix seconds after which what still runs is ended by force.
+        """Return when processes that still run are killed (Unix seconds).
 
-        A program that never spoke to the status table cannot be stopped with a checkpoint: it gets
-        the grace and no more.
+        A program that never used the status table cannot stop with a checkpoint, so it gets only
+        the grace.
         """
         supervision = self.context.request.supervision
         limit_s = supervision.flush_timeout_s
@@ -389,7 +389,7 @@ class Lead:
         return kill_at if deadline is None else min(deadline - RESERVE_S, kill_at)
 
     def _drain_until(self, began: float) -> float:
-        """Unix seconds at which flushers that finish since `began` are waited for no longer."""
+        """Return until when flushers that drain since `began` are waited for (Unix seconds)."""
         longest_s = self.context.request.supervision.flush_timeout_s
         if self.lost:
             longest_s = min(longest_s, LOST_DRAIN_S)
@@ -399,7 +399,7 @@ class Lead:
         return began + (min(CRASH_DRAIN_S, longest_s) if stop_request is None else longest_s)
 
     def _await_mirror(self) -> None:
-        """Keep the nodes until what was committed is in the mirror, or the time is up."""
+        """Keep the nodes until all commits are mirrored or the time is up."""
         if not self.context.request.checkpoint_mirror:
             return
         until = time.time() + self.context.request.supervision.flush_timeout_s
@@ -409,11 +409,11 @@ class Lead:
         def end() -> float:
             for node, report in self._ask_all(lambda node: node.report()):
                 self._take(node, report)
-            self._take_up_notices()
+            self._handle_notices()
             return min(until, self._listener.late_deadline - RESERVE_S)
 
         if late := drain_all(self._ask_all, self._lost_numbers, end, mirror=True):
-            self._note(f"not everything of {', '.join(late)} was in the mirror when time was up")
+            self._note(f"the time was up before the mirror had everything of {', '.join(late)}")
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -427,22 +427,22 @@ class Lead:
             gained_steps=ended.gained,
             hangs=sum(one.ending == "hung" for one in self.launches),
             hangs_max=supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
-            rolled_back=goes_on_after_numerics(*self._last_words()),
+            rolled_back=goes_on_after_numerics(*self._last_events()),
         )
 
     def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:
-        """How the last launch ended, which crashed or hung, and the rank that failed first."""
+        """Return how the crashed or hung launch ended, and the rank that failed first."""
         crash = ended.crash_report
         ending, first = (hung_ending(ended.hang), None) if ended.hang else crash.classify(self.lost)
-        return on_the_way_out(ending, stopped_for_numerics(*self._last_words())), first
+        return on_the_way_out(ending, stopped_for_numerics(*self._last_events())), first
 
-    def _last_words(self) -> tuple[list[Event], int, int]:
-        """What rank 0 journaled, and the attempt and the launch that ended last."""
+    def _last_events(self) -> tuple[list[Event], int, int]:
+        """Return rank 0's journal, and the numbers of this attempt and its last launch."""
         attempt = self.context.attempt
         return read_journal(attempt.rank_journal)[0], attempt.number, self.launches[-1].number
 
     def _address(self) -> str:
-        """Under which name the ranks of all nodes reach this one."""
+        """Return the address at which the ranks of all nodes reach this one."""
         if self.context.nodes == 1:
             return "127.0.0.1"
         for node in self.nodes[1:]:
@@ -455,7 +455,7 @@ class Lead:
         return socket.gethostname()
 
     def _ask_all(self, act: Callable[[Node], T]) -> list[tuple[Node, T]]:
-        """Have all nodes do the same at once, and wait; the answers of those that are there."""
+        """Run `act` for all nodes at once and wait; return the answers of those not lost."""
         give_up_at = self._give_up_at()
         here, *others = self.nodes
         asked = [(node, self._crew.begin(act, node)) for node in others]
@@ -466,7 +466,7 @@ class Lead:
         return answers
 
     def _give_up_at(self) -> Callable[[], float]:
-        """Until when a node is waited for, Unix seconds: to the deadline of a stop, if one came."""
+        """Return a function for the time limit of answers: the deadline of a stop, if any."""
         soonest = time.time() + ANSWER_S_MIN
 
         def give_up_at() -> float:
@@ -477,7 +477,7 @@ class Lead:
 
     @contextlib.contextmanager
     def _losing(self, node: Node) -> Iterator[None]:
-        """A node that does not answer is lost, journaled once, and asked nothing more."""
+        """Mark a node that does not answer as lost, and journal that once."""
         try:
             yield
         except ConnectionError as error:

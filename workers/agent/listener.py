@@ -1,4 +1,4 @@
-"""Hears what asks for a stop, in a thread of its own, so that no node can delay it."""
+"""A thread that listens for stop requests, so that no node can delay them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ STOP_WAIT_S: Final = 5.0
 
 
 class StopListener:
-    """Signals, the stop file and the time limit become one stop request, journaled at once.
+    """Turns signals, the stop file and the time limit into one stop request, journaled at once.
 
-    Runs from construction until `close`. Safe to ask from several threads.
+    Runs from construction until `close`. Safe for use by several threads.
     """
 
     def __init__(self, context: AgentContext, signals: SignalBox, stops: StopWatch) -> None:
         self._context, self._signals, self._stops = context, signals, stops
-        # Of its own: a writer serves one thread.
+        # A separate journal writer, because each writer serves one thread.
         self._journal = JournalWriter(context.attempt.node_journal(context.node))
         self._lock = threading.Lock()
-        self._told: deque[str] = deque()
+        self._forwarded: deque[str] = deque()
         self._stop_request: StopRequest | None = None
         self._was_requested = threading.Event()
         self._late_deadline: float | None = None
@@ -39,9 +39,9 @@ class StopListener:
 
     @property
     def stop_request(self) -> StopRequest | None:
-        """Why to stop and by when, with the earliest deadline heard so far.
+        """The stop request with the earliest deadline received so far, or None.
 
-        Raises what the thread failed of: an agent that hears nothing must not go on.
+        Raises the error of the thread, if any: an agent that cannot hear stop requests must end.
         """
         if self._failure is not None:
             raise self._failure
@@ -49,27 +49,27 @@ class StopListener:
 
     @property
     def late_deadline(self) -> float:
-        """The earliest deadline, Unix seconds, of what was heard since `end`."""
+        """The earliest deadline (Unix seconds) of requests received since `end`."""
         return math.inf if self._late_deadline is None else self._late_deadline
 
     def wait(self, timeout_s: float) -> None:
-        """Wait `timeout_s`; the first stop request ends it."""
+        """Wait for `timeout_s` seconds, or until the first stop request."""
         if self._stop_request is None:
             self._was_requested.wait(timeout_s)
         else:
             time.sleep(timeout_s)
 
     def hear(self, name: str) -> None:
-        """A signal that another node's agent caught."""
-        self._told.append(name)
+        """Add a signal that another node's agent received."""
+        self._forwarded.append(name)
 
     def end(self) -> None:
-        """How the attempt ended is known: what comes now sets a deadline and nothing else."""
+        """Mark the attempt's ending as known. Later requests only set a deadline."""
         with self._lock:
             self._late_deadline = math.inf
 
-    def take_up(self, stop_request: StopRequest) -> None:
-        """A reason to stop, from whomever."""
+    def accept(self, stop_request: StopRequest) -> None:
+        """Accept a stop request from any source."""
         with self._lock:
             if self._late_deadline is not None:
                 self._late_deadline = min(self._late_deadline, stop_request.deadline or math.inf)
@@ -100,11 +100,11 @@ class StopListener:
         try:
             while not self._is_closed.is_set():
                 names = self._signals.wait(LISTEN_S)
-                while self._told:
-                    names.append(self._told.popleft())
+                while self._forwarded:
+                    names.append(self._forwarded.popleft())
                 self._look(names)
         except Exception as error:
-            # The edge of the thread: raised again where the lead asks for the stop request.
+            # Store the error of the thread; `stop_request` raises it in the agent's loop.
             self._failure = error
             self._was_requested.set()
 
@@ -112,16 +112,16 @@ class StopListener:
         now = time.time()
         for name in names:
             if self._stop_request is not None and self._late_deadline is None:
-                # Signals repeat, and the second of a pair says nothing new.
+                # Signals repeat, and the second of a pair adds nothing.
                 continue
             stop_request, judgement = self._stops.from_signal(name, now)
             if stop_request is not None:
-                self.take_up(stop_request)
+                self.accept(stop_request)
                 continue
-            words = f"{name}: a warning of the time limit ({judgement.detail})"
+            text = f"{name}: a warning of the time limit ({judgement.detail})"
             with self._lock:
                 number = self._context.attempt.number
-                self._journal.append(EventKind.NOTE, attempt=number, text=words)
+                self._journal.append(EventKind.NOTE, attempt=number, text=text)
         for stop_request in (self._stops.from_file(now), self._stops.from_limit(now)):
             if stop_request is not None:
-                self.take_up(stop_request)
+                self.accept(stop_request)

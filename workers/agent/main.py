@@ -1,4 +1,4 @@
-"""The agent's entry: what submitit starts on every node of an attempt."""
+"""The entry point of the agent, which submitit starts on every node of an attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.workers.agent.signals import SignalBox
 def run_agent(request_path: str) -> str:
     """Run this node's part of the attempt whose `request.json` is at `request_path`.
 
-    Returns how it ended, in words, for the job's log.
+    Returns a description of how it ended, for the job's log.
     """
     signals = SignalBox()
     signals.install()
@@ -36,21 +36,20 @@ def run_agent(request_path: str) -> str:
         try:
             return _lead(context, signals, journal)
         except Exception:
-            # The edge of the process: whatever it was, the attempt must not be left without an
-            # outcome, or people would have to guess.
+            # Whatever the error, write an outcome, so that the attempt's cause is known.
             leave_outcome(context, failed_outcome(context, traceback.format_exc()), journal)
             raise
 
 
 def _raise_descriptor_limit() -> None:
-    """Take all the descriptors that this job may have: a lead of many nodes needs one for each."""
+    """Raise the limit of file descriptors: node 0 needs one for each other node."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> str:
-    """Gather the nodes, run the attempt, write its outcome, let everybody go."""
+    """Gather the nodes, run the attempt, write its outcome and end the other agents."""
     runtime = NodeRuntime(context)
     host = lead = None
     try:
@@ -61,7 +60,7 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         lead.run()
         outcome = build_outcome(lead)
         leave_outcome(context, outcome, journal)
-        # Last of all: a cloud that hears this takes the node.
+        # This must come last: after it, a cloud may take the node.
         lead.acknowledge(outcome)
         lead.finish()
     finally:

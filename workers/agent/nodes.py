@@ -1,4 +1,4 @@
-"""The other nodes: node 0's agent leads, the others do what it asks and nothing else."""
+"""The other nodes: node 0's agent leads, and the member agents do what it requests."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from holdfast.workers.executors import executor_for
 POLL_S: Final = 0.05
 FINISH_TIMEOUT_S: Final = 30.0
 ORPHAN_DRAIN_S: Final = 60.0
-# Node 0 asks several times a second; it is silent only while it waits for a flush.
+# Node 0 polls several times a second. Only while it waits for a flush is it silent.
 SILENCE_MARGIN_S: Final = 300.0
 
 
 class RemoteNode:
     """Another node, led over the channel. Every call may raise `ConnectionError`.
 
-    What is told without waiting goes by `post`.
+    Messages that need no answer are sent by `post`.
     """
 
     def __init__(self, peer: Peer, post: Callable[[Callable[[], object]], None]) -> None:
@@ -48,7 +48,7 @@ class RemoteNode:
 
     @property
     def waiting_s(self) -> float:
-        """How long the question that is open now has been waiting for its answer."""
+        """How many seconds the open question has been waiting for its answer."""
         return self._peer.waiting_s
 
     def start(self, launch: int, address: str, port: int) -> None:
@@ -87,7 +87,7 @@ class RemoteNode:
         self._peer.call("acknowledge")
 
     def finish(self) -> None:
-        """Let the node's agent go."""
+        """Tell the node's agent to exit."""
         self._peer.call("finish", timeout_s=FINISH_TIMEOUT_S)
 
     def newest_entered(self) -> int:
@@ -101,10 +101,10 @@ class RemoteNode:
 
 
 def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
-    """The agent of a node other than 0: join, obey, leave. Returns how it ended, in words."""
+    """Run the agent of a node other than 0: join, serve, leave. Return a description of the end."""
     if not wait_for_claim(context):
         holder = read_claim(context.attempt)
-        return f"node {context.node} leaves: the attempt is of job {holder and holder.job_id}"
+        return f"node {context.node} leaves: the attempt belongs to job {holder and holder.job_id}"
     hello = {
         "node": context.node,
         "host": context.host,
@@ -112,7 +112,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
         "pid": os.getpid(),
     }
     try:
-        # Before anything of the node is touched: another agent may be in charge of it.
+        # Join before changing anything on the node, because another agent may be in charge of it.
         member = ChannelMember(
             context.attempt.channel, hello, context.request.supervision.join_timeout_s
         )
@@ -125,7 +125,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     try:
         run_member(runtime, member, signals, silence_s)
     except DismissedError as error:
-        # Node 0 is there and ends the job itself, or goes on without this node.
+        # Node 0 is alive. It ends the job itself or continues without this node.
         runtime.note(str(error))
         runtime.kill()
         runtime.drain(ORPHAN_DRAIN_S)
@@ -136,16 +136,16 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     finally:
         member.close()
         runtime.close()
-    return f"node {context.node} was let go"
+    return f"node {context.node} finished"
 
 
 def run_member(
     runtime: NodeRuntime, member: ChannelMember, signals: SignalBox, silence_s: float
 ) -> None:
-    """Answer node 0's questions until it says `finish`.
+    """Answer node 0's requests until it sends `finish`.
 
-    Raises `ConnectionError` when node 0 is gone, or silent for `silence_s` seconds in which this
-    process could run.
+    Raises `ConnectionError` if node 0 is lost or sends nothing for `silence_s` seconds. Time in
+    which this process could not run does not count.
     """
     silence = Timeout(silence_s)
     while not silence.is_over:
@@ -158,11 +158,11 @@ def run_member(
         silence.restart()
         if question["kind"] == "finish":
             return
-    raise ConnectionError(f"node 0 said nothing for {silence_s:.0f} s")
+    raise ConnectionError(f"node 0 sent nothing for {silence_s:.0f} s")
 
 
 def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]) -> dict[str, Any]:
-    """What this node answers, after doing what was asked."""
+    """Do what node 0 requests, and return the answer."""
     kind = question["kind"]
     if kind in {"start", "prepare"}:
         act = runtime.start if kind == "start" else runtime.prepare
@@ -190,11 +190,11 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
 def _leave_without_lead(
     context: AgentContext, runtime: NodeRuntime, error: ConnectionError
 ) -> None:
-    """Node 0 is gone, so nobody can start training again: end what is left.
+    """End what is left of the attempt after the loss of node 0, which alone starts launches.
 
-    A step of which node 0 had written its part is committed by the lowest node left. The job is
-    ended too: its batch shell was on node 0, and with `--no-kill` Slurm would keep the other nodes
-    for it until the time limit.
+    A step of which node 0 had written its part is committed by the lowest remaining node. The job
+    is cancelled too: its batch shell was on node 0, and with `--no-kill` Slurm would keep the other
+    nodes until the time limit.
     """
     holder = read_claim(context.attempt)
     if not context.attempt.outcome.exists():
@@ -212,6 +212,7 @@ def _leave_without_lead(
         job = Submission(
             job_id=context.job_id, executor=context.request.executor, submitted_at=time.time()
         )
-        # A controller that is away leaves the end to the time limit; the flow asks again.
+        # If the controller does not answer, the supervisor cancels the job or its time limit ends
+        # it.
         with contextlib.suppress(SchedulerError):
             executor_for(context.request.executor).cancel(context.request, job)

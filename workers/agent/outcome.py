@@ -1,4 +1,4 @@
-"""`outcome.json`: what node 0's agent knows of the attempt when it is over."""
+"""`outcome.json`: what node 0's agent knows about the attempt when it has ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.workers.checkpoints import newest_committed
 
 
 def build_outcome(lead: Lead) -> Outcome:
-    """The outcome of an attempt that was led to its end."""
+    """Return the outcome of an attempt that the agent led to its end."""
     context, last = lead.context, lead.last
     ending, first = judge_ending(lead)
     resumes = _resumes(context)
@@ -56,31 +56,29 @@ def build_outcome(lead: Lead) -> Outcome:
 
 
 def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
-    """State, cause and evidence of the attempt, and the rank that failed first, if one did."""
+    """Return the attempt's ending, and the rank that failed first, if one did."""
     last, stop_request = lead.last, lead.stop_request
     if stop_request is not None and last is not None and last.ending in {"crashed", "hung"}:
         lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
-        return _stopped(
-            stop_request, lost or "asked for while training was being started again"
-        ), None
+        return _stopped(stop_request, lost or "requested while training was restarting"), None
     if stop_request is not None and last is None:
-        return _stopped(stop_request, "asked for before training had begun"), None
+        return _stopped(stop_request, "requested before training started"), None
     assert last is not None
     if last.ending == "completed":
         events = _events(lead.context)
         number = lead.launches[-1].number
         return judge_completion(events, launch=number, step=last.completed), None
     if stop_request is None and last.ending == "stopped":
-        words = "the ranks stopped early, and nothing had asked this agent for it"
-        return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(words,)), None
+        message = "the ranks stopped early without a stop request to this agent"
+        return Ending(state=AttemptState.FAILED, cause=Cause.UNKNOWN, evidence=(message,)), None
     if last.ending in {"crashed", "hung"} or stop_request is None:
         ending, first = lead.bad_ending(last)
         evidence = (*ending.evidence, *([lead.verdict] if lead.verdict else []))
         return replace(ending, evidence=evidence), first
     if last.ending == "killed":
-        words = "training had not ended at the deadline and was killed"
+        killed = "training had not ended by the deadline and was killed"
         hang = f"training hung: {'; '.join(last.hang)}" if last.hang else ""
-        return _stopped(stop_request, hang or words), None
+        return _stopped(stop_request, hang or killed), None
     _, first = last.crash_report.classify()
     if first is not None and last.exit_code:
         return _stopped(stop_request, f"rank {first.rank} failed while stopping"), first
@@ -88,7 +86,7 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
 
 
 def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
-    """The outcome when the agent itself failed."""
+    """Return the outcome for a failure of the agent itself."""
     committed = newest_committed(context.run, context.attempt.number)
     last = next((ln for ln in reversed(traceback.splitlines()) if ln.strip()), "")
     return Outcome(
@@ -107,25 +105,25 @@ def failed_outcome(context: AgentContext, traceback: str) -> Outcome:
 
 
 def leave_outcome(context: AgentContext, outcome: Outcome, journal: JournalWriter) -> None:
-    """Write `outcome.json`, once; another attempt's that lies there is set aside first."""
+    """Write `outcome.json` once; an outcome of another attempt is renamed first."""
     quarantine_stale_outcome(context.attempt, journal)
     create_document(context.attempt.outcome, outcome)
 
 
-def _stopped(stop_request: StopRequest, words: str = "") -> Ending:
+def _stopped(stop_request: StopRequest, detail: str = "") -> Ending:
     what = f"{stop_request.source}: {stop_request.name}" + (
         f" ({stop_request.detail})" if stop_request.detail else ""
     )
-    evidence = (what, words) if words else (what,)
+    evidence = (what, detail) if detail else (what,)
     return Ending(
         state=STATE_OF_CAUSE[stop_request.cause], cause=stop_request.cause, evidence=evidence
     )
 
 
 def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
-    """When the last step was durable, for an attempt that was stopped and lost no step.
+    """Return when the last step was durable, if the attempt was stopped and lost no step.
 
-    A step that was durable before anybody asked counts as durable when it was asked for.
+    A step that was durable before the request counts as durable at the time of the request.
     """
     stop_request, last = lead.stop_request, lead.last
     newest = newest_committed(lead.context.run, lead.context.attempt.number)
@@ -135,7 +133,7 @@ def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
 
 
 def _resumes(context: AgentContext) -> dict[int, Event]:
-    """Each launch's `resumed` line, from whichever journal of the attempt has it."""
+    """Return each launch's `resumed` line, from any journal of the attempt."""
     found: dict[int, Event] = {}
     for event in _events(context):
         if event.kind is EventKind.RESUMED:
@@ -144,7 +142,7 @@ def _resumes(context: AgentContext) -> dict[int, Event]:
 
 
 def _events(context: AgentContext) -> list[Event]:
-    """Everything in the attempt's journals, one file after the other."""
+    """Return all events in the attempt's journals, file by file."""
     paths = sorted(context.attempt.journal.glob("*.jsonl"))
     return [event for path in paths for event in read_journal(path)[0]]
 

@@ -1,7 +1,7 @@
-"""Whether a program that ended well did all that it had said: exit status 0 alone means little.
+"""Judge whether a program that ended with exit status 0 is complete.
 
-Rank 0 journals what the program loops over, and that it left of its own accord: after the last
-step, when all ranks agreed to stop, or when the program closed its session.
+Rank 0 journals what the program loops over, and why it left: after the last step, when all ranks
+agreed to stop, or when the program closed its session.
 """
 
 from __future__ import annotations
@@ -14,27 +14,29 @@ from holdfast.workers.causes import Ending
 
 
 def judge_completion(events: Iterable[Event], *, launch: int, step: int) -> Ending:
-    """How a launch ended whose ranks all left with exit status 0, and nobody asked for it.
+    """Return how a launch ended whose ranks all exited with status 0 without a stop request.
 
-    `events` are the attempt's, `step` is the last one that a rank completed. An early end that
-    the program declared by closing its session is complete. One that it did not declare is a
-    failure, from which `relaunch` goes on.
+    `events` are the attempt's, and `step` is the last one that a rank completed. An early end is
+    complete if the program declared it by closing its session. Otherwise it is a failure, and
+    `relaunch` continues the run.
     """
     mine = [event for event in events if event.data.get("launch") == launch]
     promises = [e.data["text"] for e in mine if e.data.get("promised")]
     left = next((e.data for e in reversed(mine) if e.data.get("has_left")), None)
     if not any(event.kind is EventKind.RESUMED for event in mine):
-        words = "the program ended without a Session: no steps were counted or compared"
-        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(words,))
+        message = "the program ended without a Session: no steps were counted or compared"
+        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(message,))
     if left is not None:
         is_short = left.get("is_whole") is False
         evidence = (f"the program closed its Session: {left['text']}",) if is_short else ()
         return Ending(state=AttemptState.COMPLETED, cause=None, evidence=evidence)
     if not promises:
-        words = f"the program ended after step {step}; it had not said how many steps there are"
-        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(words,))
-    words = (
-        f"the program ended with exit status 0 after step {step}, without session.close(), and "
-        f"{promises[-1]}; `holdfast relaunch` goes on from the newest checkpoint"
+        message = (
+            f"the program ended after step {step}; it had not declared how many steps there are"
+        )
+        return Ending(state=AttemptState.COMPLETED, cause=None, evidence=(message,))
+    message = (
+        f"the program ended with exit status 0 after step {step}, without session.close(), "
+        f"although {promises[-1]}; continue from the newest checkpoint with `holdfast relaunch`"
     )
-    return Ending(state=AttemptState.FAILED, cause=Cause.USER_ERROR, evidence=(words,))
+    return Ending(state=AttemptState.FAILED, cause=Cause.USER_ERROR, evidence=(message,))

@@ -1,7 +1,7 @@
 """A thread that watches the ranks of this node through the status table and the kernel.
 
-Ten times a second it looks for signs of life, measures silences and step times, and notes
-whether each rank's main thread waits for others. What it finds judges hangs and stragglers.
+Ten times a second it looks for signs of life, measures silences and step times, and records whether
+each rank's main thread waits for others. Hangs and stragglers are judged by these measurements.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.workers.agent.silence import RankStatus
 
 TICK_S: Final = 0.1
 STOP_WAIT_S: Final = 5.0
-# Moments of a rank's waiting that are remembered: with `TICK_S` ten seconds of training.
+# How many samples of a rank's waiting are kept: with `TICK_S`, ten seconds of training.
 MOMENTS: Final = 100
 STEPS_KEPT: Final = 128
 COUNTERS_S: Final = 1.0
@@ -32,7 +32,7 @@ COUNTERS_S: Final = 1.0
 
 @dataclass
 class Counters:
-    """What the kernel counts of a process; None where it does not say."""
+    """The kernel's counters of a process; None if the kernel does not report one."""
 
     cpu_s: float = 0.0
     cpu_percent: float | None = None
@@ -49,7 +49,7 @@ class Counters:
 
 @dataclass
 class _Rank:
-    """What is remembered of one rank; all of one process."""
+    """What is remembered about one rank, always of the same process."""
 
     pid: int = 0
     beat_at: float = 0.0
@@ -61,7 +61,7 @@ class _Rank:
     counters: Counters = field(default_factory=Counters)
 
     def step_times(self) -> tuple[float, float]:
-        """(p50, p99) of the newest steps, seconds; zeros before the first."""
+        """Return (p50, p99) of the newest steps in seconds; zeros before the first."""
         ordered = sorted(self.steps_s)
         if not ordered:
             return 0.0, 0.0
@@ -69,17 +69,17 @@ class _Rank:
 
     @property
     def own_share(self) -> float:
-        """The share of moments in which the rank did not wait for others."""
+        """The share of samples in which the rank did not wait for others."""
         return 1.0 - sum(self.moments) / len(self.moments) if self.moments else 1.0
 
 
 class RankWatch:
-    """Watches one node's status table; safe to ask from several threads."""
+    """Watches one node's status table; safe for use by several threads."""
 
     def __init__(
         self, status_table: RankStatusTable, first_rank: int, prior: Mapping[str, PhaseTimes]
     ) -> None:
-        """`first_rank` is the rank of local rank 0; `prior` what earlier attempts measured."""
+        """`first_rank` is the rank of local rank 0. `prior` has the times of earlier attempts."""
         self.calibration = Calibration(prior, status_table.ranks)
         self._status_table, self._first_rank = status_table, first_rank
         self._lock = threading.Lock()
@@ -90,35 +90,35 @@ class RankWatch:
         self._thread.start()
 
     def begin(self) -> None:
-        """A new launch: nothing of the last one's ranks counts any more."""
+        """Start a new launch and forget the ranks of the last one."""
         with self._lock:
             self._ranks = [_Rank() for _ in self._ranks]
             self._began_at = time.monotonic()
 
     def close(self) -> None:
-        """Stop watching; the status table may be closed then."""
+        """Stop watching. The status table may be closed afterwards."""
         self._over.set()
         self._thread.join(STOP_WAIT_S)
 
     def statuses(self) -> list[RankStatus]:
-        """Every rank of this node as it is now, by local rank."""
+        """Return the current status of every rank of this node, by local rank."""
         now = time.monotonic()
         with self._lock:
             pairs = zip(self._status_table.records(), self._ranks, strict=True)
             return [self._look(i, record, seen, now) for i, (record, seen) in enumerate(pairs)]
 
     def counters(self) -> list[Counters]:
-        """What the kernel counts of every rank, by local rank; a second old at most."""
+        """Return the kernel's counters of every rank, by local rank, at most a second old."""
         with self._lock:
             return [seen.counters for seen in self._ranks]
 
     def step_times(self) -> list[tuple[float, float]]:
-        """(p50, p99) seconds of the newest steps, by local rank."""
+        """Return (p50, p99) in seconds of the newest steps, by local rank."""
         with self._lock:
             return [seen.step_times() for seen in self._ranks]
 
     def summary(self) -> dict[str, PhaseTimes]:
-        """What is known of the phases, earlier attempts included."""
+        """Return the known times of all phases, including earlier attempts."""
         with self._lock:
             return self.calibration.summary()
 
@@ -133,7 +133,7 @@ class RankWatch:
         if not pid:
             return
         if pid != seen.pid:
-            self._greet(seen, pid, beat_at)
+            self._register(seen, pid, beat_at)
         elif beat_at > seen.beat_at:
             self._measure(record, seen, beat_at, completed)
         seen.beat_at, seen.phase, seen.completed = beat_at, phase, completed
@@ -142,8 +142,8 @@ class RankWatch:
         if time.monotonic() - seen.counters.taken_at >= COUNTERS_S:
             seen.counters = _count(seen)
 
-    def _greet(self, seen: _Rank, pid: int, beat_at: float) -> None:
-        """The first word of a rank: how long it took to come."""
+    def _register(self, seen: _Rank, pid: int, beat_at: float) -> None:
+        """Register a rank's process at its first sign of life, and record its start-up time."""
         seen.pid = pid
         with contextlib.suppress(psutil.Error):
             seen.process = psutil.Process(pid)
@@ -151,7 +151,7 @@ class RankWatch:
             self.calibration.add("start", [beat_at - self._began_at])
 
     def _measure(self, record: RankRecord, seen: _Rank, beat_at: float, completed: int) -> None:
-        """A sign of life ends a silence, of the phase that the rank was in until then."""
+        """Record the silence that this sign of life ends, for the phase that the rank was in."""
         steps_s = record.recent_steps_s(seen.completed) if completed > seen.completed else []
         if seen.phase is Phase.TRAIN and steps_s:
             seen.steps_s.extend(steps_s)
@@ -179,7 +179,7 @@ class RankWatch:
 
 
 def _count(seen: _Rank) -> Counters:
-    """The kernel's figures of a rank; what it does not tell stays as it was."""
+    """Return the kernel's counters of a rank; a value that it does not report keeps its default."""
     counted = Counters(taken_at=time.monotonic())
     process = seen.process
     if process is None:
@@ -190,7 +190,7 @@ def _count(seen: _Rank) -> Counters:
         counted.cpu_percent = process.cpu_percent()
         counted.rss_bytes = process.memory_info().rss
         counted.threads = process.num_threads()
-        # Bytes asked for, cached ones too: reading from memory is progress as well.
+        # Count requested bytes, including cached ones: reading from memory is progress as well.
         io = process.io_counters()
         counted.read_bytes, counted.write_bytes = io.read_chars, io.write_chars
     return counted

@@ -1,4 +1,4 @@
-"""What an agent does on its own node; node 0's agent asks the others for the same by channel."""
+"""What an agent does on its own node; node 0's agent requests it of the others by channel."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from holdfast.workers.causes import Ending, RankFailure, classify_crash
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """A node at one moment. Steps are `NOWHERE` before any rank has said one.
+    """A node's state at one moment. Steps are `NOWHERE` until a rank has reported one.
 
-    `registered` ranks have spoken to the status table, `alive` of them still run; each is in step
-    `entered` or a later one. A rank asks all others to meet about the loss of step `asked`.
-    `standby` is the launch for which a warm standby waits, 0 without one.
+    `registered` ranks have used the status table, and `alive` of them still run. Each rank has
+    entered step `entered` or a later one. `asked` is the step about whose loss a rank asks all
+    others to agree. `standby` is the launch for which a warm standby waits, or 0.
     """
 
     exit_code: int | None
@@ -57,13 +57,13 @@ class NodeReport:
 
     @property
     def has_left(self) -> bool:
-        """True when every rank that spoke has stopped or finished, and its process is gone."""
+        """True if every registered rank has stopped or finished and its process has exited."""
         over = all(phase in {"STOP", "DONE"} for phase in self.phases)
         return self.registered > 0 and self.alive == 0 and over
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NodeReport:
-        """A report that came over the channel."""
+        """Return the report in a message of the channel."""
         sample = data["sample"]
         return cls(
             **{
@@ -77,7 +77,7 @@ class NodeReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What goes over the channel."""
+        """Return the report as a message for the channel."""
         return {
             **vars(self),
             "notices": [asdict(notice) for notice in self.notices],
@@ -88,9 +88,9 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CrashReport:
-    """What is known of a crash: of a node's, or of all nodes' together.
+    """What is known about the crash of one node or of all nodes.
 
-    `launch_log` is the end of torchrun's log where it named no rank.
+    `launch_log` is the end of torchrun's log if it named no rank.
     """
 
     failures: list[RankFailure] = field(default_factory=list)
@@ -98,7 +98,7 @@ class CrashReport:
     launch_log: str = ""
 
     def classify(self, lost_nodes: Sequence[str] = ()) -> tuple[Ending, RankFailure | None]:
-        """How training ended, and the rank that failed first."""
+        """Return how training ended, and the rank that failed first."""
         return classify_crash(
             self.failures,
             oom_kills=self.oom_kills,
@@ -108,7 +108,7 @@ class CrashReport:
 
     @classmethod
     def of_all(cls, crash_reports: Sequence[CrashReport]) -> CrashReport:
-        """Several nodes' crash reports as one, the lead's log first."""
+        """Merge several nodes' crash reports, with node 0's log first."""
         return cls(
             failures=[
                 failure for crash_report in crash_reports for failure in crash_report.failures
@@ -134,8 +134,10 @@ class CrashReport:
 
 
 class Node(NodePort, Protocol):
-    """One node of the attempt as node 0's agent leads it. A remote one may raise
-    `ConnectionError`."""
+    """One node of the attempt, as node 0's agent leads it.
+
+    Calls on a remote node may raise `ConnectionError`.
+    """
 
     name: str
 
@@ -144,44 +146,44 @@ class Node(NodePort, Protocol):
         ...
 
     def prepare(self, launch: int, address: str, port: int) -> None:
-        """Start a warm standby for a launch to come, where there is memory for it."""
+        """Start a warm standby for a later launch, if there is enough memory for it."""
         ...
 
     def report(self) -> NodeReport:
-        """How the node is."""
+        """Return the node's state."""
         ...
 
     def announce(self, deadline: float | None) -> None:
-        """Tell the ranks that a stop is wanted, by `deadline` (Unix seconds)."""
+        """Announce to the ranks that they must stop by `deadline` (Unix seconds)."""
         ...
 
     def take_stacks(self, dump: int, number: int) -> None:
-        """Begin to take the stacks of all ranks; they come with a later report."""
+        """Start to take the stacks of all ranks; a later report contains them."""
         ...
 
     def kill(self) -> None:
-        """End torchrun and everything below it, by force."""
+        """Kill torchrun and every process below it."""
         ...
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        """Let the flusher commit what is sealed; False when it was not done in time.
+        """Let the flusher commit sealed steps; return False if it did not finish in time.
 
-        `lost` are the nodes whose files will not come any more. With `mirror`, what was
-        committed is copied too.
+        The files of the nodes in `lost` are not waited for. With `mirror`, the commits are copied
+        to the mirror too.
         """
         ...
 
     def crash_report(self) -> CrashReport:
-        """What is known of a crash; asked after `kill`."""
+        """Return what is known about a crash; call it after `kill`."""
         ...
 
     def acknowledge(self) -> None:
-        """Tell the node's cloud that it may take the node; asked after the commit alone."""
+        """Tell the node's cloud that it may take the node; call it only after the commit."""
         ...
 
 
 class NodeRuntime(StatusPort):
-    """This node: status table, flusher, heartbeat and, during a launch, torchrun."""
+    """This node: its status table, flusher, heartbeat and, during a launch, torchrun."""
 
     def __init__(self, context: AgentContext) -> None:
         adopt_orphans()
@@ -213,12 +215,12 @@ class NodeRuntime(StatusPort):
         self._heard: list[str] = []
 
     def hear(self, name: str) -> None:
-        """Note a signal that came to this node's agent, for node 0 to judge."""
+        """Keep a signal that this node's agent received, for node 0 to judge."""
         self._heard.append(name)
 
     @property
     def step_s(self) -> float:
-        """Seconds of the last step of the slowest rank here."""
+        """The duration in seconds of the slowest local rank's last step."""
         return max((record.step_time_s for record in self.status_table.records()), default=0.0)
 
     def start(self, launch: int, address: str, port: int) -> None:
@@ -235,7 +237,7 @@ class NodeRuntime(StatusPort):
             self._launch(launch, address, port)
 
     def _launch(self, launch: int, address: str, port: int) -> None:
-        """Start torchrun; a secret without a value is reported as the ranks' failure would be."""
+        """Start torchrun. A secret without a value is reported like a failure of the ranks."""
         try:
             self._torchrun = Torchrun(
                 self.context, launch, address=address, port=port, handles=self._handles()
@@ -264,7 +266,7 @@ class NodeRuntime(StatusPort):
         return Handles(self._status_handle, self.flusher_supervisor.place)
 
     def _release_standby(self, launch: int, port: int) -> Torchrun | None:
-        """The torchrun of a warm standby for this launch and port; any other is ended."""
+        """Return the torchrun of a warm standby for this launch and port; end any other standby."""
         standby = self._standby
         wanted = (launch, port)
         if standby is None or not standby.is_alive or (standby.launch, standby.port) != wanted:
@@ -279,13 +281,13 @@ class NodeRuntime(StatusPort):
         self._standby = None
 
     def _check_standby(self) -> int:
-        """The launch for which a warm standby waits, 0 when there is none or it has died."""
+        """Return the launch for which a live warm standby waits, or 0 without one."""
         if self._standby is None:
             return 0
         if self._standby.is_alive:
             return self._standby.launch
         self._discard_standby()
-        # It dies first for want of memory, and that says nothing of the ranks.
+        # The kernel kills a standby first, so its kill says nothing about the ranks.
         self._oom_kills_before = oom_kills()
         return 0
 
@@ -312,7 +314,7 @@ class NodeRuntime(StatusPort):
         )
 
     def _poll(self) -> int | None:
-        """torchrun's exit code. While a stop is under way, all ranks get the time it takes."""
+        """Return torchrun's exit code. During a stop, all ranks get the time that it takes."""
         if self._refusal is not None:
             return self._refusal.exit_code
         if self._torchrun is None:
@@ -337,11 +339,11 @@ class NodeRuntime(StatusPort):
         self._stacks.take(targets, folder, dump, number)
 
     def kill(self) -> None:
-        # What failed before was the ranks' to journal.
-        self._failed_journaled = len(self.flusher_supervisor.told.failed)
+        # The ranks themselves journaled earlier failures.
+        self._failed_journaled = len(self.flusher_supervisor.flushed.failed)
         if self._torchrun is not None:
             self._torchrun.kill()
-            # Where the guard itself was killed, what it guarded is this process's to end.
+            # If the guard was killed, this process must end what the guard watched.
             exempt = {self.flusher_supervisor.pid, self._standby.pid if self._standby else None}
             kill_all_below(os.getpid(), frozenset(pid for pid in exempt if pid))
         if self._released is not None:
@@ -349,31 +351,31 @@ class NodeRuntime(StatusPort):
             self._released = None
 
     def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
-        told = self.flusher_supervisor.told
+        flushed = self.flusher_supervisor.flushed
         is_done = self.flusher_supervisor.drain(timeout_s, lost, mirror=mirror)
-        # The ranks are dead by now, so nobody else says what the lost node took with it, nor
-        # what was in memory alone and is committed now.
+        # The ranks are dead now, so this agent reports the saves that the lost node made impossible
+        # and the snapshots that are now committed.
         if lost:
-            failed = told.failed[self._failed_journaled :]
+            failed = flushed.failed[self._failed_journaled :]
             self._failed_journaled += len(failed)
-            self._journal_told(EventKind.SAVE_FAILED, failed)
+            self._journal_flushed(EventKind.SAVE_FAILED, failed)
         if self.context.node == 0:
-            # The flusher does not wait for this question: it begins when the last rank is dead.
-            salvaged = told.salvaged[self._salvaged_journaled :]
+            # The flusher salvages when the last rank dies, without waiting for this request.
+            salvaged = flushed.salvaged[self._salvaged_journaled :]
             self._salvaged_journaled += len(salvaged)
-            self._journal_told(EventKind.COMMITTED, salvaged, reason="crash")
+            self._journal_flushed(EventKind.COMMITTED, salvaged, reason="crash")
         return is_done
 
     def acknowledge(self) -> None:
         self._notices.acknowledge()
 
     def note(self, text: str) -> None:
-        """Journal what people should know of this node."""
+        """Journal a note about this node."""
         attempt, host = self.context.attempt, self.context.host
         with JournalWriter(attempt.node_journal(self.context.node)) as journal:
             journal.append(EventKind.NOTE, attempt=attempt.number, host=host, text=text)
 
-    def _journal_told(
+    def _journal_flushed(
         self, kind: EventKind, messages: Sequence[dict[str, Any]], **more: Any
     ) -> None:
         attempt, known = self.context.attempt, {"checkpoint", "step", "error", "bytes", "flush_s"}
@@ -395,7 +397,7 @@ class NodeRuntime(StatusPort):
         return CrashReport(failures=failures, oom_kills=kills, launch_log=log)
 
     def close(self) -> None:
-        """End all that this agent started; the flusher finishes what is sealed first."""
+        """End everything that this agent started; the flusher first finishes what is sealed."""
         self._notices.close()
         self._discard_standby()
         self.kill()

@@ -1,4 +1,4 @@
-"""Signals to the agent: the handler sets a flag, the loop reads it, the judgement is pure."""
+"""Signals to the agent. The handler sets a flag, the loop reads it, and pure code judges it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.workers.slurm_client import parse_time
 from holdfast.workers.slurm_states import bare_state
 
 HEARD: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-# A TERM this close to the end of the job is its time limit's.
+# A TERM this close to the end of the job comes from its time limit.
 LIMIT_NEAR_S: Final = 5.0
 KILL_WAIT_S: Final = 30.0
 _OF_STATE: Final = {
@@ -31,21 +31,21 @@ _OF_STATE: Final = {
 
 
 class SignalBox:
-    """Collects the signals that were sent to this process; the main thread must install it."""
+    """Collects signals to this process; the main thread must install it."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def install(self) -> None:
         """Replace every handler, submitit's included, by one that only sets a flag."""
-        # The interpreter writes the number into the pipe: that is the flag, and wakes the loop.
+        # The interpreter writes the number to the pipe. That is the flag, and it wakes the loop.
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in HEARD:
             signal.signal(number, _do_nothing)
         signal.signal(signal.SIGCONT, signal.SIG_IGN)
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Names of the signals that came, in order, after up to `timeout_s` for the first."""
+        """Return the names of received signals, in order; wait up to `timeout_s` for the first."""
         with contextlib.suppress(InterruptedError):
             waiter = select.poll()
             waiter.register(self._read, select.POLLIN)
@@ -58,7 +58,7 @@ class SignalBox:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What a signal means. `cause` None: a warning of a limit that the agent keeps by itself."""
+    """The meaning of a signal. `cause` is None for a warning of a limit that the agent keeps."""
 
     cause: Cause | None
     deadline: float
@@ -75,10 +75,10 @@ def judge(
     end_at: float | None,
     warning_s: float,
 ) -> Judgement:
-    """What signal `name` means at Unix time `now`.
+    """Return what signal `name` means at Unix time `now`.
 
-    `job` holds Slurm's fields of the job at that moment, None where there was no answer.
-    `end_at` is when the job's time is up, `warning_s` how long before that USR2 was asked for.
+    `job` has Slurm's fields of the job at that time, or None without an answer. `end_at` is when
+    the job's time is up. `warning_s` is how long before that USR2 was requested.
     """
     by_grace = now + grace_s
     if job is None:
@@ -112,10 +112,10 @@ def judge(
 
 
 def _of_state(state: str, job: Mapping[str, str]) -> Cause | None:
-    """What the job's state says of a signal, or None while it simply runs.
+    """Return the cause that the job's state implies for a signal, or None while it simply runs.
 
-    `COMPLETING` hides the state below it: the reason tells a time limit; what is left is that
-    somebody ended the job. The scheduler's last word corrects that if need be.
+    `COMPLETING` hides the underlying state. Its reason identifies a time limit. Otherwise an
+    operator is assumed to have ended the job, and Slurm's final state corrects that if necessary.
     """
     if state == "COMPLETING":
         return Cause.TIME_LIMIT if job.get("Reason") == "TimeLimit" else Cause.OPERATOR
@@ -131,18 +131,18 @@ def _judge_alone(
     end_at: float | None,
     warning_s: float,
 ) -> Judgement:
-    """The judgement without a scheduler's word, by the end that the job was started with."""
-    words = "Slurm did not answer" if on_slurm else "no scheduler to ask"
+    """Return the judgement without the scheduler's answer, by the known end of the job."""
+    reason = "Slurm did not answer" if on_slurm else "there is no scheduler"
     is_warning = on_slurm and warning_s > 0 and name in {"SIGUSR2", "SIGUSR1"}
     if is_warning and end_at is not None and end_at - now <= warning_s + WARNING_EARLY_S:
-        detail = f"{words}; the job's time is up in {end_at - now:.0f} s"
+        detail = f"{reason}; the job's time is up in {end_at - now:.0f} s"
         return Judgement(cause=None, deadline=end_at, detail=detail)
     if name == "SIGINT":
         return Judgement(cause=Cause.OPERATOR, deadline=by_grace, detail="interrupted")
     if end_at is not None and end_at - now <= LIMIT_NEAR_S:
-        return Judgement(cause=Cause.TIME_LIMIT, deadline=by_grace, detail=words)
-    return Judgement(cause=Cause.PREEMPTION, deadline=by_grace, detail=words)
+        return Judgement(cause=Cause.TIME_LIMIT, deadline=by_grace, detail=reason)
+    return Judgement(cause=Cause.PREEMPTION, deadline=by_grace, detail=reason)
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """The handler: the wake-up descriptor has the number already."""
+    """Do nothing: the wake-up descriptor already has the signal's number."""

@@ -1,9 +1,9 @@
-"""Whether silent ranks hang: a pure judgement of what the nodes' agents saw.
+"""Judge whether silent ranks hang, purely from what the nodes' agents observed.
 
-Suspicion comes early and costs a look at the stacks. An end needs much more: every rank silent
-for longer than its phase may be, and no sign of life of any of them for half of that, sample after
-sample. So what is slow goes on: a rank that computes, reads or writes shows another stack, other
-local variables or more bytes the next time; one that waits for a disk is seen to.
+A suspicion comes early and only costs taking stacks. Ending the ranks requires much more: every
+rank is silent for longer than its phase allows, and for half of that no sample shows a sign of life
+of any rank. So slow ranks continue. A rank that computes, reads or writes shows another stack,
+other local variables or more bytes in the next sample. A wait for a disk is detected.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from holdfast.workers.agent.stack_text import RankStack
 
 SUSPECT_MULTIPLE: Final = 2.0
 SUSPECT_MARGIN_S: Final = 2.0
-# Ten times slower is slow and no more, whatever the stacks say.
+# Ten times slower than usual is only slow, whatever the stacks say.
 END_MULTIPLE: Final = 12.0
-# Training that was as silent before, and went on, may be so again; up to here.
+# Training that continued after such a silence before may do so again, up to this limit.
 RECURRING_S_MAX: Final = 300.0
-# No sample may have shown a sign of life for this share of the silence that is allowed.
+# For this share of the allowed silence, no sample may show a sign of life.
 STILL_SHARE: Final = 0.5
-# A rank that died, while its torchrun does not take note, takes the others' hope after this long.
+# If a rank died and its torchrun has not noticed, the other ranks are ended after this long.
 DEAD_PEER_S: Final = 10.0
 BUSY_CPU_SHARE: Final = 0.5
-# A rank that computes with an unchanged stack may be in one long call: it gets this much more.
+# A rank that computes with an unchanged stack may be in one long call, so it gets more time.
 BUSY_FACTOR: Final = 3.0
-# So long do signs count that something goes on, but not what: storage that does not answer,
-# processes below a rank that compute or read, a rank whose stacks nobody could read.
+# Weak signs of activity count for this long: storage that does not answer, processes below a rank
+# that compute or read, and a rank whose stacks could not be read.
 FAINT_SIGNS_S: Final = 1800.0
 PROGRESS_BYTES: Final = 1 << 18
 STEPS_ENOUGH: Final = 5
@@ -39,15 +39,15 @@ STEPS_ENOUGH: Final = 5
 class Limits:
     """How long a phase may be silent before a rank in it may be ended.
 
-    `default_s` while nothing is known of the phase; then `END_MULTIPLE` times its p99, `floor_s`
-    at least.
+    The limit is `default_s` while the phase's times are unknown. After that it is `END_MULTIPLE`
+    times the phase's p99, but at least `floor_s`.
     """
 
     floor_s: float
     default_s: float
 
 
-# Training is what is known best. What the other phases take hangs on caches, data and storage too.
+# Training times are known best. Other phases also depend on caches, data and storage.
 LIMITS: Final[dict[str, Limits]] = {
     "start": Limits(600.0, 1800.0),
     "rendezvous": Limits(600.0, 1800.0),
@@ -59,18 +59,18 @@ LIMITS: Final[dict[str, Limits]] = {
     "stop": Limits(120.0, 600.0),
     "done": Limits(600.0, 3600.0),
 }
-# In these a rank works by itself for long, and computing is a sign of life.
+# In these phases a rank works alone for long, and computing is a sign of life.
 _ALONE: Final = frozenset({"start", "load", "compile", "eval", "save", "done"})
 _LEFT: Final = frozenset({"stop", "done"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """A rank at one moment, as its node's agent saw it. `pid` is 0 before it spoke.
+    """A rank at one moment, as its node's agent saw it. `pid` is 0 before it registers.
 
-    `silent_s` counts from its last word, `own_s` is what a step takes it without waiting for
-    others; `times` is what is known of its phase. `is_unreaped`: it died, and its torchrun has not
-    noticed. All in seconds and bytes since its start.
+    `silent_s` is the time since its last sign of life. `own_s` is the part of a step in which it
+    does not wait for others. `times` are the known times of its phase. `is_unreaped` means that it
+    died and its torchrun has not noticed. Seconds and bytes count from its start.
     """
 
     rank: int
@@ -97,12 +97,12 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class SilenceLimits:
-    """The two limits of each phase, with what a spec's `supervision.silence_s` says instead."""
+    """The two limits of each phase, with the overrides of the spec's `supervision.silence_s`."""
 
     overrides: Mapping[Any, float]
 
     def suspect_s(self, phase: str, times: PhaseTimes | None) -> float:
-        """Seconds of silence after which stacks are looked at."""
+        """Return the seconds of silence after which stacks are taken."""
         end_s = self.end_s(phase, times)
         if not _is_calibrated(phase, times):
             return end_s / 2
@@ -110,7 +110,7 @@ class SilenceLimits:
         return min(end_s, SUSPECT_MULTIPLE * times.p99_s + SUSPECT_MARGIN_S)
 
     def end_s(self, phase: str, times: PhaseTimes | None) -> float:
-        """Seconds of silence before which a rank is never ended."""
+        """Return the seconds of silence before which a rank is never ended."""
         limits = LIMITS[phase]
         usual_s = limits.floor_s if _is_calibrated(phase, times) else limits.default_s
         floor_s = self.overrides.get(phase, usual_s)
@@ -125,15 +125,15 @@ def _is_calibrated(phase: str, times: PhaseTimes | None) -> bool:
 
 
 def watched(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """The ranks whose silence means something: none while no rank has ever spoken.
+    """Return the ranks whose silence counts: none while no rank has ever registered.
 
-    A program without a session never does, and is nobody's to judge.
+    A program without a session never registers and cannot be judged.
     """
     return list(statuses) if any(look.pid for look in statuses) else []
 
 
 def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
-    """The ranks that are silent for longer than they were before."""
+    """Return the ranks that are silent for longer than usual."""
     return [
         look
         for look in watched(statuses)
@@ -150,7 +150,7 @@ class Sample:
     stacks: Mapping[int, RankStack]
 
     def digest(self, rank: int) -> str:
-        """What of a rank changes while it works; empty where its stacks could not be had."""
+        """Return a digest that changes while the rank works, or '' if its stacks are missing."""
         stack = self.stacks.get(rank)
         return stack.digest if stack else ""
 
@@ -161,10 +161,10 @@ def left_to_wait_s(
     still_s: float,
     busy: frozenset[int] = frozenset(),
 ) -> float:
-    """Seconds until all ranks may be ended, if nothing stirs until then; 0 when they may be now.
+    """Return the seconds until all ranks may be ended if they stay silent; 0 if they may be now.
 
-    For `still_s` no sample has shown a sign of life of any rank; `busy` ones computed since the
-    last. A rank known to be dead ends the wait for it.
+    No sample has shown a sign of life of any rank for `still_s`. The `busy` ranks computed since
+    the last sample. A rank known to be dead shortens the wait.
     """
     seen = watched(statuses)
     if dead_peers(seen):
@@ -178,9 +178,9 @@ def left_to_wait_s(
 
 
 def dead_peers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Ranks that died `DEAD_PEER_S` ago or longer, and their torchrun has not noticed.
+    """Return ranks that died at least `DEAD_PEER_S` ago and whose torchrun has not noticed.
 
-    One that is gone, and was noticed, ended without an error: its peers may be busy for long.
+    A rank that exited and was noticed ended without an error, so its peers may be busy for long.
     """
     return [
         look
@@ -190,7 +190,7 @@ def dead_peers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def busy_ranks(before: Sample, after: Sample) -> frozenset[int]:
-    """Ranks that computed between two samples, in a phase where that is a sign of life."""
+    """Return the ranks that computed between two samples, in phases where that counts."""
     former = {look.rank: look for look in before.statuses}
     enough_s = BUSY_CPU_SHARE * (after.at - before.at)
     return frozenset(
@@ -203,18 +203,18 @@ def busy_ranks(before: Sample, after: Sample) -> frozenset[int]:
 
 
 def signs_of_life(before: Sample, after: Sample) -> list[int]:
-    """Ranks that showed one in `after` or since `before`."""
+    """Return the ranks that showed a sign of life in `after` or since `before`."""
     former = {look.rank: look for look in before.statuses}
     return [
         look.rank
         for look in watched(after.statuses)
-        if _moved(former.get(look.rank), look, before, after)
-        or (look.silent_s < FAINT_SIGNS_S and _stirs(look, before, after))
+        if _made_progress(former.get(look.rank), look, before, after)
+        or (look.silent_s < FAINT_SIGNS_S and _may_be_working(look, before, after))
     ]
 
 
-def _moved(was: RankStatus | None, look: RankStatus, before: Sample, after: Sample) -> bool:
-    """True when something of the rank changed that changes with its work."""
+def _made_progress(was: RankStatus | None, look: RankStatus, before: Sample, after: Sample) -> bool:
+    """Return True if something changed that changes with the rank's work."""
     return (
         was is None
         or (was.pid, was.phase, was.step) != (look.pid, look.phase, look.step)
@@ -223,8 +223,8 @@ def _moved(was: RankStatus | None, look: RankStatus, before: Sample, after: Samp
     )
 
 
-def _stirs(look: RankStatus, before: Sample, after: Sample) -> bool:
-    """True when the rank may be at work for all that is known: a faint sign."""
+def _may_be_working(look: RankStatus, before: Sample, after: Sample) -> bool:
+    """Return True for a weak sign of life: the rank may be at work."""
     stack = after.stacks.get(look.rank)
     if stack is None or not stack.digest:
         return look.pid > 0 and look.is_alive

@@ -1,4 +1,4 @@
-"""What stacks say: parsed from py-spy's and faulthandler's words, compared, and read. Pure."""
+"""Parse stacks from the output of py-spy and faulthandler, and compare them. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ GROUPS_MAX: Final = 8
 RANKS_NAMED_MAX: Final = 8
 _FAULT_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.+)$')
-# Where a rank waits for its peers: in collectives and stores, in the backward pass that runs
-# them, in what waits for a GPU that does.
+# The code in which a rank waits for its peers: collectives and stores, the backward pass that runs
+# them, and waits for a GPU that runs them.
 _WAIT_FILES: Final = ("torch/distributed/", "torch/autograd/graph.py", "torch/cuda/streams.py")
 _WAIT_CALLS: Final = ("torch/cuda/__init__.py:synchronize",)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame of a stack; `is_wait` where ranks wait for each other."""
+    """One frame of a stack. `is_wait` is True for code in which ranks wait for each other."""
 
     name: str
     file: str
@@ -39,12 +39,12 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStack:
-    """A rank's stacks in short. `digest` is of all that changes while a rank works.
+    """A summary of a rank's stacks. `digest` changes while the rank works.
 
-    `top` has the innermost frames of the main thread, `place` the innermost one outside of torch;
-    `waits` says that it waits for its peers. `problem` says why there is none. `on_storage`: a
-    thread of it, or of a process below it, waits for storage; `helpers_cpu_s` and
-    `helpers_io_bytes` are what the processes below it have computed, and read and written.
+    `top` has the innermost frames of the main thread, and `place` the innermost one outside torch.
+    `waits` is True if it waits for its peers. `problem` says why there are no stacks. `on_storage`
+    is True if a thread of the rank, or of a process below it, waits for storage. `helpers_cpu_s`
+    and `helpers_io_bytes` count the CPU time and the I/O of the processes below it.
     """
 
     rank: int
@@ -67,10 +67,10 @@ class RankStack:
 
 
 def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
-    """(summary, text for people) of `py-spy dump --json --locals`.
+    """Return (summary, text) of the output of `py-spy dump --json --locals`.
 
-    Local variables count in the digest and stand nowhere else: they may be anybody's secrets.
-    Raises `ValueError` for anything that is not py-spy's.
+    Local variables only enter the digest, because they may contain secrets. Raises `ValueError` for
+    anything but py-spy's output.
     """
     threads = json.loads(output)
     if not isinstance(threads, list) or not threads:
@@ -79,7 +79,7 @@ def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
     digest = hashlib.sha256()
     digest.update(json.dumps(_traces(main, with_locals=True)).encode())
     for thread in threads:
-        # Helpers that wake now and then prove nothing; one that computes is work.
+        # Helper threads that wake now and then prove nothing. One that computes is at work.
         if thread is not main and thread.get("active"):
             digest.update(json.dumps(_traces(thread, with_locals=False)).encode())
     frames = _frames(main)
@@ -88,7 +88,7 @@ def read_py_spy(rank: int, pid: int, output: bytes) -> tuple[RankStack, str]:
 
 
 def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
-    """(summary, text) of what `faulthandler` wrote; the main thread comes last there."""
+    """Return (summary, text) of `faulthandler` output, in which the main thread comes last."""
     starts = [match.end() for match in _FAULT_THREAD.finditer(output)]
     if not starts:
         raise ValueError("no threads")
@@ -103,10 +103,10 @@ def read_faulthandler(rank: int, output: str) -> tuple[RankStack, str]:
 
 
 def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
-    """Which ranks wait, and which one they wait for, in a sentence or two.
+    """Return which ranks wait, and which one they wait for.
 
-    A rank behind the others is missing; else one that is not in a collective; else those in
-    another one than most.
+    The missing rank is one that is behind the others, otherwise one outside any collective,
+    otherwise those in another collective than most.
     """
     known = [stack for stack in stacks if stack.top]
     unknown = [stack.rank for stack in stacks if not stack.top]
@@ -115,37 +115,37 @@ def find_blame(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> str:
     behind = _behind(known, steps)
     working = behind or [stack for stack in known if not stack.waits]
     waiting = [stack for stack in known if stack not in working]
-    words = []
+    parts = []
     if working and waiting:
-        words = [_said("missing", group) for group in _groups(working)]
-        words += [_said("waiting", group) for group in _groups(waiting)]
+        parts = [_describe("missing", group) for group in _groups(working)]
+        parts += [_describe("waiting", group) for group in _groups(waiting)]
     else:
         groups = _groups(known)
         kind = "waiting" if waiting else "not waiting for each other"
-        words = [_said(kind, group) for group in groups]
+        parts = [_describe(kind, group) for group in groups]
         if len(groups) > 1 and waiting:
-            words.insert(0, "the ranks are in different collectives")
+            parts.insert(0, "the ranks are in different collectives")
     if unknown:
-        words.append(f"no stacks of {_ranks_text(unknown)}")
-    return "; ".join(words[: GROUPS_MAX + 1])
+        parts.append(f"no stacks of {_ranks_text(unknown)}")
+    return "; ".join(parts[: GROUPS_MAX + 1])
 
 
 def _behind(stacks: Sequence[RankStack], steps: Mapping[int, int]) -> list[RankStack]:
-    """The ranks that have finished fewer steps than others."""
+    """Return the ranks that have finished fewer steps than others."""
     newest = max((steps.get(stack.rank, -1) for stack in stacks), default=-1)
     behind = [stack for stack in stacks if steps.get(stack.rank, -1) < newest]
     return behind if len(behind) < len(stacks) else []
 
 
 def _groups(stacks: Sequence[RankStack]) -> list[list[RankStack]]:
-    """Ranks that stand at the same place, the largest group last."""
+    """Return the ranks grouped by place, the largest group last."""
     found: dict[tuple[str, str], list[RankStack]] = {}
     for stack in stacks:
         found.setdefault((stack.place, stack.top[0]), []).append(stack)
     return sorted(found.values(), key=len)
 
 
-def _said(kind: str, group: Sequence[RankStack]) -> str:
+def _describe(kind: str, group: Sequence[RankStack]) -> str:
     first = group[0]
     inside = "" if first.place == first.top[0] else f", in {first.top[0]}"
     return f"{kind}: {_ranks_text([s.rank for s in group])} at {first.place}{inside}"
@@ -161,7 +161,7 @@ def _ranks_text(ranks: Sequence[int]) -> str:
 
 def _summary(rank: int, frames: Sequence[Frame], digest: str, source: str) -> RankStack:
     own = next((f for f in frames if "/torch/" not in f.file and not f.file.startswith("<")), None)
-    # Only the frames inside of the program's innermost one are what it is waiting in.
+    # Only the frames below the program's innermost one show what it waits for.
     inner = frames[: frames.index(own)] if own else frames
     return RankStack(
         rank=rank,
@@ -196,5 +196,5 @@ def _thread_text(thread: Mapping[str, Any], *, is_main: bool) -> str:
 
 
 def f_at(frame: Frame) -> str:
-    """A frame's place in full."""
+    """Return a frame's full location."""
     return f"{frame.file}:{frame.line}"

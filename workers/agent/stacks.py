@@ -1,7 +1,7 @@
-"""Takes the stacks of a node's ranks: by py-spy, by faulthandler where that is refused.
+"""Take the stacks of a node's ranks by py-spy, or by faulthandler where py-spy is refused.
 
-Each rank is looked at by a thread of its own, all at once, in bounded time; ranks are not stopped
-for it. What was found is written to the dump's folder for people, and its summary returned.
+A thread of its own handles each rank, all at once and in bounded time. The ranks are not stopped.
+The texts are written to the dump's folder, and their summary is returned.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from holdfast.workers.agent.kernel_view import look_below
 from holdfast.workers.agent.stack_text import RankStack, read_faulthandler, read_py_spy
 
 PY_SPY_S: Final = 3.0
-# Read while the rank runs, a stack can be torn; then it is read again. Never with a stop: a rank
-# that waits for storage takes up the stop when py-spy may have given up, and nobody ends it then.
+# A stack that is read while the rank runs can be inconsistent, and is then read again. Ranks are
+# never stopped for it: a rank that waits for storage may handle the stop only after py-spy has
+# given up, and would then stay stopped.
 PY_SPY_TRIES: Final = 3
-# Texts of a suspicion that are kept: the first ones and the newest.
+# How many texts of a suspicion are kept: the first ones and the newest.
 TEXTS_MAX: Final = 3
 FAULT_WAIT_S: Final = 2.0
 FAULT_SETTLED_S: Final = 0.05
@@ -39,7 +40,7 @@ PROBLEM_CHARACTERS_MAX: Final = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A rank to look at; `offer` is (signal, descriptor) of its own faulthandler."""
+    """A rank to examine; `offer` is the (signal, descriptor) of its own faulthandler."""
 
     rank: int
     pid: int
@@ -65,7 +66,7 @@ class StackSample:
 
 
 class StackTaker:
-    """Takes one sample at a time, beside the agent's loop."""
+    """Takes one sample at a time, outside the agent's loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="stacks")
@@ -74,20 +75,20 @@ class StackTaker:
 
     @property
     def sample(self) -> StackSample | None:
-        """The sample that was asked for last, once it is there."""
+        """The last requested sample, or None until it is complete."""
         if self._taking is None or not self._taking.done():
             return None
         return self._taking.result()
 
     def take(self, targets: list[Target], folder: Path, dump: int, number: int) -> None:
-        """Begin to take a sample of `targets`; asked again for the same one, does nothing."""
+        """Start to take a sample of `targets`; do nothing if it was already requested."""
         if self._asked == (dump, number):
             return
         self._asked = (dump, number)
         self._taking = self._pool.submit(_take_all, targets, folder, dump, number)
 
     def close(self) -> None:
-        """Let a sample that is being taken end; it is bounded."""
+        """Wait for a sample in progress, which is bounded in time."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -102,7 +103,7 @@ def _take_all(targets: list[Target], folder: Path, dump: int, number: int) -> St
 
 
 def _take(target: Target, folder: Path, number: int) -> RankStack:
-    """One rank's stacks, and its flight record with the first of a suspicion's samples."""
+    """Return one rank's stacks; with a suspicion's first sample, also take its flight record."""
     stack, text = take_stack(target)
     below = look_below(target.pid)
     stack = replace(
@@ -111,7 +112,7 @@ def _take(target: Target, folder: Path, number: int) -> RankStack:
         helpers_cpu_s=below.cpu_s,
         helpers_io_bytes=below.io_bytes,
     )
-    # A full file system loses the text; the summary goes to node 0 all the same.
+    # A full file system loses the text. The summary still goes to node 0.
     with contextlib.suppress(OSError):
         path = folder / f"rank-{target.rank:05d}.{min(number, TEXTS_MAX)}.txt"
         path.write_text(text or f"no stacks: {stack.problem}\n", errors="replace")
@@ -122,7 +123,7 @@ def _take(target: Target, folder: Path, number: int) -> RankStack:
 
 
 def take_stack(target: Target) -> tuple[RankStack, str]:
-    """(summary, text) of one process's stacks; the summary says why when there are none."""
+    """Return the summary and text of a process's stacks; without stacks the summary says why."""
     problems = []
     for way in (_by_py_spy, _by_faulthandler):
         try:
@@ -133,7 +134,7 @@ def take_stack(target: Target) -> tuple[RankStack, str]:
 
 
 def _by_py_spy(target: Target) -> tuple[RankStack, str]:
-    """py-spy's account. Raises `OSError` or `ValueError` with its words when it has none."""
+    """Return py-spy's stacks. Raises `OSError` or `ValueError` with its message on failure."""
     program = shutil.which("py-spy", path=_beside_python())
     if program is None:
         raise OSError("py-spy is not installed")
@@ -150,17 +151,17 @@ def _by_py_spy(target: Target) -> tuple[RankStack, str]:
             return read_py_spy(target.rank, target.pid, done.stdout)
         if "ermission" in problem:
             break
-    raise ValueError(f"py-spy: {problem or 'nothing within its time'}")
+    raise ValueError(f"py-spy: {problem or f'no stacks within {PY_SPY_S:.0f} s'}")
 
 
 def _by_faulthandler(target: Target) -> tuple[RankStack, str]:
-    """What the rank's own handler writes when it is signalled. Raises `OSError`, `ValueError`.
+    """Return what the rank's own handler writes on its signal. Raises `OSError`, `ValueError`.
 
-    Only a rank that offered this is signalled: any other would die of it.
+    Only a rank that offered this is signalled, because the signal would kill any other.
     """
     number, descriptor = target.offer
     if not number:
-        raise OSError("the rank offers no stacks of its own")
+        raise OSError("the rank has no faulthandler")
     with open(f"/proc/{target.pid}/fd/{descriptor}", "rb") as stream:
         before = stream.seek(0, os.SEEK_END)
         os.kill(target.pid, number)
@@ -177,5 +178,5 @@ def _by_faulthandler(target: Target) -> tuple[RankStack, str]:
 
 
 def _beside_python() -> str:
-    """Where programs are looked for: where this Python's own are, then the usual places."""
+    """Return the search path for programs: this Python's folder, then the usual ones."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -1,4 +1,4 @@
-"""Another attempt's outcome in this attempt's folder: set aside, and said."""
+"""Rename an outcome of another attempt that is in this attempt's folder."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from holdfast.contracts.paths import AttemptPaths
 
 
 def quarantine_stale_outcome(attempt: AttemptPaths, journal: JournalWriter) -> None:
-    """Rename an outcome of another attempt, and say so: it must not stand for this one's."""
+    """Rename an outcome of another attempt and journal that, so that it is not taken for ours."""
     try:
         found = read_document(Outcome, attempt.outcome)
     except HoldfastError:
-        # Whoever looks at the attempt is told of a damaged one; it is nobody's to move.
+        # Reading the attempt reports a damaged outcome. It must not be moved.
         return
     if found is None or is_of(found, attempt.number):
         return
     aside = attempt.outcome.with_name(f"outcome.of-{found.attempt:04d}.json")
     attempt.outcome.rename(aside)
     text = (
-        f"outcome.json was that of attempt {found.attempt}, not of {attempt.number}; it was set "
-        f"aside as {aside.name}"
+        f"outcome.json belonged to attempt {found.attempt}, not to {attempt.number}; it was "
+        f"renamed to {aside.name}"
     )
     journal.append(EventKind.NOTE, attempt=attempt.number, text=text)

@@ -1,4 +1,4 @@
-"""Node 0's side of the standbys: when all nodes start one, and whether the next start uses them."""
+"""Node 0's plan of warm standbys: when all nodes start one, and whether a launch uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.workers.agent.runtime import Node, NodeReport
 
 
 class StandbyPlan:
-    """One standby at a time, of all nodes together, for the launch after the present one."""
+    """Plans one standby on all nodes at a time, for the launch after the current one."""
 
     def __init__(
         self, context: AgentContext, address: Callable[[], str], note: Callable[[str], None]
@@ -25,9 +25,9 @@ class StandbyPlan:
         self._since, self._is_decided = 0.0, False
 
     def take_port(self, number: int, nodes: Sequence[Node], reports: Collection[NodeReport]) -> int:
-        """The port for launch `number`: the standbys' where every node has one, else another.
+        """Return the port for launch `number`: the standbys' if every node has one, else a new one.
 
-        A node whose standby is for another port ends that one and starts again.
+        A node whose standby has another port ends that standby and starts torchrun normally.
         """
         ready = [report.standby for report in reports]
         is_ready = self._port and len(ready) == len(nodes) and set(ready) == {number}
@@ -38,10 +38,10 @@ class StandbyPlan:
         return port
 
     def look(self, nodes: Sequence[Node], reports: Collection[NodeReport], restarts: int) -> None:
-        """Have every node start a warm standby once training has gone on for `standby_after_s`.
+        """Start a warm standby on every node after `standby_after_s` of training.
 
-        Loading costs the nodes seconds of their processors: not while a run is being tried out.
-        Raises `ConnectionError` when a node is gone.
+        Loading takes CPU time from training, so short trial runs should not pay for it. Raises
+        `ConnectionError` if a node is lost.
         """
         supervision = self._context.request.supervision
         after_s = supervision.standby_after_s
@@ -61,14 +61,14 @@ class StandbyPlan:
             node.prepare(self._number + 1, address, self._port)
 
     def _may_load_ahead(self) -> bool:
-        """True unless the program sets what libraries read when they are loaded.
+        """Return True unless the program sets variables that libraries read when they load.
 
-        A program that has not said what it resumed from has no session, and nothing is known.
+        If the program has no session, its variables are unknown, and this returns False.
         """
-        attempt, place = self._context.attempt, (self._context.attempt.number, self._number)
+        attempt, current = self._context.attempt, (self._context.attempt.number, self._number)
         for event in reversed(read_journal(attempt.rank_journal)[0]):
-            told = (event.data.get("attempt"), event.data.get("launch"))
-            if event.kind is EventKind.RESUMED and told == place:
+            position = (event.data.get("attempt"), event.data.get("launch"))
+            if event.kind is EventKind.RESUMED and position == current:
                 changed = event.data.get("changed_variables", [])
                 if changed:
                     self._note(f"no warm standby: the program itself sets {', '.join(changed)}")
@@ -77,12 +77,15 @@ class StandbyPlan:
 
 
 def free_port(ports: range | None) -> int:
-    """A port of `ports`, or any, that was free a moment ago.
+    """Return a port in `ports`, or any port if None, that was free a moment ago.
 
-    Were it taken since, the launch is started again. Raises `AgreementError` when all are.
+    If another process takes it meanwhile, the launch is repeated. Raises `AgreementError` if no
+    port in `ports` is free.
     """
     for port in [0] if ports is None else random.sample(ports, len(ports)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return int(probe.getsockname()[1])
-    raise AgreementError(f"no port for torchrun is free of {ports}; give supervision.ports more")
+    raise AgreementError(
+        f"no port in {ports} is free for torchrun; give supervision.ports a larger range"
+    )

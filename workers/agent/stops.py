@@ -1,4 +1,4 @@
-"""What may ask an attempt to stop: signals, notices, an operator's file, the time limit."""
+"""The sources of stop requests: signals, notices, an operator's file and the time limit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from holdfast.workers.request import warning_lead_s
 FILE_POLL_S: Final = 0.5
 LIMIT_POLL_S: Final = 5.0
 EVIDENCE_TIMEOUT_S: Final = 5.0
-# Unix seconds that Slurm gives a job of 23.02 and later.
+# Unix seconds that Slurm 23.02 and later sets for a job.
 START_VARIABLE: Final = "SLURM_JOB_START_TIME"
 END_VARIABLE: Final = "SLURM_JOB_END_TIME"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequest:
-    """Something asked the attempt to stop. `deadline` is Unix seconds, None for no hurry."""
+    """A request to stop the attempt. `deadline` is Unix seconds, or None without a deadline."""
 
     source: str
     name: str
@@ -38,16 +38,16 @@ class StopRequest:
     detail: str = ""
 
     def hurried_by(self, other: StopRequest) -> StopRequest:
-        """This stop request with the earlier of two deadlines; who asked first stays the reason."""
+        """Return this request, with its own cause, and the earlier of both deadlines."""
         known = [d for d in (self.deadline, other.deadline) if d is not None]
         return replace(self, deadline=min(known, default=None))
 
 
 class StopWatch:
-    """Looks for reasons to stop; cheap to call many times a second."""
+    """Checks for stop requests; cheap enough to call many times a second."""
 
     def __init__(self, context: AgentContext, step_s: Callable[[], float]) -> None:
-        """`step_s` gives the seconds that a step takes now."""
+        """`step_s` returns the current duration of a step in seconds."""
         self._context = context
         self._step_s = step_s
         self._flushes = FlushLog(context.run, context.attempt)
@@ -57,7 +57,7 @@ class StopWatch:
         self.end_at = self._find_end(context.started_at)
 
     def from_signal(self, name: str, heard_at: float) -> tuple[StopRequest | None, Judgement]:
-        """The stop request of a signal; None for a warning of the limit, which is kept anyhow."""
+        """Return the stop request of a signal; None if it only warns of the time limit."""
         request = self._context.request
         judgement = judge(
             name,
@@ -82,14 +82,14 @@ class StopWatch:
         return stop_request, judgement
 
     def from_file(self, now: float) -> StopRequest | None:
-        """An operator's `stop.json`, once."""
+        """Return an operator's `stop.json` as a stop request, once."""
         if self._file_seen or now - self._file_at < FILE_POLL_S:
             return None
         self._file_at = now
         try:
             asked = read_document(StopFile, self._context.attempt.stop)
         except HoldfastError as error:
-            # Somebody wanted a stop, whatever the rest of the file was.
+            # The file cannot be read, but it does request a stop.
             asked = StopFile(action="stop", by="?", requested_at=now, detail=str(error))
         if asked is None:
             return None
@@ -106,7 +106,7 @@ class StopWatch:
 
     @staticmethod
     def from_notice(notice: Notice, host: str, now: float) -> StopRequest:
-        """The stop request behind a cloud's notice that `host` will be taken away."""
+        """Return the stop request for a cloud's notice that it will take `host` away."""
         return StopRequest(
             source="notice",
             name=f"{notice.cloud} on {host}",
@@ -117,14 +117,14 @@ class StopWatch:
         )
 
     def from_limit(self, now: float) -> StopRequest | None:
-        """The attempt's own stop before its time is up, early enough for the last flush."""
+        """Return the attempt's own stop before its time is up, early enough for the last flush."""
         if self.end_at is None or now - self._limit_at < LIMIT_POLL_S:
             return None
         self._limit_at = now
         lead_s = self._lead_s()
         if now < self.end_at - lead_s:
             return None
-        # Limits can be changed while a job runs; asked only now, when it matters.
+        # Limits can change while a job runs, so check again when it matters.
         self.end_at = self._find_end(self._context.started_at, known=self.end_at)
         if self.end_at is None or now < self.end_at - lead_s:
             return None
@@ -134,21 +134,21 @@ class StopWatch:
             cause=Cause.TIME_LIMIT,
             requested_at=now,
             deadline=self.end_at,
-            detail=f"the job's time is up in {self.end_at - now:.0f} s, and the last flush is "
-            f"planned {lead_s:.0f} s ahead",
+            detail=f"the job's time is up in {self.end_at - now:.0f} s, and the last flush must "
+            f"start {lead_s:.0f} s before that",
         )
 
     def _lead_s(self) -> float:
-        """Seconds before the end at which the stop begins."""
+        """Return how many seconds before the end the stop starts."""
         grace_s = self._context.request.supervision.grace_s
         lead_s = stop_lead_s(self._flushes.forecast(), grace_s=grace_s, step_s=self._step_s())
         return lead_s + LIMIT_POLL_S
 
     def _find_end(self, started_at: float, known: float | None = None) -> float | None:
-        """Unix seconds at which the job's time is up, None without a limit.
+        """Return when the job's time is up (Unix seconds), or None without a limit.
 
-        In a container there may be no `scontrol`: then it is what Slurm told the job at its start,
-        or else what the request asked for.
+        A container may have no `scontrol`. Then the end is the one that Slurm set at the job's
+        start, or else follows from the requested limit.
         """
         if (job := self._job()) is not None:
             return slurm_client.parse_time(job.get("EndTime", ""))
@@ -162,7 +162,7 @@ class StopWatch:
         return first + 60.0 * limit if limit else None
 
     def _job(self) -> Mapping[str, str] | None:
-        """Slurm's fields of this job now; None off Slurm and where it does not answer in time."""
+        """Return Slurm's current fields of this job; None off Slurm or without a timely answer."""
         if not self._on_slurm:
             return None
         try:

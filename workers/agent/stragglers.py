@@ -1,10 +1,9 @@
-"""Which rank is slower than its peers: pure.
+"""Find ranks that are slower than their peers, purely.
 
-Ranks that meet in collectives take equally long for a step, whoever is the slow one. What differs
-is how much of it each spends on its own: the share of moments in which its main thread did not
-wait in the kernel for others (on a lock, a socket or a poll). A step's time times this share is
-the rank's *own* time. Where waiting means to spin, as ranks do for a GPU, all shares are one and no
-rank is named.
+Ranks that meet in collectives all take equally long for a step. What differs is how much of it each
+rank spends on its own work: the share of samples in which its main thread did not wait in the
+kernel for others (on a lock, a socket or a poll). The time of a step times this share is the rank's
+*own* time. Where ranks spin while they wait, as for a GPU, all shares are one and no rank is named.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Final
 from holdfast.workers.agent.silence import RankStatus
 
 SLOW_FACTOR: Final = 1.5
-# Of a step's time: less than this is noise, whatever the factor.
+# A smaller share of a step's time is noise, whatever the factor.
 SLOW_SHARE: Final = 0.1
 TIMES_MIN: Final = 3
 RANKS_MIN: Final = 2
@@ -24,7 +23,7 @@ RANKS_MIN: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A rank beside the median of its peers; seconds per step."""
+    """A rank and the median of its peers, in seconds per step."""
 
     rank: int
     own_s: float
@@ -33,7 +32,7 @@ class Slow:
 
 
 def find_slow(statuses: Sequence[RankStatus]) -> list[Slow]:
-    """The ranks whose own time is `SLOW_FACTOR` times their peers' median, and matters."""
+    """Return the ranks whose own time is well above `SLOW_FACTOR` times their peers' median."""
     timed = [look for look in statuses if look.phase == "train" and look.step_s > 0]
     if len(timed) < RANKS_MIN:
         return []
@@ -52,7 +51,7 @@ def find_slow(statuses: Sequence[RankStatus]) -> list[Slow]:
 
 
 def _median_without(ordered: Sequence[float], place: int) -> float:
-    """The median of all but the one at `place`; there must be another."""
+    """Return the median of all but the one at `place`; there must be at least one other."""
     count = len(ordered) - 1
     upper = count // 2
     lower = upper if count % 2 else upper - 1
@@ -61,14 +60,14 @@ def _median_without(ordered: Sequence[float], place: int) -> float:
 
 
 class Stragglers:
-    """Names a rank once it was slow `TIMES_MIN` looks in a row, and once in a launch."""
+    """Names a rank that was slow in `TIMES_MIN` checks in a row, once per launch."""
 
     def __init__(self) -> None:
         self._in_a_row: dict[int, int] = {}
         self._named: set[int] = set()
 
     def look(self, statuses: Sequence[RankStatus]) -> list[Slow]:
-        """The ranks to name now; called once for each window of `statuses`."""
+        """Return the ranks to name now; call it once for each window of `statuses`."""
         slow = {one.rank: one for one in find_slow(statuses)}
         self._in_a_row = {rank: self._in_a_row.get(rank, 0) + 1 for rank in slow}
         due = [one for rank, one in slow.items() if self._in_a_row[rank] >= TIMES_MIN]

@@ -1,4 +1,4 @@
-"""One launch of torchrun on this node: its command, environment, logs and account of failures."""
+"""One launch of torchrun on this node: its command, environment, logs and failures."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TAIL_BYTES: Final = 64 * 1024
 REPORT_BYTES: Final = 1024 * 1024
 LOG_TAIL_BYTES: Final = 4096
 TRACEBACK_CHARACTERS_MAX: Final = 20_000
-# What torchrun says, once a rank has failed, of each other rank that it is about to end. The ranks
-# ignore what it sends, and it would wait half a minute before it kills them.
+# torchrun logs this about every other rank that it ends after a failure. The ranks ignore its
+# signal, and torchrun would wait half a minute before it kills them.
 _ENDING = re.compile(r"Sending process (\d+) closing signal")
-# What a process that fails by itself says before it is gone.
-_WORDS = re.compile(r"Traceback|[Ee]rror|[Ee]xception|terminate called|[Aa]bort|watchdog")
-# A rank that fails because of another one's failure says so within this time.
-PEER_WORDS_S: Final = 2.0
-# The report that torchrun prints of its workers that failed; the same in 1.9 to 2.13.
+# A process that fails by itself writes one of these before it ends.
+_ERROR_TEXT = re.compile(r"Traceback|[Ee]rror|[Ee]xception|terminate called|[Aa]bort|watchdog")
+# A rank that fails because another rank failed reports its error within this time.
+PEER_ERROR_S: Final = 2.0
+# torchrun's report of its failed workers, which is the same in versions 1.9 to 2.13.
 _FAILURE = re.compile(
     r"^\[\d+\]:\n\s*time\s*: .*\n\s*host\s*: .*\n\s*rank\s*: (?P<rank>\d+) "
     r"\(local_rank: (?P<local>\d+)\)\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
@@ -51,7 +51,7 @@ _FAILURE = re.compile(
 
 
 class Torchrun:
-    """torchrun on this node, under a guard that lets nothing outlive it."""
+    """torchrun on this node, under a guard that ends everything below it."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Torchrun:
         handles: Handles,
         standby_pipe: str = "",
     ) -> None:
-        """With a `standby_pipe` the ranks load their libraries and wait there for a byte each.
+        """Start torchrun. With a `standby_pipe` each rank loads its libraries and waits for a byte.
 
-        Raises `SecretError`, before anything is started, when a reference has no value here.
+        Raises `SecretError` before anything is started if a secret reference has no value here.
         """
         given = resolve_environment(context.request.environment, context.run)
         references = references_in(context.request.environment)
@@ -105,27 +105,27 @@ class Torchrun:
 
     @property
     def pid(self) -> int:
-        """The guard's process number: torchrun and its ranks are below it."""
+        """The guard's process id. torchrun and its ranks are below it."""
         return self._process.pid
 
     @property
     def is_whole(self) -> bool:
-        """True while torchrun runs and has not begun to end its ranks."""
+        """True while torchrun runs and has not started to end its ranks."""
         return self._process.poll() is None and not self._peers_ended()
 
-    def poll(self, *, peer_words_s: float = PEER_WORDS_S) -> int | None:
-        """torchrun's exit code, None while it runs; also puts its logs where `paths` says.
+    def poll(self, *, peer_error_s: float = PEER_ERROR_S) -> int | None:
+        """Return torchrun's exit code, or None while it runs; also link its logs into place.
 
-        `peer_words_s` after a rank has failed, the others of this node are killed.
+        The other ranks of this node are killed `peer_error_s` seconds after a rank has failed.
         """
         self._link_logs()
         code = self._process.poll()
         if code is None:
-            self._end_peers(peer_words_s)
+            self._end_peers(peer_error_s)
         return code
 
     def _end_peers(self, after_s: float) -> None:
-        """Kill the ranks that torchrun wants to end, so that it comes to its report."""
+        """Kill the ranks that torchrun is ending, so that it writes its report."""
         ending = self._peers_ended()
         if not ending:
             return
@@ -141,24 +141,26 @@ class Torchrun:
                     process.kill()
 
     def _has_died_silently(self) -> bool:
-        """True when a rank is gone and left no word of why: it was killed, and no peer of it has
-        more to say than that."""
+        """Return True if a rank ended without an error record.
+
+        It counts as killed, and its peers cannot report more than that.
+        """
         dead = set(range(self._context.request.gpus_per_node)) - set(self.rank_pids())
         folders = [self._rank_folder(local) for local in dead]
         return any(
             not (folder / "error.json").exists()
-            and not _WORDS.search(read_tail(folder / "stderr.log", LOG_TAIL_BYTES))
+            and not _ERROR_TEXT.search(read_tail(folder / "stderr.log", LOG_TAIL_BYTES))
             for folder in folders
             if folder is not None
         )
 
     def _peers_ended(self) -> set[int]:
-        """Numbers of the ranks that torchrun ends because another one has failed."""
+        """Return the ids of the ranks that torchrun ends because another rank failed."""
         log = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
         return {int(number) for number in _ENDING.findall(log)}
 
     def kill(self) -> None:
-        """KILL everything below, bounded by `KILL_WAIT_S` seconds. The guard does it."""
+        """Kill every process below, within `KILL_WAIT_S` seconds. The guard does it."""
         if self._process.stdin and not self._process.stdin.closed:
             self._process.stdin.close()
         try:
@@ -168,7 +170,7 @@ class Torchrun:
             end_processes([*descendants(guard), guard], term_wait_s=0)
 
     def rank_pids(self) -> dict[int, int]:
-        """Process numbers by local rank, also of ranks that have not said who they are."""
+        """Return process ids by local rank, including ranks that have not registered."""
         found: dict[int, int] = {}
         with contextlib.suppress(psutil.Error):
             for launcher in psutil.Process(self._process.pid).children():
@@ -179,9 +181,9 @@ class Torchrun:
         return found
 
     def failures(self) -> list[RankFailure]:
-        """What went wrong on this node's ranks: torchrun's report, error files, last words.
+        """Return the failures of this node's ranks, from torchrun's report, error files and stderr.
 
-        Ranks that were ended because another one had failed are none of them.
+        Ranks that were ended because another rank failed are not included.
         """
         ended = self._peers_ended()
         report = read_tail(self._logs / "torchrun.log", REPORT_BYTES)
@@ -193,7 +195,7 @@ class Torchrun:
             if code < 0 and failure.pid in ended:
                 if not failure.traceback:
                     continue
-                # It was on its way out by itself, and slower at that than its peers.
+                # It failed by itself too, but exited more slowly than its peers.
                 failure = dataclasses.replace(failure, exit_code=1)
             found[local] = failure
         if not found:
@@ -205,7 +207,7 @@ class Torchrun:
         return list(found.values())
 
     def log_tail(self) -> str:
-        """The end of torchrun's own log."""
+        """Return the end of torchrun's own log."""
         return hide(read_tail(self._logs / "torchrun.log", LOG_TAIL_BYTES), self._secrets)
 
     def _failure(
@@ -213,26 +215,26 @@ class Torchrun:
     ) -> RankFailure:
         folder = self._rank_folder(local)
         traceback, timestamp = ("", 0.0) if folder is None else _error_file(folder / "error.json")
-        last = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
-        # What is known of a failure is journaled; a program's words may contain a secret.
-        last = hide(last, self._secrets)
-        traceback = hide(traceback, self._secrets) or last_traceback(last)
+        stderr = read_tail(folder / "stderr.log", TAIL_BYTES) if folder else ""
+        # Failures are journaled, and a program's output may contain a secret.
+        stderr = hide(stderr, self._secrets)
+        traceback = hide(traceback, self._secrets) or last_traceback(stderr)
         return RankFailure(
             rank=rank,
             exit_code=code,
             timestamp=timestamp,
             traceback=traceback[-TRACEBACK_CHARACTERS_MAX:],
             pid=int(match["pid"]),
-            stderr_tail=last[-TRACEBACK_CHARACTERS_MAX // 5 :],
+            stderr_tail=stderr[-TRACEBACK_CHARACTERS_MAX // 5 :],
             host=self._context.host,
         )
 
     def _rank_folder(self, local: int) -> Path | None:
-        """torchrun's own folder for a local rank: `<id>_<random>/attempt_0/<local>`."""
+        """Return torchrun's own folder for a local rank: `<id>_<random>/attempt_0/<local>`."""
         return next(iter(sorted(self._logs.glob(f"*/attempt_0/{local}"))), None)
 
     def _link_logs(self) -> None:
-        """Give each rank's output the name that `paths.rank_log` promises."""
+        """Link each rank's output under the name that `paths.rank_log` defines."""
         if len(self._linked) == self._context.request.gpus_per_node:
             return
         first = self._context.node * self._context.request.gpus_per_node
@@ -250,7 +252,7 @@ class Torchrun:
 
 
 class Handles:
-    """Where the ranks find the node's status table and flusher."""
+    """The addresses of the node's status table and flusher, for the ranks."""
 
     def __init__(self, status_table: int, flusher: str) -> None:
         self.status_table = f"/proc/{os.getpid()}/fd/{status_table}"
@@ -258,7 +260,7 @@ class Handles:
 
 
 def log_directory(context: AgentContext, launch: int) -> Path:
-    """The folder of one launch's logs on this node."""
+    """Return the folder of one launch's logs on this node."""
     return context.attempt.rank_log(context.node, launch, 0).parent
 
 
@@ -272,10 +274,10 @@ def build_command(
     logs: Path,
     is_ahead: bool = False,
 ) -> list[str]:
-    """torchrun's command line for one node: pure.
+    """Return torchrun's command line for one node, without side effects.
 
-    Rendezvous is static: node 0's agent picked the port again, so that nothing of an earlier
-    launch can answer there. Ranks that are started ahead wait before they are the program.
+    The rendezvous is static, with a port that node 0's agent picks for each launch, so that no
+    process of an earlier launch can answer there. With `is_ahead`, ranks wait before the program.
     """
     module = ["-m", STANDBY] if is_ahead else []
     program = [*module, *request.command]
@@ -306,7 +308,7 @@ def build_environment(
     inherited: Mapping[str, str],
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """The environment of torchrun and its ranks, with the spec's own part as `given`: pure."""
+    """Return the environment of torchrun and its ranks; `given` is the spec's part, resolved."""
     request = context.request
     own = {
         environment.RUN_DIRECTORY: str(context.run.directory),
@@ -333,7 +335,7 @@ def build_environment(
 
 
 def read_tail(path: Path, size_max: int) -> str:
-    """The last `size_max` bytes of a file as text; empty when there is none."""
+    """Return the last `size_max` bytes of a file as text, or '' if it cannot be read."""
     try:
         with open(path, "rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - size_max))
@@ -343,7 +345,7 @@ def read_tail(path: Path, size_max: int) -> str:
 
 
 def _error_file(path: Path) -> tuple[str, float]:
-    """(traceback, Unix seconds) of torchrun's error file; empty when there is none."""
+    """Return the traceback and the time (Unix seconds) in torchrun's error file, or ('', 0)."""
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -1,7 +1,6 @@
-"""A second torchrun of a node, its ranks loaded and waiting, for the next launch.
+"""A second torchrun on a node, whose ranks are loaded and wait for the next launch.
 
-It holds no GPU. Its memory is the kernel's first choice when memory runs out, so that it never
-costs a rank that trains.
+It holds no GPU. The kernel kills it first when memory runs out, so it never costs a training rank.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.guard import descendants
 from holdfast.workers.agent.torchrun import Handles, Torchrun, log_directory
 
-# What torch takes in a process, and torchrun itself; a node with less free memory has no standby.
+# The memory of torch in one process, and of torchrun. With less free, a node has no standby.
 BYTES_PER_PROCESS: Final = 512 << 20
 OOM_FIRST: Final = 1000
 
 
 class WarmStandby:
-    """torchrun for `launch`, started ahead; `release` or `discard` it once."""
+    """A torchrun for `launch`, started in advance; call `release` or `discard` once."""
 
     def __init__(
         self, context: AgentContext, launch: int, address: str, port: int, handles: Handles
@@ -32,7 +31,7 @@ class WarmStandby:
         self.launch, self.port = launch, port
         self._ranks = context.request.gpus_per_node
         self._logs = log_directory(context, launch)
-        self._standby_pipe, self._words = os.pipe2(os.O_CLOEXEC)
+        self._standby_pipe, self._release_fd = os.pipe2(os.O_CLOEXEC)
         self._torchrun = Torchrun(
             context,
             launch,
@@ -45,7 +44,7 @@ class WarmStandby:
 
     @property
     def pid(self) -> int:
-        """The process number above all that this standby has started."""
+        """The id of the process above all others of this standby."""
         return self._torchrun.pid
 
     @property
@@ -53,31 +52,31 @@ class WarmStandby:
         return self._torchrun.is_whole
 
     def release(self) -> Torchrun:
-        """Let the ranks be the program. One that still loads begins as soon as it has."""
+        """Let the ranks start the program. One that is still loading starts when it has loaded."""
         own = int(Path("/proc/self/oom_score_adj").read_text())
         for number in (self.pid, *descendants(self.pid)):
             _weigh(number, own)
-        os.write(self._words, bytes(self._ranks))
+        os.write(self._release_fd, bytes(self._ranks))
         return self._torchrun
 
     def close(self) -> None:
-        """Give the standby pipe back, when its ranks have gone."""
+        """Close the standby pipe, after its ranks have exited."""
         os.close(self._standby_pipe)
-        os.close(self._words)
+        os.close(self._release_fd)
 
     def discard(self) -> None:
-        """End a warm standby that nobody wants, and leave no trace of it."""
+        """End a warm standby that is not needed, and delete its logs."""
         self._torchrun.kill()
         self.close()
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
 def has_memory_for(ranks: int) -> bool:
-    """True when the node has the memory for a warm standby of so many ranks."""
+    """Return True if the node has enough memory for a warm standby of `ranks` ranks."""
     return psutil.virtual_memory().available >= (ranks + 1) * BYTES_PER_PROCESS
 
 
-def _weigh(number: int, adjustment: int) -> None:
-    """Set how soon the kernel kills a process for want of memory; some systems refuse."""
+def _weigh(pid: int, adjustment: int) -> None:
+    """Set how soon the kernel kills a process when memory runs out, where the system allows it."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/{number}/oom_score_adj").write_text(str(adjustment))
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(adjustment))

@@ -1,1 +1,1 @@
-"""Interruption notices of clouds: who announces that a node will be taken away, and when."""
+"""Interruption notices of clouds: which node will be taken away, and when."""

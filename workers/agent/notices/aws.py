@@ -24,7 +24,7 @@ class Aws:
     """One node's view of EC2's metadata service."""
 
     name = "aws"
-    # Amazon advises to look every 5 seconds.
+    # Amazon recommends polling every 5 seconds.
     every_s = 5.0
 
     def __init__(self, base: str) -> None:
@@ -39,13 +39,13 @@ class Aws:
         return (self.look,)
 
     def acknowledge(self, event_id: str) -> None:
-        """Nothing: EC2 takes the node at the time that it said."""
+        """Do nothing: EC2 takes the node at the announced time."""
 
     def close(self) -> None:
         self._service.close()
 
     def look(self, now: float) -> list[Notice]:
-        """An interruption and a recommendation, where there are any."""
+        """Return the current interruption and recommendation, if any."""
         found = []
         answer = self._get(ACTION)
         if answer.status == 200:
@@ -56,7 +56,7 @@ class Aws:
         return found
 
     def _get(self, path: str) -> Answer:
-        """The answer, 404 for nothing to say; a token that is refused is replaced once."""
+        """Return the answer, which is 404 for no notice; replace a refused token once."""
         if time.monotonic() > self._token_until:
             self._renew()
         answer = self._service.ask("GET", path, {TOKEN_HEADER: self._token})
@@ -70,25 +70,25 @@ class Aws:
         answer = expect(self._service.ask("PUT", TOKEN, {TTL_HEADER: str(TTL_S)}), 200)
         token = answer.text
         if not (token.isascii() and token.isprintable() and 0 < len(token) < TOKEN_CHARACTERS_MAX):
-            raise NoticeError(f"expected a token, got {answer.words}")
+            raise NoticeError(f"expected a token, got {answer.excerpt}")
         self._token, self._token_until = token, time.monotonic() + TTL_S / 2
 
 
 def read_action(answer: Answer, now: float) -> Notice:
-    """`{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`. Raises `NoticeError`."""
+    """Parse `{"action": "terminate", "time": "2017-09-18T08:22:00Z"}`. Raises `NoticeError`."""
     document = answer.json()
     action = document.get("action")
     if action not in ACTIONS:
-        raise NoticeError(f"expected an action of {ACTIONS}, got {answer.words}")
+        raise NoticeError(f"expected an action of {ACTIONS}, got {answer.excerpt}")
     deadline = deadline_of(document.get("time"), now=now, lead_s=LEAD_S)
     detail = f"EC2 announced to {action} the instance at {document.get('time')}"
     return Notice(cloud="aws", wants="stop", deadline=deadline, detail=detail)
 
 
 def read_rebalance(answer: Answer) -> Notice:
-    """`{"noticeTime": "2020-10-27T08:22:00Z"}`. Raises `NoticeError`."""
-    told_at = answer.json().get("noticeTime")
-    if not isinstance(told_at, str):
-        raise NoticeError(f"expected a noticeTime, got {answer.words}")
-    detail = f"EC2 recommended to rebalance at {told_at}"
+    """Parse `{"noticeTime": "2020-10-27T08:22:00Z"}`. Raises `NoticeError`."""
+    notice_time = answer.json().get("noticeTime")
+    if not isinstance(notice_time, str):
+        raise NoticeError(f"expected a noticeTime, got {answer.excerpt}")
+    detail = f"EC2 recommended to rebalance at {notice_time}"
     return Notice(cloud="aws", wants="save", deadline=None, detail=detail)

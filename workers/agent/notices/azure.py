@@ -1,4 +1,4 @@
-"""Microsoft Azure: scheduled events, and their acknowledgement once nothing is left to lose."""
+"""Microsoft Azure: scheduled events, and their acknowledgement when nothing is left to lose."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from holdfast.workers.agent.notices.notice import Notice, Poll, deadline_of
 EVENTS: Final = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME: Final = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS: Final = {"Metadata": "true"}
-# The first look of a machine's life switches the events on, which takes Azure a while.
+# The first request in a machine's life enables the events, which takes Azure a while.
 LOOK_TIMEOUT_S: Final = 20.0
 LEAD_S: Final = 30.0
-# What ends every process of the machine. A freeze of seconds does not.
+# Events that end every process of the machine. A freeze of seconds does not.
 ENDINGS: Final = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 EVENTS_MAX: Final = 1000
 
@@ -26,7 +26,7 @@ class Azure:
     """One node's view of Azure's metadata service."""
 
     name = "azure"
-    # Azure advises to look every second.
+    # Azure recommends polling every second.
     every_s = 1.0
 
     def __init__(self, base: str) -> None:
@@ -48,11 +48,11 @@ class Azure:
         self._service.close()
 
     def look(self, now: float) -> list[Notice]:
-        """The events that end this machine."""
+        """Return the events that end this machine."""
         answer = self._service.ask("GET", EVENTS, HEADERS, timeout_s=LOOK_TIMEOUT_S)
         document = expect(answer, 200)
         if not self._machine:
-            # Without its name every event is taken for this machine's.
+            # Without the machine's name, every event counts as this machine's.
             with contextlib.suppress(NoticeError):
                 self._machine = self._name()
         return read_events(document, machine=self._machine, now=now)
@@ -60,18 +60,18 @@ class Azure:
     def _name(self) -> str:
         answer = expect(self._service.ask("GET", NAME, HEADERS), 200)
         if not answer.text or not answer.text.isprintable():
-            raise NoticeError(f"expected the machine's name, got {answer.words}")
+            raise NoticeError(f"expected the machine's name, got {answer.excerpt}")
         return answer.text
 
 
 def read_events(answer: Answer, *, machine: str, now: float) -> list[Notice]:
-    """The notices in a document of scheduled events. Raises `NoticeError` for another document.
+    """Return the notices in a document of scheduled events. Raises `NoticeError`.
 
-    The document is that of a whole scale set: only events that name `machine` are its own.
+    The document covers a whole scale set, so only events that name `machine` count.
     """
     events = answer.json().get("Events")
     if not isinstance(events, list) or len(events) > EVENTS_MAX:
-        raise NoticeError(f"expected a list of Events, got {answer.words}")
+        raise NoticeError(f"expected a list of Events, got {answer.excerpt}")
     return [
         _notice(event, now) for event in events if isinstance(event, dict) and _ends(event, machine)
     ]
@@ -89,7 +89,7 @@ def _notice(event: Mapping[str, Any], now: float) -> Notice:
     return Notice(
         cloud="azure",
         wants="stop",
-        # Empty once the event has begun.
+        # NotBefore is empty once the event has started.
         deadline=deadline_of(until, now=now, lead_s=LEAD_S),
         detail=f"Azure announced {kind}, not before {until or 'now'}",
         event_id=identity if isinstance(identity, str) else "",

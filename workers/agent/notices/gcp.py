@@ -13,9 +13,9 @@ from holdfast.workers.agent.notices.notice import Notice, Poll
 INSTANCE: Final = "/computeMetadata/v1/instance/"
 HEADERS: Final = {"Metadata-Flavor": "Google"}
 WAIT_S: Final = 60
-# The service answers a little after the wait is over.
+# The service answers slightly after the wait is over.
 WAIT_MARGIN_S: Final = 10.0
-# Google gives 30 s after a preemption, and at least as much before host maintenance.
+# Google gives 30 s after a preemption, and at least that long before host maintenance.
 LEAD_S: Final = 30.0
 PREEMPTED: Final = {"TRUE": True, "FALSE": False}
 MAINTENANCE: Final = {
@@ -29,7 +29,7 @@ class Gcp:
     """One node's view of Google's metadata service."""
 
     name = "gcp"
-    # Between two requests; each of them waits by itself.
+    # The pause between two requests, each of which waits by itself.
     every_s = 1.0
 
     def __init__(self, base: str) -> None:
@@ -38,7 +38,7 @@ class Gcp:
     def probe(self) -> None:
         answer = expect(self._service.ask("GET", f"{INSTANCE}preempted", HEADERS), 200)
         if answer.headers.get("metadata-flavor") != "Google":
-            raise NoticeError("the answer bears no Metadata-Flavor: Google")
+            raise NoticeError("the answer has no header Metadata-Flavor: Google")
 
     def polls(self) -> tuple[Poll, ...]:
         return (
@@ -47,13 +47,13 @@ class Gcp:
         )
 
     def acknowledge(self, event_id: str) -> None:
-        """Nothing: Google takes the node when its time is up."""
+        """Do nothing: Google takes the node when its time is up."""
 
     def close(self) -> None:
         self._service.close()
 
     def _waiting(self, entry: str, meanings: dict[str, bool]) -> Poll:
-        """A look at one entry that returns when its value changes, or after `WAIT_S`."""
+        """Return a poll of one entry, which returns when the entry changes or after `WAIT_S`."""
         etag = "0"
 
         def look(now: float) -> list[Notice]:
@@ -64,7 +64,9 @@ class Gcp:
             )
             value = expect(answer, 200).text
             if value not in meanings:
-                raise NoticeError(f"{entry}: expected one of {list(meanings)}, got {answer.words}")
+                raise NoticeError(
+                    f"{entry}: expected one of {list(meanings)}, got {answer.excerpt}"
+                )
             etag = answer.headers.get("etag", "0")
             return [_notice(entry, value)] if meanings[value] else []
 
@@ -72,6 +74,6 @@ class Gcp:
 
 
 def _notice(entry: str, value: str) -> Notice:
-    detail = f"Google says {entry} = {value}"
-    # From now on, not from when the waiting began.
+    detail = f"Google reported {entry} = {value}"
+    # Count from now, not from when the wait started.
     return Notice(cloud="gcp", wants="stop", deadline=time.time() + LEAD_S, detail=detail)

@@ -1,7 +1,7 @@
-"""Asking a metadata service: plain HTTP by the standard library, bounded in time and bytes.
+"""Requests to a metadata service: plain HTTP by the standard library, bounded in time and bytes.
 
-Proxies are never used, redirections never followed. A timer hangs up on a service that drips: the
-socket's own time-out begins again with every byte.
+Proxies are never used and redirections never followed. A timer closes the connection of a service
+that answers byte by byte, because the socket's own timeout restarts with every byte.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from holdfast.contracts.errors import NoticeError
 LINK_LOCAL: Final = "http://169.254.169.254"
 REQUEST_TIMEOUT_S: Final = 5.0
 ANSWER_BYTES_MAX: Final = 64 * 1024
-WORDS_MAX: Final = 200
+EXCERPT_MAX: Final = 200
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back; `headers` by lower-case name."""
+    """An answer; `headers` are by lower-case name."""
 
     status: int
     body: bytes
@@ -35,27 +35,27 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The body as text, without the space around it."""
+        """The body as text, stripped."""
         return self.body.decode(errors="replace").strip()
 
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises `NoticeError` for anything else."""
+        """Return the body as a JSON object. Raises `NoticeError` for anything else."""
         try:
             found = json.loads(self.body)
         except (ValueError, RecursionError) as error:
-            raise NoticeError(f"expected JSON, got {self.words}") from error
+            raise NoticeError(f"expected JSON, got {self.excerpt}") from error
         if not isinstance(found, dict):
-            raise NoticeError(f"expected a JSON object, got {self.words}")
+            raise NoticeError(f"expected a JSON object, got {self.excerpt}")
         return found
 
     @property
-    def words(self) -> str:
-        """The beginning of the body, for people."""
-        return repr(self.text[:WORDS_MAX])
+    def excerpt(self) -> str:
+        """The beginning of the body, for messages."""
+        return repr(self.text[:EXCERPT_MAX])
 
 
 class Metadata:
-    """One service at `base`; safe for several threads."""
+    """One service at `base`; safe for use by several threads."""
 
     def __init__(self, base: str) -> None:
         self._base = base
@@ -72,7 +72,7 @@ class Metadata:
         body: bytes | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """One request and its answer, over within `timeout_s`, `REQUEST_TIMEOUT_S` unless given.
+        """Send one request and return its answer within `timeout_s` (default: `REQUEST_TIMEOUT_S`).
 
         Raises `NoticeError`.
         """
@@ -89,21 +89,21 @@ class Metadata:
                 response = connection.getresponse()
                 content = response.read(ANSWER_BYTES_MAX + 1)
         except (OSError, HTTPException, ValueError) as error:
-            words = str(error)[:WORDS_MAX] or type(error).__name__
-            raise NoticeError(f"{method} {self._base}{path}: {words}") from error
+            message = str(error)[:EXCERPT_MAX] or type(error).__name__
+            raise NoticeError(f"{method} {self._base}{path}: {message}") from error
         finally:
             if connection is not None:
                 connection.close()
-        # The library takes an answer that was cut off for one that is over.
+        # The library treats a truncated answer as complete.
         if time.monotonic() > give_up or (response.length and len(content) <= ANSWER_BYTES_MAX):
-            raise NoticeError(f"{method} {path}: the answer was not whole in {timeout_s:.1f} s")
+            raise NoticeError(f"{method} {path}: the answer was incomplete after {timeout_s:.1f} s")
         if len(content) > ANSWER_BYTES_MAX:
-            raise NoticeError(f"{method} {path}: more than {ANSWER_BYTES_MAX} bytes")
+            raise NoticeError(f"{method} {path}: the answer has more than {ANSWER_BYTES_MAX} bytes")
         named = {name.lower(): value for name, value in response.getheaders()}
         return Answer(response.status, content, named)
 
     def close(self) -> None:
-        """Hang up on every request under way; later ones fail."""
+        """Abort all open requests; later requests fail."""
         with self._lock:
             self._is_closed = True
             for one in self._open:
@@ -115,7 +115,7 @@ class Metadata:
         timer.daemon = True
         with self._lock:
             if self._is_closed:
-                raise ConnectionError("the agent ends")
+                raise ConnectionError("the agent is closing")
             self._open.add(connected)
         timer.start()
         try:
@@ -127,10 +127,10 @@ class Metadata:
 
 
 def expect(answer: Answer, *statuses: int) -> Answer:
-    """The answer when its status is one of `statuses`; else raises `NoticeError`."""
+    """Return the answer if its status is one of `statuses`; otherwise raise `NoticeError`."""
     if answer.status not in statuses:
         wanted = " or ".join(map(str, statuses))
-        raise NoticeError(f"status {answer.status}, expected {wanted}: {answer.words}")
+        raise NoticeError(f"status {answer.status}, expected {wanted}: {answer.excerpt}")
     return answer
 
 

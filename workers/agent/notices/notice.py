@@ -1,4 +1,4 @@
-"""A notice as the agent understands it, whichever cloud gave it."""
+"""A notice, independent of the cloud that gave it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Final, Literal, Protocol
 
-# A time further off than this is no interruption's.
+# A time further off than this cannot belong to an interruption.
 LEAD_MAX_S: Final = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """`stop`: the node goes away at `deadline` (Unix seconds). `save`: it soon may.
+    """`stop`: the node goes away at `deadline` (Unix seconds). `save`: it may go away soon.
 
-    `event_id` names what the cloud wants to have acknowledged, empty for nothing.
+    `event_id` names the event that the cloud wants acknowledged, or is empty.
     """
 
     cloud: str
@@ -31,17 +31,17 @@ Poll = Callable[[float], list[Notice]]
 
 
 class Cloud(Protocol):
-    """One cloud's metadata service, seen from a node. What it does raises `NoticeError`."""
+    """One cloud's metadata service, seen from a node. Its methods raise `NoticeError`."""
 
     name: str
     every_s: float
 
     def probe(self) -> None:
-        """Return when this machine is one of the cloud's."""
+        """Return if this machine belongs to the cloud; raise otherwise."""
         ...
 
     def polls(self) -> tuple[Poll, ...]:
-        """Each looks once for notices, at the Unix time given; each has a thread of its own."""
+        """Return functions that check for notices at a given Unix time, each in its own thread."""
         ...
 
     def acknowledge(self, event_id: str) -> None:
@@ -49,14 +49,14 @@ class Cloud(Protocol):
         ...
 
     def close(self) -> None:
-        """Hang up on everything that is under way."""
+        """Abort all open requests."""
         ...
 
 
 def deadline_of(text: object, *, now: float, lead_s: float) -> float:
-    """Unix seconds of a time in ISO 8601 or of RFC 1123; `now` + `lead_s` where it cannot be meant.
+    """Return an ISO 8601 or RFC 1123 time as Unix seconds, or `now` + `lead_s` if implausible.
 
-    A time that is past or very far says that one of the clocks is wrong, not when the node goes.
+    A time in the past or far ahead means that a clock is wrong, not when the node goes away.
     """
     moment = _parse(text) if isinstance(text, str) else None
     if moment is None or not now < moment < now + LEAD_MAX_S:

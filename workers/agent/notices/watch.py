@@ -1,7 +1,8 @@
-"""The watchers of a node: threads that look for notices, and can harm nobody.
+"""The notice threads of a node, which cannot disturb training.
 
-A service that hangs, drips, redirects or talks nonsense is journaled once and asked again. Which
-cloud this is may be found out beside training; where none answers, nothing is said.
+A service that hangs, answers slowly, redirects or returns invalid data is journaled once and polled
+again. With `auto` the cloud is detected during training. If no service answers, nothing is
+journaled.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ NOTICES_MAX: Final = 1000
 
 
 class NoticeWatch:
-    """Watches from construction until `close`; `note` takes what people should know."""
+    """Watches from construction until `close`; `note` journals a text."""
 
     def __init__(
         self, mode: str, url: str, variables: Mapping[str, str], note: Callable[[str], None]
     ) -> None:
-        """`mode` is a cloud's name, `auto` or `off`; `url` stands for the cloud's own address."""
+        """`mode` is a cloud's name, `auto` or `off`; `url` replaces the cloud's own address."""
         self._note = note
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, str, str], Notice] = {}
         self._fresh: list[Notice] = []
-        self._complained: set[str] = set()
+        self._failed: set[str] = set()
         self._clouds = build_clouds(mode, url, variables)
         for cloud in self._clouds:
             self._start(self._begin, cloud, mode == AUTO)
 
     def take(self) -> list[Notice]:
-        """What has come since the last call; each notice once."""
+        """Return the notices since the last call, each once."""
         with self._lock:
             fresh, self._fresh = self._fresh, []
         return fresh
 
     def acknowledge(self) -> None:
-        """Tell the clouds that nothing is left to lose here; what refuses is journaled."""
+        """Tell the clouds that nothing is left to lose here, and journal the result."""
         with self._lock:
             waiting = [notice for notice in self._seen.values() if notice.event_id]
         by_name = {cloud.name: cloud for cloud in self._clouds}
@@ -62,7 +63,7 @@ class NoticeWatch:
                 self._note(f"{notice.cloud}: {notice.event_id} was not acknowledged: {error}")
 
     def close(self) -> None:
-        """End the threads: what they wait for is hung up."""
+        """End the threads by aborting their requests."""
         self._over.set()
         for cloud in self._clouds:
             cloud.close()
@@ -77,7 +78,7 @@ class NoticeWatch:
             self._start(self._watch, cloud, poll)
 
     def _is_here(self, cloud: Cloud) -> bool:
-        """True once the cloud's service has answered; asked a few times, as it may start late."""
+        """Return True once the cloud's service answers. It may start late, so try a few times."""
         for _ in range(PROBES_MAX):
             try:
                 cloud.probe()
@@ -89,13 +90,13 @@ class NoticeWatch:
         return False
 
     def _watch(self, cloud: Cloud, poll: Poll) -> None:
-        """Look again and again until the agent ends."""
+        """Poll repeatedly until the agent ends."""
         while not self._over.is_set():
             try:
                 found = poll(time.time())
             except NoticeError as error:
                 found = []
-                self._complain(cloud, error)
+                self._report_failure(cloud, error)
             for notice in found:
                 self._add(notice)
             self._over.wait(cloud.every_s)
@@ -107,16 +108,16 @@ class NoticeWatch:
                 self._seen[key] = notice
                 self._fresh.append(notice)
 
-    def _complain(self, cloud: Cloud, error: NoticeError) -> None:
+    def _report_failure(self, cloud: Cloud, error: NoticeError) -> None:
         with self._lock:
-            is_first = cloud.name not in self._complained and not self._over.is_set()
-            self._complained.add(cloud.name)
+            is_first = cloud.name not in self._failed and not self._over.is_set()
+            self._failed.add(cloud.name)
         if is_first:
-            self._note(f"no notices of {cloud.name} for now, asked again all the time: {error}")
+            self._note(f"notices of {cloud.name} are not available and are polled again: {error}")
 
 
 def build_clouds(mode: str, url: str, variables: Mapping[str, str]) -> tuple[Cloud, ...]:
-    """The clouds to watch, each at its address; the spec's word before the environment's."""
+    """Return the clouds to watch, at the spec's `url`, the environment's or their own."""
     given = url or variables.get(environment.NOTICES_URL, "")
     google = variables.get("GCE_METADATA_HOST", "")
     aws = given or variables.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or LINK_LOCAL
