@@ -94,7 +94,7 @@ def delete_checkpoint(
         history = load_history(held)
         reason = retention.protection(history, committed_checkpoints(held), checkpoint)
         if reason:
-            raise SpecError(f"{name} is kept and was not deleted: it is {reason}")
+            raise SpecError(f"{name} cannot be deleted: it is {reason}")
         make_newest_durable(held)
         is_done = _delete(held, checkpoint, reason=reason, by=by, writer=writer)
     delete_copies(paths, writer=writer)

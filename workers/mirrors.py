@@ -71,7 +71,9 @@ def ask(location: str, *arguments: str, timeout_s: float = TIMEOUT_S) -> dict[st
         )
         answer: dict[str, Any] = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
-        raise MirrorError(f"{location}: no answer in {timeout_s:.0f} s", is_passing=True) from error
+        raise MirrorError(
+            f"{location}: no answer within {timeout_s:.0f} s", is_passing=True
+        ) from error
     except ValueError as error:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise MirrorError(f"{location}: {' '.join(last) or 'no answer'}") from error

@@ -88,7 +88,7 @@ def request(
 
 def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:
     last = load_history(paths).last_attempt
-    job = f", or end job {last.job_id} by the scheduler's own command" if last else ""
+    job = f", or end job {last.job_id} with the scheduler's own command" if last else ""
     return (
         f"run {paths.name}: the file system is full ({error}), so the request to {action} was "
         f"not recorded; free some space there and repeat the request{job}"
@@ -254,6 +254,6 @@ def _committed(paths: RunPaths, checkpoint: str) -> Manifest:
     if manifest is None:
         raise NotFoundError(
             f"no committed checkpoint {checkpoint!r} in run {paths.name}; "
-            f"`holdfast checkpoints {paths.name}` lists them"
+            f"list them with `holdfast checkpoints {paths.name}`"
         )
     return manifest

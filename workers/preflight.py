@@ -138,7 +138,7 @@ def _module_problems(python: str, modules: list[str], directory: Path) -> list[s
         last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
         return [
             (
-                f"launch.python {python}: it cannot import holdfast or the program ({last}); "
+                f"launch.python {python}: it cannot import the program or holdfast ({last}); "
                 "install `holdfast[trainer]` there, or give another interpreter"
             )
         ]

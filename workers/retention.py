@@ -95,7 +95,7 @@ def protections(manifests: Sequence[Manifest], facts: Facts) -> dict[str, tuple[
         # Until a later one has its second copy, this one may be all that survives a lost disk.
         copied = [place for place, one in enumerate(branch) if one.name in facts.mirrored]
         for one in branch[copied[-1] if copied else 0 : -1]:
-            reasons_of[one.name].append("no newer checkpoint has a second copy yet")
+            reasons_of[one.name].append("needed until a newer checkpoint has a second copy")
     for one in ordered:
         if one.name in facts.pins:
             reasons_of[one.name].append("pinned")

@@ -49,7 +49,7 @@ def ask_trainer(
         output, errors = _run(command, timeout_s, look)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PreflightError(
-            f"{python} could not be asked about the checkpoint ({error}); check that the spec's "
+            f"{python} could not read the checkpoint ({error}); check that the spec's "
             "launch.python runs on this machine"
         ) from error
     try:

@@ -158,7 +158,9 @@ def test_a_run_with_keys_of_a_newer_version_is_not_relaunched_without_them(
     assert "priority" in str(call("show", str(paths.directory), "--json").json["warnings"])
     assert "attempt 1" in operator.request(paths, "stop", by="ann")
     end_attempt(paths, 1)
-    with pytest.raises(SpecError, match=r"newer Holdfast recorded.*: priority; relaunch"):
+    with pytest.raises(
+        SpecError, match=r"newer version of Holdfast recorded.*: priority; relaunch"
+    ):
         operator.request(paths, "relaunch", by="ann")
 
 

@@ -97,14 +97,14 @@ def said(step: int, reason: str = "") -> dict[str, str]:
             {"mirrored": [name_of(10), name_of(20)]},
             [
                 "-not among the last 1",
-                *["no newer checkpoint has a second copy yet"] * 2,
+                *["needed until a newer checkpoint has a second copy"] * 2,
                 "the newest, last 1",
             ],
         ),
         (
             Keep(last=1),
             {"mirrored": []},
-            [*["no newer checkpoint has a second copy yet"] * 3, "the newest, last 1"],
+            [*["needed until a newer checkpoint has a second copy"] * 3, "the newest, last 1"],
         ),
         (
             Keep(last=1),

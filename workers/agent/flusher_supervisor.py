@@ -154,7 +154,7 @@ class FlusherSupervisor:
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
 
     def _given(self) -> dict[str, str]:
-        """Return the spec's variables without references that have no value; torchrun refuses those."""
+        """Return the spec's variables without unresolved references, which torchrun refuses."""
         environment = self._context.request.environment
         stores = {k: v for k, v in references_in(environment).items() if is_of_store(k)}
         return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
@@ -225,7 +225,7 @@ class FlusherSupervisor:
             freed, message = 0, f"could not free space: {error}"
         with contextlib.suppress(OSError):
             wire.send(connection, "room", step=step, freed_bytes=freed, detail=message[:DETAIL_MAX])
-            print(f"no room for step {step}: {message}", file=sys.stderr, flush=True)
+            print(f"no space for step {step}: {message}", file=sys.stderr, flush=True)
 
     def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]

@@ -413,7 +413,7 @@ class Lead:
             return min(until, self._listener.late_deadline - RESERVE_S)
 
         if late := drain_all(self._ask_all, self._lost_numbers, end, mirror=True):
-            self._note(f"the time was up before the mirror had everything of {', '.join(late)}")
+            self._note(f"the mirror did not receive all commits of {', '.join(late)} in time")
 
     # --- helpers ----------------------------------------------------------------------------
 

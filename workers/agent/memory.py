@@ -1,4 +1,4 @@
-"""How often the kernel has killed here for want of memory: evidence for causes."""
+"""The number of out-of-memory kills by the kernel, as evidence for causes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def oom_kills() -> int:
-    """Kills for want of memory so far, of this process's control group or else of the machine."""
+    """Return the out-of-memory kills so far in this process's control group, or the machine."""
     of_group = _of_own_group()
     return of_group if of_group is not None else _field(_VMSTAT, "oom_kill") or 0
 

@@ -104,7 +104,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     """Run the agent of a node other than 0: join, serve, leave. Return a description of the end."""
     if not wait_for_claim(context):
         holder = read_claim(context.attempt)
-        return f"node {context.node} leaves: the attempt belongs to job {holder and holder.job_id}"
+        return f"node {context.node} exits: the attempt belongs to job {holder and holder.job_id}"
     hello = {
         "node": context.node,
         "host": context.host,
@@ -119,7 +119,7 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
     except AgreementError as error:
         with JournalWriter(context.attempt.node_journal(context.node)) as journal:
             journal.append(EventKind.NOTE, attempt=context.attempt.number, text=str(error))
-        return f"node {context.node} leaves: {error}"
+        return f"node {context.node} exits: {error}"
     runtime = NodeRuntime(context)
     silence_s = context.request.supervision.flush_timeout_s + SILENCE_MARGIN_S
     try:
@@ -129,10 +129,10 @@ def run_member_agent(context: AgentContext, signals: SignalBox) -> str:
         runtime.note(str(error))
         runtime.kill()
         runtime.drain(ORPHAN_DRAIN_S)
-        return f"node {context.node} leaves: {error}"
+        return f"node {context.node} exits: {error}"
     except ConnectionError as error:
         _leave_without_lead(context, runtime, error)
-        return f"node {context.node} leaves: {error}"
+        return f"node {context.node} exits: {error}"
     finally:
         member.close()
         runtime.close()

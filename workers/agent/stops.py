@@ -154,8 +154,8 @@ class StopWatch:
             return slurm_client.parse_time(job.get("EndTime", ""))
         if known is not None:
             return known
-        if self._on_slurm and (told := os.environ.get(END_VARIABLE, "")).isdigit():
-            return float(told)
+        if self._on_slurm and (end := os.environ.get(END_VARIABLE, "")).isdigit():
+            return float(end)
         limit = self._context.request.resources.time_limit_min
         began = os.environ.get(START_VARIABLE, "") if self._on_slurm else ""
         first = float(began) if began.isdigit() else started_at

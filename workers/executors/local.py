@@ -115,7 +115,7 @@ class LocalExecutor(Executor):
             if self.find(request) is not None:
                 return JobStatus(state=AttemptState.PENDING, raw="running")
             if submission is None:
-                return JobStatus(state=None, detail="the job was not started yet")
+                return JobStatus(state=None, detail="the job has not started yet")
         gone = [f"process {name.pid} of the local job is gone" for name in names]
         has_rebooted = any(name.boot_id != boot_id() for name in names)
         if has_rebooted:

@@ -136,7 +136,7 @@ def gpus_under_qos(
 
 
 def _gpus_of_tres(tres: str) -> int | None:
-    """GPUs of any kind in `cpu=2,gres/gpu=4`, None where it names none."""
+    """Return the GPUs of any kind in `cpu=2,gres/gpu=4`, or None if it names none."""
     found = _GPU_TRES.search(tres)
     return int(found[1]) if found else None
 
