@@ -320,7 +320,7 @@ class NodeRuntime(StatusPort):
         if self._torchrun is None:
             return None
         if self._is_stopping:
-            return self._torchrun.poll(peer_words_s=math.inf)
+            return self._torchrun.poll(peer_error_s=math.inf)
         return self._torchrun.poll()
 
     def announce(self, deadline: float | None) -> None:
