@@ -2,7 +2,7 @@
 # HOLDFAST_HOME and HOLDFAST_ROOT are passed on as they are given.
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-cluster page screenshots demo test test-all test-gpu bench bench-gpu check lock clean \
-	slurm-up slurm-down
+	slurm-up slurm-down docs docs-serve
 
 PYTHON := .venv/bin/python
 PYTEST := .venv/bin/pytest
@@ -44,6 +44,13 @@ bench-gpu: setup  ## Saves of a state on GPUs against a page-locked copy, and th
 
 bench: setup  ## Saves and loads against this machine's limits and stock DCP; ARGS=--json
 	@.venv/bin/holdfast bench $(ARGS)
+
+docs: setup  ## The documentation site, into build/docs; a broken link or any warning fails
+	$(PYTHON) infra/docs/build_site.py $(ARGS)
+
+docs-serve: setup  ## Build the documentation site and serve it on localhost; ARGS=8080 is a port
+	$(PYTHON) infra/docs/build_site.py
+	$(PYTHON) -m http.server --bind 127.0.0.1 --directory build/docs $(or $(ARGS),8000)
 
 check: setup  ## Style, types and import layers
 	.venv/bin/ruff check .

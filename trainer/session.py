@@ -61,10 +61,11 @@ BETTER: Final = ("min", "max")
 
 
 class Session:
-    """One rank's part of a fault-tolerant run. Create it with the same arguments on every rank.
+    """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
-    A session is also a context manager. If the body raises, the session saves nothing, records the
-    traceback for torchrun and re-raises the exception.
+    It is also a context manager. If the block ends normally, it calls `close`. If the block ends
+    by an exception, it saves nothing, records the traceback for torchrun, and lets the exception
+    propagate.
     """
 
     best: dict[str, Any]
@@ -89,34 +90,34 @@ class Session:
         snapshots: int | str = "auto",
         planner: SavePlanner | None = None,
     ) -> None:
-        """Resume the run unconditionally. Call this after the model is sharded and moved.
+        """Resumes from the newest checkpoint that verifies.
+
+        Call it after `init_process_group`, and after you have sharded, wrapped and moved the model.
 
         Args:
-            model: a plain, DDP, FSDP2 or compiled module, saved under its canonical names. A
-                sequence holds the parts of one model, whose names must not overlap.
-            optimizer: one, several, or none.
-            scheduler: objects with `state_dict` and `load_state_dict`: one, several, or none.
-            extra: further objects with the same state on all ranks (an EMA, a GradScaler).
-            per_rank: objects with a different state on each rank (a loader, a `torch.Generator`).
-                They are restored only at the same world size.
-            seed: orders the data, and seeds ranks that have no saved random state.
-            interval: time between checkpoints: steps (50), seconds ("300s", "10m") or "auto". The
-                run's spec has precedence.
-            directory: the run's folder if there is no agent. The default is
-                `$HOLDFAST_ROOT/<script>` or, without that variable, `./runs/<script>`.
-            best: a logged metric whose best value is kept, as ("eval_loss", "min").
-            mesh: a device mesh of all ranks. Each stage of its dimension "pp" saves into its own
-                folder. Ranks along "pp", "tp", "cp" and "sp" get the same samples.
-            strict: refuse a checkpoint whose keys differ from the program's keys.
-            rename, exclude: saved names mapped to new names, and parts that are not loaded, for a
-                checkpoint that does not fit the program. See `Fit`.
-            snapshots: steps between copies in memory, "auto" or "off". The spec has precedence.
-            planner: a `SavePlanner` of torch, which all ranks call at every save. It costs its
-                collectives and disables snapshots. `rename` must reverse any name it changes.
+            model: one module, or a list of the parts of one model.
+            optimizer: one, a list, or none.
+            scheduler: any object with `state_dict` and `load_state_dict`; one, a list, or none.
+            extra: objects with a state that is the same on all ranks, by name, such as an EMA.
+            per_rank: objects whose state differs between ranks, by name: a loader, a
+                `torch.Generator`. They are restored only at the same world size.
+            seed: determines the data order. It also seeds the ranks without a saved random state.
+            interval: steps (`50`) or seconds (`"10m"`) between checkpoints, or `"auto"`. The
+                spec's `checkpoint.interval` has precedence.
+            directory: the run's folder when there is no agent. The default is
+                `$HOLDFAST_ROOT/<script>`, or `./runs/<script>` without that variable.
+            best: a logged metric and `"min"` or `"max"`, such as `("accuracy", "max")`.
+            mesh: a `DeviceMesh` of all ranks. Stages of `pp` save into folders of their own. Ranks
+                along `pp`, `tp`, `cp` and `sp` get the same samples.
+            strict: refuse a checkpoint whose keys differ from those of the program.
+            rename: saved names to new ones, once, for a checkpoint that does not fit.
+            exclude: parts that keep their values, once, for a checkpoint that does not fit.
+            snapshots: steps between snapshots, `"auto"` or `"off"`. The spec has precedence.
+            planner: your own `SavePlanner`. There are no snapshots with it.
 
         Raises `PreflightError` if the process group or the flusher is missing, `CheckpointError`
-        if the checkpoint does not fit the program, and `SessionError` if this process already has
-        an open Session.
+        if the checkpoint does not fit the program, `DamagedCheckpointError` if no undamaged one is
+        left, `SessionError` if this process has an open Session, and `SpecError` for an argument.
         """
         if best is not None and best[1] not in BETTER:
             raise SpecError(f"best={best!r}: expected a metric's name and one of {BETTER}")
@@ -145,49 +146,50 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The number of complete optimizer steps. The current step is the next one."""
+        """The number of complete optimizer steps."""
         return self._loop.completed
 
     @property
     def epoch(self) -> int:
-        """The current epoch of a loop over `epochs`, counted from 0.
+        """The epoch, from 0, of the loop over `epochs`.
 
-        Without such a loop: the epoch of the next step's data, or after a resume the checkpoint's.
+        Without such a loop, the epoch of the next step's data.
         """
         return self._position.epoch
 
     @property
     def rank(self) -> int:
+        """The rank of this process."""
         return self._ranks.rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self._ranks.world_size
 
     @property
     def run_directory(self) -> Path:
-        """The run's folder. The program may keep its own files there."""
+        """The run's folder. You may keep your own files there."""
         return self._context.run.directory
 
     @property
     def should_stop(self) -> bool:
-        """True after all ranks agreed to stop and the last checkpoint was committed."""
+        """True when all ranks have agreed to stop and the last checkpoint is committed."""
         return self._loop.should_stop
 
     @property
     def stop_requested(self) -> bool:
-        """True after a stop was requested. Ranks see this at slightly different times, so use it
-        to shorten a slow phase only where no collective depends on the result."""
+        """True as soon as a stop is requested. Ranks see it at different times."""
         return self._context.status_table.stopping
 
     # --- the loop -------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[int]:
-        """Yield the step numbers, from the step after the restored one up to `total`.
+        """Iterates over the remaining steps, counted from 1, up to `total`.
 
-        Steps count from 1. A step is complete when the loop asks for the next one. The iterator
-        ends early after all ranks agreed to stop and the last checkpoint was committed. Raises
-        `SaveError` if the last checkpoint could not be committed.
+        A step is complete when the loop asks for the next. The loop ends early when all ranks
+        have agreed to stop. By then the last checkpoint is committed. Raises `SaveError` if it
+        could not be.
         """
         loop = self._loop
         if loop.epochs is None:
@@ -206,14 +208,13 @@ class Session:
             loop.finish()
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield the epoch numbers, from the first unfinished epoch up to `total` - 1.
+        """Iterates over the remaining epochs, counted from 0, up to `total` - 1.
 
-        Epochs count from 0. The code after an epoch's last step (evaluation, a scheduler's step,
-        `checkpoint`) is the epoch's end. The end is complete when the loop asks for the next epoch.
-        A resume from a checkpoint that was saved before that runs the end again, without steps if
-        none are left. The iterator ends early after all ranks agreed to stop. Then `should_stop`
-        is true and the loop must skip the epoch's end. Raises `SaveError` if the last checkpoint
-        could not be committed.
+        Code after the last step of an epoch (evaluation, a scheduler's step, `checkpoint`) is the
+        end of the epoch. It is complete when the loop asks for the next epoch. A resume from an
+        earlier checkpoint runs it again. The loop ends early when all ranks have agreed to stop.
+        Then `should_stop` is true, and the program must leave out the end of the epoch. Raises
+        `SaveError` if the last checkpoint could not be committed.
         """
         loop, position = self._loop, self._position
         loop.promise(epochs=total)
@@ -231,11 +232,11 @@ class Session:
         loop.finish()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of `loader`. Each batch is one step.
+        """Iterates over `loader`. Each batch is one step.
 
-        A step is complete when the loop asks for the next batch. The iterator ends early after all
-        ranks agreed to stop. Raises `SpecError` if `loader` is a DataLoader with an order of its
-        own and no state.
+        A step is complete when the loop asks for the next batch. The loop ends early when all
+        ranks have agreed to stop. Raises `SpecError` for a DataLoader that shuffles and has no
+        state, and `SaveError` if the last checkpoint could not be committed.
         """
         loop = self._loop
         check_order(loader)
@@ -253,76 +254,73 @@ class Session:
         loop.is_at_end = loop.epochs is not None
 
     def boundary(self) -> bool:
-        """Mark one more optimizer step as complete. Return True if this rank must leave now.
+        """Ends one step in a loop that you write yourself; saves if a checkpoint is due.
 
-        Use it in loops that cannot iterate over `steps`. It saves when a checkpoint is due. When it
-        returns True, the last checkpoint has been committed.
+        Returns True when this rank must leave now. By then the last checkpoint is committed.
         """
         return self._loop.boundary()
 
     def checkpoint(self) -> None:
-        """Request a checkpoint at the end of this step. Every rank must call this."""
+        """Requests a checkpoint at the end of this step or epoch. Call it on every rank."""
         self._loop.is_checkpoint_wanted = True
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Session]:
-        """Mark a slow phase: "eval", "compile", "load" or "save".
+        """A context manager for a slow phase: `"eval"`, `"compile"`, `"load"` or `"save"`.
 
-        The limit of silence depends on how long the phase took before. `beat` resets the silence.
-        Raises `SpecError` for any other name.
+        The hang detector compares the phase with its own earlier durations. Raises `SpecError`
+        for another name.
         """
         with self._loop.phase(name):
             yield self
 
     def beat(self) -> None:
-        """Report that this rank is alive, from within a slow phase."""
+        """Reports, inside a slow phase, that this rank is alive."""
         self._record.beat(self._record.phase)
 
     # --- data -----------------------------------------------------------------------------
 
     def batch(self, dataset_size: int, global_batch: int, *, ahead: int = 0) -> Batch:
-        """Return this rank's sample ids of the current step, shape (global_batch / parts,), int64.
+        """Returns this rank's sample ids of the current step, or of the step `ahead` steps later.
 
-        With `ahead`, return those of a later step, for a program that fetches before it trains. The
-        number of parts is the number of ranks, or less if a mesh gives several ranks the same data.
-        The ids depend only on the seed, the step, the global batch and the recorded skip windows.
-        All ranks together see the same samples at every rank count. Raises `SpecError` if the
-        global batch does not divide evenly or is larger than the dataset.
+        The shape is (global_batch / parts,), int64. There are as many parts as ranks, or fewer if
+        ranks of the mesh work on the same samples. The ids depend only on seed, step, global batch
+        and recorded skip windows. So together the ranks see the same samples at every number of
+        ranks. Raises `SpecError` if the ranks cannot share the global batch evenly, or if the
+        dataset is smaller than the global batch.
         """
         return self._position.batch(dataset_size, global_batch, ahead)
 
     def sampler(self, dataset_size: int, global_batch: int, total: int) -> ElasticSampler:
-        """Return a `batch_sampler` for a DataLoader, with the ids of `batch` for each step.
+        """Returns a `batch_sampler` for a DataLoader: one batch per step, up to step `total`.
 
-        An iteration begins with the current step. It also works with `StatefulDataLoader`.
+        An iteration begins with the current step. torchdata's `StatefulDataLoader` works too.
         """
         return self._position.sampler(dataset_size, global_batch, total)
 
     def distributed_sampler(
         self, dataset_size: int, global_batch: int, *, batch_size: int | None = None
     ) -> ElasticDistributedSampler:
-        """Return a DataLoader `sampler` that replaces torch's `DistributedSampler`.
+        """Returns a `sampler` that replaces torch's `DistributedSampler`.
 
-        An iteration yields this rank's remaining ids of the epoch, one by one. `batch_size` is the
-        loader's: global_batch / ranks, or a divisor of it for gradient accumulation. Raises
-        `SpecError` if `batch_size` does not divide global_batch / ranks.
+        It yields this rank's ids of the rest of the epoch. `batch_size` is that of the loader:
+        global_batch / ranks, or less for gradient accumulation. Raises `SpecError` if it does not
+        divide that number.
         """
         return self._position.distributed_sampler(dataset_size, global_batch, batch_size)
 
     @staticmethod
     def worker_init(_worker: int) -> None:
-        """Protect a DataLoader's workers from stop signals. Pass this as `worker_init_fn`.
+        """Pass it as `worker_init_fn`, so that stop signals do not kill the loader's workers.
 
-        torchrun sends these signals to whole process groups. Workers still end when the loader or
-        the rank ends, even if the loader is in use when the program ends. Under an agent, workers
-        always ignore these signals.
+        The workers still end with the loader or the rank. An agent makes them ignore signals too.
         """
         ignore_stop_signals()
 
     # --- metrics --------------------------------------------------------------------------
 
     def log(self, **values: float) -> None:
-        """Record metrics of the current step. Rank 0 writes its values in the background."""
+        """Records metrics of the current step. Rank 0 writes its own to the run's folder."""
         step = self._loop.step_under_way
         self.best = improved(self.best, self._best_of, values, step)
         if self._guard.metric in values:
@@ -331,20 +329,20 @@ class Session:
             self._recorder.log(step, values)
 
     def observe(self, loss: float | Tensor) -> None:
-        """Check this rank's loss of the current step, without waiting for the GPU.
+        """Watches a loss of the current step without writing it and without waiting for the GPU.
 
-        `log` does this for a metric named `loss`. The spec's `supervision.numerics` sets what
-        happens if the loss is not finite or far above earlier losses.
+        `log` does so for the metric `loss`. The spec's `supervision.numerics` sets what happens
+        after a loss that is not finite or far above those before it.
         """
         self._guard.observe(self.step + 1, loss)
 
     # --- the end --------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Save the last step if needed, wait until it is committed, and release all resources.
+        """Saves the state that is not saved yet, waits for the commit, releases all resources.
 
-        A loop that was left in the middle of a step saves nothing, because that state belongs to
-        no step. Raises `SaveError` if the last checkpoint could not be committed.
+        A loop that was left in the middle of a step saves nothing. Raises `SaveError` if the last
+        checkpoint could not be committed.
         """
         if self._is_closed:
             return

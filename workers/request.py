@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from holdfast.contracts.attempt import Provenance, Request, RunRecord
 from holdfast.contracts.digests import command_digest
-from holdfast.contracts.spec import Resources, RunSpec, Supervision, split_gpus
+from holdfast.contracts.spec import Resources, RunSpec, split_gpus
 from holdfast.contracts.spec_part import RECORDED
+from holdfast.contracts.spec_supervision import Supervision
 
 # The agent plans its own stop, so Slurm's warning is requested this much earlier.
 WARNING_MARGIN_S: Final = 30

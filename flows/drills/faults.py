@@ -16,7 +16,7 @@ import psutil
 
 from holdfast.contracts.errors import ServiceError
 from holdfast.contracts.journal import Event, EventKind
-from holdfast.contracts.spec import Numerics
+from holdfast.contracts.spec_supervision import Numerics
 from holdfast.flows.drills import outages
 from holdfast.flows.drills.fault_context import FaultContext
 from holdfast.flows.drills.kinds import FREE_S, HELD_S, Recovery

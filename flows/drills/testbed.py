@@ -23,7 +23,8 @@ from holdfast.contracts import environment
 from holdfast.contracts.attempt import Request, Submission, read_document
 from holdfast.contracts.errors import HoldfastError, ServiceError
 from holdfast.contracts.paths import RunPaths
-from holdfast.contracts.spec import NumericsAction, RunSpec
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.spec_supervision import NumericsAction
 from holdfast.contracts.states import Cause
 from holdfast.flows import detached
 from holdfast.flows.drills.cloud import CLOUD, CloudService

@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.contracts import errors, secrets
-from holdfast.contracts.journal import EventKind
-from holdfast.contracts.spec import RunSpec
-from holdfast.contracts.spec_part import SpecPart
+from holdfast.contracts import errors
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
@@ -75,12 +72,6 @@ def test_the_error_tree_is_as_drawn() -> None:
         assert builtin is None or bases[1] == builtin
 
 
-def test_every_kind_of_event_says_its_keys() -> None:
-    source = inspect.getsource(EventKind)
-    bare = [kind.name for kind in EventKind if not re.search(rf"{kind.name} = .*  # ", source)]
-    assert not bare
-
-
 def test_every_command_named_in_the_pages_exists() -> None:
     pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")]
     named = {
@@ -98,25 +89,6 @@ def test_every_command_named_in_the_pages_exists() -> None:
     assert done.returncode == 0, done.stderr
     known = set(re.findall(r"^\W*([a-z]+)\b", done.stdout, re.MULTILINE))
     assert named <= known, f"no such commands: {sorted(named - known)}"
-
-
-def spec_keys(model: type[SpecPart], prefix: str = "") -> set[str]:
-    """Dotted names of all keys of a spec."""
-    keys: set[str] = set()
-    for name, field in model.model_fields.items():
-        part = field.annotation
-        if isinstance(part, type) and issubclass(part, SpecPart):
-            keys |= spec_keys(part, f"{prefix}{name}.")
-        else:
-            keys.add(f"{prefix}{name}")
-    return keys
-
-
-def test_the_page_of_a_specs_keys_has_all_of_them_and_no_other() -> None:
-    page = (CHECKOUT / "docs" / "spec.md").read_text()
-    # References to secrets have a table of their own.
-    keys = spec_keys(RunSpec) | set(secrets.KINDS)
-    assert set(re.findall(r"(?m)^\| `([a-z_.]+)` \|", page)) == keys
 
 
 def code_of(page: str) -> str:

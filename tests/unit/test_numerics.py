@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.spec import Numerics
+from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.answer import Answer, Known, answer
 from holdfast.trainer.numerics.detector import Anomaly, Detector, spike_limit

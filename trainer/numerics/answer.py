@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.contracts.paths import CheckpointName
-from holdfast.contracts.spec import Numerics, NumericsAction
+from holdfast.contracts.spec_supervision import Numerics, NumericsAction
 from holdfast.trainer.data.order import SkipWindow
 from holdfast.trainer.numerics.detector import Anomaly
 

@@ -24,7 +24,7 @@ from holdfast.contracts.history import excluded_checkpoints, load_events
 from holdfast.contracts.journal import GROWER, Event, EventKind, JournalWriter
 from holdfast.contracts.paths import MANIFEST, CheckpointName
 from holdfast.contracts.rank_status import RankRecord
-from holdfast.contracts.spec import Numerics
+from holdfast.contracts.spec_supervision import Numerics
 from holdfast.trainer.collective import ControlGroup
 from holdfast.trainer.data.position import Position
 from holdfast.trainer.numerics.answer import Answer, Known, answer, policy_for

@@ -50,9 +50,14 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
+def needed_facts(kind: str) -> tuple[str, ...]:
+    """The facts that a line of `kind` must have."""
+    return _NEEDED.get(kind, ())
+
+
 def problem_with_facts(kind: str, facts: Mapping[str, Any]) -> str | None:
     """Return the problem with the facts of a line of `kind` as text, or None."""
-    for name in _NEEDED.get(kind, ()):
+    for name in needed_facts(kind):
         if facts.get(name) is None:
             return f"{name} is missing"
     for name, value in facts.items():

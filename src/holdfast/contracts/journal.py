@@ -45,48 +45,46 @@ GROWER: Final = "elastic.grow"
 
 
 class EventKind(StrEnum):
-    """The kinds of journal lines. The comment of each lists the keys of its `data`."""
+    """The kinds of journal lines. `event_book` describes each, and the fields of its `data`."""
 
-    SUPERVISED = "supervised"  # host, pid, flow_run: a supervisor started to watch the run
-    ATTEMPT_RESERVED = "attempt_reserved"  # attempt, gpus, nodes, reason
-    ATTEMPT_SUBMITTED = "attempt_submitted"  # attempt, job_id
-    ATTEMPT_STATE = "attempt_state"  # attempt, state, detail
-    ATTEMPT_ENDED = "attempt_ended"  # attempt, state, cause, evidence, and `Outcome`'s facts
-    DECISION = "decision"  # after_attempt, action, gpus, exclude, delay_s, reason
-    OPERATOR_REQUEST = "operator_request"  # action, by, after_attempt, gpus, of_completed
-    RUN_ENDED = "run_ended"  # state, reason
-    PINNED = "pinned"  # checkpoint (directory name), by, note
-    UNPINNED = "unpinned"  # checkpoint, by
-    CHECKPOINT_DELETED = "checkpoint_deleted"  # checkpoint, reason, by
-    FORKED = "forked"  # checkpoint, into_uid, into_run
-    EXPORTED = "exported"  # checkpoint, format, path
-    # skip: the data to skip from now on, as pairs [first_step, steps].
-    ROLLED_BACK = "rolled_back"  # to, excluded (directory names), skip, step, reason
-    NUMERICS = "numerics"  # problem, step, loss, rank, window, median, limit, action, reason, skip
-    CLAIMED = "claimed"  # job_id, host, pid
-    LAUNCH_STARTED = "launch_started"  # launch, world_size
-    LAUNCH_ENDED = "launch_ended"  # launch, ending, last_step, trained_until
-    SIGNAL = "signal"  # source, name, detail: a request to stop the attempt
-    NOTICE = "notice"  # cloud, notice, host, deadline, detail: a cloud's interruption notice
-    STOP_AGREED = "stop_agreed"  # step, rounds, waited_s
-    STOP_FAILED = "stop_failed"  # reason, newest_step
-    # Where training continues. Also has world_size and argv.
-    RESUMED = "resumed"  # checkpoint, step, skipped, command_digest, restored, load_s
-    STAGED = "staged"  # checkpoint, step, bytes, blocked_s, reason
-    COMMITTED = "committed"  # checkpoint, step, bytes, flush_s
-    SAVE_FAILED = "save_failed"  # checkpoint, step, error
-    MIRRORED = "mirrored"  # checkpoint, step, url, bytes, seconds
-    MIRROR_FAILED = "mirror_failed"  # checkpoint, step, url, error
-    FETCHED = "fetched"  # checkpoint, step, url, bytes, seconds, path
-    VERIFIED = "verified"  # checkpoint, ok, by, bytes, damaged: every byte was read
-    NODE_LOST = "node_lost"  # node, host
-    GOODPUT = "goodput"  # attempt, and how it spent its time (`contracts.goodput`)
-    HANG_SUSPECTED = "hang_suspected"  # launch, silent, finding, dumps
-    HANG_CONFIRMED = "hang_confirmed"  # launch, reason, silent, finding, dumps
-    STRAGGLER = "straggler"  # launch, rank, own_s, peers_s, step_s
-    NODE_SILENT = "node_silent"  # attempt, nodes, count, silent: heartbeats stopped or resumed
-    AUDIT = "audit"  # action, by, role, address, token, outcome, and the action's own facts
-    NOTE = "note"  # text
+    SUPERVISED = "supervised"
+    ATTEMPT_RESERVED = "attempt_reserved"
+    ATTEMPT_SUBMITTED = "attempt_submitted"
+    ATTEMPT_STATE = "attempt_state"
+    ATTEMPT_ENDED = "attempt_ended"
+    DECISION = "decision"
+    OPERATOR_REQUEST = "operator_request"
+    RUN_ENDED = "run_ended"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    CHECKPOINT_DELETED = "checkpoint_deleted"
+    FORKED = "forked"
+    EXPORTED = "exported"
+    ROLLED_BACK = "rolled_back"
+    NUMERICS = "numerics"
+    CLAIMED = "claimed"
+    LAUNCH_STARTED = "launch_started"
+    LAUNCH_ENDED = "launch_ended"
+    SIGNAL = "signal"
+    NOTICE = "notice"
+    STOP_AGREED = "stop_agreed"
+    STOP_FAILED = "stop_failed"
+    RESUMED = "resumed"
+    STAGED = "staged"
+    COMMITTED = "committed"
+    SAVE_FAILED = "save_failed"
+    MIRRORED = "mirrored"
+    MIRROR_FAILED = "mirror_failed"
+    FETCHED = "fetched"
+    VERIFIED = "verified"
+    NODE_LOST = "node_lost"
+    GOODPUT = "goodput"
+    HANG_SUSPECTED = "hang_suspected"
+    HANG_CONFIRMED = "hang_confirmed"
+    STRAGGLER = "straggler"
+    NODE_SILENT = "node_silent"
+    AUDIT = "audit"
+    NOTE = "note"
 
 
 class Event(BaseModel):

@@ -19,13 +19,12 @@ from holdfast.contracts.paths import RUN_NAME
 from holdfast.contracts.secrets import EnvironmentValue, SecretReference
 from holdfast.contracts.slurm_options import problem_with_option
 from holdfast.contracts.spec_part import SpecPart, is_recorded
-from holdfast.contracts.states import Cause
+from holdfast.contracts.spec_supervision import Supervision
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]?)(i?)B")
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5}
-_PLAIN_HTTP = re.compile(r"http://[^\s/:@]+(:[0-9]{1,5})?(/[^\s?#]*)?")
 _ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -33,20 +32,30 @@ class Launch(SpecPart):
     """How a node starts the program."""
 
     python: str = Field(
-        default="", description="Python interpreter of the job. Empty: the agent's own"
+        default="",
+        description="Python interpreter of the job's environment. Empty: that of the agent",
     )
     setup: tuple[str, ...] = Field(
-        default=(), description="shell lines to run first, such as `module load cuda`"
+        default=(), description="shell lines to run before the program, such as `module load cuda`"
     )
     container: tuple[str, ...] = Field(
-        default=(), description="srun arguments that select a container, such as --container-image"
+        default=(),
+        description="srun arguments that select a container, such as `--container-image`",
     )
-    srun: tuple[str, ...] = Field(default=(), description="further srun arguments")
+    srun: tuple[str, ...] = Field(
+        default=(),
+        description="further srun arguments. Options for heterogeneous jobs (`--het-group`) are "
+        "refused",
+    )
     working_directory: str = Field(
-        default=".", description="working directory, relative to the folder of the spec"
+        default=".",
+        description="working directory of the program, relative to the folder of the spec",
     )
     code: Literal["in_place", "snapshot"] = Field(
-        default="in_place", description="run the code where it is, or a copy of it in the run"
+        default="in_place",
+        description="`in_place` runs the code where it is. `snapshot` copies the working "
+        "directory into the run, at most 512 MiB, and runs the copy. It copies the "
+        "files that git tracks, or all files except caches where there is no git",
     )
 
     @field_validator("container", "srun")
@@ -63,27 +72,39 @@ class Launch(SpecPart):
 class Resources(SpecPart):
     """The resources of the first attempt."""
 
-    executor: Literal["local", "slurm"] = "local"
-    nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
+    executor: Literal["local", "slurm"] = Field(
+        default="local", description="`local` runs on this machine, `slurm` submits to Slurm"
+    )
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=1, description="number of nodes. The local executor has one"
+    )
     gpus_per_node: Annotated[int, Field(ge=1, le=64)] = Field(
         default=1, description="ranks per node. On a machine without GPUs, these are CPU ranks"
     )
-    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = None
-    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    cpus_per_gpu: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="CPU cores per rank. None: Slurm's default"
+    )
+    memory_gb_per_node: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="memory per node. None: Slurm's default"
+    )
+    partition: str | None = Field(
+        default=None, description="Slurm partition. None: Slurm's default"
+    )
+    account: str | None = Field(default=None, description="Slurm account. None: Slurm's default")
+    qos: str | None = Field(default=None, description="Slurm QOS. None: Slurm's default")
+    constraint: str | None = Field(default=None, description="node features that Slurm requires")
     time_limit_min: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="time limit of one attempt in minutes. None: the partition's"
+        default=None, description="time limit of one attempt. None: that of the partition"
     )
     gres: str | None = Field(
-        default=None, description="Slurm GRES of each node, instead of gpu:<gpus_per_node>"
+        default=None,
+        description="GRES of each node instead of `gpu:<gpus_per_node>`. `none` requests no GRES",
     )
     extra: dict[str, str | int | bool] = Field(
         default_factory=dict,
-        description="further sbatch options by their long names, such as reservation or nodelist. "
-        "Options that Holdfast sets itself are refused",
+        description="further sbatch options by their long names, such as `reservation` or "
+        "`nodelist`. Options that Holdfast sets itself are refused, with the key to "
+        "use instead",
     )
 
     @field_validator("extra")
@@ -100,30 +121,43 @@ class Resources(SpecPart):
 class Elastic(SpecPart):
     """The GPU counts that a relaunch may use."""
 
-    min_gpus: Annotated[int, Field(ge=1)] | None = None
-    max_gpus: Annotated[int, Field(ge=1)] | None = None
+    min_gpus: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="fewest GPUs that a relaunch may use. None: the smallest count in the spec",
+    )
+    max_gpus: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="most GPUs that a relaunch may use. None: the largest count in the spec",
+    )
     choices: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="allowed counts. Empty: all counts that fill nodes"
+        default=(),
+        description="allowed counts. Empty: every count from `min_gpus` to `max_gpus` that is "
+        "at most `gpus_per_node` or a multiple of it",
     )
     on_preemption: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(),
-        description="GPU counts after the 1st, 2nd, … preemption. The last one repeats",
+        default=(), description="counts after the 1st, 2nd, … preemption. The last one repeats"
     )
     grow: bool = Field(
         default=False,
-        description="if more GPUs become free, save, stop and relaunch with them",
+        description="if more GPUs become free while an attempt runs, save, stop and relaunch "
+        "with them. Only Slurm reports free GPUs",
     )
     grow_after_s: Annotated[float, Field(gt=0)] = Field(
-        default=600.0, description="seconds for which more GPUs must have been free"
+        default=600.0,
+        description="seconds for which the GPUs must have been free, and for which the attempt "
+        "must have run. It doubles each time a grown attempt is preempted, up to 32 "
+        "times the value",
     )
 
 
 class KeepBest(SpecPart):
     """The checkpoints with the best logged metric. One without the metric does not count."""
 
-    metric: Annotated[str, Field(min_length=1)]
-    n: Annotated[int, Field(ge=1)] = 1
-    mode: Literal["min", "max"] = "min"
+    metric: Annotated[str, Field(min_length=1)] = Field(description="metric that the program logs")
+    n: Annotated[int, Field(ge=1)] = Field(default=1, description="number of checkpoints")
+    mode: Literal["min", "max"] = Field(
+        default="min", description="whether the smallest or the largest value is the best"
+    )
 
 
 class Keep(SpecPart):
@@ -133,12 +167,24 @@ class Keep(SpecPart):
     the newest one are always kept.
     """
 
-    last: Annotated[int, Field(ge=1)] | None = None
-    best: KeepBest | None = None
-    every_steps: Annotated[int, Field(ge=1)] | None = None
-    every_hours: Annotated[float, Field(gt=0)] | None = None
+    last: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="keep this many of the newest checkpoints"
+    )
+    best: KeepBest | None = Field(
+        default=None,
+        description="keep the `n` best by a metric that the program logs: `{ metric, n = 1, "
+        'mode = "min" }`',
+    )
+    every_steps: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="keep the first checkpoint at or after each multiple of this many steps",
+    )
+    every_hours: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="keep the first checkpoint of each period of this many hours"
+    )
     ttl: str | None = Field(
-        default=None, description="keep every checkpoint that is younger: `12h`, `7d`"
+        default=None,
+        description="time to live, such as `12h` or `7d`: keep every checkpoint that is younger",
     )
 
     @field_validator("ttl")
@@ -164,28 +210,38 @@ class Checkpointing(SpecPart):
     """When the run saves, where its checkpoints go and which of them are kept."""
 
     interval: StrictInt | str = Field(
-        default="auto", description="steps (50), time (`300s`, `10m`, `1h`) or `auto`"
+        default="auto",
+        description='interval between checkpoints: steps (`500`), time (`"300s"`, `"10m"`, '
+        '`"1h"`) or `"auto"`',
     )
     keep: Keep = Keep()
     budget: Annotated[StrictInt, Field(ge=1)] | str | None = Field(
-        default=None, description="most space that the run's checkpoints may take (`500GB`)"
+        default=None,
+        description='most space that the run\'s checkpoints may take, as `"500GB"` or in bytes. '
+        "If the next step does not fit, Holdfast first deletes what the keep rules "
+        "allow. If it still does not fit, the save fails",
     )
     mirror: str | None = Field(
         default=None,
-        description="fsspec URL that every checkpoint is copied to, such as s3://bucket/prefix or "
-        "file:///shared/directory. Set credentials in the environment",
+        description='URL that every checkpoint is copied to: `"s3://bucket/prefix"` or '
+        '`"file:///shared/dir"`. Set credentials in the environment (`AWS_…`). For '
+        "a store other than Amazon's, set `HOLDFAST_S3_ENDPOINT` or "
+        "`AWS_ENDPOINT_URL`",
     )
     local: str | None = Field(
         default=None,
-        description="directory on each node's own disk that files are written to first. The "
-        "mirror then holds the durable copy",
+        description="directory on each node's own disk that files are written to first. It "
+        "requires a mirror, which then holds the durable copy",
     )
     snapshots: Annotated[StrictInt, Field(ge=1)] | Literal["auto", "off"] = Field(
         default="auto",
-        description="steps between copies in memory, which survive a crash of the program",
+        description="steps between snapshots, which are copies in memory. If the program dies, "
+        "Holdfast commits the newest one. `auto` takes as many as cost 3 % of the "
+        "time, and `off` takes none",
     )
     staging: Literal["memory"] = Field(
-        default="memory", description="where a step is staged before it is written"
+        default="memory",
+        description="where a step is staged before it is written. `memory` is the only value",
     )
 
     @field_validator("interval")
@@ -241,122 +297,16 @@ class Checkpointing(SpecPart):
         return _seconds(str(self.interval))
 
 
-SilentPhase = Literal[
-    "start", "rendezvous", "load", "compile", "train", "eval", "save", "stop", "done"
-]
-
-
-NumericsAction = Literal["stop", "skip", "rollback", "warn"]
-
-
-class Numerics(SpecPart):
-    """The action after a loss that is not finite, or is far above the losses before it."""
-
-    on_nan: NumericsAction = Field(
-        default="stop", description="action after a loss that is NaN or infinite"
-    )
-    on_spike: NumericsAction = Field(
-        default="warn", description="action after a loss above the limit"
-    )
-    metric: str = Field(default="loss", description="logged metric to watch")
-    window: Annotated[int, Field(ge=8)] = Field(
-        default=100, description="number of losses that the limit is computed from"
-    )
-    spike_mads: Annotated[float, Field(gt=0)] = Field(
-        default=20.0,
-        description="the limit, as median absolute deviations above the window's median",
-    )
-    margin_steps: Annotated[int, Field(ge=1)] = Field(
-        default=10, description="least number of steps between a rollback's target and the loss"
-    )
-    skip_steps: Annotated[int, Field(ge=1)] = Field(
-        default=10,
-        description="steps of data to skip: around the loss in a rollback, after it in a skip",
-    )
-    changes_max: Annotated[int, Field(ge=0)] = Field(
-        default=5, description="most rollbacks and skips of a run until an operator relaunches it"
-    )
-
-
-class Supervision(SpecPart):
-    """How Holdfast watches an attempt, and how often it relaunches after each cause."""
-
-    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
-    poll_s: Annotated[float, Field(gt=0)] = 5.0
-    grace_s: Annotated[float, Field(gt=0)] = Field(
-        default=30.0, description="seconds between the signal of a preemption and the kill"
-    )
-    notices: Literal["auto", "aws", "gcp", "azure", "off"] = Field(
-        default="auto", description="cloud whose interruption notices the nodes listen for"
-    )
-    notices_url: str = Field(
-        default="", description="address of the notices. Empty: the cloud's own"
-    )
-    flush_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=1800.0,
-        description="longest time that a save, or a stop without a deadline, may take",
-    )
-    join_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="longest time that the nodes of a job wait for each other"
-    )
-    ports: str = Field(
-        default="any",
-        pattern=r"^(any|\d{1,5}-\d{1,5})$",
-        description="ports between nodes, for the agents and torchrun, such as 40000-40063",
-    )
-    restarts_in_place: Annotated[int, Field(ge=0)] = Field(
-        default=3, description="restarts of torchrun inside one attempt"
-    )
-    standby_after_s: Annotated[float, Field(ge=0)] | Literal["off"] = Field(
-        default=3.0,
-        description="seconds of training after which the warm standby starts",
-    )
-    hangs: bool = Field(default=True, description="examine silent ranks and end those that hang")
-    silence_s: dict[SilentPhase, Annotated[float, Field(gt=0)]] = Field(
-        default_factory=dict,
-        description="seconds of silence per phase before a rank may be ended, see "
-        "`workers.agent.silence`",
-    )
-    numerics: Numerics = Numerics()
-    budgets: dict[Cause, Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict, description="relaunches allowed per cause, see `workers.policy`"
-    )
-    backoff_s: Annotated[float, Field(ge=0)] = 10.0
-    attempts_max: Annotated[int, Field(ge=1)] = 1000
-
-    @field_validator("notices_url")
-    @classmethod
-    def _notices_url_is_plain_http(cls, value: str) -> str:
-        if value and not _PLAIN_HTTP.fullmatch(value):
-            raise ValueError(f"{value!r}: expected an HTTP address such as http://169.254.169.254")
-        return value
-
-    @field_validator("ports")
-    @classmethod
-    def _are_ports(cls, value: str) -> str:
-        if value != "any":
-            first, last = map(int, value.split("-"))
-            if not 1 <= first <= last <= 65535:
-                raise ValueError(f"ports {value!r}: expected FIRST-LAST between 1 and 65535")
-        return value
-
-    @property
-    def port_range(self) -> range | None:
-        """The ports that nodes may use to reach each other; None for any."""
-        if self.ports == "any":
-            return None
-        first, last = map(int, self.ports.split("-"))
-        return range(first, last + 1)
-
-
 class Cost(SpecPart):
     """Prices of GPU time."""
 
-    gpu_hour: Annotated[float, Field(ge=0)] | None = None
-    on_demand_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="price of a GPU hour that is never preempted, for comparison"
+    gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price that you pay for one GPU hour"
     )
-    currency: str = "USD"
+    on_demand_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
+        default=None, description="price of one GPU hour that is never preempted, for comparison"
+    )
+    currency: str = Field(default="USD", description="currency of both prices")
 
 
 class RunSpec(SpecPart):
@@ -366,10 +316,26 @@ class RunSpec(SpecPart):
     The program gets `config` unchanged, as `holdfast.trainer.config`.
     """
 
-    name: str
-    command: Annotated[tuple[str, ...], Field(min_length=1)]
-    environment: dict[str, EnvironmentValue] = Field(default_factory=dict)
-    config: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field(
+        description="up to 100 letters, digits, `-` and `_`, starting with a letter or digit. "
+        "Only one live run under a root can have a given name"
+    )
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        description="arguments that torchrun gets: a script and its arguments, or `-m` and a module"
+    )
+    environment: dict[str, EnvironmentValue] = Field(
+        default_factory=dict,
+        description="environment variables for the program. Each value is a string or a "
+        "reference to a secret",
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict,
+        description="settings for the program. Holdfast passes them on as "
+        "`holdfast.trainer.config`. It reads only two things. It digests `data`, "
+        "with the size and modification time of each file that `data` names. It "
+        "shows progress against the first of `steps`, `max_steps`, `total_steps` "
+        "and `train_steps`",
+    )
     launch: Launch = Launch()
     resources: Resources = Resources()
     elastic: Elastic = Elastic()

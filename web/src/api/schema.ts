@@ -557,7 +557,7 @@ export interface RunPage {
   unreadable: UnreadableRun[];
 }
 
-/** Where a run stands, over all its attempts. */
+/** The state of a run, over all its attempts. */
 export type RunState = "queued" | "running" | "waiting" | "paused" | "completed" | "failed" | "cancelled";
 
 /** A period in which an attempt did one thing; `part` is one of `contracts.goodput.PARTS`. */

@@ -1,0 +1,354 @@
+"""What each kind of journal line means: who writes it, and the fields of its `data`.
+
+The documentation is made from this table. Tests compare it with the lines that the code writes
+and with `event_facts`, which says what readers believe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from holdfast.contracts.goodput import Goodput
+from holdfast.contracts.journal import EventKind as Kind
+
+INTEGER: Final = "integer"
+NUMBER: Final = "number"
+STRING: Final = "string"
+BOOLEAN: Final = "boolean"
+STRINGS: Final = "list of strings"
+PAIRS: Final = "list of pairs of integers"
+NUMBERS: Final = "list of numbers"
+TABLES: Final = "list of tables"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field; `meaning` is for people."""
+
+    type: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class EventEntry:
+    """One kind of line: what it says, the process that writes it, and the fields it can have."""
+
+    meaning: str
+    writer: str
+    fields: tuple[str, ...]
+    # Fields whose meaning is another one here than in `FIELDS`.
+    own: Mapping[str, Field] = field(default_factory=dict)
+
+    @property
+    def described(self) -> Mapping[str, Field]:
+        """The fields by name."""
+        return {name: self.own.get(name) or FIELDS[name] for name in self.fields}
+
+
+# A name means the same in every kind of line that has no meaning of its own for it.
+FIELDS: Final[Mapping[str, Field]] = {
+    "action": Field(STRING, "what is asked for or decided"),
+    "address": Field(STRING, "address that the request came from"),
+    "after_attempt": Field(INTEGER, "newest attempt at that time; 0 before the first"),
+    "argv": Field(STRINGS, "the program and its arguments"),
+    "attempt": Field(INTEGER, "number of the attempt"),
+    "blocked_s": Field(NUMBER, "seconds for which training stood still"),
+    "by": Field(STRING, "user, or rule, that acted"),
+    "bytes": Field(INTEGER, "size in bytes"),
+    "cause": Field(STRING, "cause, as in troubleshooting by cause"),
+    "changed_variables": Field(
+        STRINGS, "variables that the program changed and that libraries read when they are loaded"
+    ),
+    "checkpoint": Field(STRING, "directory name of the checkpoint"),
+    "cloud": Field(STRING, "`aws`, `gcp` or `azure`"),
+    "command_digest": Field(STRING, "digest of the program's arguments and working directory"),
+    "committed_step": Field(INTEGER, "step of the newest committed checkpoint"),
+    "cost": Field(NUMBER, "price of all GPU hours, in `currency`"),
+    "count": Field(INTEGER, "number of nodes; `nodes` may list fewer"),
+    "currency": Field(STRING, "currency of the prices"),
+    "damaged": Field(STRINGS, "files whose bytes differ from the manifest"),
+    "deadline": Field(NUMBER, "Unix seconds at which the scheduler or the cloud ends the job"),
+    "delay_s": Field(NUMBER, "seconds to wait before the next attempt"),
+    "detail": Field(STRING, "further words of the source"),
+    "dumps": Field(STRINGS, "files with the stacks of ranks"),
+    "ended_at": Field(NUMBER, "Unix seconds"),
+    "ending": Field(STRING, "how the launch ended, such as `left`, `crashed` or `stopped`"),
+    "error": Field(STRING, "error message"),
+    "ettr": Field(NUMBER, "productive share of the time, from 0 to 1"),
+    "evidence": Field(STRINGS, "sentences that explain the state"),
+    "exclude": Field(STRINGS, "hosts that the next attempt does not use"),
+    "excluded": Field(STRINGS, "checkpoints that a resume no longer takes"),
+    "exit_code": Field(INTEGER, "exit status of torchrun"),
+    "failed_host": Field(STRING, "host of the rank that failed first"),
+    "failed_rank": Field(INTEGER, "rank that failed first"),
+    "finding": Field(STRING, "which ranks wait, and which are missing"),
+    "first_step": Field(INTEGER, "first step that was trained"),
+    "flow_run": Field(STRING, "id of Prefect's flow run; empty without Prefect"),
+    "flush_s": Field(NUMBER, "seconds from the staged step to the commit"),
+    "flushing_s": Field(NUMBER, "seconds in which only the last checkpoint was written"),
+    "format": Field(STRING, "form of the exported files"),
+    "good_step": Field(INTEGER, "step of the last good loss"),
+    "gpu_hours": Field(NUMBER, "GPU hours held"),
+    "gpus": Field(INTEGER, "number of GPUs"),
+    "has_left": Field(BOOLEAN, "true when the program left its loop"),
+    "host": Field(STRING, "host name"),
+    "hosts": Field(STRINGS, "hosts of the attempt, node 0 first"),
+    "hung_s": Field(NUMBER, "seconds in which ranks hung"),
+    "launch": Field(INTEGER, "number of the launch in its attempt"),
+    "launches": Field(TABLES, "the launches of the attempt"),
+    "interval_s": Field(NUMBER, "chosen seconds between checkpoints"),
+    "into_run": Field(STRING, "name of the new run"),
+    "into_uid": Field(STRING, "uid of the new run"),
+    "is_whole": Field(BOOLEAN, "true when the program completed all that it promised"),
+    "job_id": Field(STRING, "the scheduler's id of the job"),
+    "last_step": Field(INTEGER, "last step that any rank finished"),
+    "limit": Field(NUMBER, "loss above which it counts as a spike"),
+    "load_s": Field(NUMBER, "seconds that the load took"),
+    "loading_s": Field(NUMBER, "seconds in which ranks loaded a checkpoint"),
+    "loss": Field(NUMBER, "the loss; as text when it is not finite"),
+    "lost_hosts": Field(STRINGS, "hosts that were lost"),
+    "lost_s": Field(NUMBER, "seconds of training that was done again"),
+    "median": Field(NUMBER, "median of the losses before"),
+    "name": Field(STRING, "name of the signal or of the request"),
+    "newest_step": Field(INTEGER, "newest step that a rank has entered"),
+    "node": Field(INTEGER, "number of the node, from 0"),
+    "nodes": Field(INTEGER, "number of nodes"),
+    "note": Field(STRING, "the user's own words"),
+    "notes": Field(STRINGS, "what the resume had to say besides"),
+    "notice": Field(STRING, "what the cloud announces"),
+    "of_completed": Field(BOOLEAN, "true when the run had completed"),
+    "ok": Field(BOOLEAN, "true when every byte is as it was committed"),
+    "on_demand_cost": Field(NUMBER, "price of the other GPU time without preemptions"),
+    "outcome": Field(STRING, "`done`, or why it was refused or failed"),
+    "own_s": Field(NUMBER, "seconds of the rank's own work in a step"),
+    "path": Field(STRING, "path of the files"),
+    "peers_s": Field(NUMBER, "the same, as the median of the other ranks"),
+    "pid": Field(INTEGER, "process id"),
+    "preemption_cost": Field(NUMBER, "price of `preemption_gpu_hours`"),
+    "preemption_gpu_hours": Field(NUMBER, "GPU hours that preemptions cost"),
+    "problem": Field(STRING, "what is wrong with the loss"),
+    "promised": Field(BOOLEAN, "true when the text is what the program loops over"),
+    "queued_s": Field(NUMBER, "seconds in the scheduler's queue"),
+    "rank": Field(INTEGER, "number of the rank"),
+    "reason": Field(STRING, "why, in words"),
+    "restored": Field(STRINGS, "parts of the state that were restored"),
+    "resumed_from": Field(STRING, "checkpoint that the first launch resumed from"),
+    "role": Field(STRING, "`reader` or `operator`"),
+    "rounds": Field(INTEGER, "number of proposals until all nodes agreed"),
+    "saved": Field(NUMBER, "`on_demand_cost` less `cost`"),
+    "scheduler_state": Field(STRING, "the scheduler's own word for the job's state"),
+    "seconds": Field(NUMBER, "seconds that the copy took"),
+    "silent": Field(TABLES, "silent ranks, each with step, phase and seconds of silence"),
+    "skip": Field(PAIRS, "data that is skipped from then on: first step and number of steps"),
+    "skipped": Field(STRINGS, "newer checkpoints that were passed over, with the reason"),
+    "snapshots_every": Field(INTEGER, "chosen steps between snapshots; 0 for none"),
+    "source": Field(STRING, "what asked for the stop"),
+    "started_at": Field(NUMBER, "Unix seconds"),
+    "starting_s": Field(NUMBER, "seconds until ranks began to load"),
+    "state": Field(STRING, "state of the attempt or of the run"),
+    "step": Field(INTEGER, "number of the optimizer step"),
+    "step_s": Field(NUMBER, "seconds that a step takes"),
+    "steps_lost": Field(INTEGER, "steps trained again"),
+    "stop_committed_at": Field(NUMBER, "Unix seconds at which the last checkpoint was committed"),
+    "stop_requested_at": Field(NUMBER, "Unix seconds at which the stop was requested"),
+    "stopped_s": Field(NUMBER, "seconds without an attempt"),
+    "text": Field(STRING, "a sentence for people"),
+    "to": Field(STRING, "checkpoint that training goes back to"),
+    "token": Field(STRING, "name of the token"),
+    "total_s": Field(NUMBER, "seconds since the run was created"),
+    "traceback": Field(STRING, "traceback of the rank that failed first"),
+    "trained_until": Field(NUMBER, "Unix seconds of the last sign of training"),
+    "training_s": Field(NUMBER, "seconds of training that counts"),
+    "url": Field(STRING, "location in the mirror"),
+    "waited_s": Field(NUMBER, "seconds until all nodes agreed"),
+    "window": Field(NUMBERS, "losses that the limit is computed from, oldest first"),
+    "world_size": Field(INTEGER, "number of ranks"),
+}
+_COPY: Final = ("attempt", "checkpoint", "step", "url", "bytes", "seconds")
+_LAUNCH: Final = ("attempt", "launch")
+_HANG: Final = (*_LAUNCH, "silent", "finding", "dumps")
+_OUTCOME: Final = (
+    *("hosts", "command_digest", "resumed_from", "first_step", "last_step", "committed_step"),
+    *("started_at", "stop_requested_at", "stop_committed_at", "ended_at", "traceback"),
+    *("failed_rank", "failed_host", "launches"),
+)
+
+EVENTS: Final[Mapping[Kind, EventEntry]] = {
+    Kind.SUPERVISED: EventEntry(
+        "a supervisor took over the run", "supervisor", ("host", "pid", "flow_run")
+    ),
+    Kind.ATTEMPT_RESERVED: EventEntry(
+        "the supervisor reserved the number of an attempt",
+        "supervisor",
+        ("attempt", "gpus", "nodes", "reason", "exclude"),
+    ),
+    Kind.ATTEMPT_SUBMITTED: EventEntry(
+        "the scheduler accepted the job of an attempt", "supervisor", ("attempt", "job_id")
+    ),
+    Kind.ATTEMPT_STATE: EventEntry(
+        "a process that reconciles saw an attempt in a new state",
+        "process that reconciles",
+        ("attempt", "state", "detail"),
+    ),
+    Kind.ATTEMPT_ENDED: EventEntry(
+        "an attempt ended. There is one such line for each attempt",
+        "process that reconciles",
+        (
+            *("attempt", "state", "cause", "evidence", "job_id", "scheduler_state"),
+            *("world_size", "lost_hosts", *_OUTCOME),
+        ),
+    ),
+    Kind.DECISION: EventEntry(
+        "the supervisor decided what comes next: relaunch, wait or stop",
+        "supervisor",
+        ("action", "after_attempt", "gpus", "exclude", "delay_s", "reason"),
+    ),
+    Kind.OPERATOR_REQUEST: EventEntry(
+        "an operator asked for a stop, pause, resume, cancel or relaunch",
+        "command or server",
+        ("action", "by", "after_attempt", "gpus", "of_completed"),
+    ),
+    Kind.RUN_ENDED: EventEntry("the run ended", "supervisor", ("state", "after_attempt", "reason")),
+    Kind.PINNED: EventEntry(
+        "an operator pinned a checkpoint", "command or server", ("checkpoint", "by", "note")
+    ),
+    Kind.UNPINNED: EventEntry(
+        "an operator removed a pin", "command or server", ("checkpoint", "by")
+    ),
+    Kind.CHECKPOINT_DELETED: EventEntry(
+        "a checkpoint is about to be deleted",
+        "process that prunes",
+        ("checkpoint", "reason", "by"),
+    ),
+    Kind.FORKED: EventEntry(
+        "a new run was forked from a checkpoint",
+        "command or server",
+        ("checkpoint", "into_uid", "into_run"),
+    ),
+    Kind.EXPORTED: EventEntry(
+        "a checkpoint was exported", "command or server", ("checkpoint", "format", "path")
+    ),
+    Kind.ROLLED_BACK: EventEntry(
+        "after a bad loss, training goes back to an older checkpoint",
+        "rank 0",
+        (*_LAUNCH, "to", "excluded", "skip", "step", "reason"),
+    ),
+    Kind.NUMERICS: EventEntry(
+        "a loss was bad, and this is what the policy answers",
+        "rank 0",
+        (
+            *(*_LAUNCH, "problem", "step", "loss", "good_step", "window", "median", "limit"),
+            *("rank", "action", "reason", "skip"),
+        ),
+    ),
+    Kind.CLAIMED: EventEntry(
+        "the agent of node 0 claimed the attempt",
+        "agent",
+        ("attempt", "job_id", "host", "pid"),
+    ),
+    Kind.LAUNCH_STARTED: EventEntry("a launch started", "agent", (*_LAUNCH, "world_size")),
+    Kind.LAUNCH_ENDED: EventEntry(
+        "a launch ended",
+        "agent",
+        (*_LAUNCH, "ending", "exit_code", "last_step", "trained_until"),
+    ),
+    Kind.SIGNAL: EventEntry(
+        "a signal, a stop file or the time limit asked the attempt to stop",
+        "agent",
+        (*_LAUNCH, "source", "name", "cause", "deadline", "detail"),
+    ),
+    Kind.NOTICE: EventEntry(
+        "a cloud announced an interruption",
+        "agent",
+        ("attempt", "cloud", "notice", "host", "deadline", "detail"),
+    ),
+    Kind.STOP_AGREED: EventEntry(
+        "all nodes agreed on the step after which ranks stop",
+        "agent",
+        (*_LAUNCH, "step", "rounds", "waited_s"),
+    ),
+    Kind.STOP_FAILED: EventEntry(
+        "the nodes found no step to stop after", "agent", (*_LAUNCH, "reason", "newest_step")
+    ),
+    Kind.RESUMED: EventEntry(
+        "the program resumed, or began at step 0",
+        "rank 0",
+        (
+            *(*_LAUNCH, "checkpoint", "step", "skipped", "command_digest", "argv", "world_size"),
+            *("restored", "notes", "load_s", "changed_variables"),
+        ),
+    ),
+    Kind.STAGED: EventEntry(
+        "all ranks copied a step into their staging slots",
+        "rank 0",
+        (*_LAUNCH, "checkpoint", "step", "bytes", "blocked_s", "reason"),
+    ),
+    Kind.COMMITTED: EventEntry(
+        "a checkpoint is committed: its manifest is durable",
+        "rank 0, or after a crash the agent",
+        (*_LAUNCH, "checkpoint", "step", "bytes", "flush_s", "reason"),
+    ),
+    Kind.SAVE_FAILED: EventEntry(
+        "a save was not committed",
+        "rank 0, or after a lost node the agent",
+        (*_LAUNCH, "checkpoint", "step", "error"),
+    ),
+    Kind.MIRRORED: EventEntry("the mirror has a checkpoint", "flusher", _COPY),
+    Kind.MIRROR_FAILED: EventEntry(
+        "a checkpoint was not copied to the mirror",
+        "flusher",
+        ("attempt", "checkpoint", "step", "url", "error"),
+    ),
+    Kind.FETCHED: EventEntry(
+        "a resume fetched a checkpoint from the mirror", "rank 0", (*_LAUNCH, *_COPY[1:], "path")
+    ),
+    Kind.VERIFIED: EventEntry(
+        "every byte of a checkpoint was read and compared with the manifest",
+        "command or server",
+        ("checkpoint", "ok", "by", "bytes", "damaged"),
+    ),
+    Kind.NODE_LOST: EventEntry(
+        "a node of the attempt was lost",
+        "agent, or process that reconciles",
+        ("attempt", "node", "host", "detail"),
+    ),
+    Kind.GOODPUT: EventEntry(
+        "where the run's time went, up to the end of an attempt",
+        "process that reconciles",
+        ("attempt", *(one.name for one in dataclasses.fields(Goodput))),
+    ),
+    Kind.HANG_SUSPECTED: EventEntry("ranks are silent, and their stacks are taken", "agent", _HANG),
+    Kind.HANG_CONFIRMED: EventEntry(
+        "the launch hangs, and node 0 ends it", "agent", (*_HANG, "reason")
+    ),
+    Kind.STRAGGLER: EventEntry(
+        "one rank is slower than the others",
+        "agent",
+        (*_LAUNCH, "rank", "own_s", "peers_s", "step_s"),
+    ),
+    Kind.NODE_SILENT: EventEntry(
+        "heartbeats of nodes stopped, or came again",
+        "supervisor",
+        ("attempt", "nodes", "count", "silent"),
+        {
+            "nodes": Field(STRINGS, "host names, 16 at most"),
+            "silent": Field(BOOLEAN, "true when the heartbeats stopped"),
+        },
+    ),
+    Kind.AUDIT: EventEntry(
+        "a user acted through the server. Fields of the action itself follow",
+        "server",
+        ("action", "outcome", "by", "role", "address", "token"),
+    ),
+    Kind.NOTE: EventEntry(
+        "something that a reader of the run may want to know",
+        "any process",
+        (
+            *(*_LAUNCH, "text", "host", "checkpoint", "step", "promised", "has_left", "is_whole"),
+            *("interval_s", "snapshots_every"),
+        ),
+    ),
+}

@@ -1,0 +1,46 @@
+"""Exit statuses of the programs of Holdfast. The documentation is made from these tables."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Final
+
+DONE: Final = 0
+# The thing asked about is bad or failed.
+FAILED: Final = 1
+# The call is wrong, or something that it needs cannot be used.
+MISUSE: Final = 2
+INTERRUPTED: Final = 128 + signal.SIGINT
+KILLED: Final = 128 + signal.SIGKILL
+TERMINATED: Final = 128 + signal.SIGTERM
+# A warm standby that is not needed.
+NOT_NEEDED: Final = 75
+
+EXIT_STATUSES: Final[Mapping[str, Mapping[int, str]]] = {
+    "holdfast": {
+        DONE: "the command did what it was asked",
+        FAILED: "the thing that you asked about is bad or failed: a run that ended failed "
+        "(`submit --wait`), a damaged checkpoint (`verify`), a failed check (`doctor`), a broken "
+        "invariant (`drill`), a run that cannot be read (`reindex`), another revision of the "
+        "schema (`db current`), or a request that the scheduler refused",
+        MISUSE: "the call is wrong, or something that it needs cannot be used. Standard error has "
+        "the reason and the next step",
+        INTERRUPTED: "you interrupted `submit --wait`. The run goes on",
+        TERMINATED: "a drill or an export was ended by SIGTERM, after it removed what it had begun",
+    },
+    "python -m holdfast.flows.detached": {
+        DONE: "the run completed",
+        FAILED: "the run failed or was cancelled",
+        MISUSE: "the call is wrong",
+    },
+    "torchrun under the agent": {
+        DONE: "all ranks exited with status 0. The agent compares this with what the program "
+        "promised before it reports the attempt as completed",
+        KILLED: "the agent ended the launch, or the agent was killed. Every process of the launch "
+        "was killed",
+    },
+    "a rank of a warm standby": {
+        NOT_NEEDED: "the attempt ended without a restart in place, so the standby was not needed",
+    },
+}

@@ -1,0 +1,127 @@
+"""Every environment variable of Holdfast: who sets it, and what it does.
+
+The documentation is made from this table. A test compares it with the names that the code reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from holdfast.contracts import environment
+
+
+class Setter(StrEnum):
+    """Who sets a variable; the value is the heading of its table."""
+
+    PERSON = "Set by you"
+    AGENT = "Set by the agent for the program"
+    BUILD = "Set by you for builds and tests"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable; `default` is what holds without it."""
+
+    name: str
+    setter: Setter
+    meaning: str
+    default: str = ""
+
+
+VARIABLES: Final = (
+    Variable(
+        "HOLDFAST_ROOT",
+        Setter.PERSON,
+        "folder of all runs; every node must see it. `--root` has precedence",
+        "`$HOLDFAST_HOME/runs`",
+    ),
+    Variable(
+        "HOLDFAST_HOME",
+        Setter.PERSON,
+        "folder of your database, your tokens and your settings",
+        "`~/.holdfast`",
+    ),
+    Variable(
+        "HOLDFAST_DATABASE_URL",
+        Setter.PERSON,
+        "URL of the lineage database, SQLite or PostgreSQL, as SQLAlchemy writes it",
+        "SQLite in `$HOLDFAST_HOME/holdfast.db`",
+    ),
+    Variable(
+        environment.S3_ENDPOINT,
+        Setter.PERSON,
+        "address of an object store other than Amazon's, for `checkpoint.mirror`",
+        "`$AWS_ENDPOINT_URL`, otherwise Amazon's own address",
+    ),
+    Variable(
+        environment.NOTICES_URL,
+        Setter.PERSON,
+        "address at which nodes ask for the cloud's interruption notices. "
+        "`supervision.notices_url` has precedence",
+        "the cloud's own address",
+    ),
+    Variable(
+        environment.RUN_DIRECTORY,
+        Setter.AGENT,
+        "the run's folder. A program that finds this variable runs under an agent",
+    ),
+    Variable(environment.ATTEMPT, Setter.AGENT, "number of the attempt, from 1"),
+    Variable(environment.LAUNCH, Setter.AGENT, "number of the launch in the attempt, from 1"),
+    Variable(environment.NODE, Setter.AGENT, "number of this node, from 0"),
+    Variable(environment.NODES, Setter.AGENT, "number of nodes of the attempt"),
+    Variable(
+        environment.RANK_STATUS,
+        Setter.AGENT,
+        "path of the node's shared memory for the rank status",
+    ),
+    Variable(
+        environment.FLUSHER,
+        Setter.AGENT,
+        "path of the file that contains the name of the flusher's socket",
+    ),
+    Variable(
+        environment.CONFIG,
+        Setter.AGENT,
+        "the spec's `[config]` table, as JSON. `holdfast.trainer.config` reads it",
+    ),
+    Variable(environment.CHECKPOINT_INTERVAL, Setter.AGENT, "`checkpoint.interval` of the spec"),
+    Variable(environment.CHECKPOINT_MIRROR, Setter.AGENT, "`checkpoint.mirror` of the spec"),
+    Variable(environment.CHECKPOINT_LOCAL, Setter.AGENT, "`checkpoint.local` of the spec"),
+    Variable(environment.CHECKPOINT_SNAPSHOTS, Setter.AGENT, "`checkpoint.snapshots` of the spec"),
+    Variable(environment.NUMERICS, Setter.AGENT, "`supervision.numerics` of the spec, as JSON"),
+    Variable(
+        environment.FLUSH_TIMEOUT,
+        Setter.AGENT,
+        "`supervision.flush_timeout_s` of the spec, in seconds. Without an agent, you can set it",
+        f"{environment.FLUSH_TIMEOUT_DEFAULT_S:g}",
+    ),
+    Variable(
+        environment.STANDBY_PIPE,
+        Setter.AGENT,
+        "path of the standby pipe, on which a warm standby waits for its start",
+    ),
+    Variable(
+        "HOLDFAST_PYTHON",
+        Setter.BUILD,
+        "Python interpreter from which `make` creates `.venv`",
+        "`python3.11`, `python3.12`, `python3.13` or `python3`, whichever is found first",
+    ),
+    Variable(
+        "HOLDFAST_WHEEL_WITHOUT_PAGE",
+        Setter.BUILD,
+        "with the value 1, a wheel is built without the web UI",
+    ),
+    Variable(
+        "HOLDFAST_SERVER",
+        Setter.BUILD,
+        "address of the server that Vite's development server of the web UI uses",
+        "`http://127.0.0.1:8470`",
+    ),
+    Variable(
+        "HOLDFAST_TEST_DEVICE",
+        Setter.BUILD,
+        "with the value `cpu`, `make test-gpu` runs the GPU tests whose logic needs no GPU",
+    ),
+)

@@ -1,0 +1,8 @@
+"""The builder of the site and its extension are importable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "infra" / "docs"))

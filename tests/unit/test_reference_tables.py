@@ -1,0 +1,123 @@
+"""The tables that the documentation is made from name what the code writes and reads."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from holdfast.cli import submit
+from holdfast.cli.output import exit_status
+from holdfast.contracts import errors, event_book
+from holdfast.contracts import exit_status as statuses
+from holdfast.contracts.event_book import EVENTS
+from holdfast.contracts.event_facts import needed_facts, problem_with_facts
+from holdfast.contracts.journal import EventKind
+from holdfast.contracts.variables import VARIABLES
+from holdfast.trainer import standby
+from holdfast.workers.agent import guard
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CODE = ("src/holdfast", "workers", "trainer", "flows")
+# A value of each type of the event book.
+EXAMPLES = {
+    event_book.INTEGER: 1,
+    event_book.NUMBER: 1.5,
+    event_book.STRING: "text",
+    event_book.BOOLEAN: True,
+    event_book.STRINGS: ["text"],
+    event_book.NUMBERS: [1.5],
+    event_book.PAIRS: [[1, 2]],
+    event_book.TABLES: [{}],
+}
+
+
+@cache
+def sources() -> tuple[Path, ...]:
+    paths = (path for folder in CODE for path in (CHECKOUT / folder).rglob("*.py"))
+    own = {path.resolve() for path in paths if "__pycache__" not in path.parts}
+    return tuple(sorted(own))
+
+
+def kinds_in(node: ast.Call) -> list[EventKind]:
+    named = [
+        one.attr
+        for one in node.args
+        if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "EventKind"
+    ]
+    return [EventKind[name] for name in named]
+
+
+def written_facts() -> Iterator[tuple[str, EventKind, str]]:
+    """(place, kind, field) of every field that a call names for a kind of event."""
+    # What the calls hand over for the journal itself, and not for the line.
+    not_facts = {"durable", "since"}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                for kind in kinds_in(node):
+                    place = f"{path.relative_to(CHECKOUT)}:{node.lineno}"
+                    names = [one.arg for one in node.keywords if one.arg]
+                    yield from ((place, kind, name) for name in names if name not in not_facts)
+
+
+def test_every_kind_of_event_is_described() -> None:
+    assert set(EVENTS) == set(EventKind)
+    assert all(entry.meaning and entry.writer and entry.described for entry in EVENTS.values())
+
+
+def test_the_code_writes_no_field_that_the_book_lacks() -> None:
+    written = list(written_facts())
+    assert len(written) > 100
+    unknown = [
+        f"{place}: {kind} has no field {name!r}"
+        for place, kind, name in written
+        if name not in EVENTS[kind].fields
+    ]
+    assert not unknown, "\n".join([f"describe them in {event_book.__name__}:", *unknown])
+
+
+def test_readers_believe_fields_of_the_types_in_the_book() -> None:
+    wrong = []
+    for kind, entry in EVENTS.items():
+        facts = {name: EXAMPLES[one.type] for name, one in entry.described.items()}
+        if "state" in facts:
+            facts["state"] = "running"
+        if problem := problem_with_facts(kind, facts):
+            wrong.append(f"{kind}: {problem}")
+        wrong += [f"{kind}: {name}" for name in needed_facts(kind) if name not in facts]
+    assert not wrong
+
+
+def test_the_code_reads_no_variable_that_the_table_lacks() -> None:
+    known = {one.name for one in VARIABLES}
+    # In the tests of the tests' own cluster.
+    known |= {"HOLDFAST_TEST_NODE"}
+    places = [*sources(), CHECKOUT / "setup.py", CHECKOUT / "Makefile"]
+    places += [*CHECKOUT.glob("infra/**/*.py"), *CHECKOUT.glob("infra/**/*.sh")]
+    places += [*CHECKOUT.glob("tests/gpu/*.py"), CHECKOUT / "web" / "vite.config.ts"]
+    unknown = {
+        f"{path.relative_to(CHECKOUT)}: {name}"
+        for path in places
+        for name in re.findall(r"\bHOLDFAST_[A-Z0-9]+(?:_[A-Z0-9]+)*\b", path.read_text())
+        if name not in known
+    }
+    assert not unknown
+    text = "\n".join(path.read_text() for path in places)
+    assert {name for name in known if name not in text} == set()
+
+
+def test_the_statuses_in_the_table_are_those_of_the_programs() -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    raised = [one for one in kinds if issubclass(one, errors.HoldfastError)]
+    known = set(statuses.EXIT_STATUSES["holdfast"])
+    assert {exit_status(kind.__new__(kind)) for kind in raised} == {
+        statuses.FAILED,
+        statuses.MISUSE,
+    }
+    assert {statuses.DONE, statuses.FAILED, statuses.MISUSE, submit.INTERRUPTED} <= known
+    assert statuses.EXIT_STATUSES["torchrun under the agent"].keys() >= {guard.KILLED_EXIT_CODE}
+    standby_statuses = statuses.EXIT_STATUSES["a rank of a warm standby"]
+    assert standby_statuses.keys() == {standby.UNUSED_EXIT_CODE}
