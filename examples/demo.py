@@ -1,9 +1,9 @@
-"""`make demo`: a run is preempted on four ranks and resumes on two, and no step is lost.
+"""`make demo`: preempt a run on four ranks and resume it on two, without losing a step.
 
 The demo starts a Prefect server and a process worker in a temporary folder, and trains a small GPT
-on this machine's cores. It preempts the run as Slurm would, by a SIGTERM to the node's agent. The
+on this machine's cores. It preempts the run as Slurm would, with a SIGTERM to the node's agent. The
 run stays in `$HOLDFAST_ROOT`, where `holdfast show`, `lineage` and `serve` find it. The exit
-status is 0 if every check holds.
+status is 0 if every check passes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from holdfast.workers.heartbeats import newest_step, read_heartbeats
 SPEC: Final = Path(__file__).parent / "gpt" / "spec.toml"
 RUN_S_MAX: Final = 300.0
 POLL_S: Final = 0.25
-# The server and the worker keep nothing that anybody needs once the flow has ended.
+# The server and the worker have no needed data once the flow has ended, so they end quickly.
 FLOW_END_S_MAX: Final = 10.0
 SERVICE_END_S: Final = 0.5
 RANKS: Final = (4, 2)
 
 
 def main() -> int:
-    """Run the scenario; return 0 if every check holds, else 1."""
+    """Run the scenario. Return 0 if every check passes, else 1."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="holdfast-demo-"))
     run = RunPaths(default_root() / f"demo-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
@@ -79,11 +79,11 @@ def prepare(service: PrefectService) -> None:
     """Create the work pool and the deployment, as an operator would once."""
     service.command("prefect", "work-pool", "create", POOL, "--type", "process")
     service.command("holdfast", "deploy", "--pool", POOL)
-    say("work pool and deployment train/holdfast are there")
+    say("created the work pool and the deployment train/holdfast")
 
 
 def play(service: PrefectService, run: RunPaths) -> None:
-    """Submit, preempt at a third of the steps, and wait until run and flow have ended."""
+    """Submit a run, preempt it after a third of its steps, and wait until run and flow end."""
     steps = int(read_spec_file(SPEC)["config"]["steps"])
     overrides = [f"name={run.name}", "supervision.poll_s=1", "supervision.heartbeat_s=0.5"]
     service.command(
@@ -95,7 +95,7 @@ def play(service: PrefectService, run: RunPaths) -> None:
     attempt = run.attempt(1)
     wait("a third of the steps", run, lambda: (step_of(run, 1) or 0) >= steps // 3)
     claim = read_document(Claim, attempt.claim)
-    assert claim is not None, "an attempt that trains has been claimed"
+    assert claim is not None, "a training attempt has a claim"
     say(f"step {step_of(run, 1)}: SIGTERM to the agent of node 0, as a preemption would")
     os.kill(claim.pid, signal.SIGTERM)
     wait("the relaunch", run, lambda: (step_of(run, 2) or 0) > 0)
@@ -107,31 +107,31 @@ def play(service: PrefectService, run: RunPaths) -> None:
 
 
 def step_of(run: RunPaths, attempt: int) -> int | None:
-    """The last step that any rank of the attempt finished, by the heartbeats."""
+    """Return the last step that any rank of the attempt finished, from the heartbeats."""
     return newest_step(read_heartbeats(run.attempt(attempt)))
 
 
 def wait(what: str, run: RunPaths, is_so: Callable[[], bool]) -> None:
-    """Wait for a condition; `RuntimeError` when the run ends before it, or after `RUN_S_MAX`."""
+    """Wait until `is_so()`. Raises `RuntimeError` if the run ends before, or after `RUN_S_MAX`."""
     ends_at = time.monotonic() + RUN_S_MAX
-    told: object = None
+    last_key: object = None
     while time.monotonic() < ends_at:
         if run.spec.is_file():
             if is_so():
                 return
             history = load_history(run)
             progress = describe_progress(history)
-            if progress.key != told:
+            if progress.key != last_key:
                 say(progress.text)
-            told = progress.key
+            last_key = progress.key
             if not history.state.is_live:
                 raise RuntimeError(f"the run ended before {what}: {progress.text}")
         time.sleep(POLL_S)
-    raise RuntimeError(f"{what} did not come within {RUN_S_MAX:.0f} s")
+    raise RuntimeError(f"waited {RUN_S_MAX:.0f} s for {what}, without success")
 
 
 def judge(service: PrefectService, run: RunPaths) -> list[str]:
-    """Print in five lines what the run showed; return a line for each check that fails."""
+    """Print a summary of the run in five lines. Return a line for each check that fails."""
     final = next(iter(reversed(run.list_checkpoints())), run.checkpoints)
     with ThreadPoolExecutor(2) as both:
         asked = both.submit(service.command, "holdfast", "show", run.name, "--json")
@@ -145,7 +145,7 @@ def judge(service: PrefectService, run: RunPaths) -> list[str]:
 
 
 def expectations(shown: dict[str, Any], checked: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Each check of the finished run, and whether it holds."""
+    """Return each check of the finished run, and whether it passes."""
     attempts = shown["attempts"]
     if len(attempts) != len(RANKS):
         return [(f"expected two attempts, found {len(attempts)}", False)]
@@ -167,14 +167,14 @@ def expectations(shown: dict[str, Any], checked: dict[str, Any]) -> list[tuple[s
 
 
 def print_summary(shown: dict[str, Any], checked: dict[str, Any], run: RunPaths) -> None:
-    """Five lines about the run, and the commands that show more of it."""
+    """Print five lines about the run, and commands that show more of it."""
     first, second = shown["attempts"]
     commit_s = seconds_text(first["signal_to_commit_s"])
     files = checked["files"]
     count = len(files) if isinstance(files, list) else files
     size = sum(path.stat().st_size for path in run.checkpoints.rglob("*") if path.is_file())
-    told = ("HOLDFAST_HOME", "HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL")
-    prefix = "".join(f"{name}={os.environ[name]} " for name in told if os.environ.get(name))
+    names = ("HOLDFAST_HOME", "HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL")
+    prefix = "".join(f"{name}={os.environ[name]} " for name in names if os.environ.get(name))
     program = Path(sys.executable).parent / "holdfast"
     ranks = second["world_size"]
     lines = (
@@ -194,7 +194,7 @@ def print_summary(shown: dict[str, Any], checked: dict[str, Any], run: RunPaths)
 
 
 def end_jobs(run: RunPaths) -> None:
-    """Cancel the jobs of the run that still exist; after a good run there are none."""
+    """Cancel the jobs of the run that still exist. After a successful run there are none."""
     for attempt in run.list_attempts():
         request = read_document(Request, attempt.request)
         submission = read_document(Submission, attempt.submission)
@@ -209,7 +209,7 @@ def print_logs(folder: Path | None) -> None:
 
 
 def say(text: str) -> None:
-    """A line with the time."""
+    """Print a line with the time."""
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""A real Prefect server with a process worker, for as long as a `with` block lasts."""
+"""A real Prefect server with a process worker, both as context managers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Final
 SERVER_S_MAX: Final = 400.0
 COMMAND_S_MAX: Final = 300.0
 WORKER_S_MAX: Final = 300.0
-# The worker gives its flows some seconds to end, the server closes its database.
+# The worker waits some seconds for its flows to end, and the server closes its database.
 END_S_MAX: Final = 40.0
 POOL: Final = "holdfast"
-# Nothing is reported to anybody, no update is looked for, and the worker asks for work often.
+# No telemetry and no prompts, and the worker polls often.
 QUIET: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -32,9 +32,9 @@ QUIET: Final = {
 
 
 class PrefectService:
-    """The server, and the programs that are started around it with its `environment`.
+    """The server, and programs that run with its `environment`.
 
-    A program that is asked to end has `end_s` seconds for it, and is then killed.
+    A program that must end gets SIGTERM, and is killed after `end_s` seconds.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PrefectService:
         }
 
     def command(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment, such as `prefect`, and return what it said."""
+        """Run a program of this environment, such as `prefect`, and return its output."""
         done = subprocess.run(
             [str(Path(sys.executable).parent / arguments[0]), *arguments[1:]],
             env=self.environment,
@@ -69,7 +69,7 @@ class PrefectService:
 
     @contextlib.contextmanager
     def background(self, name: str, arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-        """A program of this environment in a session of its own, ended with the block."""
+        """Run a program of this environment in its own session until the block ends."""
         program = [str(Path(sys.executable).parent / arguments[0]), *arguments[1:]]
         with open(self.folder / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
@@ -88,7 +88,7 @@ class PrefectService:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """The server, from its first answer on."""
+        """Run the server. The block starts once the server answers."""
         start = ("prefect", "server", "start", "--host", "127.0.0.1", "--port", str(self.port))
         with self.background("server", start) as process:
             self._wait_for_answer(process)
@@ -96,7 +96,7 @@ class PrefectService:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[subprocess.Popen[bytes]]:
-        """A process worker that polls the pool, from its first heartbeat on."""
+        """Run a process worker that polls the pool. The block starts once it has started."""
         start = ("prefect", "worker", "start", "--pool", POOL, "--type", "process")
         with self.background("worker", start) as process:
             log = self.folder / "worker.log"
@@ -122,14 +122,14 @@ class PrefectService:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """Return a loopback port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def end_session(process: subprocess.Popen[bytes], end_s: float) -> None:
-    """Ask the process to end, and after `end_s` seconds kill what is left of its session."""
+    """Send SIGTERM to the process, and after `end_s` seconds kill the rest of its session."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer on bytes, after Radford et al., GPT-2 (2019)."""
+"""A small byte-level decoder-only transformer, after Radford et al., GPT-2 (2019)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the model; `width` must be a multiple of `heads`."""
+    """The sizes of the model. `width` must be a multiple of `heads`."""
 
     layers: int = 2
     heads: int = 4
@@ -23,7 +23,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention to earlier bytes, then a two-layer perceptron, each on a residual path."""
+    """Causal attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, context, width) to the same shape."""
+        """Map (batch, context, width) to the same shape."""
         x = x + self._attend(self.norm_1(x))
         hidden = self.down(F.gelu(self.up(self.norm_2(x))))
         return x + F.dropout(hidden, self.dropout, self.training)
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, a distribution over the next byte out."""
+    """The model: maps bytes to a distribution over the next byte."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
         self.apply(_initialise)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Byte values (batch, context), int64, to logits (batch, context, 256)."""
+        """Map byte values (batch, context), int64, to logits (batch, context, 256)."""
         places = torch.arange(text.shape[1], device=text.device)
         x = self.bytes(text) + self.places(places)
         for block in self.blocks:

@@ -1,8 +1,8 @@
-"""Train a byte-level GPT with FSDP2, on CPUs (gloo) or GPUs (nccl), at any number of ranks.
+"""Train a byte-level GPT with FSDP2, on CPUs (gloo) or GPUs (nccl), with any number of ranks.
 
-Under Holdfast:       holdfast submit examples/gpt/spec.toml --wait
-Without it:           torchrun --nproc-per-node 2 examples/gpt/train.py examples/gpt/spec.toml
-Lines that Holdfast needs are marked with `# holdfast`.
+With `holdfast submit`: holdfast submit examples/gpt/spec.toml --wait
+With torchrun alone:    torchrun --nproc-per-node 2 examples/gpt/train.py examples/gpt/spec.toml
+The lines for Holdfast are marked with `# holdfast`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def start() -> torch.device:
-    """Join the other ranks; returns the device of this one."""
+    """Join the process group. Return the device of this rank."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -64,7 +64,7 @@ def start() -> torch.device:
 def build(
     settings: dict[str, Any], device: torch.device
 ) -> tuple[GPT, torch.optim.AdamW, LambdaLR]:
-    """The sharded model, its optimizer, and a linear warm-up of the learning rate."""
+    """Return the sharded model, its optimizer and a scheduler with a linear warm-up."""
     torch.manual_seed(settings["seed"])
     names = ("layers", "heads", "width", "context", "dropout")
     model = GPT(Shape(**{name: settings[name] for name in names})).to(device)
@@ -77,7 +77,7 @@ def build(
 
 
 def backward(model: GPT, text: Text, ids: Any, parts: int, device: torch.device) -> float:
-    """Gradients of one micro-batch's share of the mean loss; returns its loss sum in nats."""
+    """Add the gradients of a micro-batch's share of the mean loss. Return its loss sum in nats."""
     inputs, targets = (half.to(device) for half in text.windows(ids))
     logits = model(inputs)
     loss = F.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
@@ -86,14 +86,14 @@ def backward(model: GPT, text: Text, ids: Any, parts: int, device: torch.device)
 
 
 def global_mean(loss_sum: float, count: int, device: torch.device) -> float:
-    """The mean loss per byte over all ranks, from each rank's sum."""
+    """Return the mean loss per byte over all ranks, from each rank's sum."""
     total = torch.tensor(loss_sum, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.item() / count
 
 
 class Record:
-    """One JSON line per step and rank, so that runs can be compared sample by sample."""
+    """Writes one JSON line per step and rank, to compare runs sample by sample."""
 
     def __init__(self, session: Session) -> None:
         folder = session.run_directory / "records"

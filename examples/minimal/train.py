@@ -1,4 +1,4 @@
-"""The smallest program: a plain torchrun loop, and the lines that make it fault tolerant.
+"""The smallest example: a plain torchrun loop with the lines that make it fault tolerant.
 
 torchrun --nproc-per-node 2 examples/minimal/train.py
 """

@@ -1,7 +1,7 @@
-"""Write requirements.lock: every package that Holdfast and its tools need, at the version here.
+"""Write requirements.lock: every package that Holdfast and its tools need, with its version.
 
-The versions are those of the environment that runs this script, in which everything was seen
-to work together; what is installed there but needed by nothing is left out.
+The versions are those of the environment that runs this script. Installed packages that nothing
+needs are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# A build of torch for one kind of GPU brings these; which ones is the index's choice, not ours.
+# Packages of a torch build for one type of GPU. The package index selects them.
 HARDWARE_PREFIXES = ("nvidia-", "cuda-", "triton")
 # Needed to build the wheel and the editable install without an isolated environment.
 BUILD_TOOLS = ("setuptools",)
@@ -29,7 +29,7 @@ HEADER = """\
 
 
 def read_roots(pyproject: Path) -> list[Requirement]:
-    """What pyproject.toml asks for, its extras included, and the build tools."""
+    """Return the requirements in pyproject.toml, including its extras, and the build tools."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"].values()
     lines = [*project["dependencies"], *(line for extra in extras for line in extra), *BUILD_TOOLS]
@@ -38,9 +38,9 @@ def read_roots(pyproject: Path) -> list[Requirement]:
 
 
 def close_over(roots: Iterable[Requirement]) -> dict[str, str]:
-    """Versions of `roots` and of all that they need here, by canonical name.
+    """Return the versions of `roots` and of all their dependencies here, by canonical name.
 
-    Raises `PackageNotFoundError` when one of the roots is not installed.
+    Raises `PackageNotFoundError` if one of the roots is not installed.
     """
     versions: dict[str, str] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -57,7 +57,7 @@ def close_over(roots: Iterable[Requirement]) -> dict[str, str]:
         except PackageNotFoundError:
             if is_root:
                 raise
-            # A dependency that pip left out here, for instance one of an optional platform.
+            # A dependency that pip did not install here, such as one for another platform.
             continue
         versions[name] = found.version.partition("+")[0]
         needed = [Requirement(line) for line in found.requires or ()]
@@ -66,21 +66,21 @@ def close_over(roots: Iterable[Requirement]) -> dict[str, str]:
 
 
 def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
-    """True when `requirement` holds on this machine, under one of its parent's `extras`."""
+    """Return True if `requirement` applies on this machine with one of its parent's `extras`."""
     marker = requirement.marker
     return marker is None or any(marker.evaluate({"extra": e}) for e in ("", *extras))
 
 
 def main() -> int:
-    """Exit status: 0 written or unchanged, 1 a package is missing, or `--check` found changes."""
+    """Return 0 if written or unchanged, 1 if a package is missing or `--check` found changes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether it would change")
+    parser.add_argument("--check", action="store_true", help="only report whether it would change")
     options = parser.parse_args()
     lock = CHECKOUT / "requirements.lock"
     try:
         versions = close_over(read_roots(CHECKOUT / "pyproject.toml"))
     except PackageNotFoundError as error:
-        print(f"{error}; expected all extras installed here: run `make setup`", file=sys.stderr)
+        print(f"{error}; expected all extras to be installed; run `make setup`", file=sys.stderr)
         return 1
     content = HEADER + "".join(f"{name}=={versions[name]}\n" for name in sorted(versions))
     if options.check:

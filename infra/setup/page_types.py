@@ -1,8 +1,8 @@
-"""Write web/src/api/schema.ts, the types of the API for the page, from its OpenAPI document.
+"""Write web/src/api/schema.ts, the web UI's types of the API, from the OpenAPI document.
 
     .venv/bin/python infra/setup/page_types.py [--check]
 
-With `--check` nothing is written, and the exit status is 1 when the file differs.
+With `--check`, it writes nothing, and the exit status is 1 if the file differs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN: Final = {
 
 
 def generate() -> str:
-    """The file's content: an interface or a type for each schema of the document."""
+    """Return the file's content: an interface or a type for each schema of the document."""
     services: Any = SimpleNamespace(access_policy=None, measures=SimpleNamespace(answered=None))
     schemas = create_app(services).openapi()["components"]["schemas"]
     answered = {name: one for name, one in schemas.items() if not name.startswith("Page_")}
@@ -38,7 +38,7 @@ def generate() -> str:
 
 
 def declare(name: str, schema: dict[str, Any]) -> str:
-    """One declaration with its description."""
+    """Return the declaration of a schema with its description."""
     text = " ".join(schema.get("description", "").split())
     comment = f"/** {text} */\n" if text else ""
     if schema.get("type") != "object" or "properties" not in schema:
@@ -52,7 +52,7 @@ def declare(name: str, schema: dict[str, Any]) -> str:
 
 
 def spell(schema: dict[str, Any]) -> str:
-    """A schema as a TypeScript type."""
+    """Return a schema as a TypeScript type."""
     if "$ref" in schema:
         return str(schema["$ref"].rpartition("/")[2])
     if "const" in schema:

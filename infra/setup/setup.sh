@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes this checkout ready: `.venv` with everything in requirements.lock, and with `--cluster`
-# also the system packages that the tests of Slurm, PostgreSQL, the page and injected faults use.
-# Where there is Node it builds the web page. Every make target calls it; when nothing has changed
-# it returns at once.
+# Sets up this checkout: it installs requirements.lock into `.venv`. With `--cluster`, it also
+# installs the system packages for the tests of Slurm, PostgreSQL, the web UI and injected faults.
+# If Node is installed, it builds the web UI. Every make target runs this script. It returns at once
+# if nothing has changed.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -13,7 +13,7 @@ readonly PIP_RETRIES=3
 readonly NODE_MIN=18
 readonly PAGE_LIMIT_S=600
 readonly PAGE=src/holdfast/api/static
-# Command → package that brings it, on Debian and Ubuntu.
+# Command → the package that contains it, on Debian and Ubuntu.
 readonly CLUSTER_PACKAGES=(
     slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client slurmdbd:slurmdbd
     munged:munge mariadbd:mariadb-server initdb:postgresql
@@ -34,7 +34,7 @@ find_python() {
     if [[ -n "$given" ]] && ! is_recent "$given"; then
         die "HOLDFAST_PYTHON=$given: expected the path of a Python $PYTHON_MIN or newer"
     fi
-    # The versions that the lock file was made for come first, the system's own last.
+    # The versions that the lock file was made for come first, the system's Python last.
     for candidate in ${given:-python3.11 python3.12 python3.13 python3}; do
         if is_recent "$candidate"; then
             command -v "$candidate"
@@ -76,7 +76,7 @@ make_environment() {
 missing_packages() {
     local pair
     for pair in "${CLUSTER_PACKAGES[@]}"; do
-        # initdb lies outside PATH, in a folder of its version.
+        # initdb is outside PATH, in a folder with the version's name.
         if ! PATH="$PATH:/usr/sbin:/sbin" command -v "${pair%%:*}" >/dev/null &&
             ! compgen -G "/usr/lib/postgresql/*/bin/${pair%%:*}" >/dev/null; then
             printf '%s\n' "${pair#*:}"
@@ -92,15 +92,15 @@ add_cluster_packages() {
         sudo=(sudo -n)
     fi
     if ! command -v apt-get >/dev/null || ! "${sudo[@]}" true 2>/dev/null; then
-        say "not installed: ${missing[*]}. The tests in tests/slurm, on PostgreSQL" \
-            "and the page need them and will fail; make demo does not. Install them as root," \
-            "then try again"
+        say "not installed: ${missing[*]}. The tests of Slurm, PostgreSQL and the web UI" \
+            "need these packages and will fail without them; make demo does not need them." \
+            "Install them as root, then try again"
         return 0
     fi
-    say "installing ${missing[*]} (for the tests on Slurm, PostgreSQL and the page)"
+    say "installing ${missing[*]} (for the tests of Slurm, PostgreSQL and the web UI)"
     local quiet=(-qq -o "DPkg::Lock::Timeout=$APT_WAIT_S" -o "Dpkg::Use-Pty=0")
     "${sudo[@]}" apt-get update "${quiet[@]}" ||
-        say "apt-get update failed; trying with what is known"
+        say "apt-get update failed; trying with the present package lists"
     "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y \
         --no-install-recommends "${quiet[@]}" "${missing[@]}" >.setup/apt.log 2>&1 ||
         say "apt-get could not install ${missing[*]} (see .setup/apt.log):" \
@@ -119,7 +119,8 @@ has_node() {
     [[ "${version%%.*}" -ge $NODE_MIN ]] && command -v npm >/dev/null
 }
 
-# The page is built into the package. Without it all else works, and the server's address says so.
+# The web UI is built into the package. Without it, everything else works, and the server's start
+# page explains that it is missing.
 build_page() {
     local stamp
     stamp="$(page_stamp)"
@@ -127,25 +128,25 @@ build_page() {
         return 0
     fi
     if ! has_node; then
-        say "no Node $NODE_MIN or newer with npm: the web page is not built, all else works"
+        say "no Node $NODE_MIN or newer with npm: the web UI is not built; everything else works"
         return 0
     fi
-    say "building the web page (a minute the first time)"
+    say "building the web UI (a minute the first time)"
     if (cd web && timeout "$PAGE_LIMIT_S" npm ci --ignore-scripts --no-audit --no-fund &&
         timeout "$PAGE_LIMIT_S" npm run --silent build) >.setup/page.log 2>&1; then
         printf '%s\n' "$stamp" >.setup/page
     else
-        say "the web page could not be built (see .setup/page.log); all else works"
+        say "the web UI could not be built (see .setup/page.log); everything else works"
         [[ "${1:-}" != --strict ]]
     fi
 }
 
 main() {
     mkdir -p .setup
-    # Two targets at once must not build one environment twice.
+    # Prevents two make targets from building the same environment at the same time.
     exec 9>.setup/lock
     flock -w "$LOCK_WAIT_S" 9 ||
-        die "another setup has held .setup/lock for $LOCK_WAIT_S s; end it first"
+        die "another setup has held .setup/lock for $LOCK_WAIT_S s; end that process first"
     make_environment
     if [[ "${1:-}" == --cluster ]]; then
         add_cluster_packages

@@ -13,12 +13,14 @@ from slurm_errors import ClusterError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The commands and their options. Times are whole seconds."""
+    """Return the parser of the commands and options. Times are whole seconds."""
     defaults = ClusterSpec()
     parser = argparse.ArgumentParser(description="A real Slurm cluster on this machine.")
     commands = parser.add_subparsers(dest="command", required=True)
     start = commands.add_parser("start", help="start a cluster and wait until it is idle")
-    start.add_argument("directory", nargs="?", help="new or empty; default: a temporary one")
+    start.add_argument(
+        "directory", nargs="?", help="a missing or empty directory; default: a temporary one"
+    )
     start.add_argument("--nodes", type=int, default=defaults.nodes)
     start.add_argument("--gpus-per-node", type=int, default=defaults.gpus_per_node)
     start.add_argument("--kill-wait", type=int, default=defaults.kill_wait_s, metavar="S")
@@ -26,17 +28,17 @@ def build_parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--send-user-signal",
         action="store_true",
-        help="a preemption sends the job's own --signal in place of the first TERM",
+        help="a preemption sends the job's own --signal instead of the first TERM",
     )
     for name, text in (
-        ("status", "show daemons and nodes"),
-        ("stop", "end everything and remove the files"),
-        ("env", "print the lines to eval before using the cluster"),
+        ("status", "show the daemons and nodes"),
+        ("stop", "end all processes and remove the files"),
+        ("env", "print the shell lines that select the cluster, for `eval`"),
     ):
         commands.add_parser(name, help=text).add_argument("directory")
     for name, text in (
-        ("kill-node", "lose a node and all that runs on it"),
-        ("start-node", "bring a killed node back"),
+        ("kill-node", "kill a node and all processes on it"),
+        ("start-node", "start a killed node again"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("directory")
@@ -45,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_command(options: argparse.Namespace) -> None:
-    """Do what was asked. Raises ClusterError or ValueError."""
+    """Run the selected command. Raises ClusterError or ValueError."""
     if options.command == "start":
         spec = ClusterSpec(
             nodes=options.nodes,
@@ -64,14 +66,15 @@ def run_command(options: argparse.Namespace) -> None:
     elif options.command == "env":
         print_env(cluster)
     elif options.command == "kill-node":
-        print(f"{cluster.kill_node(options.node)} step processes died with {options.node}")
+        count = cluster.kill_node(options.node)
+        print(f"killed {options.node} and {count} processes of its steps")
     elif options.command == "start-node":
         cluster.start_node(options.node)
 
 
 def start(directory: str | None, spec: ClusterSpec) -> None:
-    """Start a cluster and say how to use and stop it."""
-    # A path that does not exist yet, so that `stop` removes it as ours.
+    """Start a cluster and print how to use and stop it."""
+    # The default path does not exist yet, so `stop` removes it.
     default = Path(tempfile.gettempdir()) / f"slurm-{secrets.token_hex(4)}"
     cluster = SlurmCluster(directory or default, spec)
     cluster.start()
@@ -86,7 +89,7 @@ def print_env(cluster: SlurmCluster) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 done, 1 not done (the reason is on stderr), 2 bad usage, 130 Ctrl-C."""
+    """Return the exit status: 0 success, 1 failure (reason on stderr), 2 usage, 130 Ctrl-C."""
     options = build_parser().parse_args()
     try:
         run_command(options)
@@ -94,7 +97,7 @@ def main() -> int:
         print(f"cluster.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("cluster.py: interrupted; a cluster that was starting is gone", file=sys.stderr)
+        print("cluster.py: interrupted; a half-started cluster was removed", file=sys.stderr)
         return 130
     return 0
 

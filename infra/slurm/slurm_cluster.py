@@ -1,4 +1,4 @@
-"""A real Slurm cluster on one machine, in one directory, for tests and for trying things out.
+"""A real Slurm cluster on one machine, in one directory, for tests and experiments.
 
 >>> with SlurmCluster(directory, ClusterSpec(nodes=2)) as cluster:
 ...     cluster.run("sbatch", "--wrap", "hostname")
@@ -31,7 +31,7 @@ PROGRAMS = (
     "munged", "mariadbd", "mariadb-install-db", "mariadb-admin",
     "slurmdbd", "slurmctld", "slurmd", "sacctmgr", "sinfo", "scontrol",
 )  # fmt: skip
-# Debian keeps daemons where a user's PATH often does not look.
+# Debian installs daemons in folders that are often missing from a user's PATH.
 SEARCH_PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/bin", "/sbin"))
 
 INSTALL_TIMEOUT_S = 120.0
@@ -39,18 +39,18 @@ DAEMON_TIMEOUT_S = 60.0
 NODES_TIMEOUT_S = 60.0
 CLIENT_TIMEOUT_S = 30.0
 TERM_WAIT_S = 15.0
-# Below the kernel's ephemeral range, so that no outgoing connection takes one meanwhile.
+# Below the kernel's ephemeral range, so that no outgoing connection takes one of these ports.
 PORT_RANGE = range(20_000, 32_000)
 PORT_TRIES_MAX = 1000
-# Tells a node's slurmstepds apart from those of other nodes and other clusters.
+# Distinguishes a node's slurmstepds from those of other nodes and other clusters.
 NODE_MARKER = "HOLDFAST_TEST_NODE"
-# These serve the others, so `stop` ends them last.
+# The other daemons need these, so `stop` ends them last.
 SUPPORT_DAEMONS = ("munged", "mariadbd", "slurmdbd")
 BAD_NODE_STATES = ("down", "drain", "fail", "unk", "inval", "*")
 
 
 def check_prerequisites() -> None:
-    """Raises PrerequisiteError, saying what to do, when no cluster can run on this machine."""
+    """Raise PrerequisiteError if a cluster cannot run on this machine."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
     if missing:
         raise PrerequisiteError(
@@ -64,7 +64,7 @@ def check_prerequisites() -> None:
 
 
 def pick_free_ports(count: int) -> tuple[int, ...]:
-    """That many different TCP ports on which nobody listens now."""
+    """Return `count` different TCP ports on which no process listens now."""
     ports: list[int] = []
     for _ in range(PORT_TRIES_MAX):
         if len(ports) == count:
@@ -81,9 +81,9 @@ def pick_free_ports(count: int) -> tuple[int, ...]:
 
 
 class SlurmCluster:
-    """One cluster in `directory`, which is made if missing and must else be empty.
+    """A cluster in `directory`, which must be missing or empty. A missing one is created.
 
-    Usable from the process that started it and, by `open`, from any other.
+    The process that started it can use it, and any other one after `open`.
     Raises ValueError for a directory whose path Slurm cannot use.
     """
 
@@ -96,13 +96,13 @@ class SlurmCluster:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """The cluster that runs in `directory`. Raises ClusterStateError when none does."""
+        """Return the cluster that runs in `directory`. Raises ClusterStateError without one."""
         cluster = cls(directory)
         try:
             state = json.loads(cluster.paths.state.read_text())
         except FileNotFoundError:
             raise ClusterStateError(
-                f"no cluster in {cluster.directory}; start one there, or give its directory"
+                f"no cluster in {cluster.directory}; start one there, or give another directory"
             ) from None
         cluster.spec = ClusterSpec(**state["spec"])
         cluster._made_directory = state["made_directory"]
@@ -113,12 +113,12 @@ class SlurmCluster:
 
     @property
     def directory(self) -> Path:
-        """Where everything of this cluster lies."""
+        """The directory with all files of this cluster."""
         return self.paths.directory
 
     @property
     def env(self) -> dict[str, str]:
-        """What a program needs in its environment to use this cluster."""
+        """The environment variables that a program needs to use this cluster."""
         return {"SLURM_CONF": str(self.paths.slurm_conf)}
 
     @property
@@ -141,10 +141,10 @@ class SlurmCluster:
     # -- the whole cluster ---------------------------------------------------------------
 
     def start(self) -> None:
-        """Start everything and wait until all nodes are idle; about ten seconds.
+        """Start the cluster and wait until all nodes are idle, about ten seconds.
 
-        Raises PrerequisiteError, ClusterStateError when the directory is in use or not
-        empty, and DaemonError with the logs' tails, after undoing what was done.
+        Raises PrerequisiteError, ClusterStateError if the directory is in use or not empty, and
+        DaemonError with the ends of the logs. A failed start removes what it created.
         """
         check_prerequisites()
         self._claim_directory()
@@ -163,11 +163,10 @@ class SlurmCluster:
             raise
 
     def stop(self) -> None:
-        """End every process of the cluster, running jobs included, and remove its files.
+        """End every process of the cluster, including running jobs, and remove its files.
 
-        The directory goes too if `start` made it and nobody put anything into it.
-        Calling it again, or before `start`, does nothing. Raises DaemonError when a
-        process outlives SIGKILL.
+        Also removes the directory if `start` created it and it has no other files. A second call,
+        or a call before `start`, does nothing. Raises DaemonError if a process survives SIGKILL.
         """
         for name in [name for name in self._processes if name not in SUPPORT_DAEMONS]:
             daemons.send_signal(self._processes[name], signal.SIGTERM)
@@ -185,11 +184,11 @@ class SlurmCluster:
         self._made_directory = False
 
     def describe(self) -> str:
-        """Which daemons run, and the nodes as `sinfo` shows them, as lines of text."""
+        """Return the state of the daemons and the nodes as `sinfo` shows them, as text."""
         lines = []
         for name, record in self._processes.items():
-            word = "running" if daemons.is_alive(record) else "dead"
-            lines.append(f"{name:<12} pid {record.pid:<8} {word}")
+            state = "running" if daemons.is_alive(record) else "dead"
+            lines.append(f"{name:<12} pid {record.pid:<8} {state}")
         try:
             lines.append(self.run("sinfo", "-N", "-o", "%5N %10P %10T %12G %E").rstrip())
         except DaemonError as error:
@@ -199,10 +198,10 @@ class SlurmCluster:
     # -- one node ------------------------------------------------------------------------
 
     def kill_node(self, name: str) -> int:
-        """Lose a node: SIGKILL its slurmd and all that its steps run, however detached.
+        """Simulate the loss of a node: SIGKILL its slurmd and all processes of its steps.
 
-        Slurm notices after `slurmd_timeout_s`. Returns how many step processes died.
-        Raises ClusterStateError when there is no such node.
+        Slurm notices this after `slurmd_timeout_s`. Returns the number of killed step processes.
+        Raises ClusterStateError if there is no such node.
         """
         record = self._processes[self._daemon_of(name)]
         daemons.send_signal(record, signal.SIGKILL)
@@ -213,39 +212,39 @@ class SlurmCluster:
     def start_node(self, name: str) -> None:
         """Start a killed node's slurmd and wait until Slurm uses the node again.
 
-        Wait for `node_states` to say down first if the lost jobs matter: a node that is back
-        sooner leaves a young job RUNNING in Slurm's books, with nothing behind it.
-        Raises ClusterStateError when there is no such node or its slurmd runs, DaemonError
-        when it does not come up.
+        Wait until `node_states` shows `down` first if the lost jobs matter. If the node is back
+        sooner, Slurm may list a young job as RUNNING although its processes are gone. Raises
+        ClusterStateError if there is no such node or its slurmd runs, and DaemonError if the node
+        does not start.
         """
         record = self._processes[self._daemon_of(name)]
         if daemons.is_alive(record):
-            raise ClusterStateError(f"slurmd of {name} runs already, as pid {record.pid}")
-        # Whole seconds, as Slurm shows them.
+            raise ClusterStateError(f"slurmd of {name} already runs, as pid {record.pid}")
+        # Slurm shows whole seconds.
         started_s = int(time.time())
         self._start_slurmd(name)
-        # Slurm may not have noticed the loss yet and still call the node idle.
+        # Slurm may not have noticed the loss yet, and may still report the node as idle.
         if not daemons.wait_until(lambda: self._registered_s(name) >= started_s, NODES_TIMEOUT_S):
             tail = daemons.read_log_tail(self.paths.output(self._daemon_of(name)))
             raise DaemonError(f"{name} did not register within {NODES_TIMEOUT_S} s", tail)
         self._wait_for_nodes((name,), allow_busy=True)
 
     def node_states(self) -> dict[str, str]:
-        """Every node's state in sinfo's long words ("idle", "mixed", "down*", ...)."""
+        """Return every node's state in sinfo's long form ("idle", "mixed", "down*", ...)."""
         text = self.run("sinfo", "-h", "-N", "-p", "prod", "-o", "%N %T")
         return dict(line.split() for line in text.splitlines())
 
     def _registered_s(self, name: str) -> float:
-        """When the slurmd that Slurm last heard from on that node started (Unix time; 0: never)."""
+        """Return when the node's slurmd started, as known to Slurm (Unix seconds; 0: never)."""
         found = re.search(r"SlurmdStartTime=(\d\S+)", self.run("scontrol", "show", "node", name))
         return datetime.fromisoformat(found[1]).timestamp() if found else 0.0
 
     # -- clients -------------------------------------------------------------------------
 
     def run(self, *argv: str, timeout_s: float = CLIENT_TIMEOUT_S) -> str:
-        """Run a Slurm client against this cluster and return what it printed.
+        """Run a Slurm client against this cluster and return its output.
 
-        Raises DaemonError when it fails or is not done within `timeout_s` seconds.
+        Raises DaemonError if it fails or does not finish within `timeout_s` seconds.
         """
         try:
             done = subprocess.run(
@@ -257,7 +256,7 @@ class SlurmCluster:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise DaemonError(f"{' '.join(argv)} was not done after {timeout_s} s") from None
+            raise DaemonError(f"{' '.join(argv)} did not finish within {timeout_s} s") from None
         if done.returncode != 0:
             raise DaemonError(f"{' '.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
         return done.stdout
@@ -265,22 +264,25 @@ class SlurmCluster:
     # -- private: files ------------------------------------------------------------------
 
     def _claim_directory(self) -> None:
-        """Make the directory ours; the state file's exclusive creation decides a race."""
+        """Take the directory. The exclusive creation of the state file decides a race."""
         try:
             self.directory.mkdir(parents=True)
             self._made_directory = True
         except FileExistsError:
             if any(self.directory.iterdir()):
                 raise ClusterStateError(
-                    f"{self.directory} is not empty; stop the cluster in it, or give another"
+                    f"{self.directory} is not empty; stop the cluster in it, or give another "
+                    "directory"
                 ) from None
         try:
             self.paths.state.touch(exist_ok=False)
         except FileExistsError:
-            raise ClusterStateError(f"{self.directory} was just taken by another") from None
+            raise ClusterStateError(
+                f"another cluster has just started in {self.directory}; give another directory"
+            ) from None
 
     def _write_state(self) -> None:
-        """Record what was started, so that other processes can stop it."""
+        """Record the started processes, so that other processes can stop them."""
         state = {
             "spec": dataclasses.asdict(self.spec),
             "made_directory": self._made_directory,
@@ -293,7 +295,7 @@ class SlurmCluster:
         os.replace(draft, self.paths.state)
 
     def _write_files(self) -> None:
-        """Write configuration, munge key and fake GPUs."""
+        """Write the configuration files, the munge key and the fake GPUs."""
         spec, paths = self.spec, self.paths
         ports = pick_free_ports(2 + spec.nodes)
         address = ClusterAddress(
@@ -321,19 +323,19 @@ class SlurmCluster:
 
     @staticmethod
     def _make_gpu(path: Path) -> None:
-        """A device file with the numbers of /dev/null: harmless, should anybody open it."""
+        """Create a device file with the numbers of /dev/null, which is harmless to open."""
         try:
             os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         except PermissionError:
             raise PrerequisiteError(
-                f"may not make the device file {path}; run with the capability CAP_MKNOD, or "
-                "without fake GPUs (--gpus-per-node 0)"
+                f"no permission to create the device file {path}; run with the capability "
+                "CAP_MKNOD, or without fake GPUs (--gpus-per-node 0)"
             ) from None
 
     # -- private: daemons ----------------------------------------------------------------
 
     def _environment(self) -> dict[str, str]:
-        """Ours, without the Slurm variables of a job that we may run in ourselves."""
+        """Return this process's environment without the Slurm variables of an outer job."""
         outer = {
             name: value
             for name, value in os.environ.items()
@@ -342,16 +344,16 @@ class SlurmCluster:
         return {**outer, "PATH": SEARCH_PATH, **self.env}
 
     def _start(self, name: str, argv: list[str], **variables: str) -> None:
-        """Start one daemon under `name` and put it on record at once."""
+        """Start a daemon under `name` and record it at once."""
         program = shutil.which(argv[0], path=SEARCH_PATH)
-        assert program is not None, "check_prerequisites looked for it"
+        assert program is not None, "check_prerequisites found it"
         environment = {**self._environment(), **variables}
         output = self.paths.output(name)
         self._processes[name] = daemons.start_daemon([program, *argv[1:]], environment, output)
         self._write_state()
 
     def _wait_for(self, name: str, client: list[str]) -> None:
-        """Wait until `client` succeeds while daemon `name` lives; DaemonError otherwise."""
+        """Wait until `client` succeeds. Raises DaemonError if daemon `name` dies or is late."""
         deadline_s = time.monotonic() + DAEMON_TIMEOUT_S
         while True:
             try:
@@ -366,7 +368,7 @@ class SlurmCluster:
             time.sleep(daemons.POLL_INTERVAL_S)
 
     def _start_munged(self) -> None:
-        """A munged of our own; --force because our directory may be closed to other users."""
+        """Start our own munged, with --force because other users may not access our directory."""
         paths = self.paths
         argv = [
             "munged", "--foreground", "--force",
@@ -380,10 +382,10 @@ class SlurmCluster:
         self._wait_for("munged", ["munge", "-n", f"--socket={paths.munge_socket}"])
 
     def _start_database(self) -> None:
-        """A MariaDB of our own on a socket only; root logs in by being root."""
+        """Start our own MariaDB on a socket only. root needs no password."""
         paths = self.paths
         common = ["--no-defaults", f"--datadir={paths.database}", "--user=root"]
-        # A server that starts removes what others have for the moment in a folder that they share.
+        # In a shared folder, a server that starts would remove the temporary files of others.
         common.append(f"--tmpdir={paths.database_scratch}")
         self.run(
             "mariadb-install-db", *common, "--skip-test-db", "--skip-name-resolve",
@@ -394,7 +396,7 @@ class SlurmCluster:
             "mariadbd", *common, "--skip-networking",
             f"--socket={paths.database_socket}",
             f"--pid-file={paths.pid_file('mariadbd')}",
-            # Nothing of a test cluster needs to survive a power cut.
+            # A test cluster does not need to survive a power cut.
             "--innodb-flush-log-at-trx-commit=0", "--innodb-doublewrite=0",
             "--innodb-buffer-pool-size=32M", "--innodb-lock-wait-timeout=900",
         ]  # fmt: skip
@@ -403,18 +405,18 @@ class SlurmCluster:
         self._wait_for("mariadbd", ["mariadb-admin", "--no-defaults", socket_option, "ping"])
 
     def _start_slurmdbd(self) -> None:
-        """The accounting daemon, without which submitit never sees a job end."""
+        """Start the accounting daemon, without which submitit never sees a job end."""
         database = str(self.paths.database_socket)
         self._start("slurmdbd", ["slurmdbd", "-D"], MYSQL_UNIX_PORT=database)
         self._wait_for("slurmdbd", ["sacctmgr", "-n", "show", "cluster"])
 
     def _start_slurmd(self, node: str) -> None:
-        """One node's daemon, marked so that its steps can be found later."""
+        """Start a node's slurmd, with a marker by which its steps can be found later."""
         argv = ["slurmd", "-D", "-N", node, "-f", str(self.paths.slurm_conf)]
         self._start(self._daemon_of(node), argv, **self._node_marker(node))
 
     def _daemon_of(self, node: str) -> str:
-        """The name under which a node's slurmd is on record."""
+        """Return the name under which a node's slurmd is recorded."""
         if node not in self.node_names:
             raise ClusterStateError(
                 f"there is no node {node!r}; there are {', '.join(self.node_names)}"
@@ -422,20 +424,20 @@ class SlurmCluster:
         return f"slurmd.{node}"
 
     def _node_marker(self, node: str) -> dict[str, str]:
-        """The variable that slurmd hands down to its slurmstepds (not to their tasks)."""
+        """Return the variable that slurmd passes to its slurmstepds (not to their tasks)."""
         return {NODE_MARKER: f"{self.directory}:{node}"}
 
     def _find_step_processes(self, nodes: tuple[str, ...]) -> set[ProcessRecord]:
-        """What the steps of `nodes` run: slurmstepds, their trees, and tasks that detached.
+        """Return the processes of the steps of `nodes`, without the slurmds themselves.
 
-        The slurmds themselves are not among them.
+        These are the slurmstepds, their descendants and detached tasks.
         """
         markers = [self._node_marker(node) for node in nodes]
         markers += [{**self.env, "SLURMD_NODENAME": node} for node in nodes]
         return daemons.find_processes(markers) - set(self._processes.values())
 
     def _wait_for_nodes(self, names: tuple[str, ...], *, allow_busy: bool = False) -> None:
-        """Wait until `names` are idle, or merely usable; DaemonError with logs otherwise."""
+        """Wait until `names` are idle (`allow_busy`: usable). Raises DaemonError with logs."""
         watched = ["slurmctld", *(self._daemon_of(name) for name in names)]
         deadline_s = time.monotonic() + NODES_TIMEOUT_S
         states: dict[str, str] = {}
@@ -456,7 +458,7 @@ class SlurmCluster:
 
 
 def _is_ready(state: str, allow_busy: bool) -> bool:
-    """Whether a node in sinfo's `state` can take jobs ("*" after it: not responding)."""
+    """Return whether a node in sinfo's `state` can run jobs ("*" means not responding)."""
     if allow_busy:
         return not any(word in state for word in BAD_NODE_STATES)
     return state == "idle"

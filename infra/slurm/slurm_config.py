@@ -1,14 +1,14 @@
-"""What a one-machine cluster looks like: its spec, its file names, its configuration texts.
+"""The spec, file names and configuration files of a one-machine cluster.
 
-Everything here is pure: nothing is read, written or started. This is the only module that
-spells an on-disk name.
+All functions are pure: they read, write and start nothing. This is the only module with names of
+files on disk.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# A unix socket's path holds 107 bytes, and slurmstepd appends up to 33 of its own
+# The path of a Unix socket has at most 107 bytes, and slurmstepd appends up to 33 of its own
 # ("/spool.n16/n16_4294967295.4294967295") to the directory.
 DIRECTORY_LENGTH_MAX = 70
 NODES_MAX = 16
@@ -18,12 +18,12 @@ SLURM_SAFE_PATH = re.compile(r"/[A-Za-z0-9_./+-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """What is wanted of a cluster. Raises ValueError on values that Slurm cannot run with.
+    """The description of a cluster. Raises ValueError for values that Slurm cannot use.
 
-    `kill_wait_s` is the time between TERM and KILL for a cancelled or timed out job;
-    `grace_time_s` the notice that a preempted job of partition `spot` gets;
-    `slurmd_timeout_s` the silence after which a node counts as down.
-    `send_user_signal` makes a preemption send the job's own `--signal` instead of TERM.
+    `kill_wait_s` is the time between TERM and KILL for a cancelled or timed out job.
+    `grace_time_s` is the time that a preempted job of partition `spot` gets.
+    `slurmd_timeout_s` is the silence after which a node counts as down.
+    With `send_user_signal`, a preemption sends the job's own `--signal` instead of TERM.
     """
 
     nodes: int = 4
@@ -57,7 +57,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterAddress:
-    """Where the daemons of a cluster listen: this host's short name and free TCP ports."""
+    """The addresses of a cluster's daemons: this host's short name and free TCP ports."""
 
     hostname: str
     ctld_port: int
@@ -67,9 +67,9 @@ class ClusterAddress:
 
 @dataclass(frozen=True)
 class ClusterPaths:
-    """Every file and folder of a cluster, all directly below `directory`.
+    """Every file and folder of a cluster, all directly in `directory`.
 
-    Raises ValueError for a directory that Slurm's configuration or a socket cannot name.
+    Raises ValueError for a path that is invalid in Slurm's configuration or too long for sockets.
     """
 
     directory: Path
@@ -78,23 +78,23 @@ class ClusterPaths:
         text = str(self.directory)
         if not SLURM_SAFE_PATH.fullmatch(text):
             raise ValueError(
-                f"{text!r} cannot stand in slurm.conf; give an absolute path of letters, "
+                f"{text!r} is not valid in slurm.conf; give an absolute path of letters, "
                 "digits and any of _ . / + -"
             )
         if len(text) > DIRECTORY_LENGTH_MAX:
             raise ValueError(
-                f"{text!r} has {len(text)} characters, too many for the sockets below it; "
-                f"give a path of at most {DIRECTORY_LENGTH_MAX}"
+                f"{text!r} has {len(text)} characters, too many for the sockets in it; "
+                f"give a path of at most {DIRECTORY_LENGTH_MAX} characters"
             )
 
     @property
     def state(self) -> Path:
-        """The record of what was started; its existence marks the directory as in use."""
+        """The record of the started processes. Its existence marks the directory as in use."""
         return self.directory / "cluster.json"
 
     @property
     def slurm_conf(self) -> Path:
-        """Main configuration; the others must lie beside it."""
+        """Main configuration. The other configuration files must be beside it."""
         return self.directory / "slurm.conf"
 
     @property
@@ -104,12 +104,12 @@ class ClusterPaths:
 
     @property
     def gres_conf(self) -> Path:
-        """Which device files are which node's GPUs."""
+        """Configuration of the device files that are the nodes' GPUs."""
         return self.directory / "gres.conf"
 
     @property
     def cgroup_conf(self) -> Path:
-        """Configuration that keeps Slurm off the machine's cgroups."""
+        """Configuration by which Slurm does not touch the machine's cgroups."""
         return self.directory / "cgroup.conf"
 
     @property
@@ -134,12 +134,12 @@ class ClusterPaths:
 
     @property
     def database_scratch(self) -> Path:
-        """Where its MariaDB keeps what it needs for a moment."""
+        """Folder of MariaDB's temporary files."""
         return self.directory / "mariadb-tmp"
 
     @property
     def database_socket(self) -> Path:
-        """Socket of this cluster's own MariaDB, which listens on nothing else."""
+        """The only socket of this cluster's own MariaDB."""
         return self.directory / "mariadb.sock"
 
     @property
@@ -149,7 +149,7 @@ class ClusterPaths:
 
     @property
     def logs(self) -> Path:
-        """Folder of one log per daemon."""
+        """Folder of the daemons' logs."""
         return self.directory / "log"
 
     @property
@@ -163,27 +163,27 @@ class ClusterPaths:
         return self.directory / "ctld"
 
     def spool(self, node: str) -> Path:
-        """slurmd's spool of one node; slurm.conf spells it with %n as the node."""
+        """Return the spool of a node's slurmd. In slurm.conf, %n stands for the node."""
         return self.directory / f"spool.{node}"
 
     def gpu(self, index: int) -> Path:
-        """Device file of a fake GPU; its number becomes CUDA_VISIBLE_DEVICES."""
+        """Return the device file of a fake GPU. Its number is used in CUDA_VISIBLE_DEVICES."""
         return self.devices / f"nvidia{index}"
 
     def log(self, daemon: str) -> Path:
-        """The log a daemon writes, with times; its name is that in `cluster.json`."""
+        """Return the log of a daemon, with times. `daemon` is its name in `cluster.json`."""
         return self.logs / f"{daemon}.log"
 
     def output(self, daemon: str) -> Path:
-        """Standard output and error of a daemon: all that it logs, from its first moment on."""
+        """Return the file of a daemon's standard output and error, from its start."""
         return self.logs / f"{daemon}.out"
 
     def pid_file(self, daemon: str) -> Path:
-        """The pid file a daemon writes; we go by our own record instead."""
+        """Return the pid file that a daemon writes. This code uses its own record instead."""
         return self.run / f"{daemon}.pid"
 
     def owned(self, node_names: tuple[str, ...]) -> tuple[Path, ...]:
-        """Everything that a cluster puts into its directory, `state` last."""
+        """Return all paths that a cluster creates in its directory, `state` last."""
         munge_files = (
             self.munge_key,
             self.munge_socket,
@@ -204,7 +204,7 @@ class ClusterPaths:
 
 
 def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAddress) -> str:
-    """Text of slurm.conf. Times in it are seconds."""
+    """Return the text of slurm.conf. Its times are in seconds."""
     spot = "PriorityTier=1 PreemptMode=REQUEUE"
     lines = [
         "ClusterName=holdfast",
@@ -231,7 +231,7 @@ def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAd
         "AccountingStorageType=accounting_storage/slurmdbd",
         "AccountingStorageHost=127.0.0.1",
         f"AccountingStoragePort={address.dbd_port}",
-        # For slurmdbd the munge socket goes where a password would; AuthInfo is not looked at.
+        # For slurmdbd, the munge socket replaces the password. AuthInfo has no effect.
         f"AccountingStoragePass={paths.munge_socket}",
         "AccountingStorageTRES=gres/gpu",
         "JobAcctGatherType=jobacct_gather/none",
@@ -245,18 +245,18 @@ def render_slurm_conf(spec: ClusterSpec, paths: ClusterPaths, address: ClusterAd
 
 
 def _behaviour_lines(spec: ClusterSpec) -> list[str]:
-    """How jobs are tracked, scheduled, preempted and ended."""
+    """Return the lines on how jobs are tracked, scheduled, preempted and ended."""
     lines = [
         "ProctrackType=proctrack/linuxproc",
         "TaskPlugin=task/none",
         "MpiDefault=none",
-        # Lets nodes claim more CPUs and memory than this machine has.
+        # Nodes may have more CPUs and memory than this machine.
         "SlurmdParameters=config_overrides",
-        # A node that comes back from the dead is used again without an administrator.
+        # A node that returns after a loss is used again without an administrator.
         "ReturnToService=2",
         f"SlurmdTimeout={spec.slurmd_timeout_s}",
         f"KillWait={spec.kill_wait_s}",
-        # Slurm drains a node whose processes outlive KILL by this; it must exceed KillWait.
+        # Slurm drains a node whose processes survive KILL for this long. It must exceed KillWait.
         f"UnkillableStepTimeout={max(60, 2 * spec.kill_wait_s)}",
         "OverTimeLimit=0",
         "InactiveLimit=0",
@@ -270,13 +270,13 @@ def _behaviour_lines(spec: ClusterSpec) -> list[str]:
         "PreemptMode=REQUEUE",
     ]
     if spec.send_user_signal:
-        # 22.05's name; from 23.02 on it is PreemptParameters=send_user_signal.
+        # The name in 22.05. From 23.02 on, it is PreemptParameters=send_user_signal.
         lines.append("SlurmctldParameters=preempt_send_user_signal")
     return lines
 
 
 def _node_lines(spec: ClusterSpec, address: ClusterAddress) -> list[str]:
-    """One NodeName line per slurmd; every node is this host under another port."""
+    """Return one NodeName line per slurmd. Every node is this host on another port."""
     gres = f" Gres=gpu:{spec.gpus_per_node}" if spec.gpus_per_node else ""
     lines = ["GresTypes=gpu"]
     for name, port in zip(spec.node_names, address.slurmd_ports, strict=True):
@@ -289,7 +289,7 @@ def _node_lines(spec: ClusterSpec, address: ClusterAddress) -> list[str]:
 
 
 def render_slurmdbd_conf(paths: ClusterPaths, address: ClusterAddress) -> str:
-    """Text of slurmdbd.conf. Its storage socket comes from MYSQL_UNIX_PORT in the environment."""
+    """Return the text of slurmdbd.conf. MYSQL_UNIX_PORT in the environment sets the socket."""
     lines = [
         "AuthType=auth/munge",
         f"AuthInfo=socket={paths.munge_socket}",
@@ -309,7 +309,7 @@ def render_slurmdbd_conf(paths: ClusterPaths, address: ClusterAddress) -> str:
 
 
 def render_gres_conf(spec: ClusterSpec, paths: ClusterPaths) -> str:
-    """Text of gres.conf: all nodes share the fake device files, which nobody opens."""
+    """Return the text of gres.conf. All nodes share the fake device files."""
     if not spec.gpus_per_node:
         return ""
     last = spec.gpus_per_node - 1
@@ -317,8 +317,8 @@ def render_gres_conf(spec: ClusterSpec, paths: ClusterPaths) -> str:
 
 
 def render_cgroup_conf() -> str:
-    """Text of cgroup.conf: Slurm mounts nothing and talks to no systemd.
+    """Return the text of cgroup.conf: Slurm mounts nothing and does not use systemd.
 
-    22.05 knows no `disabled` plugin; with linuxproc tracking the v1 plugin touches nothing.
+    22.05 has no `disabled` plugin. With linuxproc tracking, the v1 plugin changes nothing.
     """
     return "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nIgnoreSystemd=yes\n"

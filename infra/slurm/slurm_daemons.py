@@ -1,4 +1,4 @@
-"""Processes of a test cluster: start, find, wait for and end them, by pid and start time."""
+"""Functions that start, find, wait for and end a test cluster's processes."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ LOG_TAIL_LINES = 25
 
 @dataclass(frozen=True, order=True)
 class ProcessRecord:
-    """A process that cannot be mistaken for a later one with the same pid.
+    """A process, identified by pid and start time because pids are reused.
 
     `start_ticks` is its start in clock ticks since boot (field 22 of /proc/PID/stat).
     """
@@ -30,7 +30,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True)
 class _Stat:
-    """The fields of /proc/PID/stat that are used here."""
+    """The fields of /proc/PID/stat that this module uses."""
 
     state: str
     parent: int
@@ -38,18 +38,18 @@ class _Stat:
 
 
 def _read_stat(pid: int) -> _Stat | None:
-    """The stat line of `pid`, or None when there is no such process."""
+    """Return the stat line of `pid`, or None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name, in parentheses, may itself hold blanks and parentheses.
+    # The name, in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return _Stat(state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
 
 
 def _read_environment(pid: int) -> dict[str, str]:
-    """The environment `pid` was started with; empty when it is gone or a kernel thread."""
+    """Return the initial environment of `pid`; empty if it is gone or a kernel thread."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -59,14 +59,14 @@ def _read_environment(pid: int) -> dict[str, str]:
 
 
 def _pids() -> list[int]:
-    """All pids of the machine."""
+    """Return all pids of the machine."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def start_daemon(argv: list[str], environment: dict[str, str], output: Path) -> ProcessRecord:
-    """Start a daemon that stays in the foreground, in a session of its own.
+    """Start a daemon that stays in the foreground, in its own session.
 
-    What it prints is appended to `output`. Raises FileNotFoundError when there is no such program.
+    Its output is appended to `output`. Raises FileNotFoundError if the program does not exist.
     """
     with output.open("ab") as stream:
         process = subprocess.Popen(
@@ -79,26 +79,26 @@ def start_daemon(argv: list[str], environment: dict[str, str], output: Path) -> 
         )
     stat = _read_stat(process.pid)
     assert stat is not None, "an unreaped child has a stat line"
-    # We wait by record, from any process; without this Popen would warn when collected.
+    # Any process may wait for the daemon by its record. This avoids a warning of Popen.
     process.returncode = 0
     return ProcessRecord(process.pid, stat.start_ticks)
 
 
 def is_alive(record: ProcessRecord) -> bool:
-    """Whether that very process still runs. A zombie does not; our own are reaped here."""
+    """Return whether this process still runs. Zombies do not count; our own are reaped here."""
     stat = _read_stat(record.pid)
     if stat is None or stat.start_ticks != record.start_ticks:
         return False
     if stat.state not in ("Z", "X"):
         return True
-    # When another process started it, its parent or init reaps it.
+    # If another process started it, its parent or init reaps it.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(record.pid, os.WNOHANG)
     return False
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll `condition` until it holds; False when `timeout_s` seconds ran out."""
+    """Wait until `condition()` is true. Return False after `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline_s:
@@ -108,29 +108,29 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def send_signal(record: ProcessRecord, number: int) -> None:
-    """Send a signal to that very process; nothing happens when it is gone."""
+    """Send a signal to this process. Does nothing if the process is gone."""
     if is_alive(record):
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, number)
 
 
 def stop_process(record: ProcessRecord, term_wait_s: float) -> None:
-    """TERM, wait at most `term_wait_s` seconds, KILL.
+    """Send TERM, wait at most `term_wait_s` seconds, then send KILL.
 
-    Raises DaemonError when the process outlives KILL by KILL_WAIT_S.
+    Raises DaemonError if the process still runs KILL_WAIT_S after KILL.
     """
     send_signal(record, signal.SIGTERM)
     if wait_until(lambda: not is_alive(record), term_wait_s):
         return
     send_signal(record, signal.SIGKILL)
     if not wait_until(lambda: not is_alive(record), KILL_WAIT_S):
-        raise DaemonError(f"process {record.pid} outlived SIGKILL by {KILL_WAIT_S} s")
+        raise DaemonError(f"process {record.pid} still runs {KILL_WAIT_S} s after SIGKILL")
 
 
 def find_processes(markers: Iterable[dict[str, str]]) -> set[ProcessRecord]:
-    """Processes started with all variables of any of `markers`, and all their descendants.
+    """Return the processes with all variables of any of `markers`, and their descendants.
 
-    The caller itself and its ancestors are never among them.
+    The calling process and its ancestors are left out.
     """
     stats = {pid: stat for pid in _pids() if (stat := _read_stat(pid)) is not None}
     wanted = [marker.items() for marker in markers]
@@ -152,7 +152,7 @@ def find_processes(markers: Iterable[dict[str, str]]) -> set[ProcessRecord]:
 
 
 def _self_and_ancestors(stats: dict[int, _Stat]) -> set[int]:
-    """This process, its parent and so on up to init."""
+    """Return the pids of this process and all its ancestors."""
     line: set[int] = set()
     pid = os.getpid()
     while pid in stats and pid not in line:
@@ -162,12 +162,12 @@ def _self_and_ancestors(stats: dict[int, _Stat]) -> set[int]:
 
 
 def kill_processes(find: Callable[[], set[ProcessRecord]]) -> int:
-    """End at once all that `find` returns: freeze first, then SIGKILL.
+    """Kill all processes that `find` returns at the same time. Return how many were killed.
 
-    A machine that loses power tells nobody. Killed one after the other, though, a slurmstepd
-    would live to report its task's death, and the job would count as FAILED, not NODE_FAIL.
-    The rounds of freezing catch what was forked meanwhile. Returns how many were killed.
-    Raises DaemonError when some outlive SIGKILL by KILL_WAIT_S.
+    This simulates a machine that loses power. If they were killed one after the other, a slurmstepd
+    could report its task's death, and the job would count as FAILED instead of NODE_FAIL. So all
+    are stopped with SIGSTOP first, in rounds that also catch new children. Raises DaemonError if
+    some still run KILL_WAIT_S after SIGKILL.
     """
     frozen: set[ProcessRecord] = set()
     for _ in range(FREEZE_ROUNDS_MAX):
@@ -181,12 +181,12 @@ def kill_processes(find: Callable[[], set[ProcessRecord]]) -> int:
         send_signal(record, signal.SIGKILL)
     if not wait_until(lambda: not any(map(is_alive, frozen | find())), KILL_WAIT_S):
         pids = sorted(record.pid for record in frozen | find() if is_alive(record))
-        raise DaemonError(f"processes {pids} are left {KILL_WAIT_S} s after SIGKILL")
+        raise DaemonError(f"processes {pids} still run {KILL_WAIT_S} s after SIGKILL")
     return len(frozen)
 
 
 def read_log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log under its path as heading; says so when it is missing or empty."""
+    """Return the last lines of a log, or a note if it is missing or empty, below its path."""
     try:
         text = log.read_text(errors="replace")
     except FileNotFoundError:

@@ -1,24 +1,24 @@
 """Errors of the one-machine Slurm cluster.
 
 ClusterError (RuntimeError)
-├── PrerequisiteError   the machine lacks a package or a right
-├── DaemonError         a daemon died, or a wait on it ran out; carries the tail of its log
+├── PrerequisiteError   the machine lacks a package or a permission
+├── DaemonError         a daemon died or did not answer in time; contains the end of its log
 └── ClusterStateError   the directory is not in the state that the command needs
 """
 
 
 class ClusterError(RuntimeError):
-    """Whatever goes wrong with a test cluster."""
+    """Base class of the errors of a test cluster."""
 
 
 class PrerequisiteError(ClusterError):
-    """The machine lacks a package or a right that the cluster needs."""
+    """The machine lacks a package or a permission that the cluster needs."""
 
 
 class DaemonError(ClusterError):
-    """A daemon died, or did not do in time what was waited for.
+    """A daemon died, or an operation took too long.
 
-    `log_tail` holds the last lines of the logs that tell why ("" where there are none).
+    `log_tail` has the last lines of the relevant logs, or "" without any.
     """
 
     def __init__(self, message: str, log_tail: str = "") -> None:
@@ -27,4 +27,4 @@ class DaemonError(ClusterError):
 
 
 class ClusterStateError(ClusterError):
-    """A cluster's directory is missing, already in use, or names no such node."""
+    """A cluster's directory is missing or already in use, or there is no such node."""

@@ -133,7 +133,7 @@ def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: P
     wait_for_account(slurm, job, "NODE_FAIL")
     assert slurm.node_states()["n3"].startswith("down")
     slurm.start_node("n3")
-    with pytest.raises(ClusterStateError, match="runs already"):
+    with pytest.raises(ClusterStateError, match="already runs"):
         slurm.start_node("n3")
     back = submit(slurm, tmp_path, "-w", "n3", script="srun true")
     wait_for_account(slurm, back, "COMPLETED")

@@ -97,7 +97,7 @@ def make_a_folder_of_it(directory: Path) -> None:
         (flip_a_bit, "__0_0.distcp: checksum "),
         (cut, "__0_0.distcp: 16383 bytes, expected 16384"),
         (lambda d: (d / "pp0/a.json").unlink(), "pp0/a.json: missing"),
-        (lead_outside, ".metadata: leads outside"),
+        (lead_outside, ".metadata: a link that leads outside its folder"),
         (make_a_folder_of_it, "pp0/a.json: "),
     ],
 )
