@@ -1,7 +1,7 @@
-"""What each kind of journal line means: who writes it, and the fields of its `data`.
+"""The meaning of each kind of journal line, the process that writes it and its fields.
 
-The documentation is made from this table. Tests compare it with the lines that the code writes
-and with `event_facts`, which says what readers believe.
+The documentation is generated from this table. Tests compare it with the lines that the code writes
+and with `event_facts`, which checks the lines that readers get.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TABLES: Final = "list of tables"
 
 @dataclass(frozen=True)
 class Field:
-    """One field; `meaning` is for people."""
+    """One field. `meaning` is a description for the documentation."""
 
     type: str
     meaning: str
@@ -34,12 +34,12 @@ class Field:
 
 @dataclass(frozen=True)
 class EventEntry:
-    """One kind of line: what it says, the process that writes it, and the fields it can have."""
+    """One kind of line: its meaning, the process that writes it, and its possible fields."""
 
     meaning: str
     writer: str
     fields: tuple[str, ...]
-    # Fields whose meaning is another one here than in `FIELDS`.
+    # Fields with another meaning here than in `FIELDS`.
     own: Mapping[str, Field] = field(default_factory=dict)
 
     @property
@@ -48,14 +48,14 @@ class EventEntry:
         return {name: self.own.get(name) or FIELDS[name] for name in self.fields}
 
 
-# A name means the same in every kind of line that has no meaning of its own for it.
+# The meaning of each field, unless a kind of line has its own meaning for it.
 FIELDS: Final[Mapping[str, Field]] = {
-    "action": Field(STRING, "what is asked for or decided"),
+    "action": Field(STRING, "the action that was requested or decided"),
     "address": Field(STRING, "address that the request came from"),
     "after_attempt": Field(INTEGER, "newest attempt at that time; 0 before the first"),
     "argv": Field(STRINGS, "the program and its arguments"),
     "attempt": Field(INTEGER, "number of the attempt"),
-    "blocked_s": Field(NUMBER, "seconds for which training stood still"),
+    "blocked_s": Field(NUMBER, "seconds for which training was blocked"),
     "by": Field(STRING, "user, or rule, that acted"),
     "bytes": Field(INTEGER, "size in bytes"),
     "cause": Field(STRING, "cause, as in troubleshooting by cause"),
@@ -72,7 +72,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "damaged": Field(STRINGS, "files whose bytes differ from the manifest"),
     "deadline": Field(NUMBER, "Unix seconds at which the scheduler or the cloud ends the job"),
     "delay_s": Field(NUMBER, "seconds to wait before the next attempt"),
-    "detail": Field(STRING, "further words of the source"),
+    "detail": Field(STRING, "details from the source"),
     "dumps": Field(STRINGS, "files with the stacks of ranks"),
     "ended_at": Field(NUMBER, "Unix seconds"),
     "ending": Field(STRING, "how the launch ended, such as `left`, `crashed` or `stopped`"),
@@ -80,7 +80,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "ettr": Field(NUMBER, "productive share of the time, from 0 to 1"),
     "evidence": Field(STRINGS, "sentences that explain the state"),
     "exclude": Field(STRINGS, "hosts that the next attempt does not use"),
-    "excluded": Field(STRINGS, "checkpoints that a resume no longer takes"),
+    "excluded": Field(STRINGS, "checkpoints that a resume no longer uses"),
     "exit_code": Field(INTEGER, "exit status of torchrun"),
     "failed_host": Field(STRING, "host of the rank that failed first"),
     "failed_rank": Field(INTEGER, "rank that failed first"),
@@ -89,7 +89,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "flow_run": Field(STRING, "id of Prefect's flow run; empty without Prefect"),
     "flush_s": Field(NUMBER, "seconds from the staged step to the commit"),
     "flushing_s": Field(NUMBER, "seconds in which only the last checkpoint was written"),
-    "format": Field(STRING, "form of the exported files"),
+    "format": Field(STRING, "format of the exported files"),
     "good_step": Field(INTEGER, "step of the last good loss"),
     "gpu_hours": Field(NUMBER, "GPU hours held"),
     "gpus": Field(INTEGER, "number of GPUs"),
@@ -116,11 +116,11 @@ FIELDS: Final[Mapping[str, Field]] = {
     "newest_step": Field(INTEGER, "newest step that a rank has entered"),
     "node": Field(INTEGER, "number of the node, from 0"),
     "nodes": Field(INTEGER, "number of nodes"),
-    "note": Field(STRING, "the user's own words"),
-    "notes": Field(STRINGS, "what the resume had to say besides"),
+    "note": Field(STRING, "text from the user"),
+    "notes": Field(STRINGS, "further messages of the resume"),
     "notice": Field(STRING, "what the cloud announces"),
     "of_completed": Field(BOOLEAN, "true when the run had completed"),
-    "ok": Field(BOOLEAN, "true when every byte is as it was committed"),
+    "ok": Field(BOOLEAN, "true if no byte has changed since the commit"),
     "on_demand_cost": Field(NUMBER, "price of the other GPU time without preemptions"),
     "outcome": Field(STRING, "`done`, or why it was refused or failed"),
     "own_s": Field(NUMBER, "seconds of the rank's own work in a step"),
@@ -133,17 +133,17 @@ FIELDS: Final[Mapping[str, Field]] = {
     "promised": Field(BOOLEAN, "true when the text is what the program loops over"),
     "queued_s": Field(NUMBER, "seconds in the scheduler's queue"),
     "rank": Field(INTEGER, "number of the rank"),
-    "reason": Field(STRING, "why, in words"),
+    "reason": Field(STRING, "the reason, as text"),
     "restored": Field(STRINGS, "parts of the state that were restored"),
     "resumed_from": Field(STRING, "checkpoint that the first launch resumed from"),
     "role": Field(STRING, "`reader` or `operator`"),
     "rounds": Field(INTEGER, "number of proposals until all nodes agreed"),
-    "saved": Field(NUMBER, "`on_demand_cost` less `cost`"),
-    "scheduler_state": Field(STRING, "the scheduler's own word for the job's state"),
+    "saved": Field(NUMBER, "`on_demand_cost` minus `cost`"),
+    "scheduler_state": Field(STRING, "the scheduler's name of the job's state"),
     "seconds": Field(NUMBER, "seconds that the copy took"),
     "silent": Field(TABLES, "silent ranks, each with step, phase and seconds of silence"),
     "skip": Field(PAIRS, "data that is skipped from then on: first step and number of steps"),
-    "skipped": Field(STRINGS, "newer checkpoints that were passed over, with the reason"),
+    "skipped": Field(STRINGS, "newer checkpoints that were skipped, with the reason"),
     "snapshots_every": Field(INTEGER, "chosen steps between snapshots; 0 for none"),
     "source": Field(STRING, "what asked for the stop"),
     "started_at": Field(NUMBER, "Unix seconds"),
@@ -237,7 +237,7 @@ EVENTS: Final[Mapping[Kind, EventEntry]] = {
         (*_LAUNCH, "to", "excluded", "skip", "step", "reason"),
     ),
     Kind.NUMERICS: EventEntry(
-        "a loss was bad, and this is what the policy answers",
+        "a loss was bad, and the policy chose this action",
         "rank 0",
         (
             *(*_LAUNCH, "problem", "step", "loss", "good_step", "window", "median", "limit"),

@@ -1,4 +1,4 @@
-"""Exit statuses of the programs of Holdfast. The documentation is made from these tables."""
+"""Exit statuses of Holdfast's programs. The documentation is generated from these tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 
 DONE: Final = 0
-# The thing asked about is bad or failed.
+# The run, checkpoint or check that the command is about is bad or failed.
 FAILED: Final = 1
-# The call is wrong, or something that it needs cannot be used.
+# The arguments are wrong, or something that the command needs cannot be used.
 MISUSE: Final = 2
 INTERRUPTED: Final = 128 + signal.SIGINT
 KILLED: Final = 128 + signal.SIGKILL
@@ -19,14 +19,14 @@ NOT_NEEDED: Final = 75
 
 EXIT_STATUSES: Final[Mapping[str, Mapping[int, str]]] = {
     "holdfast": {
-        DONE: "the command did what it was asked",
-        FAILED: "the thing that you asked about is bad or failed: a run that ended failed "
+        DONE: "the command succeeded",
+        FAILED: "the command found something bad or failed: a run that ended as failed "
         "(`submit --wait`), a damaged checkpoint (`verify`), a failed check (`doctor`), a broken "
         "invariant (`drill`), a run that cannot be read (`reindex`), another revision of the "
         "schema (`db current`), or a request that the scheduler refused",
         MISUSE: "the call is wrong, or something that it needs cannot be used. Standard error has "
         "the reason and the next step",
-        INTERRUPTED: "you interrupted `submit --wait`. The run goes on",
+        INTERRUPTED: "you interrupted `submit --wait`. The run continues",
         TERMINATED: "a drill or an export was ended by SIGTERM, after it removed what it had begun",
     },
     "python -m holdfast.flows.detached": {

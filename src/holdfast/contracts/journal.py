@@ -112,7 +112,7 @@ class JournalWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, made if need be; a link or a pipe there is a `ForeignFileError`."""
+        """Open `path`, and create it if needed. Raises `ForeignFileError` for a link or a pipe."""
         if not path.parent.is_dir():
             make_directory(path.parent)
         self.path = path

@@ -1,4 +1,4 @@
-"""`supervision` of a run spec: how an attempt is watched, and how often it is started again."""
+"""`supervision` of a run spec: how Holdfast watches an attempt, and how often it relaunches."""
 
 from __future__ import annotations
 

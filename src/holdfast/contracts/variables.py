@@ -1,6 +1,6 @@
-"""Every environment variable of Holdfast: who sets it, and what it does.
+"""Every environment variable of Holdfast, with its effect and who sets it.
 
-The documentation is made from this table. A test compares it with the names that the code reads.
+The documentation is generated from this table. A test compares it with the names in the code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from holdfast.contracts import environment
 
 
 class Setter(StrEnum):
-    """Who sets a variable; the value is the heading of its table."""
+    """Who sets a variable. The value is the heading of its table."""
 
     PERSON = "Set by you"
     AGENT = "Set by the agent for the program"
@@ -22,7 +22,7 @@ class Setter(StrEnum):
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; `default` is what holds without it."""
+    """One environment variable. `default` applies if it is not set."""
 
     name: str
     setter: Setter
