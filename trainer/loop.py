@@ -275,7 +275,7 @@ class Loop:
         else:
             saver.complete_plan(plan_status)
             if save:
-                saver.passed_over(step)
+                saver.note_skipped(step)
         if not saved and self._pace.rhythm.is_due(step):
             saver.snapshot(step)
         saver.forget()

@@ -124,7 +124,7 @@ class Saver:
         is_ours = manifest is not None and manifest.run_uid == self._context.identity.run_uid
         if manifest is not None and is_ours and manifest.reason == CRASH:
             text = (
-                f"step {step} was in memory alone when the ranks died, and was then committed "
+                f"step {step} was only in memory when the ranks died, and was then committed "
                 f"({manifest.bytes} bytes)"
             )
             self._note(EventKind.NOTE, text=text, checkpoint=manifest.name, step=step)
@@ -252,7 +252,7 @@ class Saver:
         former_s = cost_s if self._copy_s is None else self._copy_s
         self._copy_s = former_s + COPY_WEIGHT * (cost_s - former_s)
 
-    def passed_over(self, step: int) -> None:
+    def note_skipped(self, step: int) -> None:
         """Log that a checkpoint was due while both staging slots were still being written."""
         text = f"step {step}: no checkpoint, the last {SLOTS_PER_RANK} are still being written"
         self._note(EventKind.NOTE, text=text)

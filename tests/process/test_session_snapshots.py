@@ -40,7 +40,7 @@ def test_killed_ranks_lose_one_step_and_go_on_bit_for_bit(tmp_path: Path) -> Non
     assert (first.data["step"], second.data["step"]) == (0, kept)
     assert second.data["checkpoint"] == manifest.id
     notes = [e.data["text"] for e in events_of(launch.run, EventKind.NOTE)]
-    assert any("was in memory alone when the ranks died" in text for text in notes)
+    assert any("was only in memory when the ranks died" in text for text in notes)
     with Launch(tmp_path / "whole", **settings) as whole:
         assert whole.wait() == 0, whole.output
     for rank in range(2):

@@ -235,7 +235,7 @@ def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_alrea
     drawn = [next(loader) for _ in range(5)]
     run.position.completed = 2
     assert run.position.reached == 5
-    run.position.pass_over([SkipWindow(6, 3)])
+    run.position.skip([SkipWindow(6, 3)])
     drawn += [next(loader) for _ in range(5)]
     order = run.position.order(SAMPLES, 4)
     assert order.skips == (SkipWindow(6, 3),)
@@ -253,7 +253,7 @@ def test_an_epoch_ends_where_a_window_comes_that_passes_over_the_rest_of_it() ->
     ):
         drawn = iter(sampler)
         next(drawn)
-        run.position.pass_over([SkipWindow(2, 6)])
+        run.position.skip([SkipWindow(2, 6)])
         left = len(list(drawn))
         assert left == (0 if len(sampler) == 1 else GLOBAL_BATCH - 1)
         assert run.position._order is not None

@@ -54,7 +54,7 @@ class Position:
         """The last step for which ids were drawn. It may be ahead of training."""
         return max([self.completed, *(sampler.reached for sampler in self._samplers)])
 
-    def pass_over(self, windows: Sequence[SkipWindow]) -> None:
+    def skip(self, windows: Sequence[SkipWindow]) -> None:
         """Skip more data, from steps for which no rank has drawn ids."""
         self._skips = joined(self._skips, [(w.first_step, w.steps) for w in windows])
         if self._order is not None:

@@ -51,9 +51,9 @@ def load_checkpoint(
             optimizer state of a renamed parameter follows.
         strict: if False, keys that only one side has are ignored and listed in the report.
 
-    Raises `KeyMismatchError` before anything is loaded if keys or shapes do not fit,
-    `DamagedCheckpointError` if bytes differ from the committed ones (the model may then have
-    changed), `NotFoundError` if there is no such checkpoint, and `TypeError` for a target of
+    Raises `KeyMismatchError` before anything is loaded if keys or shapes do not fit. Raises
+    `DamagedCheckpointError` if bytes differ from the committed ones; the model may then have
+    changed. Raises `NotFoundError` if there is no such checkpoint, and `TypeError` for a target of
     another type, such as a dict of tensors.
     """
     _check_all(model, nn.Module, "model")

@@ -117,7 +117,7 @@ class LossGuard:
         given = self._ranks.share(
             lambda: self._answer(anomaly, rank, reached=reached, is_finite=is_finite)
         )
-        self._position.pass_over(given.skip)
+        self._position.skip(given.skip)
         if given.action in {"stop", "rollback"}:
             raise NumericsError(given.reason)
 
