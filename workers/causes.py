@@ -18,7 +18,7 @@ from holdfast.workers.evidence import (
     find_before_traceback,
     find_cause,
     is_of_command,
-    last_words,
+    last_message,
 )
 from holdfast.workers.executors.base import GONE, REBOOTED, JobStatus
 
@@ -169,7 +169,7 @@ def hung_ending(evidence: Sequence[str]) -> Ending:
     return _ending(Cause.HANG, evidence)
 
 
-def on_the_way_out(ending: Ending, stopped_for: str) -> Ending:
+def with_numerics_stop(ending: Ending, stopped_for: str) -> Ending:
     """Return `ending`, with cause `numerics` if the ranks had stopped for a bad loss.
 
     `stopped_for` is that reason, or empty. Ranks that hang or are killed while they stop still
@@ -214,7 +214,7 @@ def classify_crash(
         return _of_command(first, who), first
     if found is None:
         # Only the program itself exits with a code of its own.
-        message = last_words(first.text) or "it exited without an error message"
+        message = last_message(first.text) or "it exited without an error message"
         return _ending(Cause.USER_ERROR, [f"{who}: {message}"]), first
     if oom_kills and KILLED_WORKER.search(found.quote):
         return _ending(Cause.HOST_OOM, [f"{who}: {found.quote}", _of_kernel(oom_kills)]), first
@@ -223,7 +223,7 @@ def classify_crash(
 
 def _of_command(first: RankFailure, who: str) -> Ending:
     """Return how a rank ended that failed because a command that it ran had failed."""
-    message = f"{who}: {last_words(first.text)}"
+    message = f"{who}: {last_message(first.text)}"
     found = find_before_traceback(first.stderr_tail)
     if found is None:
         return _ending(Cause.UNKNOWN, [message])
@@ -240,7 +240,7 @@ def _of_killed(first: RankFailure, oom_kills: int) -> Ending:
         return _ending(Cause.INFRASTRUCTURE, [who, "the kernel reports no out-of-memory kill"])
     if first.signal in _EXPLAINED_SIGNALS and (found := find_cause(first.text)):
         return _ending(found.rule.cause, [f"{who}: {found.quote}"])
-    message = last_words(first.text)
+    message = last_message(first.text)
     return _ending(Cause.UNKNOWN, [f"{who}: {message}" if message else who])
 
 
@@ -248,7 +248,7 @@ def _of_launch(log: str, oom_kills: int) -> Ending:
     """Return how torchrun ended when it named no failed rank."""
     if oom_kills:
         return _ending(Cause.HOST_OOM, ["torchrun ended", _of_kernel(oom_kills)])
-    message = last_words(log)
+    message = last_message(log)
     if found := _not_started(log):
         return _ending(Cause.USER_ERROR, [f"torchrun: {found}"])
     if named := find_cause(log):
@@ -314,10 +314,10 @@ def _may_correct(outcome: Outcome, scheduler_cause: Cause) -> bool:
     if scheduler_cause is Cause.OPERATOR and outcome.state is _S.FAILED:
         # It had crashed before anyone could cancel it.
         return False
-    return outcome.cause in _GUESSES or (heard_a_signal(outcome) and not is_certain(outcome))
+    return outcome.cause in _GUESSES or (was_signalled(outcome) and not is_certain(outcome))
 
 
-def heard_a_signal(outcome: Outcome) -> bool:
+def was_signalled(outcome: Outcome) -> bool:
     """Return True if the agent stopped because of a signal, so its cause is a judgement."""
     return any(line.startswith("signal:") for line in outcome.evidence)
 
@@ -326,7 +326,7 @@ def is_certain(outcome: Outcome) -> bool:
     """Return True if the agent saw the scheduler preempt the job, or its cause is no guess."""
     if any(_PREEMPT_TIME.search(line) for line in outcome.evidence):
         return True
-    return not heard_a_signal(outcome) and outcome.cause not in _GUESSES
+    return not was_signalled(outcome) and outcome.cause not in _GUESSES
 
 
 def gives_reason(status: JobStatus) -> bool:

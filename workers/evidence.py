@@ -192,7 +192,7 @@ def find_before_traceback(text: str) -> Finding | None:
     return find_cause(text.removesuffix(whole)) if whole else None
 
 
-def last_words(text: str) -> str:
+def last_message(text: str) -> str:
     """Return the first line of the last exception, or the last non-empty line; may be empty."""
     found = messages(text)
     lines = [line.strip() for line in (found[-1] if found else "").splitlines() if line.strip()]

@@ -18,13 +18,13 @@ from holdfast.workers.causes import (
     classify,
     classify_crash,
     hung_ending,
-    on_the_way_out,
+    with_numerics_stop,
 )
 from holdfast.workers.evidence import (
     TRACEBACK,
     find_cause,
+    last_message,
     last_traceback,
-    last_words,
     messages,
 )
 from holdfast.workers.executors import JobStatus
@@ -200,7 +200,7 @@ def test_the_root_of_a_chain_decides_and_source_lines_do_not() -> None:
     assert found is not None
     assert found.quote == "OSError: [Errno 28] No space left on device"
     assert find_cause(CHAINED[CHAINED.rindex("Traceback") :]) is None
-    assert last_words(CHAINED) == "ValueError: the run is over"
+    assert last_message(CHAINED) == "ValueError: the run is over"
 
 
 LOST_WORKER = """Traceback (most recent call last):
@@ -313,7 +313,7 @@ def test_warnings_before_an_end_are_no_evidence() -> None:
     said = "[W1121 socket.cpp:7] connect failed: Connection refused\nusage: t.py [-h]\n"
     assert find_cause(said) is None
     assert find_cause("[rank0]:" + said) is None
-    assert last_words(said + "t.py: error: no data\n") == "t.py: error: no data"
+    assert last_message(said + "t.py: error: no data\n") == "t.py: error: no data"
 
 
 @pytest.mark.parametrize(
@@ -420,9 +420,9 @@ def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
     killed, _ = classify_crash([RankFailure(rank=1, exit_code=-9)])
     assert (hung.cause, killed.cause) == (Cause.HANG, Cause.INFRASTRUCTURE)
     for ending in (hung, killed):
-        stopped = on_the_way_out(ending, reason)
+        stopped = with_numerics_stop(ending, reason)
         assert (stopped.state, stopped.cause) == (AttemptState.FAILED, Cause.NUMERICS)
         assert stopped.evidence == (reason, *ending.evidence)
-        assert on_the_way_out(ending, "") == ending
+        assert with_numerics_stop(ending, "") == ending
     lost, _ = classify_crash([], lost_nodes=["n1"])
-    assert on_the_way_out(lost, reason) == lost
+    assert with_numerics_stop(lost, reason) == lost

@@ -120,7 +120,7 @@ class HangWatch:
         if now - self._looked_at > PAUSE_S:
             self._awake_since = now
         self._looked_at = now
-        statuses = [look for node in nodes for look in reports[node.name].ranks]
+        statuses = [status for node in nodes for status in reports[node.name].ranks]
         if not self._is_on or len(statuses) < self._world_size:
             return False
         self._name_stragglers(statuses, now)
@@ -198,7 +198,7 @@ class HangWatch:
 
     def _gap_s(self, statuses: Sequence[RankStatus], sample_number: int) -> float:
         """Return the seconds until the next sample."""
-        longest_s = max((look.silent_s for look in statuses), default=0.0)
+        longest_s = max((status.silent_s for status in statuses), default=0.0)
         gap_s = min(GAP_S_MAX, max(GAP_S_MIN, GAP_SHARE * longest_s))
         return gap_s * (1 + sample_number * GAP_VARIES % 1) / 2
 
@@ -206,7 +206,7 @@ class HangWatch:
 
     def _confirm(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> None:
         dead = silence.dead_peers(statuses)
-        longest_s = max(look.silent_s for look in statuses)
+        longest_s = max(status.silent_s for status in statuses)
         reason = (
             f"every rank is silent, one for {longest_s:.0f} s, and no sample shows a sign of life"
         )
@@ -222,7 +222,7 @@ class HangWatch:
     ) -> str:
         """Journal what is known; return which ranks wait and which are missing."""
         silent = silence.suspects(statuses, self._silence_limits)
-        worst = sorted(silent or statuses, key=lambda look: -look.silent_s)[:SILENT_NAMED_MAX]
+        worst = sorted(silent or statuses, key=lambda status: -status.silent_s)[:SILENT_NAMED_MAX]
         stacks = list(open_.last.stacks.values()) if open_.last else []
         finding = find_blame(stacks, {k.rank: k.step for k in statuses})
         self._journal.append(
@@ -270,7 +270,7 @@ class HangWatch:
 
     def _dumps(self, open_: _Suspicion, statuses: Sequence[RankStatus]) -> list[str]:
         """Return the dump's folders, relative to the run's folder."""
-        nodes = sorted({look.rank // self._ranks_per_node for look in statuses})
+        nodes = sorted({status.rank // self._ranks_per_node for status in statuses})
         run = self._attempt.directory.parent.parent
         return [str(self._attempt.dump(n, open_.dump).relative_to(run)) for n in nodes]
 

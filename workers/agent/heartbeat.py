@@ -92,20 +92,20 @@ class Heartbeat:
             RankBeat(
                 rank=record.rank,
                 step=record.completed,
-                phase=look.phase,
-                age_s=look.silent_s,
+                phase=status.phase,
+                age_s=status.silent_s,
                 step_time_s=round(record.step_time_s, 6),
                 pid=record.pid,
                 step_p50_s=round(p50_s, 6),
                 step_p99_s=round(p99_s, 6),
-                own_s=round(look.own_s, 6),
+                own_s=round(status.own_s, 6),
                 rss_bytes=counters.rss_bytes,
                 cpu_percent=counters.cpu_percent,
                 threads=counters.threads,
                 read_bytes=counters.read_bytes,
                 write_bytes=counters.write_bytes,
             )
-            for record, look, counters, (p50_s, p99_s) in seen
+            for record, status, counters, (p50_s, p99_s) in seen
             if record.pid
         )
 

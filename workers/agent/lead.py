@@ -32,7 +32,7 @@ from holdfast.workers.agent.runtime import CrashReport, Node, NodeReport, NodeRu
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.standby_plan import StandbyPlan
 from holdfast.workers.agent.stops import StopRequest, StopWatch
-from holdfast.workers.causes import Ending, RankFailure, hung_ending, on_the_way_out
+from holdfast.workers.causes import Ending, RankFailure, hung_ending, with_numerics_stop
 from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
 
 POLL_S: Final = 0.05
@@ -434,7 +434,7 @@ class Lead:
         """Return how the crashed or hung launch ended, and the rank that failed first."""
         crash = ended.crash_report
         ending, first = (hung_ending(ended.hang), None) if ended.hang else crash.classify(self.lost)
-        return on_the_way_out(ending, stopped_for_numerics(*self._last_events())), first
+        return with_numerics_stop(ending, stopped_for_numerics(*self._last_events())), first
 
     def _last_events(self) -> tuple[list[Event], int, int]:
         """Return rank 0's journal, and the numbers of this attempt and its last launch."""

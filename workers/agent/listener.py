@@ -75,7 +75,7 @@ class StopListener:
                 self._late_deadline = min(self._late_deadline, stop_request.deadline or math.inf)
                 return
             if self._stop_request is not None:
-                self._stop_request = self._stop_request.hurried_by(stop_request)
+                self._stop_request = self._stop_request.with_deadline_of(stop_request)
                 return
             self._stop_request = stop_request
             self._journal.append(

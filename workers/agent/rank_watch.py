@@ -105,7 +105,7 @@ class RankWatch:
         now = time.monotonic()
         with self._lock:
             pairs = zip(self._status_table.records(), self._ranks, strict=True)
-            return [self._look(i, record, seen, now) for i, (record, seen) in enumerate(pairs)]
+            return [self._status_of(i, record, seen, now) for i, (record, seen) in enumerate(pairs)]
 
     def counters(self) -> list[Counters]:
         """Return the kernel's counters of every rank, by local rank, at most a second old."""
@@ -159,7 +159,7 @@ class RankWatch:
         elif seen.phase is not Phase.TRAIN:
             self.calibration.add(seen.phase.name.lower(), [beat_at - seen.beat_at])
 
-    def _look(self, local: int, record: RankRecord, seen: _Rank, now: float) -> RankStatus:
+    def _status_of(self, local: int, record: RankRecord, seen: _Rank, now: float) -> RankStatus:
         pid, phase = record.pid, record.phase.name.lower()
         step_s = seen.step_times()[0]
         return RankStatus(

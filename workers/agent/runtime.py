@@ -331,9 +331,9 @@ class NodeRuntime(StatusPort):
         records = zip(self._watch.statuses(), self.status_table.records(), strict=True)
         silent = self._torchrun.rank_pids() if self._torchrun else {}
         targets = [
-            Target(rank=look.rank, pid=pid, offer=record.stacks_offer)
-            for local, (look, record) in enumerate(records)
-            if (pid := look.pid or silent.get(local, 0))
+            Target(rank=status.rank, pid=pid, offer=record.stacks_offer)
+            for local, (status, record) in enumerate(records)
+            if (pid := status.pid or silent.get(local, 0))
         ]
         folder = self.context.attempt.dump(self.context.node, dump)
         self._stacks.take(targets, folder, dump, number)

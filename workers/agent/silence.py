@@ -129,15 +129,15 @@ def watched(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
     A program without a session never registers and cannot be judged.
     """
-    return list(statuses) if any(look.pid for look in statuses) else []
+    return list(statuses) if any(status.pid for status in statuses) else []
 
 
 def suspects(statuses: Sequence[RankStatus], limits: SilenceLimits) -> list[RankStatus]:
     """Return the ranks that are silent for longer than usual."""
     return [
-        look
-        for look in watched(statuses)
-        if look.silent_s >= limits.suspect_s(look.phase, look.times)
+        status
+        for status in watched(statuses)
+        if status.silent_s >= limits.suspect_s(status.phase, status.times)
     ]
 
 
@@ -170,10 +170,10 @@ def left_to_wait_s(
     if dead_peers(seen):
         return max(0.0, DEAD_PEER_S - still_s)
     left = [0.0]
-    for look in seen:
-        limit_s = limits.end_s(look.phase, look.times)
-        limit_s *= BUSY_FACTOR if look.rank in busy else 1.0
-        left += [limit_s - look.silent_s, STILL_SHARE * limit_s - still_s]
+    for status in seen:
+        limit_s = limits.end_s(status.phase, status.times)
+        limit_s *= BUSY_FACTOR if status.rank in busy else 1.0
+        left += [limit_s - status.silent_s, STILL_SHARE * limit_s - still_s]
     return max(left)
 
 
@@ -183,52 +183,54 @@ def dead_peers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     A rank that exited and was noticed ended without an error, so its peers may be busy for long.
     """
     return [
-        look
-        for look in statuses
-        if look.is_unreaped and look.phase not in _LEFT and look.silent_s >= DEAD_PEER_S
+        status
+        for status in statuses
+        if status.is_unreaped and status.phase not in _LEFT and status.silent_s >= DEAD_PEER_S
     ]
 
 
 def busy_ranks(before: Sample, after: Sample) -> frozenset[int]:
     """Return the ranks that computed between two samples, in phases where that counts."""
-    former = {look.rank: look for look in before.statuses}
+    former = {status.rank: status for status in before.statuses}
     enough_s = BUSY_CPU_SHARE * (after.at - before.at)
     return frozenset(
-        look.rank
-        for look in after.statuses
-        if look.phase in _ALONE
-        and look.rank in former
-        and look.cpu_s - former[look.rank].cpu_s >= enough_s
+        status.rank
+        for status in after.statuses
+        if status.phase in _ALONE
+        and status.rank in former
+        and status.cpu_s - former[status.rank].cpu_s >= enough_s
     )
 
 
 def signs_of_life(before: Sample, after: Sample) -> list[int]:
     """Return the ranks that showed a sign of life in `after` or since `before`."""
-    former = {look.rank: look for look in before.statuses}
+    former = {status.rank: status for status in before.statuses}
     return [
-        look.rank
-        for look in watched(after.statuses)
-        if _made_progress(former.get(look.rank), look, before, after)
-        or (look.silent_s < FAINT_SIGNS_S and _may_be_working(look, before, after))
+        status.rank
+        for status in watched(after.statuses)
+        if _made_progress(former.get(status.rank), status, before, after)
+        or (status.silent_s < FAINT_SIGNS_S and _may_be_working(status, before, after))
     ]
 
 
-def _made_progress(was: RankStatus | None, look: RankStatus, before: Sample, after: Sample) -> bool:
+def _made_progress(
+    was: RankStatus | None, status: RankStatus, before: Sample, after: Sample
+) -> bool:
     """Return True if something changed that changes with the rank's work."""
     return (
         was is None
-        or (was.pid, was.phase, was.step) != (look.pid, look.phase, look.step)
-        or look.io_bytes - was.io_bytes >= PROGRESS_BYTES
-        or before.digest(look.rank) != after.digest(look.rank)
+        or (was.pid, was.phase, was.step) != (status.pid, status.phase, status.step)
+        or status.io_bytes - was.io_bytes >= PROGRESS_BYTES
+        or before.digest(status.rank) != after.digest(status.rank)
     )
 
 
-def _may_be_working(look: RankStatus, before: Sample, after: Sample) -> bool:
+def _may_be_working(status: RankStatus, before: Sample, after: Sample) -> bool:
     """Return True for a weak sign of life: the rank may be at work."""
-    stack = after.stacks.get(look.rank)
+    stack = after.stacks.get(status.rank)
     if stack is None or not stack.digest:
-        return look.pid > 0 and look.is_alive
-    was = before.stacks.get(look.rank) or RankStack(rank=look.rank)
+        return status.pid > 0 and status.is_alive
+    was = before.stacks.get(status.rank) or RankStack(rank=status.rank)
     computed_s = stack.helpers_cpu_s - was.helpers_cpu_s
     moved_bytes = stack.helpers_io_bytes - was.helpers_io_bytes
     return (

@@ -37,7 +37,7 @@ class StopRequest:
     deadline: float | None
     detail: str = ""
 
-    def hurried_by(self, other: StopRequest) -> StopRequest:
+    def with_deadline_of(self, other: StopRequest) -> StopRequest:
         """Return this request, with its own cause, and the earlier of both deadlines."""
         known = [d for d in (self.deadline, other.deadline) if d is not None]
         return replace(self, deadline=min(known, default=None))

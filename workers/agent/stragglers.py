@@ -33,19 +33,19 @@ class Slow:
 
 def find_slow(statuses: Sequence[RankStatus]) -> list[Slow]:
     """Return the ranks whose own time is well above `SLOW_FACTOR` times their peers' median."""
-    timed = [look for look in statuses if look.phase == "train" and look.step_s > 0]
+    timed = [status for status in statuses if status.phase == "train" and status.step_s > 0]
     if len(timed) < RANKS_MIN:
         return []
     order = sorted(range(len(timed)), key=lambda number: timed[number].own_s)
     ordered = [timed[number].own_s for number in order]
     place_of = {number: place for place, number in enumerate(order)}
     found = []
-    for number, look in enumerate(timed):
+    for number, status in enumerate(timed):
         peers_s = _median_without(ordered, place_of[number])
-        matters = look.own_s - peers_s >= SLOW_SHARE * look.step_s
-        if matters and look.own_s > SLOW_FACTOR * peers_s:
+        matters = status.own_s - peers_s >= SLOW_SHARE * status.step_s
+        if matters and status.own_s > SLOW_FACTOR * peers_s:
             found.append(
-                Slow(rank=look.rank, own_s=look.own_s, peers_s=peers_s, step_s=look.step_s)
+                Slow(rank=status.rank, own_s=status.own_s, peers_s=peers_s, step_s=status.step_s)
             )
     return found
 
