@@ -28,7 +28,6 @@ from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths, default_root, holdfast_home
 from holdfast.contracts.states import Cause
 from holdfast.contracts.supervision import is_supervised
-from holdfast.flows.parameters import read_spec_file
 from holdfast.flows.progress import describe_progress
 from holdfast.workers.executors import executor_for
 from holdfast.workers.heartbeats import newest_step, read_heartbeats
@@ -40,6 +39,8 @@ POLL_S: Final = 0.25
 FLOW_END_S_MAX: Final = 10.0
 SERVICE_END_S: Final = 0.5
 RANKS: Final = (4, 2)
+STEPS: Final = 150
+OVERRIDES: Final = ("supervision.poll_s=1", "supervision.heartbeat_s=0.5")
 
 
 def main() -> int:
@@ -57,8 +58,8 @@ def main() -> int:
     try:
         say(f"starting a Prefect server at {service.api}")
         with service.serving():
-            prepare(service)
-            with service.working():
+            service.create_pool()
+            with service.working(meanwhile=lambda: deploy(service)):
                 try:
                     play(service, run)
                 finally:
@@ -75,25 +76,23 @@ def main() -> int:
     return 1 if broken else 0
 
 
-def prepare(service: PrefectService) -> None:
-    """Create the work pool and the deployment, as an operator would once."""
-    service.command("prefect", "work-pool", "create", POOL, "--type", "process")
+def deploy(service: PrefectService) -> None:
+    """Create the deployment, as an operator would once."""
     service.command("holdfast", "deploy", "--pool", POOL)
     say("created the work pool and the deployment train/holdfast")
 
 
 def play(service: PrefectService, run: RunPaths) -> None:
     """Submit a run, preempt it after a third of its steps, and wait until run and flow end."""
-    steps = int(read_spec_file(SPEC)["config"]["steps"])
-    overrides = [f"name={run.name}", "supervision.poll_s=1", "supervision.heartbeat_s=0.5"]
+    overrides = [f"name={run.name}", f"config.steps={STEPS}", *OVERRIDES]
     service.command(
         *("prefect", "deployment", "run", "train/holdfast", "--param", f"spec={SPEC}"),
         *("--param", f"overrides={json.dumps(overrides)}"),
         *("--param", f"root={run.directory.parent}"),
     )
-    say(f"submitted {run.name} through Prefect: {RANKS[0]} ranks, {steps} steps")
+    say(f"submitted {run.name} through Prefect: {RANKS[0]} ranks, {STEPS} steps")
     attempt = run.attempt(1)
-    wait("a third of the steps", run, lambda: (step_of(run, 1) or 0) >= steps // 3)
+    wait("a third of the steps", run, lambda: (step_of(run, 1) or 0) >= STEPS // 3)
     claim = read_document(Claim, attempt.claim)
     assert claim is not None, "a training attempt has a claim"
     say(f"step {step_of(run, 1)}: SIGTERM to the agent of node 0, as a preemption would")
@@ -150,7 +149,6 @@ def expectations(shown: dict[str, Any], checked: dict[str, Any]) -> list[tuple[s
     if len(attempts) != len(RANKS):
         return [(f"expected two attempts, found {len(attempts)}", False)]
     first, second = attempts
-    steps = int(read_spec_file(SPEC)["config"]["steps"])
     digests = {first["command_digest"], second["command_digest"]}
     return [
         ("the run completes", shown["state"] == "completed"),
@@ -161,7 +159,7 @@ def expectations(shown: dict[str, Any], checked: dict[str, Any]) -> list[tuple[s
         ("a commit follows the signal", first["signal_to_commit_s"] is not None),
         ("no step is trained twice", second["first_step"] == first["last_step"] + 1),
         ("no step is lost", shown["goodput"]["steps_lost"] == 0),
-        (f"all {steps} steps are trained", second["last_step"] == steps),
+        (f"all {STEPS} steps are trained", second["last_step"] == STEPS),
         ("the last checkpoint verifies", checked.get("ok") is True),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -94,13 +95,27 @@ class PrefectService:
             self._wait_for_answer(process)
             yield
 
+    def create_pool(self) -> None:
+        """Create the work pool, so that a worker and a deployment can use it at the same time."""
+        body = json.dumps({"name": POOL, "type": "process"}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.api}/work_pools/", body, headers)
+        with urllib.request.urlopen(request, timeout=COMMAND_S_MAX):
+            pass
+
     @contextlib.contextmanager
-    def working(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a process worker that polls the pool. The block starts once it has started."""
+    def working(
+        self, meanwhile: Callable[[], object] = lambda: None
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a process worker that polls the pool. The block starts once it has started.
+
+        `meanwhile` is called while the worker starts.
+        """
         start = ("prefect", "worker", "start", "--pool", POOL, "--type", "process")
+        log = self.folder / "worker.log"
+        seen = log.stat().st_size if log.exists() else 0
         with self.background("worker", start) as process:
-            log = self.folder / "worker.log"
-            seen = log.stat().st_size
+            meanwhile()
             ends_at = time.monotonic() + WORKER_S_MAX
             while b"started!" not in log.read_bytes()[seen:]:
                 if process.poll() is not None or time.monotonic() > ends_at:

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: temporary, on loopback, gone with its context."""
+"""A real PostgreSQL server for tests: temporary, on loopback, stopped when its context ends."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def wait_for(condition: Callable[[], object], seconds: float = WAIT_S) -> None:
     """Wait until `condition()` holds, for `seconds` at most."""
     ends_at = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends_at, "it did not come about"
+        assert time.monotonic() < ends_at, "it did not happen in time"
         time.sleep(0.05)
 
 

@@ -98,7 +98,7 @@ def reading(testbed: Testbed, name: str) -> list[list[str]]:
         ["logs", run, "--attempt", "1"],
         ["verify", checkpoint],
         ["export", checkpoint, "--to", "dcp", "--output", f"{out}.dcp"],
-        ["doctor", "--run", run, "--gpus", "2"],
+        ["doctor", "fit", run, "--gpus", "2"],
         ["prune", run, "--dry-run"],
     ]
     if name in EVERY_FORM:
@@ -122,7 +122,7 @@ def changing(testbed: Testbed, name: str) -> list[list[str]]:
     return [
         ["pin", checkpoint],
         ["unpin", checkpoint],
-        ["prune", run, "--json"],
+        ["prune", run, "--yes", "--json"],
         ["resume", run],
         ["relaunch", run],
         ["stop", run],

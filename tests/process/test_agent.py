@@ -97,7 +97,7 @@ def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
     resumed = run.events(EventKind.RESUMED)
     assert len({(e.data["command_digest"], tuple(e.data["argv"])) for e in resumed}) == 1
     wait_until(lambda: not processes_of(run.paths), "the end of every process", 60)
-    logs = sorted(folder.name for folder in attempt.node_logs(0).glob("i*"))
+    logs = sorted(folder.name for folder in attempt.node_logs(0).glob("l*"))
     assert logs == ["l01", "l02"], "a warm standby that nobody wanted leaves nothing"
 
 

@@ -68,7 +68,7 @@ def test_the_memory_foretold_is_the_memory_taken(
     for ranks in launches:
         foretold = None
         if paths.list_checkpoints():
-            status, foretold = doctor(tmp_path, "--run", "r", "--gpus", str(ranks))
+            status, foretold = doctor(tmp_path, "fit", "r", "--gpus", str(ranks))
             assert status == 0, foretold
             assert foretold["ok"]
             assert set(foretold["counts"]) == {1, 2}
@@ -79,7 +79,7 @@ def test_the_memory_foretold_is_the_memory_taken(
         for part in ("device", "staging"):
             most = max(one[part] for one in taken)
             assert foretold["bytes_per_rank"][part] == pytest.approx(most, rel=TOLERANCE), part
-    status, found = doctor(tmp_path, "--run", "r", "--gpus", "3")
+    status, found = doctor(tmp_path, "fit", "r", "--gpus", "3")
     assert status == 1, "three GPUs are more than the spec allows"
     assert not found["ok"]
     assert "elastic 1 to 2" in found["problem"]
@@ -87,7 +87,7 @@ def test_the_memory_foretold_is_the_memory_taken(
 
 def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     make_run(tmp_path)
-    status, found = doctor(tmp_path, "--run", "r", "--gpus", "1")
+    status, found = doctor(tmp_path, "fit", "r", "--gpus", "1")
     assert status != 0
     assert "no committed checkpoint" in found
 

@@ -116,29 +116,35 @@ def ended_run(root: Path, home: Path) -> RunPaths:
     return paths
 
 
-WRONG_CALLS: list[tuple[Sequence[str], str]] = [
-    (["show"], "Missing argument"),
-    (["show", "nobody"], "no run 'nobody'"),
-    (["nonsense"], "No such command"),
-    (["submit", "/nonexistent/spec.toml"], "no such file"),
-    (["relaunch", "x", "--gpus", "0"], "Invalid value"),
-    (["pin", "not-a-checkpoint"], "not a checkpoint"),
-    (["verify", "kelp:step-00000001.a0001.l01"], "no run 'kelp'"),
-    (["reindex", "/nonexistent/root"], "no such directory"),
-    (["fork", "nonsense", "--name", "x"], "not a checkpoint"),
-    (["logs", "nobody"], "no run 'nobody'"),
-    (["deploy"], "PREFECT_API_URL is not set"),
+WRONG_CALLS: list[tuple[Sequence[str], int, str]] = [
+    (["show"], 2, "Missing argument"),
+    (["show", "nobody"], 3, "no run 'nobody'"),
+    (["nonsense"], 2, "No such command"),
+    (["submit", "/nonexistent/spec.toml"], 2, "no such file"),
+    (["relaunch", "x", "--gpus", "0"], 2, "Invalid value"),
+    (["pin", "not-a-checkpoint"], 3, "not a checkpoint"),
+    (["verify", "kelp:step-00000001.a0001.l01"], 3, "no run 'kelp'"),
+    (["reindex", "/nonexistent/root"], 3, "no such directory"),
+    (["fork", "nonsense", "--name", "x"], 3, "not a checkpoint"),
+    (["logs", "nobody"], 3, "no run 'nobody'"),
+    (["deploy"], 4, "PREFECT_API_URL is not set"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reason"), WRONG_CALLS)
-def test_a_wrong_call_ends_with_2_and_says_why(
-    call: Call, arguments: Sequence[str], reason: str
+@pytest.mark.parametrize(("arguments", "status", "reason"), WRONG_CALLS)
+def test_a_wrong_call_has_its_own_exit_status_and_reports_the_reason(
+    call: Call, arguments: Sequence[str], status: int, reason: str
 ) -> None:
     answer = call(*arguments)
-    assert answer.status == 2
+    assert answer.status == status
     assert reason in answer.err
     assert answer.out == ""
+    as_json = call(*arguments, "--json")
+    assert as_json.status == status
+    assert as_json.out == ""
+    facts = json.loads(as_json.err)
+    assert facts["exit_status"] == status
+    assert reason in facts["message"]
 
 
 def test_help_and_version_are_no_errors(call: Call) -> None:
@@ -165,7 +171,7 @@ def test_a_missing_program_is_refused_before_anything_is_queued(
 ) -> None:
     spec = write_spec(tmp_path, command=["tarin.py"])
     answer = call("submit", spec)
-    assert answer.status == 2
+    assert answer.status == 5
     assert "tarin.py is not a file under" in answer.err
     assert not (root / "kelp").exists()
 
@@ -173,7 +179,7 @@ def test_a_missing_program_is_refused_before_anything_is_queued(
 def test_a_root_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     answer = call("submit", write_spec(tmp_path), "--root", tmp_path / "file" / "runs")
-    assert answer.status == 2
+    assert answer.status == 5
     assert "cannot write there" in answer.err
 
 
@@ -189,7 +195,7 @@ def test_an_unreachable_prefect_is_refused_before_anything_is_queued(
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=60, check=False
         )
-    assert done.returncode == 2
+    assert done.returncode == 4
     assert url in done.stderr
     assert "prefect server start" in done.stderr
     assert not (root / "kelp").exists()
@@ -204,7 +210,7 @@ def test_an_unreachable_database_is_said(
     spec = write_spec(tmp_path, name="other")
     arguments = {"submit": [spec], "runs": []}.get(command, ["kelp"])
     answer = call(command, *arguments)
-    assert answer.status == 2
+    assert answer.status == 4
     assert "127.0.0.1:1" in answer.err
     assert not (ended_run.directory.parent / "other").exists()
 
@@ -314,7 +320,11 @@ def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
     plan = call("prune", "kelp", "--dry-run", "--json").json
     assert [each["checkpoint"] for each in plan["deleted"]] == [first]
     assert ended_run.checkpoint(first).is_dir()
-    done = call("prune", "kelp", "--json").json
+    refused = call("prune", "kelp")
+    assert refused.status == 2
+    assert "would delete 1 checkpoints of kelp" in refused.err
+    assert ended_run.checkpoint(first).exists(), "without a terminal, only --yes deletes"
+    done = call("prune", "kelp", "--yes", "--json").json
     assert [each["checkpoint"] for each in done["deleted"]] == [first]
     assert [(each["checkpoint"], each["reason"]) for each in done["kept"]] == [
         (second, "the newest, last 1")
@@ -323,7 +333,7 @@ def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
     assert not ended_run.checkpoint(first).exists()
     gone, kept = call("checkpoints", "kelp", "--json").json
     assert (gone["state"], kept["state"]) == ("deleted", "committed")
-    assert call("verify", f"kelp:{first}").status == 2
+    assert call("verify", f"kelp:{first}").status == 3
 
 
 def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> None:
@@ -381,8 +391,8 @@ def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> N
     assert call("logs", "kelp", "--rank", 1).out == "hello from 1\n"
     told = call("logs", "kelp", "--rank", 1, "--json").json
     assert told["logs"][0]["text"] == "hello from 1\n"
-    assert "has written no output" in call("logs", "kelp", "--rank", 9).err
-    assert call("logs", "kelp", "--attempt", 3).status == 2
+    assert "attempt 1, rank 9: no output" in call("logs", "kelp", "--rank", 9).err
+    assert call("logs", "kelp", "--attempt", 3).status == 3
 
 
 def test_reindex_fails_when_a_run_cannot_be_read(call: Call, ended_run: RunPaths) -> None:

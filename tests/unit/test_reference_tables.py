@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from holdfast.cli import submit
 from holdfast.cli.output import exit_status
 from holdfast.contracts import errors, event_book
 from holdfast.contracts import exit_status as statuses
@@ -113,11 +112,12 @@ def test_the_statuses_in_the_table_are_those_of_the_programs() -> None:
     kinds = [one for one in vars(errors).values() if isinstance(one, type)]
     raised = [one for one in kinds if issubclass(one, errors.HoldfastError)]
     known = set(statuses.EXIT_STATUSES["holdfast"])
-    assert {exit_status(kind.__new__(kind)) for kind in raised} == {
-        statuses.FAILED,
-        statuses.MISUSE,
+    of_errors = {exit_status(kind.__new__(kind)) for kind in raised}
+    assert of_errors == {
+        *(statuses.FAILED, statuses.MISUSE, statuses.NOT_FOUND),
+        *(statuses.UNAVAILABLE, statuses.REFUSED),
     }
-    assert {statuses.DONE, statuses.FAILED, statuses.MISUSE, submit.INTERRUPTED} <= known
+    assert {statuses.DONE, statuses.INTERRUPTED, *of_errors} <= known
     assert statuses.EXIT_STATUSES["torchrun under the agent"].keys() >= {guard.KILLED_EXIT_CODE}
     standby_statuses = statuses.EXIT_STATUSES["a rank of a warm standby"]
     assert standby_statuses.keys() == {standby.UNUSED_EXIT_CODE}

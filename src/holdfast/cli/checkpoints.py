@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.arguments import RunArgument
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, plain_path, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
-from holdfast.contracts.errors import ForeignFileError
+from holdfast.contracts.errors import ForeignFileError, SpecError
 from holdfast.contracts.manifest import Manifest, find_damage
 from holdfast.contracts.paths import checkpoint_id
 
@@ -52,20 +53,40 @@ def unpin(checkpoint: CheckpointArgument, root: RootOption = None, as_json: AsJs
 
 
 def prune(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")],
+    run: RunArgument,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")
     ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete the checkpoints that no keep rule, pin or use keeps. Their manifests remain."""
+    """Delete the checkpoints that no keep rule, pin or use keeps. Their manifests remain.
+
+    Asks before it deletes, unless --yes is given.
+    """
     from holdfast.workers import pruning
 
     paths = locate_run(run, root)
     look_at(paths)
+    if not (dry_run or yes):
+        facts = pruning.prune(paths, by=user_name(), dry_run=True)
+        _confirm(facts, as_json)
     facts = pruning.prune(paths, by=user_name(), dry_run=dry_run)
     answer(facts, as_json, _render_prune)
+
+
+def _confirm(facts: dict[str, Any], as_json: bool) -> None:
+    """Ask whether to delete; raise `typer.Abort` at no. Raises `SpecError` without a terminal."""
+    if not facts["deleted"]:
+        return
+    if as_json or not sys.stdin.isatty():
+        raise SpecError(
+            f"prune would delete {len(facts['deleted'])} checkpoints of {facts['run']} and cannot "
+            "ask here: add --yes, or --dry-run to see which"
+        )
+    _render_prune(facts)
+    typer.confirm("Delete these checkpoints?", abort=True, err=True)
 
 
 def verify(

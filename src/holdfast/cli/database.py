@@ -1,4 +1,7 @@
-"""`holdfast db upgrade|downgrade|current` and `holdfast reindex`: the index and its schema."""
+"""`holdfast db upgrade|downgrade|current|reindex`: the index and its schema.
+
+`holdfast reindex` is the same as `holdfast db reindex`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from holdfast.contracts.errors import NotFoundError
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to `app`."""
     group = typer.Typer(help="Manage the schema of the index.", no_args_is_help=True)
-    for command in (upgrade, downgrade, current):
+    for command in (upgrade, downgrade, current, reindex):
         group.command()(command)
     app.add_typer(group, name="db")
     app.command()(reindex)

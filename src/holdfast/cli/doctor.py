@@ -7,41 +7,39 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli import doctor_run
+from holdfast.cli.arguments import RunArgument
 from holdfast.cli.doctor_checks import Finding, run_checks
 from holdfast.cli.index import choose_root
 from holdfast.cli.output import AsJson, RootOption, answer, say
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command of this module to `app`."""
-    app.command()(doctor)
+    """Add the commands of this module to `app`."""
+    group = typer.Typer(invoke_without_command=True)
+    group.callback()(doctor)
+    group.command()(fit)
+    app.add_typer(group, name="doctor")
 
 
-def doctor(
-    run: Annotated[
-        str | None,
-        typer.Option("--run", metavar="RUN", help="Check this run's checkpoint instead."),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, help="With --run: the number of GPUs.")
-    ] = None,
+def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
+    """Check whether this machine and its services can run jobs."""
+    if context.invoked_subcommand is None and not _check_machine(root, as_json):
+        raise typer.Exit(1)
+
+
+def fit(
+    run: RunArgument,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="The number of GPUs.")],
     checkpoint: Annotated[
-        str | None,
-        typer.Option("--checkpoint", help="With --run: the checkpoint. Default: the newest."),
+        str | None, typer.Option("--checkpoint", help="The checkpoint. Default: the newest.")
     ] = None,
     root: RootOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine and its services. With --run, check whether a checkpoint fits N GPUs."""
-    if (run is None) != (gpus is None) or (checkpoint and run is None):
-        raise typer.BadParameter("--run and --gpus go together, as in `--run my-run --gpus 4`")
-    if run is not None and gpus is not None:
-        fit = doctor_run.examine(run, gpus, checkpoint, root)
-        answer(fit, as_json, doctor_run.render)
-        ok = fit["ok"]
-    else:
-        ok = _check_machine(root, as_json)
-    if not ok:
+    """Check whether a run's checkpoint fits a number of GPUs, and how much memory each needs."""
+    facts = doctor_run.examine(run, gpus, checkpoint, root)
+    answer(facts, as_json, doctor_run.render)
+    if not facts["ok"]:
         raise typer.Exit(1)
 
 

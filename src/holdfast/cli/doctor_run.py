@@ -1,4 +1,4 @@
-"""`holdfast doctor --run RUN --gpus N`: check whether a run's checkpoint fits N GPUs."""
+"""`holdfast doctor fit RUN --gpus N`: check whether a run's checkpoint fits N GPUs."""
 
 from __future__ import annotations
 

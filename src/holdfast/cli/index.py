@@ -58,8 +58,8 @@ def user_name() -> str:
 def locate_run(name: str, root: str | None, database: Database | None = None) -> RunPaths:
     """Return the run with this folder path, folder name, spec name or uid.
 
-    `database` is the index, if the caller has it open; it is used to find a uid. Raises
-    `NotFoundError` with similar names.
+    Without `root`, a run of another root that the index knows is found too. `database` is the
+    index, if the caller has it open. Raises `NotFoundError` with similar names.
     """
     folder = Path(name).expanduser()
     if ("/" in name or folder.is_absolute()) and has_spec(folder):
@@ -76,7 +76,20 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
         is_uid = UID.fullmatch(name) and not MADE_UID.fullmatch(name)
         if is_uid and (found := _search_uid(home, name)):
             return found
+        if root is None and (found := _find_elsewhere(name, database)):
+            return found
         raise
+
+
+def _find_elsewhere(name: str, database: Database | None) -> RunPaths | None:
+    """Return the run of any root that the index knows by this name or uid, if it is on disk."""
+    from holdfast.lineage import queries
+
+    with contextlib.suppress(LineageError, NotFoundError), contextlib.ExitStack() as stack:
+        index = database or stack.enter_context(open_index())
+        paths = queries.find_run(index, name).paths
+        return paths if has_spec(paths.directory) else None
+    return None
 
 
 def _find_uid(home: Path, uid: str, database: Database | None) -> RunPaths | None:
@@ -107,7 +120,7 @@ def _has_uid(paths: RunPaths, uid: str) -> bool:
 
 
 def locate_known(name: str, root: str | None, database: Database) -> RunPaths:
-    """Like `locate_run`, but also find runs of other roots that the index knows.
+    """Like `locate_run`, but also find a run that the index knows and whose folder is gone.
 
     Raises `NotFoundError` if neither disk nor index has the run.
     """

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, BinaryIO, Final
 
 import typer
 
+from holdfast.cli.arguments import RunArgument, parse_moment
 from holdfast.cli.index import locate_run, look_at, secrets_in
-from holdfast.cli.operate import RunArgument
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
 from holdfast.contracts.paths import AttemptPaths, RunPaths
@@ -25,6 +27,8 @@ FOLLOW_S_MAX: Final = 366 * 24 * 3600.0
 POLL_S: Final = 0.5
 READ_BYTES_MAX: Final = 1024 * 1024
 JSON_BYTES_MAX: Final = 1024 * 1024
+# A longer line without an end is printed in parts.
+LINE_CHARACTERS_MAX: Final = 1024 * 1024
 # Beyond this size, a terminal shows the end only.
 PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
@@ -38,8 +42,29 @@ def register(app: typer.Typer) -> None:
 def logs(
     run: RunArgument,
     rank: Annotated[int, typer.Option("--rank", min=0, help="The rank whose output to print.")] = 0,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Print the output of every rank, with its number.")
+    ] = False,
     attempt: Annotated[
         int | None, typer.Option("--attempt", min=1, help="The attempt. Default: the last one.")
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=0, help="Print the last N lines per file.")
+    ] = None,
+    since: Annotated[
+        float | None,
+        typer.Option(
+            "--since",
+            parser=parse_moment,
+            metavar="TIME",
+            help="Skip files without output since then: a time, or a duration such as 2h.",
+        ),
+    ] = None,
+    grep: Annotated[
+        re.Pattern[str] | None,
+        typer.Option(
+            "--grep", parser=parse_pattern, metavar="REGEX", help="Print matching lines only."
+        ),
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print new output until the run has ended.")
@@ -54,23 +79,27 @@ def logs(
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
     chosen = choose_attempt(paths, attempt)
+    wanted = None if all_ranks else rank
+    lines = LineFilter(grep=grep, tail=tail, show_rank=all_ranks)
     if as_json:
         files = [
-            {"path": str(path), "text": _masked_tail(path, chosen.directory, secrets)}
-            for path in rank_logs(chosen, rank)
+            {
+                "path": str(path),
+                "text": lines.select(path, _masked_tail(path, chosen.directory, secrets)),
+            }
+            for path in rank_logs(chosen, wanted, since)
         ]
-        answer(
-            {"run": paths.name, "attempt": chosen.number, "rank": rank, "logs": files},
-            True,
-            typer.echo,
-        )
+        facts = {"run": paths.name, "attempt": chosen.number, "rank": wanted, "logs": files}
+        answer(facts, True, typer.echo)
         return
-    reader = _Reader(secrets)
-    printed = reader.print_new(rank_logs(chosen, rank), chosen.directory, is_last=not follow)
+    reader = _Reader(secrets, lines)
+    files_now = rank_logs(chosen, wanted, since)
+    printed = reader.print_new(files_now, chosen.directory, is_last=not follow)
     if follow:
-        _follow(paths, chosen, rank, reader, is_pinned=attempt is not None)
+        lines.tail = None
+        _follow(paths, chosen, wanted, reader, is_pinned=attempt is not None)
     elif not printed:
-        _list_other_logs(chosen, rank)
+        _list_other_logs(chosen, wanted)
 
 
 def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
@@ -88,25 +117,85 @@ def choose_attempt(paths: RunPaths, number: int | None) -> AttemptPaths:
     raise NotFoundError(f"{paths.name} has no attempt {number}; the last one is {there[-1].number}")
 
 
-def rank_logs(attempt: AttemptPaths, rank: int) -> list[Path]:
+def rank_logs(attempt: AttemptPaths, rank: int | None, since: float | None = None) -> list[Path]:
     """Return the files of a rank's output, by launch, standard output before standard error.
 
-    Anything but a regular file of the attempt, such as a link or a pipe, is logged and skipped.
+    `rank` None means every rank. Files whose last output is older than `since` (Unix seconds) are
+    left out. Anything but a regular file of the attempt, such as a link or a pipe, is logged and
+    skipped.
     """
     found = []
-    for path in attempt.logs.glob(f"node-*/l*/rank-{rank:05d}.*.log"):
+    number = "*" if rank is None else f"{rank:05d}"
+    for path in attempt.logs.glob(f"node-*/l*/rank-{number}.*.log"):
         try:
-            os.close(open_regular(path, below=attempt.directory, follow=True))
-            found.append(path)
+            handle = open_regular(path, below=attempt.directory, follow=True)
+            try:
+                if since is None or os.fstat(handle).st_mtime >= since:
+                    found.append(path)
+            finally:
+                os.close(handle)
         except (OSError, ForeignFileError) as error:
             warn(f"holdfast: skipped: {error}")
     return sorted(found, key=lambda path: (path.parent.name, "stderr" in path.name, path.name))
 
 
+def parse_pattern(text: str) -> re.Pattern[str]:
+    """Return a compiled regular expression. Raises `typer.BadParameter` for an invalid one."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise typer.BadParameter(f"{text!r}: not a regular expression: {error}") from None
+
+
+class LineFilter:
+    """Selects what to print of each file: the lines that match, the last ones, with the rank.
+
+    Without a condition, text passes unchanged and at once, also an incomplete last line.
+    """
+
+    def __init__(
+        self,
+        *,
+        grep: re.Pattern[str] | None = None,
+        tail: int | None = None,
+        show_rank: bool = False,
+    ) -> None:
+        self.tail = tail
+        self._grep, self._show_rank = grep, show_rank
+        self._unfinished: dict[Path, str] = {}
+
+    def select(self, path: Path, text: str) -> str:
+        """Return what to print of `text`, the whole content of a file."""
+        return "".join(self.feed(path, [text], is_last=True))
+
+    def feed(self, path: Path, parts: Iterable[str], *, is_last: bool) -> Iterator[str]:
+        """Yield what to print of the next parts of a file."""
+        if self._grep is None and self.tail is None and not self._show_rank:
+            yield from parts
+            return
+        lines = self._lines(path, parts, is_last)
+        yield from lines if self.tail is None else deque(lines, maxlen=self.tail)
+
+    def _lines(self, path: Path, parts: Iterable[str], is_last: bool) -> Iterator[str]:
+        prefix = f"{int(path.name[5:10])}: " if self._show_rank else ""
+        for part in parts:
+            text = self._unfinished.pop(path, "") + part
+            lines = text.splitlines(keepends=True)
+            if lines and not lines[-1].endswith("\n") and len(lines[-1]) < LINE_CHARACTERS_MAX:
+                self._unfinished[path] = lines.pop()
+            yield from (prefix + line for line in lines if self._is_chosen(line))
+        if is_last and (line := self._unfinished.pop(path, "")) and self._is_chosen(line):
+            yield f"{prefix}{line}\n"
+
+    def _is_chosen(self, line: str) -> bool:
+        return self._grep is None or self._grep.search(line.rstrip("\n")) is not None
+
+
 class _Reader:
     """Prints the new part of each file, with its secrets masked."""
 
-    def __init__(self, secrets: Sequence[str] = ()) -> None:
+    def __init__(self, secrets: Sequence[str] = (), lines: LineFilter | None = None) -> None:
+        self._lines = lines or LineFilter()
         self._secrets = secrets
         self._spelled = [os.fsencode(secret) for secret in secrets]
         self._offsets: dict[Path, int] = {}
@@ -119,7 +208,8 @@ class _Reader:
         """
         printed = False
         for path in files:
-            for part in self._parts(path, below, is_last):
+            parts = self._parts(path, below, is_last)
+            for part in self._lines.feed(path, parts, is_last=is_last):
                 # Remove terminal control sequences from the program's output.
                 typer.echo(plain_output(part), nl=False)
                 printed = True
@@ -168,7 +258,7 @@ def _masked_tail(path: Path, below: Path, secrets: Sequence[str]) -> str:
 
 
 def _follow(
-    paths: RunPaths, attempt: AttemptPaths, rank: int, reader: _Reader, *, is_pinned: bool
+    paths: RunPaths, attempt: AttemptPaths, rank: int | None, reader: _Reader, *, is_pinned: bool
 ) -> None:
     """Print new output until the run has ended, or only the attempt if it `is_pinned`."""
     ends_at = time.monotonic() + FOLLOW_S_MAX
@@ -188,10 +278,11 @@ def _follow(
         time.sleep(POLL_S)
 
 
-def _list_other_logs(attempt: AttemptPaths, rank: int) -> None:
+def _list_other_logs(attempt: AttemptPaths, rank: int | None) -> None:
     others = [path for path in sorted(attempt.logs.rglob("*")) if not path.is_dir()]
     listing = "".join(f"\n  {path}" for path in others[:20])
+    who = "all ranks" if rank is None else f"rank {rank}"
     warn(
-        f"holdfast: rank {rank} of attempt {attempt.number} has written no output"
+        f"holdfast: attempt {attempt.number}, {who}: no output that matches"
         + (f". Other logs of the attempt:{listing}" if listing else "")
     )

@@ -1,8 +1,7 @@
 """The `holdfast` command.
 
-Exit status: 0 on success; 1 if the run, checkpoint or check that you asked about is bad or failed;
-2 if the call was wrong or something that it needs is unavailable. Standard error then shows the
-reason and the next step.
+`contracts.exit_status` lists the exit statuses. Standard error shows the reason and the next step,
+as one JSON object with --json.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from importlib.metadata import version
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from holdfast.cli import (
     bench,
@@ -20,26 +20,29 @@ from holdfast.cli import (
     deploy,
     doctor,
     drill,
+    events,
     export,
     logs,
     operate,
     serve,
+    show,
     submit,
     supervise,
     views,
+    wait,
 )
-from holdfast.cli.output import exit_status, print_error, warn
+from holdfast.cli.output import print_error
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.exit_status import REFUSED
 
 app = typer.Typer(
     name="holdfast",
     help="Keep cluster training jobs alive: submit, watch, stop and relaunch them.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for module in (
-    *(submit, supervise, views, logs, operate, checkpoints, export, serve),
+    *(submit, supervise, wait, views, show, events, logs, operate, checkpoints, export, serve),
     *(database, deploy, doctor, bench, drill),
 ):
     module.register(app)
@@ -68,15 +71,19 @@ def _root(
 
 def main() -> None:
     """Run the command line. Turn Holdfast's errors and `OSError` into a message and exit status."""
+    as_json = "--json" in sys.argv
     try:
-        app()
-    except HoldfastError as error:
-        print_error(error)
-        sys.exit(exit_status(error))
-    # A full disk or a missing permission: the message is enough, without a traceback.
-    except OSError as error:
-        warn(f"holdfast: {error}")
-        sys.exit(2)
+        # Without the standalone mode, usage errors are raised and can be printed as JSON.
+        done = app(standalone_mode=not as_json)
+    # An OSError is a full disk or a missing permission: the message is enough, without traceback.
+    except (HoldfastError, OSError) as error:
+        sys.exit(print_error(error, as_json=as_json))
+    except TyperException as error:
+        sys.exit(print_error(error, as_json=as_json))
+    except typer.Abort:
+        sys.exit(REFUSED)
+    # `typer.Exit` makes click return the status.
+    sys.exit(done if isinstance(done, int) else 0)
 
 
 if __name__ == "__main__":

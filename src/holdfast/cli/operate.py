@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.index import locate_run, look_at, user_name
-from holdfast.cli.output import AsJson, RootOption, answer, say, warn
+from holdfast.cli.arguments import RunsArgument, locate_runs
+from holdfast.cli.index import look_at, user_name
+from holdfast.cli.output import AsJson, RootOption, answer, print_error, say, warn
+from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
     from holdfast.workers.operator import Action
 
 GOES_ON: Final = frozenset({"relaunch", "resume"})
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def relaunch(
-    run: RunArgument,
+    runs: RunsArgument,
     gpus: Annotated[
         int | None, typer.Option("--gpus", min=1, help="GPUs of the next attempt.")
     ] = None,
@@ -33,37 +35,59 @@ def relaunch(
     as_json: AsJson = False,
 ) -> None:
     """Continue a run in a new attempt. A live run saves a checkpoint first."""
-    _ask(run, "relaunch", root, as_json, gpus=gpus)
+    _ask(runs, "relaunch", root, as_json, gpus)
 
 
-def stop(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def stop(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """Stop a run after a last checkpoint. `relaunch` continues it."""
-    _ask(run, "stop", root, as_json)
+    _ask(runs, "stop", root, as_json)
 
 
-def pause(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def pause(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """Release a run's GPUs after a last checkpoint. `resume` continues it."""
-    _ask(run, "pause", root, as_json)
+    _ask(runs, "pause", root, as_json)
 
 
-def resume(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def resume(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """Continue a paused run. `relaunch --gpus` continues it on another number of GPUs."""
-    _ask(run, "resume", root, as_json)
+    _ask(runs, "resume", root, as_json)
 
 
-def cancel(run: RunArgument, root: RootOption = None, as_json: AsJson = False) -> None:
+def cancel(runs: RunsArgument, root: RootOption = None, as_json: AsJson = False) -> None:
     """Cancel a run after a last checkpoint. Its checkpoints are kept."""
-    _ask(run, "cancel", root, as_json)
+    _ask(runs, "cancel", root, as_json)
 
 
 def _ask(
-    name: str, action: Action, root: str | None, as_json: bool, *, gpus: int | None = None
+    names: Sequence[str], action: Action, root: str | None, as_json: bool, gpus: int | None = None
 ) -> None:
-    """Record the request, start a supervisor if the run needs one, and print the result."""
+    """Make the request to every run, and print the results.
+
+    A run that refuses it does not keep the others from it. The exit status is the last refusal's.
+    """
+    found, facts, status = locate_runs(names, root), [], 0
+    for paths in found:
+        try:
+            facts.append(_ask_run(paths, action, gpus))
+        except HoldfastError as error:
+            if len(found) == 1:
+                raise
+            status = print_error(error, as_json=as_json)
+    answer(facts if len(found) > 1 else facts[0], as_json, lambda _: _render(facts))
+    if status:
+        raise typer.Exit(status)
+
+
+def _render(facts: Sequence[Mapping[str, Any]]) -> None:
+    for one in facts:
+        say(one["message"])
+
+
+def _ask_run(paths: RunPaths, action: Action, gpus: int | None) -> dict[str, Any]:
+    """Record the request, start a supervisor if the run needs one, and return the facts."""
     from holdfast.workers import operator
     from holdfast.workers.feasibility import Feasibility
 
-    paths = locate_run(name, root)
     look_at(paths)
     if action in GOES_ON:
         from holdfast.flows.secrets import require_again
@@ -74,7 +98,7 @@ def _ask(
     if gpus is not None and (doubt := Feasibility.of(load_history(paths)).doubt(gpus)):
         warn(f"holdfast: {doubt}")
     started = _start_if_needed(paths, action)
-    facts: dict[str, Any] = {
+    return {
         "run": paths.name,
         "action": action,
         "gpus": gpus,
@@ -82,7 +106,6 @@ def _ask(
         "state": load_history(paths).state.value,
         **started,
     }
-    answer(facts, as_json, lambda data: say(data["message"]))
 
 
 def _start_if_needed(paths: RunPaths, action: Action) -> dict[str, Any]:

@@ -10,12 +10,24 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 import typer
+from typer.exceptions import TyperException
 
+from holdfast.contracts import exit_status as status
 from holdfast.contracts.errors import (
     CheckpointError,
     HoldfastError,
+    IllegalTransitionError,
+    LineageError,
+    MirrorError,
+    NotFoundError,
+    PreflightError,
+    RequestConflictError,
+    RunConflictError,
     RunFailedError,
     SchedulerError,
+    SchedulerUnavailableError,
+    SecretError,
+    ServiceError,
     UnreadableRunError,
 )
 from holdfast.contracts.plain_text import plain, plain_line
@@ -29,23 +41,55 @@ RootOption = Annotated[
         metavar="DIR",
     ),
 ]
-# Errors of the run or checkpoint itself. Every other error is an error of the call.
-_SUBJECT_ERRORS: Final = (CheckpointError, RunFailedError, SchedulerError, UnreadableRunError)
+# The first entry that contains an error's class decides. Every other error is of the call.
+_STATUSES: Final[tuple[tuple[int, tuple[type[HoldfastError], ...]], ...]] = (
+    (status.NOT_FOUND, (NotFoundError,)),
+    (
+        status.UNAVAILABLE,
+        (LineageError, MirrorError, SchedulerUnavailableError, SecretError, ServiceError),
+    ),
+    (
+        status.REFUSED,
+        (
+            *(IllegalTransitionError, PreflightError, RequestConflictError),
+            *(RunConflictError, SchedulerError),
+        ),
+    ),
+    (status.FAILED, (CheckpointError, RunFailedError, UnreadableRunError)),
+)
 # `json.dumps` escapes only the ASCII control characters.
 _UNSAFE_IN_JSON: Final = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def exit_status(error: HoldfastError) -> int:
-    """Return 1 for an error of the run or checkpoint itself, 2 for an error of the call."""
-    return 1 if isinstance(error, _SUBJECT_ERRORS) else 2
+def exit_status(error: Exception) -> int:
+    """Return the exit status for an error; see `contracts.exit_status`."""
+    if isinstance(error, OSError):
+        return status.UNAVAILABLE
+    found = (number for number, classes in _STATUSES if isinstance(error, classes))
+    return next(found, status.MISUSE)
 
 
-def print_error(error: HoldfastError) -> None:
-    """Print the error's message, and those of its `problems` that the message does not contain."""
-    text = str(error)
-    details = [line for line in getattr(error, "problems", ()) if line not in text]
-    warn("\n  ".join([f"holdfast: {text}", *details]))
+def print_error(error: Exception, *, as_json: bool = False) -> int:
+    """Print an error on standard error and return its exit status.
+
+    As text: the message, and those of the error's `problems` that it does not contain. As JSON:
+    one object with the error's class, its message, its problems and the exit status.
+    """
+    number, problems = exit_status(error), list(getattr(error, "problems", ()))
+    text = error.format_message() if isinstance(error, TyperException) else str(error)
+    if as_json:
+        facts = {
+            "error": type(error).__name__,
+            "message": text,
+            "problems": problems,
+            "exit_status": number,
+        }
+        print(to_json_text(facts), file=sys.stderr, flush=True)
+    else:
+        details = [line for line in problems if line not in text]
+        warn("\n  ".join([f"holdfast: {text}", *details]))
+    return number
 
 
 def warn(text: str) -> None:
@@ -70,10 +114,15 @@ def plain_values(data: Any) -> Any:
 def answer(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
     """Print `data` as JSON if `as_json` is set; otherwise call `render` with it."""
     if as_json:
-        text = json.dumps(data, indent=1, ensure_ascii=False, default=str)
-        typer.echo(_UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+        typer.echo(to_json_text(data, indent=1))
     else:
         render(data)
+
+
+def to_json_text(data: Any, indent: int | None = None) -> str:
+    """Return `data` as JSON without characters that control a terminal."""
+    text = json.dumps(data, indent=indent, ensure_ascii=False, default=str)
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def print_table(

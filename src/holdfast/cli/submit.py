@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
@@ -18,12 +18,11 @@ from holdfast.cli.index import (
 )
 from holdfast.cli.output import AsJson, RootOption, answer, say, warn
 from holdfast.contracts.attempt import Request, RunRecord
+from holdfast.contracts.exit_status import INTERRUPTED
 from holdfast.contracts.history import load_history
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.spec import RunSpec
 from holdfast.contracts.states import RunState
-
-INTERRUPTED: Final = 130
 
 Overrides = Annotated[
     list[str] | None,

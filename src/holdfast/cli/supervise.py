@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.index import choose_root, locate_run, look_at
+from holdfast.cli.arguments import complete_run, locate_runs
+from holdfast.cli.index import choose_root, look_at
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import HoldfastError, SpecError
 from holdfast.contracts.paths import RunPaths, default_root, list_runs
@@ -23,8 +24,13 @@ def register(app: typer.Typer) -> None:
 
 
 def supervise(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="The run's name, folder or uid.")
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="The runs' names, folders or uids.",
+            autocompletion=complete_run,
+        ),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="All your live runs under the root.")
@@ -37,10 +43,10 @@ def supervise(
     Call `holdfast supervise --all` from cron or a systemd timer. Runs then survive a login node
     that kills processes or restarts.
     """
-    if (run is None) != every:
-        raise SpecError("supervise: expected one RUN, or --all for every live run under the root")
-    chosen = [locate_run(run, root)] if run else _mine(list_runs(choose_root(root)))
-    facts = [fact for paths in chosen if (fact := _start(paths, is_named=run is not None))]
+    if bool(runs) == every:
+        raise SpecError("supervise: expected RUNs, or --all for every live run under the root")
+    chosen = locate_runs(runs, root) if runs else _mine(list_runs(choose_root(root)))
+    facts = [fact for paths in chosen if (fact := _start(paths, is_named=bool(runs)))]
     answer(facts, as_json, _render)
 
 

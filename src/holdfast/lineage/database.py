@@ -30,7 +30,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from holdfast.contracts.errors import DamagedIndexError, LineageError
+from holdfast.contracts.errors import DamagedIndexError, LineageError, QueryError
 from holdfast.contracts.filesystems import filesystem_of
 from holdfast.contracts.paths import holdfast_home
 from holdfast.lineage import models
@@ -183,7 +183,16 @@ def upgrade(url: str | None = None, revision: str = "head") -> str:
 
 
 def downgrade(url: str | None, revision: str) -> str | None:
-    """Downgrade the schema to `revision` (`base` drops it) and return the new revision."""
+    """Downgrade the schema to `revision` (`base` drops it) and return the new revision.
+
+    Raises `QueryError` for an unknown revision.
+    """
+    known = [one.revision for one in ScriptDirectory(str(MIGRATIONS)).walk_revisions()]
+    if revision not in {"base", *known} and not revision.startswith("-"):
+        raise QueryError(
+            f"{revision!r}: not a revision of the schema. Expected one of {', '.join(known)}, or "
+            "base"
+        )
     _migrate(url, command.downgrade, revision)
     return current_revision(url)
 

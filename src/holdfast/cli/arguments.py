@@ -1,0 +1,61 @@
+"""Arguments that several commands share: runs, with shell completion, and points in time."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Final
+
+import typer
+
+from holdfast.cli.index import choose_root, locate_run
+from holdfast.contracts.paths import RunPaths, list_runs
+
+COMPLETIONS_MAX: Final = 200
+_DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def complete_run(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of the runs under the root that start with `incomplete`."""
+    with contextlib.suppress(OSError):
+        found = list_runs(choose_root(context.params.get("root")))
+        names = [paths.name for paths in found if paths.name.startswith(incomplete)]
+        return sorted(names)[:COMPLETIONS_MAX]
+    return []
+
+
+RUN_HELP: Final = "The run's name, folder or uid."
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)
+]
+RunsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="The runs' names, folders or uids.", autocompletion=complete_run
+    ),
+]
+
+
+def locate_runs(names: Sequence[str], root: str | None) -> list[RunPaths]:
+    """Return the runs, each of them once. Raises `NotFoundError` for the first unknown one."""
+    return list(dict.fromkeys(locate_run(name, root) for name in names))
+
+
+def parse_moment(text: str) -> float:
+    """Return a time as Unix seconds: ISO 8601, or a duration before now such as `90s` or `2h`.
+
+    A time without a zone is local. Raises `typer.BadParameter` for any other text.
+    """
+    if match := _DURATION.fullmatch(text):
+        return time.time() - float(match[1]) * _SECONDS[match[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise typer.BadParameter(
+            f"{text!r}: expected a duration such as 90s, 15m, 2h or 3d, or a time such as "
+            "2026-01-31T12:00"
+        ) from None

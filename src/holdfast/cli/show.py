@@ -1,0 +1,222 @@
+"""`holdfast show RUN...`: show the state of runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from holdfast.cli.arguments import RunsArgument
+from holdfast.cli.index import open_index, secrets_in
+from holdfast.cli.output import (
+    AsJson,
+    RootOption,
+    answer,
+    print_facts,
+    print_table,
+    say,
+    seconds_text,
+    time_text,
+)
+from holdfast.cli.supervise import supervisor_warning
+from holdfast.cli.views import refreshed_directory
+from holdfast.contracts.alerts import FAILED_SAVES_MAX, failed_saves, noticed
+from holdfast.contracts.errors import reading_run
+from holdfast.contracts.goodput import PARTS
+from holdfast.contracts.history import load_events
+from holdfast.contracts.paths import RunPaths, has_spec
+from holdfast.contracts.redaction import redact
+from holdfast.contracts.spec import RunSpec
+from holdfast.contracts.states import RunState
+
+DIGEST_CHARACTERS: Final = 12
+WATCH_S: Final = 2.0
+# ANSI: clear the screen, and move the cursor to its first line.
+CLEAR: Final = "\x1b[2J\x1b[H"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this module to `app`."""
+    app.command()(show)
+
+
+def show(
+    runs: RunsArgument,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show changes until every run has ended.")
+    ] = False,
+    root: RootOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run: its state, its attempts with their causes, and its use of time.
+
+    With --json and several runs, print a list.
+    """
+    if watch and as_json:
+        raise typer.BadParameter("--watch prints text: leave --json out, or use `holdfast events`")
+    shown = [_shown(run, root) for run in runs]
+    if not watch:
+        answer(shown if len(shown) > 1 else shown[0], as_json, lambda _: _render(shown))
+        return
+    _render(shown)
+    while any(RunState(one["state"]).is_live for one in shown):
+        time.sleep(WATCH_S)
+        before, shown = shown, [_shown(run, root) for run in runs]
+        if shown != before:
+            print(CLEAR if sys.stdout.isatty() else "", end="")
+            _render(shown)
+
+
+def _render(shown: Sequence[Mapping[str, Any]]) -> None:
+    for number, one in enumerate(shown):
+        if number:
+            say("")
+        _render_run(one)
+
+
+def _shown(run: str, root: str | None) -> dict[str, Any]:
+    """Return what `show` prints of a run."""
+    from holdfast.lineage import queries
+
+    with open_index() as database:
+        directory = refreshed_directory(run, root, database)
+        with reading_run(directory):
+            shown = queries.show_run(database, directory)
+            paths = RunPaths(Path(directory))
+            events = load_events(paths)
+            found = {
+                "failed_saves": failed_saves(events),
+                "noticed": noticed(events),
+                "live_step": _live_step(shown),
+                "warnings": _warnings(shown),
+            }
+        return {**shown, **redact(found, secrets_in(paths))}
+
+
+def _live_step(run: Mapping[str, Any]) -> int | None:
+    """Return the newest step in the heartbeats of a running run. It may not be committed yet."""
+    from holdfast.workers.heartbeats import newest_step, read_heartbeats
+
+    attempts = RunPaths(Path(run["path"])).list_attempts()
+    if not attempts or run["state"] != RunState.RUNNING:
+        return None
+    return newest_step(read_heartbeats(attempts[-1]))
+
+
+def _warnings(run: Mapping[str, Any]) -> list[str]:
+    """Return the warnings of a live run about its grace period, supervisor and submission."""
+    from holdfast.workers.grace import warnings_of
+    from holdfast.workers.runs import read_record, why_not_submitted
+
+    paths = RunPaths(Path(run["path"]))
+    if not RunState(run["state"]).is_live or not has_spec(paths.directory):
+        return []
+    warnings = warnings_of(RunSpec.read(run["spec"]), paths)
+    found = (supervisor_warning(paths), why_not_submitted(read_record(paths)))
+    return warnings + [warning for warning in found if warning]
+
+
+def _failures_text(failed: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the number of failed saves and the last error; None if there are none."""
+    if not failed:
+        return None
+    last = failed[-1]
+    count = f"{FAILED_SAVES_MAX} or more" if len(failed) == FAILED_SAVES_MAX else str(len(failed))
+    return f"{count}; the last at step {last['step']}, {time_text(last['at'])}: {last['error']}"
+
+
+def _render_run(run: Mapping[str, Any]) -> None:
+    good = run["goodput"]
+    print_facts(
+        {
+            "run": run["run"],
+            "state": run["state"],
+            "reason": run["reason"],
+            "step": run["step"],
+            "live step": run["live_step"],
+            "folder": run["path"],
+            "created": f"{time_text(run['created_at'])} by {run['created_by']}",
+            "forked from": run["forked_from"],
+            "flow run": run["flow_run"],
+            "spec digest": _short(run["spec_digest"]),
+            "command digest": _short(run["command_digest"]),
+            "ETTR": f"{good['ettr']:.3f}",
+            "steps lost": good["steps_lost"],
+            "failed saves": _failures_text(run["failed_saves"]),
+            "time": ", ".join(
+                f"{part} {seconds_text(good[f'{part}_s'])}"
+                for part in PARTS
+                if good[f"{part}_s"] > 0
+            ),
+            "GPU hours": f"{good['gpu_hours']:.2f}",
+            **_cost_facts(good),
+        }
+    )
+    headings = ("attempt", "state", "cause", "GPUs", "steps", "resumed from", "job", "started")
+    print_table(headings, [_attempt_cells(attempt) for attempt in run["attempts"]])
+    for one in run["noticed"]:
+        dumps = f" ({', '.join(one['dumps'])})" if one["dumps"] else ""
+        say(f"attempt {one['attempt']}, {time_text(one['at'])}: {one['text']}{dumps}")
+    _print_failures(run)
+    for warning in run["warnings"]:
+        say(f"warning: {warning}")
+
+
+def _cost_facts(good: Mapping[str, Any]) -> dict[str, str]:
+    """Return the run's cost, the share of preemptions, the on-demand price and the saving."""
+    hours = good["preemption_gpu_hours"]
+    facts = {
+        "cost": good["cost"],
+        f"preemptions ({hours:.2f} GPU hours)": good["preemption_cost"],
+        "on demand": good["on_demand_cost"],
+        "saved": good["saved"],
+    }
+    known = {name: price for name, price in facts.items() if price is not None}
+    return {name: f"{price:.2f} {good['currency']}" for name, price in known.items()}
+
+
+def _attempt_cells(attempt: Mapping[str, Any]) -> tuple[object, ...]:
+    steps = None
+    if attempt["first_step"] is not None:
+        steps = f"{attempt['first_step']}–{attempt['last_step'] or ''}"
+    return (
+        attempt["number"],
+        attempt["state"],
+        attempt["cause"],
+        attempt["world_size"],
+        steps,
+        attempt["resumed_from"],
+        attempt["job_id"],
+        time_text(attempt["started_at"]),
+    )
+
+
+def _print_failures(run: Mapping[str, Any]) -> None:
+    """Print the evidence and traceback of the last failed attempt, without repetitions."""
+    ended = [a for a in run["attempts"] if a["cause"] not in {None, "preemption", "operator"}]
+    if not ended:
+        return
+    last = ended[-1]
+    printed = run["reason"] or ""
+    for line in last["evidence"]:
+        if line not in printed:
+            say(f"attempt {last['number']}: {line}")
+            printed += f"\n{line}"
+    if last["traceback"]:
+        say(_frames(last["traceback"].rstrip(), printed))
+
+
+def _frames(traceback: str, printed: str) -> str:
+    """Return a traceback, without its last line, the error, if `printed` contains that."""
+    frames, _, error = traceback.rpartition("\n")
+    # An indented last line may belong to a message of several lines, so it stays.
+    is_line = frames and not error.startswith(" ") and frames.rpartition("\n")[2].startswith(" ")
+    return frames if is_line and error in printed else traceback
+
+
+def _short(digest: str | None) -> str | None:
+    return digest[:DIGEST_CHARACTERS] if digest else None

@@ -1,0 +1,47 @@
+"""The vocabulary: words that were replaced by standard terms do not come back."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+LIST: Final = Path(__file__).parent / "retired_words.txt"
+SUFFIXES: Final = {".md", ".py", ".sh", ".toml", ".ts", ".tsx", ".yaml", ".yml"}
+
+
+def retired() -> re.Pattern[str]:
+    lines = [line for line in LIST.read_text().splitlines() if line and not line.startswith("#")]
+    return re.compile(rf"(?<!\w)({'|'.join(lines)})(?!\w)", re.IGNORECASE)
+
+
+def tracked() -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    return [path for path in files if path.suffix in SUFFIXES and path.is_file()]
+
+
+def test_retired_words_are_used_nowhere() -> None:
+    pattern, found = retired(), []
+    for path in tracked():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if match := pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match[0]}")
+    assert not found, "\n".join(found)
+
+
+def test_a_retired_word_is_recognized() -> None:
+    words = [line for line in LIST.read_text().splitlines() if line.replace(" ", "").isalpha()]
+    assert len(words) > 5
+    for word in words:
+        assert retired().search(f"`{word.title()}`.")
+
+
+@pytest.mark.parametrize("text", ["bearer", "recommend", "the launch", "bookkeeping"])
+def test_words_that_contain_one_are_allowed(text: str) -> None:
+    assert not retired().search(text)
