@@ -76,7 +76,7 @@ def object_store(folder: Path) -> Iterator[ObjectStore]:
         process.kill()
         process.wait()
         for port in ports:
-            # It makes sockets there whatever it is told, and a killed one leaves them behind.
+            # It always creates sockets there, and a killed one leaves them behind.
             for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""The planners that DCP's reference gives as examples, with what does not run in them mended."""
+"""The planners that DCP's reference gives as examples, with the parts that do not run corrected."""
 
 from __future__ import annotations
 

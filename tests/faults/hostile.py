@@ -58,7 +58,7 @@ def make(directory: Path) -> None:
 
 
 def seal(directory: Path) -> None:
-    """A manifest that bears out all that is there, as a stranger can make one too."""
+    """A manifest that matches all files, as an attacker can write one too."""
     entries = []
     for path in sorted(p for p in directory.rglob("*") if p.is_file() and not p.is_symlink()):
         content = path.read_bytes()

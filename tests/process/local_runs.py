@@ -110,7 +110,7 @@ class LocalRun:
 
 
 def processes_of(paths: RunPaths) -> list[psutil.Process]:
-    """Every live process that bears the run's folder in its command line or environment."""
+    """Every live process that has the run's folder in its command line or environment."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""A small program with a poisoned sample: whoever trains on it has a loss that is NaN.
+"""A small program with a poisoned sample: training on it gives a loss that is NaN.
 
 Its settings are one JSON argument: `steps`, `poison` (sample ids), `sleep_s`, and `window`, data
 that is passed over as [first_step, steps]. At its end it trains a second model, without a session

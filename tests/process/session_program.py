@@ -114,7 +114,7 @@ class Scale(nn.Module):
 
 
 class Asked(DefaultSavePlanner):
-    """A planner of the program's own: its keys are told where the records are."""
+    """A planner of the program's own: its keys are written beside the records."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

@@ -1,4 +1,4 @@
-"""The flusher as a process: what ranks sealed is committed, whoever dies; nothing else is."""
+"""The flusher as a process: it commits what ranks sealed, no matter which process dies, and nothing else."""
 
 from __future__ import annotations
 

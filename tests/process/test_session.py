@@ -304,7 +304,7 @@ def test_a_killed_flusher_is_replaced_and_saves_go_on(tmp_path: Path) -> None:
         assert launch.wait() == 0, launch.output
     committed = committed_steps(launch.run)
     assert max(committed) == STEPS
-    # What was due while no flusher was there is told, not silently missing.
+    # A save that was due without a flusher is reported, not silently missing.
     told = {event.data["step"] for event in events_of(launch.run, EventKind.SAVE_FAILED)}
     notes = "; ".join(event.data["text"] for event in events_of(launch.run, EventKind.NOTE))
     told |= {step for step in range(5, STEPS, 5) if f"step {step}: no checkpoint" in notes}

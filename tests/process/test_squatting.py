@@ -30,7 +30,7 @@ NOBODY = 65534
 WAIT_S = 30.0
 
 # Listens under every name that a run's socket has, had, or might be thought to have, calls every
-# one that it sees, and tries the memory of the processes that it is told of.
+# one that it sees, and tries to read the memory of the given processes.
 ATTACK = """
 import os, re, select, socket, sys, time
 os.setgroups([]); os.setgid(NOBODY); os.setuid(NOBODY)

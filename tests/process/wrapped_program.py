@@ -1,4 +1,4 @@
-"""DTensors whose local tensor is a wrapper of two others: what two ranks are told of them, when.
+"""DTensors whose local tensor is a wrapper of two others: what two ranks report about them, and when.
 
     python wrapped_program.py FOLDER
 

@@ -122,7 +122,7 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
     asked, *more = [data for data in signals if data["attempt"] == 1]
     assert (asked["source"], asked["cause"]) == ("time_limit", "time_limit")
     assert "the last flush must start" in asked["detail"]
-    assert more == [], "it is told once"
+    assert more == [], "it is reported once"
     outcome = read_document(Outcome, paths.attempt(1).outcome)
     assert outcome is not None
     assert outcome.stop_committed_at is not None

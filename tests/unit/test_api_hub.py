@@ -103,7 +103,7 @@ def test_a_reader_that_is_too_slow_is_told_so_and_goes_on(
         hub = Hub()
         hub.open()
         reader, _ = await greeted(hub)
-        # It waits for what it is told; only then has it a queue that fills.
+        # Its queue fills only once it waits.
         waiting = asyncio.ensure_future(anext(reader))
         hub.publish("run", {"n": 0}, "a")
         heard = [await waiting]

@@ -1,4 +1,4 @@
-"""The journal: whole lines only, numbered without a gap or a double, whoever writes."""
+"""The journal: whole lines only, numbered without a gap or a duplicate, with any number of writers."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) ->
     for word in ("missing", "never committed", "manifest", "checksum", "5 bytes"):
         assert word in said
     assert len(run.list_checkpoints()) == 6
-    # By sizes alone the flipped bit goes unseen; whoever loads it finds it and asks again.
+    # A check of the sizes misses the flipped bit; the load finds it and chooses again.
     assert choose(run).directory == flipped.parent
     again = choose(run, passing_over={str(flipped.parent): "damaged: as read"})
     assert again.directory == good

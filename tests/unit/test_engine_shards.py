@@ -1,4 +1,4 @@
-"""What a node leaves of its shards, and by which words a loss of them is told."""
+"""What a node leaves of its shards, and how their loss is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU counts a checkpoint fits, and who is told so before anything is queued."""
+"""Which GPU counts a checkpoint fits, reported before anything is queued."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pickles made to harm whoever reads a checkpoint: no code, no class changed, no time, no memory.
+"""Pickles made to harm the reader of a checkpoint: no code, no class changed, no time, no memory.
 
 Each is read in a forked child with bounded memory and processor time, which looks at every
 attribute of the classes involved before and after, and says how much memory it took.

@@ -148,7 +148,7 @@ def test_ec2_is_watched_with_a_token_that_is_renewed(monkeypatch: pytest.MonkeyP
             assert [notice.wants for notice in found] == ["stop", "save"]
             asked = len(service.asked)
             wait_for(lambda: len(service.asked) > asked, "another look")
-            assert watch.take() == [], "each is told once"
+            assert watch.take() == [], "each is reported once"
     assert notes == []
 
 
@@ -314,7 +314,7 @@ def test_hostile_services_harm_nothing_and_are_told_of_once(
         assert {name: len(words) for name, words in told.items()} == dict.fromkeys(told, 1)
         assert [watch.take() for watch in watches] == [[]] * len(watches)
         assert elsewhere.asked == [], "a redirection is not followed"
-        # A service that mends is believed again.
+        # A service that works again is believed again.
         astray.answers["PUT " + aws.TOKEN] = text_reply("t")
         later = {"action": "terminate", "time": "2017-09-18T08:22:00Z"}
         astray.answers["GET " + aws.ACTION] = json_reply(later)

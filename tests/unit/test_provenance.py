@@ -127,7 +127,7 @@ def test_a_database_that_is_open_here_keeps_its_locks(tmp_path: Path, has_git: b
 
 
 def write_elsewhere(path: Path) -> str:
-    """What another process is told that would write a database at once."""
+    """The error of another process that writes the database at the same time."""
     words = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False

@@ -279,7 +279,7 @@ def test_who_may_read_the_values_masks_them_and_nobody_else(
     run = run_of(tmp_path / "root", environment)
     document = read_record(run).spec
     assert secrets.known_secrets(document, run) == (VALUE,)
-    # Another user's spec names files of whoever looks: masks would tell what is in them.
+    # Another user's spec names files of the reader: masks would reveal their contents.
     os.chown(run.directory, NOT_ROOT, -1)
     assert secrets.known_secrets(document, run) == ()
 

@@ -125,7 +125,7 @@ def test_what_a_node_said_before_a_restart_does_not_end_what_comes_after(tmp_pat
 
 
 class SteadyNode(PlayedNode):
-    """A node whose rank trains on until it is told at which step to leave."""
+    """A node whose rank trains until it learns at which step to stop."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, {})

@@ -295,7 +295,7 @@ def tell_queued(root: Path, began: float) -> None:
 
 
 def tell_failed(root: Path, began: float) -> None:
-    """A mistake in the program, which no relaunch would mend."""
+    """A mistake in the program, which no relaunch would fix."""
     told = Telling(root, "bert-classifier", "d", began)
     told.begin(1, 2, began, queued_s=MINUTE, host="gpu-05")
     told.step = 3
