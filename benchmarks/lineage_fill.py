@@ -152,7 +152,7 @@ _JOURNALS = (
     "'attempts/0001/journal/rank0.jsonl', 0 FROM runs"
 )
 _EVENTS = (
-    "INSERT INTO events (run_uid, journal, launch, sequence, attempt, time, kind, data) "
+    "INSERT INTO events (run_uid, journal, opening, sequence, attempt, time, kind, data) "
     f"SELECT run_uid, 'attempts/0001/journal/rank0.jsonl', 1, 2 * (step / {STEP}) + k.k, 1, "
     "committed_at - 1 + k.k, CASE k.k WHEN 0 THEN 'staged' ELSE 'committed' END, "
     'CAST(\'{"attempt": 1, "launch": 1, "blocked_s": 0.1}\' AS {json}) FROM checkpoints '

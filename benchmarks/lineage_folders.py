@@ -79,5 +79,5 @@ def _manifest(run: str, uid: str, name: CheckpointName, parent: str | None, at: 
 
 
 def _line(sequence: int, kind: str, at: float, data: dict[str, Any]) -> str:
-    header = {"writer": "rank0", "launch": 1, "sequence": sequence, "time": at, "kind": kind}
+    header = {"writer": "rank0", "opening": 1, "sequence": sequence, "time": at, "kind": kind}
     return json.dumps({**header, "data": data})

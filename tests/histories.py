@@ -86,7 +86,7 @@ def history_of(
         events = (
             Event(
                 writer="cli",
-                launch=1,
+                opening=1,
                 sequence=0,
                 time=NOW,
                 kind=EventKind.OPERATOR_REQUEST,

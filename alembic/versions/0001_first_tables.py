@@ -204,7 +204,7 @@ def _create_journals() -> None:
     op.create_table(
         "events",
         *_must(TEXT, "run_uid", "journal"),
-        *_must(NUMBER, "launch", "sequence"),
+        *_must(NUMBER, "opening", "sequence"),
         *_may(NUMBER, "attempt"),
         *_must(REAL, "time"),
         *_must(TEXT, "kind"),
@@ -215,7 +215,7 @@ def _create_journals() -> None:
             name=op.f("fk_events_run_uid_journal_journals"),
             ondelete="CASCADE",
         ),
-        _key("events", "run_uid", "journal", "launch", "sequence"),
+        _key("events", "run_uid", "journal", "opening", "sequence"),
     )
     _index("events", "run_uid", "time")
     _index("events", "time")

@@ -38,7 +38,7 @@ INDEXES: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     ("runs", ("root",), {"postgresql_using": "hash"}),
     ("checkpoints", ("run_uid", "step", "attempt", "launch"), {"unique": True}),
     ("checkpoints", ("run_uid", "state", "step", "attempt", "launch"), {}),
-    ("events", ("run_uid", "time", "journal", "launch", "sequence"), {}),
+    ("events", ("run_uid", "time", "journal", "opening", "sequence"), {}),
     ("events", ("run_uid", "kind", "time"), {}),
 )
 FORMER_INDEXES: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -82,7 +82,7 @@ class TargetRun:
         for path in self.paths.list_journals():
             found, self._offsets[path] = read_journal(path, self._offsets.get(path, 0))
             new += found
-        self.events += sorted(new, key=lambda e: (e.time, e.writer, e.launch, e.sequence))
+        self.events += sorted(new, key=lambda e: (e.time, e.writer, e.opening, e.sequence))
 
     def _read_steps(self) -> list[Mark]:
         if self.records is not None:

@@ -140,7 +140,7 @@ def _lines(path: Path, *documents: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as stream:
         for number, document in enumerate(documents):
-            line = {"writer": "flow", "launch": 90, "sequence": number, "time": 1.7e9}
+            line = {"writer": "flow", "opening": 90, "sequence": number, "time": 1.7e9}
             stream.write(json.dumps({**line, **document}) + "\n")
 
 
@@ -208,7 +208,7 @@ def _forged_times(target: Target) -> None:
         for time in (1e300, -1e300, 1e12, float("inf"), float("nan"), 10**30)
     ]
     numbers = [
-        {**_event(EventKind.NOTE, text="x"), "launch": number, "sequence": number}
+        {**_event(EventKind.NOTE, text="x"), "opening": number, "sequence": number}
         for number in (10**40, -1, 1e30)
     ]
     _lines(target.folder.paths.journal / "flow.jsonl", *events, *numbers)

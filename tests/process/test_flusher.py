@@ -1,4 +1,4 @@
-"""The flusher as a process: it commits what ranks sealed, no matter which process dies, and nothing else."""
+"""The flusher as a process: it commits what ranks sealed, whichever process dies."""
 
 from __future__ import annotations
 

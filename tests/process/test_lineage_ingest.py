@@ -362,7 +362,7 @@ def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "odd", "8" * 32)
     folder.tell("flow", EventKind.NOTE, text="nul \0 half \udc80")
     with open(folder.paths.journal_of("flow"), "a") as journal:
-        line = {"writer": "flow", "launch": 9, "sequence": 0, "time": 5e9, "kind": "note"}
+        line = {"writer": "flow", "opening": 9, "sequence": 0, "time": 5e9, "kind": "note"}
         journal.write(json.dumps({**line, "data": {"value": [float("nan"), 10**15]}}) + "\n")
         # More than 64 bits are damage: neither databases nor the API have such integers.
         journal.write(json.dumps({**line, "sequence": 1, "data": {"value": 10**30}}) + "\n")

@@ -80,7 +80,7 @@ def test_lines_that_an_older_program_did_not_know_come_with_the_upgrade(
     run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
     run.tell("flow", EventKind.NOTE, text="one")
     journal = run.paths.journal_of("flow")
-    line = {"writer": "flow", "launch": 1, "sequence": 1, "time": 5.0, "kind": "teleported"}
+    line = {"writer": "flow", "opening": 1, "sequence": 1, "time": 5.0, "kind": "teleported"}
     with open(journal, "a") as stream:
         stream.write(json.dumps({**line, "data": {"to": "mars"}}) + "\n")
     run.tell("flow", EventKind.NOTE, text="two")

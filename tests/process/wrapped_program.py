@@ -1,4 +1,4 @@
-"""DTensors whose local tensor is a wrapper of two others: what two ranks report about them, and when.
+"""DTensors whose local tensor is a wrapper of two others: what two ranks report, and when.
 
     python wrapped_program.py FOLDER
 

@@ -95,7 +95,7 @@ def test_one_run_that_refuses_does_not_keep_the_others(
     done = call("pause", "kelp", "wrack", "--json")
     assert done.status != 0
     assert [one["run"] for one in done.json] == ["wrack"]
-    assert "cancelled already" in done.err
+    assert "already cancelled" in done.err
 
 
 def test_show_watches_until_the_run_ends(call: Call, ended_run: RunPaths) -> None:

@@ -1,4 +1,4 @@
-"""The journal: whole lines only, numbered without a gap or a duplicate, with any number of writers."""
+"""The journal: whole lines only, numbered without gaps or duplicates, with several writers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOIN_S = 60.0
 
 
 def numbers(path: Path) -> list[tuple[int, int]]:
-    return [(event.launch, event.sequence) for event in read_journal(path)[0]]
+    return [(event.opening, event.sequence) for event in read_journal(path)[0]]
 
 
 def write(path: Path, *texts: str) -> None:

@@ -249,7 +249,7 @@ def test_steps_of_an_launch_follow_one_another() -> None:
 def changed(kind: EventKind, place: Place, skip: list[list[int]]) -> Event:
     """A rank's word on a loss that was no number."""
     data = {"attempt": place.attempt, "launch": place.launch, "skip": skip}
-    return Event(writer="rank0", launch=1, sequence=0, time=0.0, kind=kind, data=data)
+    return Event(writer="rank0", opening=1, sequence=0, time=0.0, kind=kind, data=data)
 
 
 def compare_steps(steps: Sequence[Step], events: Sequence[Event]) -> tuple[list[str], int]:

@@ -146,7 +146,7 @@ def test_an_interval_that_was_chosen_later_is_kept() -> None:
 
 
 def event(kind: EventKind, time: float, **data: Any) -> Event:
-    return Event(writer="w", launch=1, sequence=0, time=time, kind=kind, data=data)
+    return Event(writer="w", opening=1, sequence=0, time=time, kind=kind, data=data)
 
 
 def test_unannounced_failures_are_those_of_the_journals() -> None:

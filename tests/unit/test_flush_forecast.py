@@ -29,7 +29,7 @@ from holdfast.workers.request import build_request
 
 
 def line(kind: EventKind, **data: Any) -> Event:
-    return Event(writer="w", launch=1, sequence=0, time=0.0, kind=kind, data=data)
+    return Event(writer="w", opening=1, sequence=0, time=0.0, kind=kind, data=data)
 
 
 def saves(*pairs: tuple[Any, Any]) -> list[Event]:

@@ -51,7 +51,7 @@ def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
 
 def event(at: float, kind: EventKind, **data: Any) -> Event:
     facts = {"attempt": 2, **data}
-    return Event(writer="a", launch=1, sequence=int(at), time=at, kind=kind, data=facts)
+    return Event(writer="a", opening=1, sequence=int(at), time=at, kind=kind, data=facts)
 
 
 def test_a_rank_death_that_was_restarted_in_place_is_reported() -> None:

@@ -237,7 +237,7 @@ def test_the_line_says_what_came_back_and_what_did_not() -> None:
 def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
     rollbacks: list[dict[str, Any]] = [{"skip": [[41, 10]]}, {"skip": None}, {"skip": [[90, 1]]}]
     events = [
-        Event(writer="cli", launch=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
+        Event(writer="cli", opening=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
         for n, d in enumerate(rollbacks)
     ]
     skip = {"action": "skip", "skip": [[60, 5]]}

@@ -407,7 +407,7 @@ def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
     events = [
         Event(
             writer="rank0",
-            launch=number,
+            opening=number,
             sequence=0,
             time=0.0,
             kind=EventKind.NUMERICS,

@@ -179,7 +179,7 @@ def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> N
     assert decide(history, None, now=NOW).action == "stop"
     rolled_back = Event(
         writer="rank0",
-        launch=1,
+        opening=1,
         sequence=0,
         time=NOW,
         kind=EventKind.ROLLED_BACK,

@@ -44,4 +44,4 @@ def test_an_exit_status_of_0_is_compared_with_what_was_promised(
 
 def _event(number: int, launch: int, kind: EventKind, data: dict[str, Any]) -> Event:
     facts = {"attempt": 1, "launch": launch, **data}
-    return Event(writer="rank0", launch=1, sequence=number, time=0, kind=kind, data=facts)
+    return Event(writer="rank0", opening=1, sequence=number, time=0, kind=kind, data=facts)

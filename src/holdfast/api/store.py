@@ -231,7 +231,7 @@ class Store:
         return [
             Event(
                 writer=Path(row["journal"]).stem,
-                launch=row["launch"],
+                opening=row["opening"],
                 sequence=row["sequence"],
                 time=datetime.fromisoformat(row["time"]).timestamp(),
                 kind=EventKind(row["kind"]),

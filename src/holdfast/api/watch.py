@@ -214,7 +214,7 @@ class Watch:
         facts = {"run": ref.run, "uid": ref.uid, "state": str(ref.state)}
         secrets = self._store.secrets(ref.uid) if lines else ()
         for journal, attempt, event in lines:
-            line = event.model_dump(mode="json", include={"launch", "sequence", "data"})
+            line = event.model_dump(mode="json", include={"opening", "sequence", "data"})
             line |= {"journal": journal, "attempt": attempt, "kind": str(event.kind)}
             line["data"] = redact(line["data"], secrets)
             line["time"] = views.iso_time(event.time)

@@ -92,7 +92,7 @@ class _Chosen:
 
 
 def _key(event: Event) -> tuple[str, int, int]:
-    return event.writer, event.launch, event.sequence
+    return event.writer, event.opening, event.sequence
 
 
 def _facts(event: Event, secrets: Sequence[str]) -> dict[str, Any]:

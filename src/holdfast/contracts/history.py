@@ -223,7 +223,7 @@ def load_events(paths: RunPaths) -> tuple[Event, ...]:
 
 
 def _in_order(events: Iterable[Event]) -> tuple[Event, ...]:
-    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.launch, e.sequence)))
+    return tuple(sorted(events, key=lambda e: (e.time, e.writer, e.opening, e.sequence)))
 
 
 def load_history(paths: RunPaths, events: Sequence[Event] | None = None) -> RunHistory:

@@ -1,6 +1,6 @@
 """The journal: append-only JSON lines in the run's folder, one file per writer.
 
-Each line has two numbers. `launch` counts how often the writer has opened its file, `sequence`
+Each line has two numbers. `opening` counts how often the writer has opened its file, `sequence`
 counts the lines since then. A crash can cut off only the last line. Readers skip such a line, and
 the next writer starts a new one. The SQL index is built from the journals, so every fact that must
 survive the database is written to a journal first.
@@ -93,7 +93,7 @@ class Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     writer: Name
-    launch: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
+    opening: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     time: float
     # Kinds of newer versions are kept as strings. This version does not use them.
@@ -119,7 +119,7 @@ class JournalWriter:
         self.writer = path.stem
         self._handle, self._is_own = _open_for_appending(path)
         self._size_seen = -1
-        self._launch = 0
+        self._opening = 0
         self._sequence = 0
 
     def append(self, kind: EventKind, *, durable: bool = True, **data: Any) -> Event:
@@ -138,7 +138,7 @@ class JournalWriter:
             prefix = self._catch_up()
             event = Event(
                 writer=self.writer,
-                launch=self._launch,
+                opening=self._opening,
                 sequence=self._sequence,
                 time=time.time(),
                 kind=kind,
@@ -179,7 +179,7 @@ class JournalWriter:
         if size == self._size_seen:
             return ""
         last = self._last_event(size)
-        self._launch = last.launch + 1 if last else 1
+        self._opening = last.opening + 1 if last else 1
         self._sequence = 0
         torn = size > 0 and os.pread(self._handle, 1, size - 1) != b"\n"
         if torn:

@@ -119,7 +119,7 @@ def _read_durability(
             columns.run_uid == run["uid"],
             columns.kind.in_([str(kind) for kind in DURABILITY_EVENTS]),
         )
-        .order_by(columns.time, columns.journal, columns.launch, columns.sequence)
+        .order_by(columns.time, columns.journal, columns.opening, columns.sequence)
     )
     if names is not None:
         query = query.where(of.in_([*names, *(checkpoint_id(run["run"], one) for one in names)]))

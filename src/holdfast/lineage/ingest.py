@@ -262,7 +262,7 @@ def _write_lines(
                 {
                     "run_uid": uid,
                     "journal": part.journal,
-                    "launch": event.launch,
+                    "opening": event.opening,
                     "sequence": event.sequence,
                     "attempt": attempt_of(event, part.attempt),
                     "time": event.time,

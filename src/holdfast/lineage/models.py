@@ -360,13 +360,13 @@ class Event(Base):
         ForeignKeyConstraint(
             ["run_uid", "journal"], ["journals.run_uid", "journals.journal"], ondelete="CASCADE"
         ),
-        Index(None, "run_uid", "time", "journal", "launch", "sequence"),
+        Index(None, "run_uid", "time", "journal", "opening", "sequence"),
         Index(None, "run_uid", "kind", "time"),
     )
 
     run_uid: Mapped[str] = mapped_column(primary_key=True)
     journal: Mapped[str] = mapped_column(primary_key=True)
-    launch: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    opening: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     attempt: Mapped[int | None]
     time: Mapped[float]

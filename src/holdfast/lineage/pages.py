@@ -82,7 +82,7 @@ RUN_ORDERS: dict[RunSort, Order] = {
 }
 INDEXED: tuple[RunSort, ...] = ("created", "updated", "name")
 _STEPS = (CHECKPOINTS.c.step, CHECKPOINTS.c.attempt, CHECKPOINTS.c.launch)
-_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
+_LINES = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
 
 
 class Filter(BaseModel):

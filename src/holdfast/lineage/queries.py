@@ -242,7 +242,7 @@ def list_events(
     """Return the newest `limit` journal lines of a run, oldest first."""
     with database.reading() as connection:
         row = run_row(connection, run, root)
-        order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.launch, EVENTS.c.sequence)
+        order = (EVENTS.c.time, EVENTS.c.journal, EVENTS.c.opening, EVENTS.c.sequence)
         query = select(EVENTS).where(EVENTS.c.run_uid == row["uid"])
         query = query.order_by(*(column.desc() for column in order)).limit(limit)
         found = rows_of(connection, query)
@@ -299,7 +299,7 @@ def _spans(
         select(columns.attempt, columns.kind, columns.time, columns.data)
         .where(columns.run_uid == run["uid"])
         .where(columns.kind.in_(KINDS), columns.attempt.is_not(None))
-        .order_by(columns.time, columns.journal, columns.launch, columns.sequence)
+        .order_by(columns.time, columns.journal, columns.opening, columns.sequence)
     )
     marks = [Mark(*row) for row in connection.execute(query)]
     records = [(one["attempt"], one["number"], one) for own in launches.values() for one in own]

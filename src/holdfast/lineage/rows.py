@@ -90,7 +90,7 @@ def in_order(lines: Sequence[JournalLines]) -> list[AttemptEvent]:
         key=lambda one: (
             one.event.time,
             one.event.writer,
-            one.event.launch,
+            one.event.opening,
             one.event.sequence,
         )
     )

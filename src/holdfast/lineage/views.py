@@ -217,7 +217,7 @@ class EventView(TypedDict):
 
     run: str
     journal: str
-    launch: int
+    opening: int
     sequence: int
     attempt: int | None
     time: str
@@ -431,7 +431,7 @@ def event_view(run: str, row: Row) -> EventView:
     return EventView(
         run=run,
         journal=row["journal"],
-        launch=row["launch"],
+        opening=row["opening"],
         sequence=row["sequence"],
         attempt=row["attempt"],
         time=iso_time(row["time"]),

@@ -218,7 +218,7 @@ export interface Empty {
 export interface EventView {
   run: string;
   journal: string;
-  launch: number;
+  opening: number;
   sequence: number;
   attempt: number | null;
   time: string;

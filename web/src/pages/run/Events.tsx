@@ -58,7 +58,7 @@ export function Events() {
               </thead>
               <tbody>
                 {events.map((one) => (
-                  <Line key={`${one.journal}/${one.launch}/${one.sequence}`} event={one} />
+                  <Line key={`${one.journal}/${one.opening}/${one.sequence}`} event={one} />
                 ))}
               </tbody>
             </table>
