@@ -36,7 +36,9 @@ def _of_attempt(history: RunHistory, last: AttemptView, beats: list[NodeBeat]) -
     step, phase = newest_step(beats), _common_phase(beats)
     committed = _committed_step(history)
     parts = [f"{history.paths.name}: attempt {last.number} {last.state}"]
-    parts.append(f"{last.world_size} GPUs")
+    # An attempt that was just created has no request yet.
+    if last.world_size:
+        parts.append(f"{last.world_size} GPUs")
     if step is not None:
         parts.append(f"step {step}")
     if phase:

@@ -17,7 +17,7 @@ from holdfast.contracts.errors import LineageError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.contracts.roots import ensure_root_id, read_root_id
 from holdfast.lineage import disk, ingest, queries
-from holdfast.lineage.database import open_database, upgrade
+from holdfast.lineage.database import open_database, schema_problem, upgrade
 from holdfast.lineage.ingest import ingest_run
 from holdfast.lineage.reindex import reindex
 
@@ -125,6 +125,7 @@ def test_an_older_program_works_with_a_newer_schema_that_allows_it(
     with open_database(url) as database, database.writing() as connection:
         for statement in NEWER:
             connection.execute(text(statement))
+    assert schema_problem(url) is None
     with open_database(url) as database:
         ingest_run(database, run.paths)
         for number in range(80):
@@ -134,5 +135,6 @@ def test_an_older_program_works_with_a_newer_schema_that_allows_it(
         assert len(dump(database)["events"]) == 160
         with database.writing() as connection:
             connection.execute(text("UPDATE compatibility SET oldest = '9000'"))
+    assert "newer than this Holdfast" in (schema_problem(url) or "")
     with pytest.raises(LineageError, match="newer"):
         open_database(url)

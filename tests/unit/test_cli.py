@@ -423,7 +423,8 @@ def test_reindex_builds_the_same_rows_again(call: Call, ended_run: RunPaths, roo
 def test_db_goes_up_and_down(call: Call) -> None:
     assert call("db", "current").status == 1
     head = call("db", "upgrade", "--json").json["revision"]
-    assert call("db", "current", "--json").json == {"revision": head, "head": head, "ok": True}
+    now = call("db", "current", "--json").json
+    assert now == {"revision": head, "head": head, "ok": True, "problem": None}
     assert call("db", "downgrade", "base", "--json").json["revision"] is None
     assert call("db", "downgrade", "nonsense").status == 2
 

@@ -46,13 +46,18 @@ def downgrade(
 
 
 def current(as_json: AsJson = False) -> None:
-    """Show the schema's revision, and the one that this version needs."""
+    """Show the schema's revision, and whether this version can use it."""
     from holdfast.lineage import database
 
-    found, head = database.current_revision(), database.head_revision()
-    facts = {"revision": found, "head": head, "ok": found == head}
+    found, problem = database.current_revision(), database.schema_problem()
+    facts = {
+        "revision": found,
+        "head": database.head_revision(),
+        "ok": problem is None,
+        "problem": problem,
+    }
     answer(facts, as_json, _render_revision)
-    if found != head:
+    if problem:
         raise typer.Exit(1)
 
 
@@ -90,7 +95,4 @@ def reindex(
 
 
 def _render_revision(facts: dict[str, Any]) -> None:
-    head = facts.get("head")
-    found = facts["revision"] or "no schema"
-    differs = head is not None and head != facts["revision"]
-    say(f"{found}; this version needs {head}: run `holdfast db upgrade`" if differs else found)
+    say(facts.get("problem") or facts["revision"] or "no schema")

@@ -205,6 +205,14 @@ def current_revision(url: str | None = None) -> str | None:
     return _revision(parsed)
 
 
+def schema_problem(url: str | None = None) -> str | None:
+    """Return why this version cannot use the schema, with the next step; None if it can."""
+    parsed, found = _parse(url), current_revision(url)
+    if found == head_revision() or (found is not None and _is_compatible(parsed, found)):
+        return None
+    return _schema_problem(parsed, found)
+
+
 def head_revision() -> str:
     """Return the schema revision of this version of Holdfast."""
     return ScriptDirectory(str(MIGRATIONS)).get_current_head() or ""
