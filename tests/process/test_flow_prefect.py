@@ -185,7 +185,7 @@ def test_a_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> 
         lambda: "a bad batch at step 12" in flow_logs(runs, taken["flow_run"]),
     )
     again = runs.service.command("holdfast", "submit", str(spec), check=False)
-    assert again.returncode == 2
+    assert again.returncode == 5
     assert "holdfast relaunch failing" in again.stderr
 
 

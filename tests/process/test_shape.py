@@ -46,7 +46,7 @@ def make_run(root: Path, **spec: Any) -> RunPaths:
 
 
 def doctor(root: Path, *arguments: str) -> tuple[int, Any]:
-    called = ["doctor", "--root", str(root), "--json", *arguments]
+    called = ["doctor", *arguments, "--root", str(root), "--json"]
     result = CliRunner().invoke(app, called)
     said = result.output or str(result.exception)
     return result.exit_code, json.loads(result.stdout) if result.stdout else said

@@ -75,7 +75,7 @@ def test_values_of_a_rank_that_then_ended_count() -> None:
 
 def test_more_values_than_a_record_holds_are_refused() -> None:
     status_table, handle = RankStatusTable.create(1)
-    with pytest.raises(ValueError, match="expected 16 at most"):
+    with pytest.raises(ValueError, match="expected at most 16"):
         status_table.record(0).say(1, [0] * (SAID_MAX + 1))
     status_table.close()
     os.close(handle)

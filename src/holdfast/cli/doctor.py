@@ -23,7 +23,14 @@ def register(app: typer.Typer) -> None:
 
 def doctor(context: typer.Context, root: RootOption = None, as_json: AsJson = False) -> None:
     """Check whether this machine and its services can run jobs."""
-    if context.invoked_subcommand is None and not _check_machine(root, as_json):
+    if context.invoked_subcommand is not None:
+        if root is not None or as_json:
+            raise typer.BadParameter(
+                f"give --root and --json after the command, as in `{context.command_path} "
+                f"{context.invoked_subcommand} --json`"
+            )
+        return
+    if not _check_machine(root, as_json):
         raise typer.Exit(1)
 
 
