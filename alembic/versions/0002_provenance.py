@@ -253,14 +253,14 @@ WALK = (
     "WHERE c.parent_uid IS NOT NULL AND c.parent_step = NEW.step) "
     "SELECT 1 FROM line WHERE uid = NEW.run_uid AND name = NEW.name"
 )
-COMPLAINT = "a checkpoint would be its own ancestor"
+MESSAGE = "a checkpoint would be its own ancestor"
 
 
 def _create_guard() -> None:
     if _is_postgresql():
         op.execute(
             "CREATE FUNCTION holdfast_no_circle() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF EXISTS ({WALK}) THEN RAISE EXCEPTION '{COMPLAINT}' "
+            f"IF EXISTS ({WALK}) THEN RAISE EXCEPTION '{MESSAGE}' "
             "USING ERRCODE = 'check_violation'; END IF; RETURN NEW; END $$"
         )
         op.execute(
@@ -272,7 +272,7 @@ def _create_guard() -> None:
         op.execute(
             f"CREATE TRIGGER checkpoints_no_circle_{action.lower()} AFTER {action} ON checkpoints "
             f"WHEN NEW.parent_step = NEW.step AND EXISTS ({WALK}) "
-            f"BEGIN SELECT RAISE(ABORT, '{COMPLAINT}'); END"
+            f"BEGIN SELECT RAISE(ABORT, '{MESSAGE}'); END"
         )
 
 

@@ -84,7 +84,7 @@ def drill_throw_away(
     """
     campaign = Campaign(plan, result, tell, kept)
     try:
-        campaign.conduct(folder)
+        campaign.run(folder)
     finally:
         campaign.close()
 
@@ -105,7 +105,7 @@ class Campaign:
         self._left = deque(enumerate(faults))
         self._began = time.monotonic()
 
-    def conduct(self, folder: Path) -> None:
+    def run(self, folder: Path) -> None:
         """Train the uninterrupted run, then drill the other runs, each in a thread."""
         needs_disk = any(kind.name == "disk-full" for kind in self.plan.kinds)
         with contextlib.ExitStack() as opened:

@@ -87,7 +87,7 @@ class _Record(IntEnum):
 _RECENT: Final = 16
 _RECENT_MASK: Final = RECENT_STEPS - 1
 # After those: words, the rank's values for meetings with even and with odd numbers.
-_SAID: Final = (32, 48)
+_MEETING_AT: Final = (32, 48)
 SAID_MAX: Final = 16
 _SERIAL_BITS: Final = 24
 _SERIAL_MASK: Final = (1 << _SERIAL_BITS) - 1
@@ -315,14 +315,14 @@ class RankRecord:
         """
         if len(values) > SAID_MAX:
             raise ValueError(f"{len(values)} values for a meeting: expected at most {SAID_MAX}")
-        at = self._at + _SAID[meeting & 1]
+        at = self._at + _MEETING_AT[meeting & 1]
         for offset, value in enumerate(values):
             self._words[at + offset] = value << _SERIAL_BITS | meeting & _SERIAL_MASK
         self._words[self._at + _Record.MEETING] = meeting
 
     def said(self, meeting: int, count: int) -> list[int] | None:
         """Return this rank's `count` values for meeting `meeting`; None until all are published."""
-        at, serial = self._at + _SAID[meeting & 1], meeting & _SERIAL_MASK
+        at, serial = self._at + _MEETING_AT[meeting & 1], meeting & _SERIAL_MASK
         words = [self._words[at + offset] for offset in range(count)]
         if any(word & _SERIAL_MASK != serial for word in words):
             return None
