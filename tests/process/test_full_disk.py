@@ -48,7 +48,7 @@ def test_a_full_disk_is_freed_then_told_and_training_goes_on(tmp_path: Path) -> 
             # Somebody else takes all that is left: now the rules have nothing more to give.
             filler = root / "filler"
             failed = wait_until(lambda: _refusals_once_filled(filler, run), "a save that fails")
-            assert "(the newest, last 1). Lower checkpoint.keep, unpin," in failed[-1]
+            assert "(the newest, last 1). Lower checkpoint.keep, unpin checkpoints," in failed[-1]
             assert len(committed_checkpoints(run.paths)) == 1, "the newest stays"
             step = max(event.data["step"] for event in run.events(EventKind.SAVE_FAILED))
             run.wait_for_step(attempt, step + 5)
