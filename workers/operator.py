@@ -172,9 +172,9 @@ def _refuse_second(history: RunHistory, now: float) -> None:
     who, action = str(asked.get("by") or "another operator"), str(asked["action"])
     size = f" at {asked['gpus']} GPUs" if asked.get("gpus") else ""
     raise RequestConflictError(
-        f"{who} requested {now - requests[-1].time:.0f} s ago to {action} run "
-        f"{history.paths.name}{size}, and that request is still pending; wait until it is done, "
-        "then repeat yours",
+        f"{who} asked to {action} run {history.paths.name}{size} "
+        f"{now - requests[-1].time:.0f} s ago, and that request is still pending; wait until it "
+        "is done, then repeat yours",
         by=who,
         action=action,
         at=requests[-1].time,

@@ -43,7 +43,7 @@ def test_of_two_operators_at_once_the_second_learns_of_the_first(
     assert (first.status_code, second.status_code) == (200, 409)
     told = second.json()
     assert (told["by"], told["action"]) == ("ann", first.json()["action"])
-    assert f"ann asked 0 s ago to {told['action']}" in told["message"]
+    assert f"ann asked to {told['action']} run gpt-b 0 s ago" in told["message"]
     stop = read_document(StopFile, served.runs["gpt-b"].paths.attempt(1).stop)
     assert stop is not None
     assert stop.action == told["action"]

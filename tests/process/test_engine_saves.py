@@ -397,7 +397,7 @@ def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -
     problem = find_shortage(0, [3 * gib] * 3, 13 * gib)
     assert problem is not None
     assert "node 0: " in problem
-    assert "need 18.00 GiB, 13.00 GiB are free" in problem
+    assert "need 18.00 GiB, but 13.00 GiB are free" in problem
 
 
 class PickyPlanner(HalfPlanner):
