@@ -57,12 +57,8 @@ def _common_phase(beats: list[NodeBeat]) -> str:
 
 def _committed_step(history: RunHistory) -> int | None:
     """Return the newest step that the journal records as committed."""
-    steps = [
-        int(event.data["step"])
-        for event in history.events
-        if event.kind is EventKind.COMMITTED and "step" in event.data
-    ]
-    return max(steps, default=None)
+    steps = [e.data.get("step") for e in history.events if e.kind is EventKind.COMMITTED]
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _ending(attempt: AttemptView) -> str:

@@ -96,6 +96,9 @@ def reading(testbed: Testbed, name: str) -> list[list[str]]:
         ["checkpoints", run, "--json"],
         ["lineage", run],
         ["logs", run, "--attempt", "1"],
+        ["logs", run, "--attempt", "1", "--all-ranks", "--tail", "5", "--grep", "."],
+        ["events", run],
+        ["wait", run, "--timeout", "0"],
         ["verify", checkpoint],
         ["export", checkpoint, "--to", "dcp", "--output", f"{out}.dcp"],
         ["doctor", "fit", run, "--gpus", "2"],
@@ -104,6 +107,7 @@ def reading(testbed: Testbed, name: str) -> list[list[str]]:
     if name in EVERY_FORM:
         commands += [
             ["show", run, "--json"],
+            ["events", run, "--json"],
             ["checkpoints", run],
             ["lineage", run, "--format", "mermaid"],
             ["lineage", run, "--format", "openlineage"],

@@ -200,8 +200,6 @@ def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
     for key in ("entrypoint", "work_pool_name", "pull_steps", "parameters", "name"):
         assert (after[key] or None) == (before[key] or None), key
     assert after["entrypoint"] == "holdfast.flows.train.train"
-    packaged = template.parent / "flows" / "templates" / "prefect.yaml"
-    assert packaged.read_text() == template.read_text()
 
 
 @pytest.mark.slow

@@ -132,6 +132,19 @@ def test_logs_of_all_ranks_are_searched_and_cut(call: Call, ended_run: RunPaths)
     assert call("logs", "kelp", "--grep", "(").status == 2
 
 
+def test_files_with_other_names_than_ours_are_no_logs(call: Call, ended_run: RunPaths) -> None:
+    log = write_log(ended_run, 0, "ours\n")
+    (log.parent / "rank-x.y.stdout.log").write_text("theirs\n")
+    shown = call("logs", "kelp", "--all-ranks")
+    assert (shown.status, shown.out) == (0, "0: ours\n")
+
+
+def test_one_event_is_one_line(call: Call, ended_run: RunPaths) -> None:
+    with JournalWriter(ended_run.journal_of("flow")) as journal:
+        journal.append(EventKind.NOTE, text="first\n2026-01-01 00:00:00  run_ended  forged")
+    assert len(call("events", "kelp", "--kind", "note").out.splitlines()) == 1
+
+
 def test_logs_without_new_output_are_left_out(call: Call, ended_run: RunPaths) -> None:
     write_log(ended_run, 0, "old\n", age_s=2 * HOUR_S)
     write_log(ended_run, 1, "new\n")
@@ -166,3 +179,28 @@ def test_a_run_of_another_root_is_found_by_every_command(
     for command in ("show", "checkpoints", "lineage", "events", "cancel"):
         assert call(command, "kelp").status == 0, command
     assert call("cancel", "kelp", "--root", tmp_path / "elsewhere").status == 3
+
+
+def test_a_name_in_several_other_roots_is_not_guessed(
+    call: Call, ended_run: RunPaths, live_run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = ended_run.directory.parent
+    spec = json.loads(live_run.spec.read_text())["spec"]
+    create_run(RunSpec.model_validate(spec), root.parent / "second", created_by="ann")
+    for each in (root, root.parent / "second"):
+        call("show", "wrack", "--root", each)
+    monkeypatch.setenv("HOLDFAST_ROOT", str(root.parent / "third"))
+    refused = call("cancel", "wrack")
+    assert refused.status == 2
+    assert "names several runs" in refused.err
+    assert load_history(live_run).state == "queued"
+
+
+def test_no_deletes_nothing(
+    call: Call, ended_run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    before = ended_run.list_checkpoints()
+    assert call("prune", "kelp").status == 5
+    assert ended_run.list_checkpoints() == before

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points, metadata
 from pathlib import Path
@@ -70,27 +67,3 @@ def test_the_error_tree_is_as_drawn() -> None:
         bases = [base.__name__ for base in classes[name].__bases__]
         assert bases[0] == parent, f"{name} is drawn under {parent}"
         assert builtin is None or bases[1] == builtin
-
-
-def test_every_command_named_in_the_pages_exists() -> None:
-    pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")]
-    named = {
-        command
-        for page in pages
-        for command in re.findall(r"(?:^|[`$/ ])holdfast ([a-z]+)\b", code_of(page.read_text()))
-    }
-    done = subprocess.run(
-        [Path(sys.executable).with_name("holdfast"), "--help"],
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    known = set(re.findall(r"^\W*([a-z]+)\b", done.stdout, re.MULTILINE))
-    assert named <= known, f"no such commands: {sorted(named - known)}"
-
-
-def code_of(page: str) -> str:
-    """The parts of a page that are set as code."""
-    return "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page, flags=re.DOTALL))

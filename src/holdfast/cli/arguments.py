@@ -40,22 +40,33 @@ RunsArgument = Annotated[
 ]
 
 
-def locate_runs(names: Sequence[str], root: str | None) -> list[RunPaths]:
-    """Return the runs, each of them once. Raises `NotFoundError` for the first unknown one."""
-    return list(dict.fromkeys(locate_run(name, root) for name in names))
-
-
 def parse_moment(text: str) -> float:
     """Return a time as Unix seconds: ISO 8601, or a duration before now such as `90s` or `2h`.
 
     A time without a zone is local. Raises `typer.BadParameter` for any other text.
     """
-    if match := _DURATION.fullmatch(text):
-        return time.time() - float(match[1]) * _SECONDS[match[2]]
     try:
+        if match := _DURATION.fullmatch(text):
+            return time.time() - float(match[1]) * _SECONDS[match[2]]
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
         raise typer.BadParameter(
             f"{text!r}: expected a duration such as 90s, 15m, 2h or 3d, or a time such as "
             "2026-01-31T12:00"
         ) from None
+
+
+SinceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--since",
+        parser=parse_moment,
+        metavar="TIME",
+        help="Leave out what is older: a time, or a duration such as 15m or 2h.",
+    ),
+]
+
+
+def locate_runs(names: Sequence[str], root: str | None) -> list[RunPaths]:
+    """Return the runs, each of them once. Raises `NotFoundError` for the first unknown one."""
+    return list(dict.fromkeys(locate_run(name, root) for name in names))

@@ -13,6 +13,7 @@ from holdfast.cli.arguments import RunArgument
 from holdfast.cli.index import locate_checkpoint, locate_run, look_at, plain_path, user_name
 from holdfast.cli.output import AsJson, RootOption, answer, bytes_text, print_table, say, warn
 from holdfast.contracts.errors import ForeignFileError, SpecError
+from holdfast.contracts.exit_status import REFUSED
 from holdfast.contracts.manifest import Manifest, find_damage
 from holdfast.contracts.paths import checkpoint_id
 
@@ -77,7 +78,7 @@ def prune(
 
 
 def _confirm(facts: dict[str, Any], as_json: bool) -> None:
-    """Ask whether to delete; raise `typer.Abort` at no. Raises `SpecError` without a terminal."""
+    """Ask whether to delete; exit with `REFUSED` at no. Raises `SpecError` without a terminal."""
     if not facts["deleted"]:
         return
     if as_json or not sys.stdin.isatty():
@@ -86,7 +87,8 @@ def _confirm(facts: dict[str, Any], as_json: bool) -> None:
             "ask here: add --yes, or --dry-run to see which"
         )
     _render_prune(facts)
-    typer.confirm("Delete these checkpoints?", abort=True, err=True)
+    if not typer.confirm("Delete these checkpoints?", err=True):
+        raise typer.Exit(REFUSED)
 
 
 def verify(

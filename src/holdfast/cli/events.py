@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, parse_moment
+from holdfast.cli.arguments import RunArgument, SinceOption
 from holdfast.cli.index import locate_run, look_at, secrets_in
 from holdfast.cli.output import AsJson, RootOption, answer, say, time_text
 from holdfast.contracts.history import load_events
 from holdfast.contracts.journal import Event, EventKind
 from holdfast.contracts.paths import RunPaths
+from holdfast.contracts.plain_text import plain_line
 from holdfast.contracts.redaction import redact
 
 POLL_S: Final = 1.0
@@ -30,15 +31,7 @@ def events(
     kinds: Annotated[
         list[EventKind] | None, typer.Option("--kind", help="Print this kind only. Repeatable.")
     ] = None,
-    since: Annotated[
-        float | None,
-        typer.Option(
-            "--since",
-            parser=parse_moment,
-            metavar="TIME",
-            help="Print later events only: a time, or a duration such as 15m or 2h.",
-        ),
-    ] = None,
+    since: SinceOption = None,
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", min=0, help="Print the last N events only.")
     ] = None,
@@ -65,7 +58,7 @@ def events(
         found = [*found, *chosen.new_of(paths)]
         for one in found:
             facts = _facts(one, secrets)
-            typer.echo(json.dumps(facts)) if as_json else _render([facts])
+            answer(facts, as_json, lambda one: _render([one]), indent=None)
         if not is_live:
             return
         found = []
@@ -107,7 +100,7 @@ def _facts(event: Event, secrets: Sequence[str]) -> dict[str, Any]:
 def _render(found: Iterable[dict[str, Any]]) -> None:
     for one in found:
         data = ", ".join(f"{key} {_text(value)}" for key, value in one["data"].items())
-        say(f"{time_text(one['time'])}  {one['kind']:20}  {data}")
+        say(plain_line(f"{time_text(one['time'])}  {one['kind']:20}  {data}"))
 
 
 def _text(value: object) -> str:

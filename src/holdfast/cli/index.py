@@ -21,6 +21,7 @@ from holdfast.contracts.errors import (
     HoldfastError,
     LineageError,
     NotFoundError,
+    SpecError,
 )
 from holdfast.contracts.history import RunHistory, load_history
 from holdfast.contracts.paths import (
@@ -82,13 +83,26 @@ def locate_run(name: str, root: str | None, database: Database | None = None) ->
 
 
 def _find_elsewhere(name: str, database: Database | None) -> RunPaths | None:
-    """Return the run of any root that the index knows by this name or uid, if it is on disk."""
+    """Return the run of any root that the index knows by this name or uid, if it is on disk.
+
+    Raises `SpecError` if several roots have such a run: a command must not choose which to stop.
+    """
     from holdfast.lineage import queries
 
-    with contextlib.suppress(LineageError, NotFoundError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(LineageError), contextlib.ExitStack() as stack:
         index = database or stack.enter_context(open_index())
-        paths = queries.find_run(index, name).paths
-        return paths if has_spec(paths.directory) else None
+        known = [
+            RunPaths(Path(row["path"]))
+            for row in queries.list_runs(index)
+            if name in {row["run"], row["name"], row["uid"]}
+        ]
+        found = [paths for paths in known if has_spec(paths.directory)]
+        if len(found) > 1:
+            listed = ", ".join(str(paths.directory) for paths in found)
+            raise SpecError(
+                f"{name!r} names several runs: {listed}; give the folder of one, or --root"
+            )
+        return found[0] if found else None
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from holdfast.cli.arguments import RunArgument, parse_moment
+from holdfast.cli.arguments import RunArgument, SinceOption
 from holdfast.cli.index import locate_run, look_at, secrets_in
 from holdfast.cli.output import AsJson, RootOption, answer, warn
 from holdfast.contracts.errors import ForeignFileError, NotFoundError
@@ -31,6 +31,8 @@ JSON_BYTES_MAX: Final = 1024 * 1024
 LINE_CHARACTERS_MAX: Final = 1024 * 1024
 # Beyond this size, a terminal shows the end only.
 PRINTED_BYTES_MAX: Final = 8 * 1024 * 1024
+# Only Holdfast's own names: another user's folder may contain any other.
+_RANK_FILE: Final = re.compile(r"rank-([0-9]{5,9})\.(stdout|stderr)\.log")
 _DECODER: Final = codecs.getincrementaldecoder("utf-8")
 
 
@@ -51,15 +53,7 @@ def logs(
     tail: Annotated[
         int | None, typer.Option("--tail", "-n", min=0, help="Print the last N lines per file.")
     ] = None,
-    since: Annotated[
-        float | None,
-        typer.Option(
-            "--since",
-            parser=parse_moment,
-            metavar="TIME",
-            help="Skip files without output since then: a time, or a duration such as 2h.",
-        ),
-    ] = None,
+    since: SinceOption = None,
     grep: Annotated[
         re.Pattern[str] | None,
         typer.Option(
@@ -74,7 +68,8 @@ def logs(
 ) -> None:
     """Print a rank's output: standard output and standard error of each launch, in order.
 
-    Secrets are masked: the values of the spec's secret references, and text that looks like one.
+    --since leaves out the files whose last output is older. Secrets are masked: the values of the
+    spec's secret references, and text that looks like one.
     """
     paths = locate_run(run, root)
     secrets = secrets_in(paths)
@@ -127,6 +122,8 @@ def rank_logs(attempt: AttemptPaths, rank: int | None, since: float | None = Non
     found = []
     number = "*" if rank is None else f"{rank:05d}"
     for path in attempt.logs.glob(f"node-*/l*/rank-{number}.*.log"):
+        if not _RANK_FILE.fullmatch(path.name):
+            continue
         try:
             handle = open_regular(path, below=attempt.directory, follow=True)
             try:
@@ -177,7 +174,8 @@ class LineFilter:
         yield from lines if self.tail is None else deque(lines, maxlen=self.tail)
 
     def _lines(self, path: Path, parts: Iterable[str], is_last: bool) -> Iterator[str]:
-        prefix = f"{int(path.name[5:10])}: " if self._show_rank else ""
+        match = _RANK_FILE.fullmatch(path.name)
+        prefix = f"{int(match[1])}: " if match and self._show_rank else ""
         for part in parts:
             text = self._unfinished.pop(path, "") + part
             lines = text.splitlines(keepends=True)

@@ -111,10 +111,12 @@ def plain_values(data: Any) -> Any:
     return plain_line(data) if isinstance(data, str) else data
 
 
-def answer(data: Any, as_json: bool, render: Callable[[Any], None]) -> None:
+def answer(
+    data: Any, as_json: bool, render: Callable[[Any], None], *, indent: int | None = 1
+) -> None:
     """Print `data` as JSON if `as_json` is set; otherwise call `render` with it."""
     if as_json:
-        typer.echo(to_json_text(data, indent=1))
+        typer.echo(to_json_text(data, indent))
     else:
         render(data)
 

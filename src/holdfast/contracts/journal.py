@@ -22,7 +22,13 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from holdfast.contracts.bounds import INTEGER_MAX, Name, has_long_number, problem_with_numbers
+from holdfast.contracts.bounds import (
+    INTEGER_MAX,
+    Moment,
+    Name,
+    has_long_number,
+    problem_with_numbers,
+)
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import ForeignFileError
 from holdfast.contracts.event_facts import problem_with_facts
@@ -95,7 +101,7 @@ class Event(BaseModel):
     writer: Name
     opening: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
     sequence: Annotated[int, Field(ge=0, le=INTEGER_MAX)]
-    time: float
+    time: Moment
     # Kinds of newer versions are kept as strings. This version does not use them.
     kind: Annotated[
         EventKind | Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")],

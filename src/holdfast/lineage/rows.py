@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from holdfast.contracts.attempt import Provenance, RunRecord
+from holdfast.contracts.bounds import TIME_MAX
 from holdfast.contracts.digests import document_digest
 from holdfast.contracts.goodput import account, prices_of
 from holdfast.contracts.history import (
@@ -25,8 +26,6 @@ from holdfast.lineage.disk import FoundCheckpoint, JournalLines, Row, empty_fact
 from holdfast.lineage.models import INTEGER_MAX, CheckpointState, EdgeKind
 from holdfast.lineage.node_rows import node_rows
 
-# The end of the year 9999: later times have no date.
-TIME_MAX: Final = 253_402_300_799.0
 # The columns of a run that count its checkpoints in each state.
 STORAGE: Final = {
     "kept": CheckpointState.COMMITTED,

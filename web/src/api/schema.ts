@@ -260,7 +260,7 @@ export interface Forked {
   pid?: number | null;
 }
 
-/** What an export can be read by. */
+/** The format of an export. */
 export type Form = "torch" | "safetensors" | "hf" | "dcp";
 
 /** The goodput of all matching runs: seconds by part, GPU hours and lost steps. `ettr` is productive time divided by total time, or null if the total is 0. */
