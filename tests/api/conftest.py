@@ -1,4 +1,4 @@
-"""A real server on a free port, in a thread, over a real database and the storied run."""
+"""Fixtures: a real server on a free port, in a thread, with a real database and sample runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOPBACK = AccessPolicy()
 
 @dataclass
 class Served:
-    """A server that answers at `url`; `runs` are the storied run and its fork."""
+    """A server that answers at `url`; `runs` holds the sample run and its fork, by name."""
 
     url: str
     home: Path
@@ -42,7 +42,7 @@ class Served:
     token: str
 
     def client(self, **headers: str) -> httpx.Client:
-        """A client with the operator's token that the server was started with."""
+        """A client with an operator's token."""
         return self.stranger(**{"Authorization": f"Bearer {self.token}", **headers})
 
     def stranger(self, **headers: str) -> httpx.Client:
@@ -58,7 +58,7 @@ def serving(
     start: Start = start_run,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve `home/runs`; `options` are uvicorn's."""
+    """Serve `home/runs`; `options` go to uvicorn."""
     root = home / "runs"
     store, hub = Store(Index()), Hub()
     services = Services(
@@ -99,7 +99,7 @@ def wait_for(condition: Callable[[], object], seconds: float = WAIT_S) -> None:
     """Wait until `condition()` holds, for `seconds` at most."""
     ends_at = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < ends_at, "it did not happen in time"
+        assert time.monotonic() < ends_at, f"the condition did not hold within {seconds:g} s"
         time.sleep(0.05)
 
 
@@ -111,7 +111,7 @@ def patched() -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) -> Path:
-    """The home and the root of one module's tests."""
+    """Holdfast's home directory for the tests of one module; the root is `home/runs`."""
     folder = tmp_path_factory.mktemp("home")
     patched.setenv("HOLDFAST_HOME", str(folder))
     patched.setenv("HOLDFAST_ROOT", str(folder / "runs"))
@@ -122,13 +122,13 @@ def home(tmp_path_factory: pytest.TempPathFactory, patched: pytest.MonkeyPatch) 
 
 @pytest.fixture(scope="module")
 def story(home: Path) -> dict[str, RunFolder]:
-    """The storied run and its fork, which is live on a machine that nobody reaches."""
+    """The sample run and its fork; the fork is live on a machine that cannot be reached."""
     (home / "runs").mkdir()
     return {run.name: run for run in storied_run(home / "runs")}
 
 
 @pytest.fixture(scope="module")
 def served(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
-    """A server as `holdfast serve` starts it by default: on loopback, with a token of its own."""
+    """A server as `holdfast serve` starts it by default: on loopback, with its own token."""
     with serving(home, story) as one:
         yield one

@@ -1,4 +1,4 @@
-"""Who may reach the server and change something: tokens, sessions, hosts, origins, secrets."""
+"""Access control of the API: tokens, sessions, allowed hosts, origins, and masked secrets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "s3cr3t-value-of-a-token"
 
 @pytest.fixture(scope="module")
 def guarded(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
-    """A server that others can reach."""
+    """A server that accepts requests for a public host name."""
     access_policy = AccessPolicy(hosts=frozenset({"holdfast.example"}))
     with serving(home, story, access_policy) as one:
         yield one
@@ -46,7 +46,7 @@ def bearer(guarded: Served, text: str) -> httpx.Client:
     return guarded.stranger(Authorization=f"Bearer {text}")
 
 
-def test_a_stranger_learns_nothing(guarded: Served) -> None:
+def test_requests_without_a_token_get_no_data(guarded: Served) -> None:
     with guarded.stranger() as client:
         for path in ("runs", "runs/gpt", "events", "compare?a=a&b=b", "nodes", "storage"):
             assert client.get(f"/api/v1/{path}").status_code == 401, path
@@ -57,7 +57,7 @@ def test_a_stranger_learns_nothing(guarded: Served) -> None:
         assert client.get("/").status_code == 200
 
 
-def test_every_route_that_changes_something_asks_for_an_operator(
+def test_every_write_route_requires_the_operator_role(
     guarded: Served, tokens: dict[str, str]
 ) -> None:
     document = guarded.stranger().get("/api/v1/openapi.json").json()
@@ -71,9 +71,7 @@ def test_every_route_that_changes_something_asks_for_an_operator(
             assert client.post(path.format(**names), json=body).status_code == 403, path
 
 
-def test_a_token_opens_and_ends_with_its_revocation(
-    guarded: Served, tokens: dict[str, str]
-) -> None:
+def test_a_revoked_token_is_refused(guarded: Served, tokens: dict[str, str]) -> None:
     with bearer(guarded, tokens["operator"]) as client:
         assert client.get("/api/v1/runs").status_code == 200
         assert client.post(PIN, json={}).status_code == 200
@@ -81,9 +79,7 @@ def test_a_token_opens_and_ends_with_its_revocation(
         assert client.get("/api/v1/runs").status_code == 401
 
 
-def test_a_session_changes_nothing_without_its_word(
-    guarded: Served, tokens: dict[str, str]
-) -> None:
+def test_session_writes_require_the_csrf_token(guarded: Served, tokens: dict[str, str]) -> None:
     with guarded.stranger() as client:
         told = client.post("/api/v1/session", json={"token": tokens["operator"]})
         (cookie,) = [c for c in told.headers.get_list("set-cookie") if c.startswith(COOKIE)]
@@ -97,7 +93,9 @@ def test_a_session_changes_nothing_without_its_word(
         assert client.get("/api/v1/runs").status_code == 401
 
 
-def test_who_guesses_waits_and_hinders_nobody(guarded: Served, tokens: dict[str, str]) -> None:
+def test_wrong_tokens_are_rate_limited_and_valid_ones_still_work(
+    guarded: Served, tokens: dict[str, str]
+) -> None:
     guarded.services.login_throttle = LoginThrottle()
     wrong = tokens["reader"][:-4] + "AAAA"
     with guarded.stranger() as client, bearer(guarded, tokens["reader"]) as reader:
@@ -124,7 +122,7 @@ def header(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_the_printed_url_begins_a_session_and_leaves_no_token_behind(served: Served) -> None:
+def test_printed_url_starts_a_session_and_redirects_without_the_token(served: Served) -> None:
     served.services.login_throttle = LoginThrottle()
     with served.stranger() as client:
         answer = client.get("/", params={"token": served.token})
@@ -140,7 +138,7 @@ def test_the_printed_url_begins_a_session_and_leaves_no_token_behind(served: Ser
         assert client.get("/api/v1/runs").status_code == 401
 
 
-def test_a_trusted_proxy_says_who_asks_and_that_it_is_https(
+def test_forwarded_headers_count_only_from_a_trusted_proxy(
     home: Path, story: dict[str, RunFolder]
 ) -> None:
     told = {"X-Forwarded-For": "203.0.113.9", "X-Forwarded-Proto": "https"}
@@ -165,7 +163,7 @@ def test_a_trusted_proxy_says_who_asks_and_that_it_is_https(
         ({"Content-Type": "text/plain"}, 415),
     ],
 )
-def test_a_foreign_page_changes_nothing_even_with_a_token(
+def test_cross_site_writes_are_refused_even_with_a_token(
     served: Served, headers: dict[str, str], status: int
 ) -> None:
     with served.client() as client:
@@ -177,7 +175,7 @@ def test_a_foreign_page_changes_nothing_even_with_a_token(
 JSON = {"Content-Type": "application/json"}
 
 
-def test_every_answer_bears_the_strict_headers(served: Served) -> None:
+def test_every_response_has_security_headers(served: Served) -> None:
     with served.client() as client:
         for path in ("/", "/api/v1/runs", "/api/v1/runs/nix", "/assets/nix.js"):
             headers = client.get(path).headers
@@ -190,7 +188,7 @@ def test_every_answer_bears_the_strict_headers(served: Served) -> None:
         assert large.status_code == 413
 
 
-def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
+def test_secrets_of_a_spec_never_appear_in_responses_or_the_index(served: Served) -> None:
     run = RunFolder(
         served.root,
         "hidden",
@@ -237,7 +235,7 @@ def test_secrets_of_a_spec_are_told_to_nobody(served: Served) -> None:
         assert SECRET[::-1] not in text
 
 
-def test_tokens_are_kept_as_digests_for_their_owner_alone(tmp_path: Path) -> None:
+def test_tokens_are_stored_as_digests_readable_by_the_owner_only(tmp_path: Path) -> None:
     store = TokenStore(tmp_path / "tokens.json")
     token, text = store.add("ci", Role.READER)
     assert text.rpartition("_")[2] not in store.path.read_text()
@@ -254,7 +252,7 @@ def test_tokens_are_kept_as_digests_for_their_owner_alone(tmp_path: Path) -> Non
         store.revoke("ci")
 
 
-def test_tokens_are_made_by_the_command_and_asked_for_beyond_loopback(
+def test_serving_beyond_loopback_requires_a_token_from_the_cli(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
@@ -275,7 +273,7 @@ def test_tokens_are_made_by_the_command_and_asked_for_beyond_loopback(
     assert TokenStore().check(told["token"]) is None
 
 
-def test_actions_stand_in_the_journal_with_who_did_them(served: Served) -> None:
+def test_audit_events_record_each_action_outcome_and_user(served: Served) -> None:
     with served.client() as client:
         client.post(PIN, json={"note": "for the paper"})
         client.post(PIN.replace("/pin", "/unpin"), json={})

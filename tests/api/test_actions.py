@@ -1,4 +1,4 @@
-"""What operators do over the API: the same as by the command, and one at a time."""
+"""Operator actions over the API: same rules as the CLI, and one pending request per run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def post(api: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
     return answer.json()
 
 
-def test_of_two_operators_at_once_the_second_learns_of_the_first(
+def test_second_of_two_concurrent_requests_gets_409_and_names_the_first(
     api: httpx.Client, served: Served
 ) -> None:
     with ThreadPoolExecutor(2) as pool:
@@ -50,7 +50,7 @@ def test_of_two_operators_at_once_the_second_learns_of_the_first(
     assert post(api, "/runs/gpt-b/cancel", force=True)["action"] == "cancel"
 
 
-def test_what_makes_no_sense_is_refused_with_the_next_step(api: httpx.Client) -> None:
+def test_invalid_requests_are_refused_with_the_next_step(api: httpx.Client) -> None:
     assert "fork" in post(api, "/runs/gpt/relaunch", 422, gpus=4)["message"]
     assert "relaunch" in post(api, "/runs/gpt-b/resume", 422, force=True)["message"]
     for gpus in (0, -1, "many", 10**30):
@@ -63,7 +63,7 @@ def test_what_makes_no_sense_is_refused_with_the_next_step(api: httpx.Client) ->
 JSON = "application/json"
 
 
-def test_a_pinned_checkpoint_says_so_until_it_is_unpinned(api: httpx.Client) -> None:
+def test_checkpoint_is_listed_as_pinned_until_it_is_unpinned(api: httpx.Client) -> None:
     for action, pinned in (("pin", True), ("unpin", False)):
         post(api, f"/checkpoints/{NEWEST}/{action}")
 
@@ -75,9 +75,7 @@ def test_a_pinned_checkpoint_says_so_until_it_is_unpinned(api: httpx.Client) -> 
     assert "not pinned" in post(api, f"/checkpoints/{NEWEST}/unpin", 422)["message"]
 
 
-def test_a_prune_tells_first_and_deletes_when_it_is_asked_to(
-    api: httpx.Client, served: Served
-) -> None:
+def test_prune_is_a_dry_run_unless_told_otherwise(api: httpx.Client, served: Served) -> None:
     paths = served.runs["gpt"].paths
     record = json.loads(paths.spec.read_text())
     record["spec"]["checkpoint"]["keep"]["last"] = 1
@@ -94,7 +92,7 @@ def test_a_prune_tells_first_and_deletes_when_it_is_asked_to(
     assert "deleted" in post(api, f"/checkpoints/gpt:{gone[0]}/verify", 404)["message"]
 
 
-def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Served) -> None:
+def test_verify_runs_as_a_job_and_reports_damage(api: httpx.Client, served: Served) -> None:
     directory = served.runs["gpt"].paths.checkpoint("step-00000100.a0001.l01")
     for content, ok in ((None, True), (b"state of step 9_9", False)):
         if content is not None:
@@ -106,12 +104,12 @@ def test_verification_is_a_job_that_tells_damage(api: httpx.Client, served: Serv
         assert bool(result["damaged"]) is not ok
 
 
-def test_an_export_is_a_job_that_tells_why_it_cannot_be(api: httpx.Client, served: Served) -> None:
+def test_failed_export_job_reports_the_reason(api: httpx.Client, served: Served) -> None:
     path = "/checkpoints/gpt:step-00000100.a0001.l01/export"
     for wrong in ({"to": "zip"}, {"to": "hf", "include": ["--output"]}, {"to": "hf", "dtype": "x"}):
         assert post(api, path, 422, **wrong)["code"] == "invalid"
     paths = served.runs["gpt"].paths
-    # What stands there is no state that PyTorch wrote.
+    # The checkpoint's file is not one that PyTorch wrote.
     job = post(api, path, 202, to="safetensors", dtype="bfloat16")
     wait_for(partial(has_ended, api, job))
     told = shown(api, job)
@@ -131,7 +129,7 @@ def shown(api: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def test_a_fork_from_here_changes_sizes_and_never_programs(api: httpx.Client) -> None:
+def test_fork_over_the_api_cannot_change_commands_or_paths(api: httpx.Client) -> None:
     path = f"/checkpoints/{NEWEST}/fork"
     for key in ("command", "launch.python", "checkpoint.mirror", "supervision.notices_url"):
         told = post(api, path, 422, name="gpt-c", set={key: "/bin/sh"})
@@ -140,7 +138,7 @@ def test_a_fork_from_here_changes_sizes_and_never_programs(api: httpx.Client) ->
     assert post(api, path, 422, name="../gpt-c")["code"] == "invalid"
 
 
-def test_nothing_of_another_user_s_run_is_executed_or_written_by_the_server(
+def test_export_and_fork_of_another_users_run_are_refused(
     api: httpx.Client, served: Served
 ) -> None:
     folder, exports = served.runs["gpt"].paths.directory, served.runs["gpt"].paths.exports

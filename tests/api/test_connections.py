@@ -1,4 +1,4 @@
-"""Connections whose requests never end: they end by themselves and keep nobody out."""
+"""Connections with unfinished requests: the server closes them, and other clients still connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTS = (
 
 @pytest.fixture(scope="module")
 def limited(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
-    """A server of few connections that waits for requests for two seconds."""
+    """A server with a small connection limit and a request time limit of two seconds."""
     protocol = limited_protocol(MOST, request_s=REQUEST_S, stall_s=REQUEST_S)
     with serving(home, story, http=protocol) as one:
         yield one
@@ -42,7 +42,7 @@ def connect(stack: contextlib.ExitStack, served: Served, first: bytes) -> socket
 
 
 def is_closed(opened: socket.socket) -> bool:
-    """True once the server has closed the connection; what it answered is passed over."""
+    """True once the server has closed the connection; its response is ignored."""
     opened.setblocking(False)
     try:
         return opened.recv(65536) == b""
@@ -53,7 +53,7 @@ def is_closed(opened: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("first", PARTS)
-def test_unfinished_requests_end_after_the_limit(limited: Served, first: bytes) -> None:
+def test_unfinished_requests_are_closed_after_the_time_limit(limited: Served, first: bytes) -> None:
     with contextlib.ExitStack() as stack:
         opened = connect(stack, limited, first)
         began = time.monotonic()
@@ -61,7 +61,7 @@ def test_unfinished_requests_end_after_the_limit(limited: Served, first: bytes) 
         assert time.monotonic() - began > REQUEST_S / 2
 
 
-def test_a_request_that_trickles_in_ends_too(limited: Served) -> None:
+def test_slowly_sent_request_is_closed_after_the_time_limit(limited: Served) -> None:
     with contextlib.ExitStack() as stack:
         opened = connect(stack, limited, b"GET /healthz HTTP/1.1\r\n")
         began = time.monotonic()
@@ -73,7 +73,7 @@ def test_a_request_that_trickles_in_ends_too(limited: Served) -> None:
         assert time.monotonic() - began < 15
 
 
-def test_unfinished_requests_keep_nobody_out(limited: Served) -> None:
+def test_unfinished_requests_do_not_block_other_clients(limited: Served) -> None:
     with contextlib.ExitStack() as stack, limited.client() as client:
         for number in range(3 * MOST):
             connect(stack, limited, PARTS[number % len(PARTS)])
@@ -85,7 +85,7 @@ def test_unfinished_requests_keep_nobody_out(limited: Served) -> None:
         assert time.monotonic() - began < REQUEST_S
 
 
-def test_a_stream_goes_on_beyond_the_limits(limited: Served) -> None:
+def test_event_stream_outlives_the_request_time_limit(limited: Served) -> None:
     with limited.client() as client, client.stream("GET", "/api/v1/events") as stream:
         told = stream.iter_raw()
         next(told)
@@ -97,7 +97,7 @@ def test_a_stream_goes_on_beyond_the_limits(limited: Served) -> None:
         assert next(told)
 
 
-def test_the_limit_of_open_files_is_raised_and_leaves_room() -> None:
+def test_open_file_limit_is_raised_and_exceeds_the_connection_limit() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))

@@ -1,4 +1,4 @@
-"""The OpenAPI document: every operation in it, called with what it allows and what it does not."""
+"""The OpenAPI document: every operation is called with valid and invalid generated input."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.runs import RunFolder
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 120
 REAL = {"run": "gpt-b", "checkpoint": "gpt-b:step-00000150.a0001.l01", "rank": 0, "host": "node-a"}
-# A stream does not end by itself.
+# The event stream never ends by itself.
 ENDLESS = "/api/v1/events"
 CHECKS = [not_a_server_error, response_schema_conformance]
 
 
 @pytest.fixture(scope="module")
 def tried(home: Path, story: dict[str, RunFolder]) -> Iterator[Served]:
-    """A server that starts no flow: a run that is relaunched a hundred times needs none."""
+    """A server that starts no flows: the tests relaunch runs hundreds of times."""
     with serving(home, story, start=lambda _: {}) as one:
         yield one
 
@@ -40,14 +40,14 @@ def operations(served: Served) -> list[Any]:
 
 
 def call_all(served: Served, found: list[Any], examples: int) -> None:
-    """Call each operation `examples` times as it allows, and as often as it does not."""
+    """Call each operation `examples` times with valid and as often with invalid input."""
     for operation in found:
         names = {one.name for one in operation.path_parameters}
         real = {name: REAL[name] for name in names if name in REAL} or None
         _call(
             operation.as_strategy(GenerationMode.POSITIVE, path_parameters=real), examples, served
         )
-        # What takes nothing cannot be called wrongly.
+        # An operation without parameters has no invalid input.
         if operation.query or operation.body:
             wrong = operation.as_strategy(GenerationMode.NEGATIVE, path_parameters=real)
             _call(wrong, examples, served)
@@ -68,13 +68,13 @@ def _call(strategy: Any, examples: int, served: Served) -> None:
     call()
 
 
-def test_no_operation_fails_whatever_it_is_called_with(tried: Served) -> None:
+def test_no_operation_fails_on_valid_or_invalid_input(tried: Served) -> None:
     found = operations(tried)
     assert len(found) >= 30
     call_all(tried, found[::5], examples=1)
 
 
-def test_the_pages_types_are_those_of_the_document() -> None:
+def test_web_page_types_match_the_openapi_document() -> None:
     script = CHECKOUT / "infra" / "setup" / "page_types.py"
     done = subprocess.run([sys.executable, str(script), "--check"], timeout=LIMIT_S)
     assert done.returncode == 0, f"out of date; run: python {script}"
@@ -82,5 +82,5 @@ def test_the_pages_types_are_those_of_the_document() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_no_operation_fails_in_many_calls(tried: Served) -> None:
+def test_no_operation_fails_on_many_generated_inputs(tried: Served) -> None:
     call_all(tried, operations(tried), examples=100)

@@ -1,4 +1,4 @@
-"""From end to end: `holdfast serve` beside a real run, which is relaunched at another size."""
+"""End to end: `holdfast serve` with a real run, which is relaunched at another size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.api.conftest import WAIT_S, wait_for
 from tests.process.local_command import Local
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
-# A flow brings Prefect's own small server along; on a busy machine that takes minutes.
+# A flow starts Prefect's temporary server; on a busy machine that takes minutes.
 BEGIN_S: Final = 600.0
 SERVING: Final = re.compile(r"serving (http://\S+)/\?token=(\S+)")
 
@@ -32,7 +32,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
 
 @pytest.fixture
 def api(local: Local) -> Iterator[httpx.Client]:
-    """A client of the command's own server, in a process of its own."""
+    """A client of `holdfast serve`, which runs in a separate process."""
     command = [sys.executable, "-m", "holdfast.cli.main", "serve", "--port", "0"]
     server = subprocess.Popen(command, env=local.environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -47,7 +47,7 @@ def api(local: Local) -> Iterator[httpx.Client]:
         server.wait(WAIT_S)
 
 
-def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, api: httpx.Client) -> None:
+def test_relaunch_resumes_at_the_new_size(local: Local, api: httpx.Client) -> None:
     spec = local.write_spec(
         "live",
         {"steps": 20_000, "sleep_s": 0.1},
@@ -76,7 +76,7 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, api: htt
 
     assert api.post("/runs/live/stop", json={"force": True}).status_code == 200
     wait_for(lambda: _run(api)["state"] == "cancelled", BEGIN_S)
-    # Nobody supervises it any more: the server itself starts the flow that goes on.
+    # No supervisor is left, so the server itself starts the flow.
     assert api.post("/runs/live/relaunch", json={"gpus": 2}).json()["pid"]
     wait_for(lambda: len(_run(api)["attempts"]) == 3, BEGIN_S)
     newest = _checkpoints(api)[-1]["id"]

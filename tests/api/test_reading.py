@@ -1,4 +1,4 @@
-"""What the API tells: runs, checkpoints, lineage, logs, and the news of them."""
+"""Reading over the API: runs, checkpoints, lineage, logs, metrics and the event stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def get(api: httpx.Client, path: str, **query: Any) -> Any:
     return answer.json()
 
 
-def test_a_run_is_told_as_the_command_shows_it(api: httpx.Client, served: Served) -> None:
+def test_run_has_the_fields_that_the_show_command_prints(api: httpx.Client, served: Served) -> None:
     told = get(api, "/runs/gpt")
     shown = queries.show_run(served.services.store.index.open(), "gpt")
     assert {key: told[key] for key in shown} == json.loads(json.dumps(shown))
@@ -47,9 +47,7 @@ def test_a_run_is_told_as_the_command_shows_it(api: httpx.Client, served: Served
     assert [one["cause"] for one in told["attempts"]] == ["preemption", "node_failure", None]
 
 
-def test_runs_that_cannot_be_read_are_listed_with_the_reason(
-    api: httpx.Client, served: Served
-) -> None:
+def test_unreadable_runs_are_listed_with_the_reason(api: httpx.Client, served: Served) -> None:
     names = ["broken-b", "broken-a", os.fsdecode(b"broken-\xff")]
     try:
         for name in names:
@@ -64,7 +62,7 @@ def test_runs_that_cannot_be_read_are_listed_with_the_reason(
         ]
         assert page["unreadable"][0]["path"] == str(served.root / "broken-a")
         assert "not a RunRecord" in page["unreadable"][0]["reason"]
-        assert len(page["items"]) == 1, "they hide no other"
+        assert len(page["items"]) == 1, "unreadable runs hide readable ones"
         assert get(api, "/runs", limit=1, after=page["next"])["unreadable"] == []
         assert get(api, "/runs", state="completed")["unreadable"] == []
         (found,) = get(api, "/runs", search="EN-B")["unreadable"]
@@ -75,7 +73,7 @@ def test_runs_that_cannot_be_read_are_listed_with_the_reason(
     wait_for(lambda: get(api, "/runs")["unreadable"] == [])
 
 
-def test_pages_lead_through_a_list_without_repeating(api: httpx.Client) -> None:
+def test_pages_of_a_list_neither_repeat_nor_skip_items(api: httpx.Client) -> None:
     whole = get(api, "/runs/gpt/checkpoints", limit=100)["items"]
     found, after = [], None
     for _ in range(len(whole) + 1):
@@ -94,7 +92,7 @@ def test_runs_are_found_by_state_and_by_name(api: httpx.Client) -> None:
     assert [one["run"] for one in get(api, "/runs", search="T-B")["items"]] == ["gpt-b"]
 
 
-def test_ancestry_goes_through_forks(api: httpx.Client) -> None:
+def test_ancestry_crosses_forks(api: httpx.Client) -> None:
     line = get(api, "/checkpoints/gpt-b:step-00000150.a0001.l01/ancestry")
     assert [one["step"] for one in line] == [150, 100, 50]
     path = "/api/v1/checkpoints/gpt-b:step-00000150.a0001.l01/ancestry"
@@ -105,7 +103,7 @@ def test_ancestry_goes_through_forks(api: httpx.Client) -> None:
         assert answer.headers["vary"] == "Accept-Encoding"
 
 
-def test_a_log_is_read_by_stretches_and_never_outside_of_the_run(
+def test_logs_are_read_in_parts_and_symlinks_are_not_followed(
     api: httpx.Client, served: Served
 ) -> None:
     attempt = served.runs["gpt"].paths.attempt(3)
@@ -140,14 +138,16 @@ def test_a_log_is_read_by_stretches_and_never_outside_of_the_run(
         ("/nix", 404),
     ],
 )
-def test_what_cannot_be_answered_is_explained(api: httpx.Client, path: str, status: int) -> None:
+def test_error_responses_have_a_message_and_a_status(
+    api: httpx.Client, path: str, status: int
+) -> None:
     answer = api.get(f"/api/v1{path}")
     assert answer.status_code == status
     assert answer.json()["message"]
     assert answer.json()["status"] == status
 
 
-def test_a_commit_is_told_to_a_page_that_listens_and_stands_in_the_index(
+def test_commit_event_is_streamed_once_the_index_has_the_checkpoint(
     api: httpx.Client, served: Served
 ) -> None:
     told: list[dict[str, Any]] = []
@@ -172,12 +172,12 @@ def test_a_commit_is_told_to_a_page_that_listens_and_stands_in_the_index(
     assert done.wait(WAIT_S)
     assert told[-1]["uid"] == fork.uid
     assert told[-1]["data"]["checkpoint"] == name
-    # The news come when the rows are there.
+    # The event is sent only after the index has the rows.
     assert get(api, f"/checkpoints/gpt-b:{name}")["step"] == 160
     thread.join(WAIT_S)
 
 
-def test_a_run_whose_folder_vanished_is_still_told(
+def test_run_whose_folder_vanished_is_still_listed(
     api: httpx.Client, served: Served, tmp_path: Path
 ) -> None:
     directory = served.runs["gpt-b"].paths.directory
@@ -204,7 +204,7 @@ def test_attempts_are_exported_as_openlineage_runs(api: httpx.Client) -> None:
     assert origin["facets"]["version"]["datasetVersion"]
 
 
-def test_the_graph_is_written_for_programs_that_draw(served: Served) -> None:
+def test_lineage_graph_is_written_as_mermaid_and_dot(served: Served) -> None:
     graph = served.services.store.lineage("gpt")
     drawn = mermaid(graph)
     assert len(re.findall(r"^  n\d+[(\[]", drawn, re.MULTILINE)) == len(graph["nodes"])
@@ -217,14 +217,14 @@ def test_the_graph_is_written_for_programs_that_draw(served: Served) -> None:
     assert r'"a\"b<\\n"' in dot(strange)
 
 
-def test_the_dashboard_asks_for_figures_that_there_are(api: httpx.Client) -> None:
+def test_grafana_dashboard_uses_only_existing_metrics(api: httpx.Client) -> None:
     dashboard = Path(__file__).parents[2] / "infra" / "grafana" / "holdfast.json"
     asked = set(re.findall(r"holdfast_\w+", dashboard.read_text()))
     there = set(re.findall(r"^# TYPE (\w+)", api.get("/metrics").text, re.MULTILINE))
     assert {name.removesuffix("_bucket") for name in asked} <= there
 
 
-def test_curves_machines_and_comparisons_are_told(api: httpx.Client) -> None:
+def test_metrics_nodes_storage_and_comparison_are_returned(api: httpx.Client) -> None:
     compared = get(api, "/compare", a=CHECKPOINT, b="gpt-b:step-00000150.a0001.l01")
     assert compared["common_ancestor"] == "gpt:step-00000100.a0001.l01"
     assert {one["host"] for one in get(api, "/nodes")["items"]} == {"node-a"}
@@ -236,7 +236,7 @@ def test_curves_machines_and_comparisons_are_told(api: httpx.Client) -> None:
     assert told["manifest"]["step"] == 200
 
 
-def test_health_and_figures_are_told(api: httpx.Client) -> None:
+def test_health_and_prometheus_metrics_are_returned(api: httpx.Client) -> None:
     assert api.get("/healthz").json()["ok"]
     figures = api.get("/metrics").text
     assert 'holdfast_runs{state="completed"} 1.0' in figures
@@ -244,7 +244,7 @@ def test_health_and_figures_are_told(api: httpx.Client) -> None:
     assert "Holdfast" in api.get("/").text
 
 
-def test_staged_durable_verified_and_mirrored_are_told_apart(
+def test_staged_committed_verified_and_mirrored_states_are_distinct(
     api: httpx.Client, served: Served
 ) -> None:
     fork = served.runs["gpt-b"]
@@ -274,7 +274,7 @@ def test_staged_durable_verified_and_mirrored_are_told_apart(
     wait_for(lambda: node(staged).get("state") == "committed")
 
 
-def test_answers_are_compressed_and_the_stream_is_not(api: httpx.Client) -> None:
+def test_responses_are_compressed_and_the_event_stream_is_not(api: httpx.Client) -> None:
     packed = {"Accept-Encoding": "gzip"}
     listed = api.get("/api/v1/runs/gpt/events", headers=packed)
     assert listed.headers["content-encoding"] == "gzip"
@@ -285,11 +285,11 @@ def test_answers_are_compressed_and_the_stream_is_not(api: httpx.Client) -> None
     assert int(listed.headers["content-length"]) < len(plain.content) / 2
     with api.stream("GET", "/api/v1/events", headers=packed) as stream:
         assert "content-encoding" not in stream.headers
-        # The first line comes by itself, with nothing after it.
+        # The first line arrives at once, before anything follows it.
         assert next(stream.iter_lines()).startswith("event: ")
 
 
-def test_a_quiet_stream_is_pinged_by_an_event_that_pages_can_see(
+def test_quiet_event_stream_sends_ping_events(
     api: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "PING_S", 0.05)
@@ -297,7 +297,7 @@ def test_a_quiet_stream_is_pinged_by_an_event_that_pages_can_see(
         assert any(line == "event: ping" for line in stream.iter_lines())
 
 
-def test_the_timeline_is_the_account_of_the_time(api: httpx.Client) -> None:
+def test_timeline_parts_add_up_to_the_goodput_account(api: httpx.Client) -> None:
     told = get(api, "/runs/gpt-b")
     drawn: dict[str, float] = {}
     for one in get(api, "/runs/gpt-b/timeline"):
@@ -308,7 +308,7 @@ def test_the_timeline_is_the_account_of_the_time(api: httpx.Client) -> None:
         assert seconds == pytest.approx(told["goodput"][f"{part}_s"], abs=5.0), part
 
 
-def test_a_live_run_tells_its_requests_and_whether_somebody_supervises_it(
+def test_live_run_shows_pending_requests_and_its_supervisor(
     api: httpx.Client, served: Served
 ) -> None:
     run = served.runs["gpt-b"]
@@ -319,7 +319,7 @@ def test_a_live_run_tells_its_requests_and_whether_somebody_supervises_it(
     wait_for(lambda: get(api, "/runs/gpt-b")["requests"])
     told = get(api, "/runs/gpt-b")
     assert [(one["action"], one["by"]) for one in told["requests"]] == [("pause", "mia")]
-    # A supervisor may be starting just now.
+    # A supervisor may just be starting.
     assert told["supervision"] == {
         "is_alive": None,
         "is_remote": False,

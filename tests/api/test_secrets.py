@@ -1,4 +1,4 @@
-"""References to secrets over the API: shown as they are, their values masked, asked for first."""
+"""Secret references over the API: shown as written, values masked, checked before a relaunch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(served: Served, tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_references_are_shown_and_their_values_are_not(
+def test_secret_references_are_shown_and_their_values_are_masked(
     served: Served, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
@@ -47,5 +47,5 @@ def test_references_are_shown_and_their_values_are_not(
     assert refused.status_code == 422, refused.text
     assert refused.json()["code"] == "preflight"
     assert f"the variable {VARIABLE} is not set here" in refused.json()["message"]
-    # Nothing was asked of the run, which would wait for ever.
+    # No request was recorded: it would stay pending for ever.
     assert f'"{EventKind.OPERATOR_REQUEST}"' not in run.paths.journal_of("api").read_text()

@@ -1,4 +1,4 @@
-"""A server as a team has it: PostgreSQL, https, a token; the database goes away and comes back."""
+"""A team's server: PostgreSQL, https and tokens; the database goes down and comes back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def database() -> Iterator[tuple[PostgresServer, str]]:
         try:
             yield server, url
         finally:
-            # It is dropped by a server that runs.
+            # Only a running server can drop the database.
             server.stop()
             server.start()
 
@@ -47,7 +47,7 @@ def local(tmp_path: Path, database: tuple[PostgresServer, str]) -> Local:
 
 @pytest.fixture
 def api(tmp_path: Path, local: Local) -> Iterator[httpx.Client]:
-    """An operator's client of the command's own server, which trusts its certificate."""
+    """An operator's client of `holdfast serve`; it trusts the server's certificate."""
     token = local.json("token", "add", "ann", "--role", "operator")["token"]
     authority = trustme.CA()
     own = authority.issue_cert("127.0.0.1")
@@ -78,7 +78,7 @@ def listed(api: httpx.Client, run: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
-def test_a_teams_server_outlives_an_outage_of_its_database(
+def test_server_survives_a_database_outage(
     local: Local, database: tuple[PostgresServer, str], api: httpx.Client
 ) -> None:
     server, _ = database

@@ -1,4 +1,4 @@
-"""Totals and sorting over all runs, which no page of a list can tell."""
+"""Totals and sorting over all runs, not only those on the current page."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def get(api: httpx.Client, path: str, **query: Any) -> Any:
 
 
 def names(api: httpx.Client, path: str, **query: Any) -> list[str]:
-    """The runs of a list, asked for one at a time."""
+    """The runs of a list, read in pages of one."""
     found: list[str] = []
     after: dict[str, str] = {}
     for _ in range(10):
@@ -50,7 +50,7 @@ def names(api: httpx.Client, path: str, **query: Any) -> list[str]:
         if page["next"] is None:
             return found
         after = {"after": page["next"]}
-    raise AssertionError(f"{path} {query} has no end")
+    raise AssertionError(f"{path} {query} has more pages than runs")
 
 
 @pytest.mark.parametrize("sort", ["step", "gpus", "checkpoint", "kept", "kept_bytes", "name"])
@@ -63,7 +63,7 @@ def test_lists_are_sorted_over_all_pages(api: httpx.Client, path: str, sort: str
     assert usual == (ascending if sort == "name" else ascending[::-1])
 
 
-def test_every_sort_leads_through_all_runs(api: httpx.Client) -> None:
+def test_every_sort_order_pages_through_all_runs(api: httpx.Client) -> None:
     for sort in RUN_ORDERS:
         forward = names(api, "/runs", sort=sort, order="asc")
         assert forward == names(api, "/runs", sort=sort, order="desc")[::-1]
@@ -73,7 +73,7 @@ def test_every_sort_leads_through_all_runs(api: httpx.Client) -> None:
     assert wrong.status_code == 422
 
 
-def test_totals_are_of_all_runs(api: httpx.Client) -> None:
+def test_totals_cover_all_runs(api: httpx.Client) -> None:
     rows = get(api, "/storage", search="sum-", limit=100)["items"]
     told = get(api, "/storage/totals", search="sum-")
     assert told.pop("runs") == 4
@@ -91,7 +91,7 @@ def test_totals_are_of_all_runs(api: httpx.Client) -> None:
     assert get(api, "/goodput", search="no such run")["ettr"] is None
 
 
-def test_a_fork_may_change_keys_that_a_spec_has() -> None:
+def test_keys_that_a_fork_may_change_exist_in_the_spec() -> None:
     for key in FORK_KEYS:
         part: type[SpecPart] = RunSpec
         *way, last = key.split(".")

@@ -1,4 +1,4 @@
-"""One server over one root full of runs, and one browser, for all tests of a file."""
+"""Fixtures: one server with sample runs and one browser, shared by all tests of a file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser
 from tests.web import testbed
-from tests.web.sample_runs import lay_out, supervised
+from tests.web.sample_runs import supervised, write_sample_runs
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[testbed.Site]:
     """A server with the runs of `sample_runs`, the newest of them live."""
     home = tmp_path_factory.mktemp("page")
-    lay_out(home / "runs", time.time())
+    write_sample_runs(home / "runs", time.time())
     with supervised(home / "runs"), testbed.serving(home) as served:
         yield served
 

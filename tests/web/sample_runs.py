@@ -1,7 +1,7 @@
-"""What the page is looked at with: a week of a small team's runs, written as the parts write them.
+"""Sample runs for the tests and screenshots of the web page, written as Holdfast writes them.
 
 A live run that was preempted, resized and lost a node; its fork; a finished, a failed and a queued
-one. Times lie before `now`, so that the page tells of minutes and hours.
+one. Times lie before `now`, so that the page shows minutes and hours.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP_S: Final = 1.2
 STATE_BYTES: Final = 1_083_000_000
 LIVE: Final = "gpt-90m"
 SUPERVISED: Final = (LIVE, "gpt-90m-8k", "llama-3b-instruct")
-# The step that the live run is at; the one of three steps before is on its way to storage.
+# The live run's current step; the checkpoint of three steps earlier is still being written.
 NEWEST: Final = 16_503
 COPY_S: Final = 41.5
 FIELDS: Final[dict[str, Any]] = {
@@ -53,13 +53,13 @@ ValueError: Expected input batch_size (32) to match target batch_size (16).
 
 @contextlib.contextmanager
 def clock(moment: float) -> Iterator[None]:
-    """Journals written inside bear this time, Unix seconds."""
+    """Journal events written in this context have this time, Unix seconds."""
     with mock.patch("time.time", return_value=moment):
         yield
 
 
-class Telling:
-    """One run told along the clock."""
+class RunScript:
+    """Writes one run's folder event by event, each at a given time."""
 
     def __init__(self, root: Path, name: str, uid: str, began: float, **fields: Any) -> None:
         own = {key: fields.pop(key) for key in ("forked_from", "forked_uid") if key in fields}
@@ -83,7 +83,7 @@ class Telling:
             self.run.launch(number, 1, self.step, self.parent, gpus)
 
     def train(self, number: int, gpus: int, until: int, at: float, every: int = 500) -> float:
-        """Steps up to `until`, a checkpoint at each `every`; returns when they are done."""
+        """Train up to step `until` with a checkpoint every `every` steps; returns the end time."""
         lines, began = [], self.step
         for step in range(began + 1, until + 1):
             moment = at + (step - began) * STEP_S
@@ -105,7 +105,7 @@ class Telling:
         for entry in files:
             path = self.run.paths.checkpoint(name) / entry.path
             path.touch()
-            # Holes: the size of a real one, and none of its room.
+            # A sparse file: the size of a real one without its disk use.
             os.truncate(path, entry.bytes)
         self.parent = f"{self.run.name}:{name}"
         if at + COPY_S < self.mirrored_until:
@@ -114,7 +114,7 @@ class Telling:
             self.tell(at + COPY_S, "mirror", kind, checkpoint=name, step=step, **copied)
 
     def stage(self, step: int, number: int, at: float) -> None:
-        """A save that is in memory and on its way."""
+        """A save that is staged in memory and not yet committed."""
         name = CheckpointName(step, number, 1)
         journal = self.run.paths.attempt(number).journal / "rank0.jsonl"
         with clock(at), JournalWriter(journal) as writer:
@@ -129,7 +129,7 @@ class Telling:
 
 
 def shards(step: int, gpus: int) -> tuple[FileEntry, ...]:
-    """What a manifest says of each rank's file."""
+    """The manifest's entry for each rank's file."""
     return tuple(
         FileEntry(
             path=f"__{rank}_0.distcp",
@@ -141,10 +141,10 @@ def shards(step: int, gpus: int) -> tuple[FileEntry, ...]:
 
 
 def measured(step: int, gpus: int) -> dict[str, float]:
-    """A loss that falls and shivers, and a pace that goes with the size."""
-    shiver = math.sin(step * 12.9898) * 43758.5453 % 1 - 0.5
-    loss = 2.6 + 8 * math.exp(-step / 1800) + shiver * 0.25
-    return {"loss": round(loss, 4), "tokens_per_s": round(gpus * 11_800 * (1 + shiver / 20))}
+    """A falling, noisy loss, and a throughput proportional to the number of GPUs."""
+    noise = math.sin(step * 12.9898) * 43758.5453 % 1 - 0.5
+    loss = 2.6 + 8 * math.exp(-step / 1800) + noise * 0.25
+    return {"loss": round(loss, 4), "tokens_per_s": round(gpus * 11_800 * (1 + noise / 20))}
 
 
 @contextlib.contextmanager
@@ -156,25 +156,27 @@ def supervised(root: Path) -> Iterator[None]:
         yield
 
 
-def lay_out(root: Path, now: float) -> None:
+def write_sample_runs(root: Path, now: float) -> None:
     """Write all runs under `root`."""
-    tell_live(root, now)
-    tell_fork(root, now)
-    tell_finished(root, now - 30 * HOUR)
-    tell_failed(root, now - 8 * HOUR)
-    tell_queued(root, now - 25 * MINUTE)
+    write_live_run(root, now)
+    write_fork(root, now)
+    write_finished_run(root, now - 30 * HOUR)
+    write_failed_run(root, now - 8 * HOUR)
+    write_queued_run(root, now - 25 * MINUTE)
 
 
-def tell_live(root: Path, now: float) -> None:
-    """Preempted, gone on at half the size, lost a node, and at work again."""
-    told = Telling(root, LIVE, "a", now - 6 * HOUR)
-    told.mirrored_until = now - 12 * MINUTE
-    told.tell(now - 6 * HOUR, "flow", EventKind.SUPERVISED, host="login", pid=7, flow_run="flow-1")
+def write_live_run(root: Path, now: float) -> None:
+    """Preempted, resumed at half the size, lost a node, and running again."""
+    script = RunScript(root, LIVE, "a", now - 6 * HOUR)
+    script.mirrored_until = now - 12 * MINUTE
+    script.tell(
+        now - 6 * HOUR, "flow", EventKind.SUPERVISED, host="login", pid=7, flow_run="flow-1"
+    )
     at = now - 6 * HOUR
-    told.begin(1, 8, at, queued_s=8 * MINUTE, host="gpu-03")
-    at = told.train(1, 8, 5_230, at + 9 * MINUTE)
-    told.commit(5_230, 1, at + 14, 8)
-    told.end(
+    script.begin(1, 8, at, queued_s=8 * MINUTE, host="gpu-03")
+    at = script.train(1, 8, 5_230, at + 9 * MINUTE)
+    script.commit(5_230, 1, at + 14, 8)
+    script.end(
         1,
         AttemptState.PREEMPTED,
         Cause.PREEMPTION,
@@ -185,39 +187,41 @@ def tell_live(root: Path, now: float) -> None:
         stop_requested_at=at,
         stop_committed_at=at + 14,
     )
-    decide(told, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
+    decide(script, 1, at + 21, 4, "a preemption is always forgiven; 4 GPUs are free")
     at += 2 * MINUTE
-    told.begin(2, 4, at, queued_s=5 * MINUTE, host="gpu-11")
-    told.tell(at + 15 * MINUTE, "cli", EventKind.PINNED, by="mia", note="for the paper", **first())
-    at = told.train(2, 4, 8_930, at + 6 * MINUTE)
+    script.begin(2, 4, at, queued_s=5 * MINUTE, host="gpu-11")
+    script.tell(
+        at + 15 * MINUTE, "cli", EventKind.PINNED, by="mia", note="for the paper", **first()
+    )
+    at = script.train(2, 4, 8_930, at + 6 * MINUTE)
     with clock(at):
-        told.run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
-    decide(told, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
-    told.step = 8_500
-    told.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")
-    told.train(3, 8, NEWEST - 4, now - (NEWEST - 8_500) * STEP_S)
-    told.step = NEWEST
+        script.run.tell_ended(2, AttemptState.NODE_FAILED, Cause.NODE_FAILURE, 8_930, at)
+    decide(script, 2, at + 1, 8, "the node is left out for an hour; 8 GPUs are free")
+    script.step = 8_500
+    script.begin(3, 8, at + MINUTE, queued_s=2 * MINUTE, host="gpu-03")
+    script.train(3, 8, NEWEST - 4, now - (NEWEST - 8_500) * STEP_S)
+    script.step = NEWEST
     for name in ("step-00000500.a0001.l01", "step-00001000.a0001.l01"):
         with clock(now - 3 * HOUR):
-            told.run.delete(name, "keep.last 4: it is older")
-    told.stage(NEWEST - 3, 3, now - 4)
+            script.run.delete(name, "keep.last 4: it is older")
+    script.stage(NEWEST - 3, 3, now - 4)
     facts = {"ok": True, "by": "mia", "bytes": STATE_BYTES, "damaged": []}
-    told.tell(now - 2 * HOUR, "cli", EventKind.VERIFIED, **first(), **facts)
+    script.tell(now - 2 * HOUR, "cli", EventKind.VERIFIED, **first(), **facts)
     export = {"format": "safetensors", "path": "/exports/gpt-90m-5000"}
-    told.tell(now - 100 * MINUTE, "cli", EventKind.EXPORTED, **first(), **export)
-    beat(told.run.paths, 3, told.step, now)
-    write_logs(told, 3)
+    script.tell(now - 100 * MINUTE, "cli", EventKind.EXPORTED, **first(), **export)
+    beat(script.run.paths, 3, script.step, now)
+    write_logs(script, 3)
 
 
 def first() -> dict[str, str]:
     return {"checkpoint": "step-00005000.a0001.l01"}
 
 
-def decide(told: Telling, after: int, at: float, gpus: int | None, reason: str) -> None:
-    """What comes after an attempt: another one on so many GPUs, or none."""
+def decide(script: RunScript, after: int, at: float, gpus: int | None, reason: str) -> None:
+    """The decision after an attempt: another one on so many GPUs, or none."""
     action = "relaunch" if gpus else "stop"
     data = {"after_attempt": after, "action": action, "gpus": gpus, "reason": reason}
-    told.tell(at, "flow", EventKind.DECISION, **data)
+    script.tell(at, "flow", EventKind.DECISION, **data)
 
 
 def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
@@ -254,52 +258,54 @@ def beat(paths: RunPaths, number: int, step: int, now: float) -> None:
     attempt.heartbeat(0).write_text(node.model_dump_json())
 
 
-def write_logs(told: Telling, number: int) -> None:
-    """What two of the ranks wrote."""
-    attempt = told.run.paths.attempt(number)
+def write_logs(script: RunScript, number: int) -> None:
+    """The output of two of the ranks."""
+    attempt = script.run.paths.attempt(number)
     for rank in (0, 1):
         log = attempt.logs / "node-0000" / "l01" / f"rank-{rank:05d}.stdout.log"
         make_directory(log.parent)
-        steps = range(max(1, told.step - 400), told.step, 20)
+        steps = range(max(1, script.step - 400), script.step, 20)
         lines = [f"step {s} loss {measured(s, 8)['loss']:.4f} 8.3 it/s" for s in steps]
         log.write_text("".join(f"{line}\n" for line in lines))
 
 
-def tell_fork(root: Path, now: float) -> None:
-    """Began from the pinned checkpoint of the live run, and trains on two GPUs."""
+def write_fork(root: Path, now: float) -> None:
+    """Forked from the pinned checkpoint of the live run; trains on two GPUs."""
     parent = f"{LIVE}:step-00005000.a0001.l01"
     began = now - 50 * MINUTE
-    fork = Telling(root, "gpt-90m-8k", "b", began, forked_from=parent, forked_uid="a" * 32)
+    fork = RunScript(root, "gpt-90m-8k", "b", began, forked_from=parent, forked_uid="a" * 32)
     fork.step = 5_000
     fork.begin(1, 2, began, queued_s=4 * MINUTE, host="gpu-05")
     fork.train(1, 2, 5_000 + int(44 * MINUTE / STEP_S), began + 5 * MINUTE)
 
 
-def tell_finished(root: Path, began: float) -> None:
-    """One attempt from beginning to end."""
-    told = Telling(root, "vit-l-ablation", "c", began, config={"steps": 9_000})
-    told.begin(1, 4, began, queued_s=2 * MINUTE, host="gpu-07")
-    at = told.train(1, 4, 9_000, began + 3 * MINUTE, every=1_500)
+def write_finished_run(root: Path, began: float) -> None:
+    """One attempt that completed."""
+    script = RunScript(root, "vit-l-ablation", "c", began, config={"steps": 9_000})
+    script.begin(1, 4, began, queued_s=2 * MINUTE, host="gpu-07")
+    at = script.train(1, 4, 9_000, began + 3 * MINUTE, every=1_500)
     facts: dict[str, Any] = {"world_size": 4, "host": "gpu-07", "started_at": began + 2 * MINUTE}
-    told.end(1, AttemptState.COMPLETED, None, at + 5, **facts)
-    told.tell(at + 6, "flow", EventKind.RUN_ENDED, state="completed", reason="the program finished")
+    script.end(1, AttemptState.COMPLETED, None, at + 5, **facts)
+    script.tell(
+        at + 6, "flow", EventKind.RUN_ENDED, state="completed", reason="the program finished"
+    )
 
 
-def tell_queued(root: Path, began: float) -> None:
-    """Submitted on another machine, whose scheduler nobody here can ask."""
-    told = Telling(root, "llama-3b-instruct", "f", began)
+def write_queued_run(root: Path, began: float) -> None:
+    """Submitted on another machine, whose scheduler cannot be queried from here."""
+    script = RunScript(root, "llama-3b-instruct", "f", began)
     with clock(began):
-        attempt = told.run.submit(1, 16, began)
+        attempt = script.run.submit(1, 16, began)
     where = Submission(job_id="88", executor="local", submitted_at=began, host="login")
     write_document(attempt.submission, where)
 
 
-def tell_failed(root: Path, began: float) -> None:
-    """A mistake in the program, which no relaunch would fix."""
-    told = Telling(root, "bert-classifier", "d", began)
-    told.begin(1, 2, began, queued_s=MINUTE, host="gpu-05")
-    told.step = 3
-    told.end(
+def write_failed_run(root: Path, began: float) -> None:
+    """Failed with a bug in the program, which no relaunch would fix."""
+    script = RunScript(root, "bert-classifier", "d", began)
+    script.begin(1, 2, began, queued_s=MINUTE, host="gpu-05")
+    script.step = 3
+    script.end(
         1,
         AttemptState.FAILED,
         Cause.USER_ERROR,
@@ -311,11 +317,11 @@ def tell_failed(root: Path, began: float) -> None:
         started_at=began + MINUTE,
     )
     why = "the program's own error: another attempt would end the same way"
-    decide(told, 1, began + 4 * MINUTE, None, why)
-    told.tell(began + 4 * MINUTE + 1, "flow", EventKind.RUN_ENDED, state="failed", reason=why)
+    decide(script, 1, began + 4 * MINUTE, None, why)
+    script.tell(began + 4 * MINUTE + 1, "flow", EventKind.RUN_ENDED, state="failed", reason=why)
 
 
 if __name__ == "__main__":
     import sys
 
-    lay_out(Path(sys.argv[1]), time.time())
+    write_sample_runs(Path(sys.argv[1]), time.time())

@@ -1,7 +1,7 @@
-"""`make screenshots`: what the page looks like, for the documentation.
+"""`make screenshots`: pictures of the web page for the documentation.
 
-A real server over the runs of `sample_runs`, a real Chromium; of each view one picture wide and
-light, and one narrow and dark.
+A real server shows the runs of `sample_runs` in a real Chromium. Each view is taken twice: wide
+with the light theme, and narrow with the dark theme.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final
 from PIL import Image
 from playwright.sync_api import Browser
 from tests.web import testbed
-from tests.web.sample_runs import LIVE, NEWEST, beat, lay_out, supervised
+from tests.web.sample_runs import LIVE, NEWEST, beat, supervised, write_sample_runs
 
 from holdfast.contracts.paths import RunPaths
 
 PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"
 LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
-# File's name: path, and a text that is there once the view is.
+# File name: path, and a text that appears once the view has loaded.
 VIEWS: Final = {
     "runs": ("/", "vit-l-ablation"),
     "run": (f"/runs/{LIVE}", "Where the time went"),
@@ -37,13 +37,13 @@ VIEWS: Final = {
     "nodes": ("/nodes", "gpu-11"),
     "storage": ("/storage", "Prunable"),
 }
-# End of the file's name: width and height in pixels, and the theme.
+# File name suffix: width and height in pixels, and the theme.
 LOOKS: Final = {"": (1440, 900, "light"), "-narrow": (390, 844, "dark")}
-# Long lists go on below; their beginning tells what they are.
+# Longer pages are cropped to this height.
 HEIGHT_MAX: Final = 1400
 COLOURS: Final = 256
 FIT_ROUNDS: Final = 4
-# Graph and curves are drawn after their data have come.
+# The graph and the curves are drawn some time after their data arrive.
 SETTLE_MS: Final = 1500
 
 
@@ -51,7 +51,7 @@ def main(target: Path) -> None:
     """Write all views under `target`."""
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="holdfast-") as folder:
-        lay_out(Path(folder) / "runs", time.time())
+        write_sample_runs(Path(folder) / "runs", time.time())
         with (
             supervised(Path(folder) / "runs"),
             testbed.serving(Path(folder)) as site,
@@ -71,7 +71,7 @@ def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes
     with testbed.page_of(browser, site, width=width, theme=theme) as (page, _):
         page.set_viewport_size({"width": width, "height": height})
         page.emulate_media(reduced_motion="reduce")
-        # The live run's node has just been heard of.
+        # A fresh heartbeat, so that the live run's node does not count as silent.
         beat(RunPaths(site.root / LIVE), 3, NEWEST, time.time())
         page.goto(path)
         page.get_by_text(text).locator("visible=true").first.wait_for()
@@ -80,7 +80,7 @@ def picture(browser: Browser, site: testbed.Site, name: str, look: str) -> bytes
         shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
     few = shot.convert("RGB").crop((0, 0, shot.width, min(shot.height, HEIGHT_MAX)))
     content = io.BytesIO()
-    # Rare colours are those that tell a state: they are covered first, then all are fitted.
+    # Rare colours show states, so the palette covers them first and is then fitted to all.
     found = few.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, FIT_ROUNDS, dither=Image.Dither.NONE)
     found.save(content, "PNG", optimize=True)
     return content.getvalue()

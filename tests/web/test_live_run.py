@@ -1,4 +1,4 @@
-"""A run that really trains, relaunched from the page: it goes on at the new size."""
+"""A real training run is relaunched from the page and continues at the new size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.process.local_command import Local
 from tests.web import testbed
 
 STEPS: Final = 100_000
-# An attempt starts torch in each rank, on a machine that does much else.
+# An attempt imports torch in each rank, on a machine that may be busy.
 ATTEMPT_MS: Final = 300_000.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,7 +27,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
 
 
 def ask(page: Page, word: str, *, gpus: str | None = None) -> None:
-    """Press an operator's button, confirm what it asks, and see that it was accepted."""
+    """Press an operator's button, confirm the dialog, and check that it was accepted."""
     page.get_by_role("button", name=word).click()
     dialog = page.get_by_role("dialog")
     if gpus is not None:
@@ -40,7 +40,7 @@ def ask(page: Page, word: str, *, gpus: str | None = None) -> None:
 
 
 def export_newest(page: Page, table: Locator) -> str:
-    """Export the newest checkpoint from its page, in the form that stands first; where it is."""
+    """Export the newest checkpoint from its page in the default format; returns the path."""
     table.get_by_role("link").first.click()
     form = page.locator(".export")
     form.get_by_role("button", name="Export").click()
@@ -48,7 +48,7 @@ def export_newest(page: Page, table: Locator) -> str:
     return form.locator("code").inner_text()
 
 
-def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser: Browser) -> None:
+def test_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser: Browser) -> None:
     spec = local.write_spec(
         "resized",
         {"steps": STEPS, "sleep_s": 0.05},
@@ -72,7 +72,7 @@ def test_a_relaunch_from_the_page_resumes_at_the_new_size(local: Local, browser:
         second = attempts.filter(has_text="#2")
         expect(second).to_contain_text("1 GPU", timeout=ATTEMPT_MS)
         expect(second).to_contain_text("running", timeout=ATTEMPT_MS)
-        # It trains: a checkpoint of its own is committed, and the page hears of it.
+        # The second attempt trains: it commits a checkpoint, and the page shows it.
         page.get_by_role("link", name="Checkpoints").click()
         expect(table).to_contain_text("2.1", timeout=ATTEMPT_MS)
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, over a real server and a real database."""
+"""The web page in a real browser, with a real server and a real database."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 AXE: Final = CHECKOUT / "web" / "node_modules" / "axe-core" / "axe.min.js"
 PINNED: Final = f"{LIVE}:step-00005000.a0001.l01"
 LAST: Final = f"{LIVE}:step-00008500.a0002.l01"
-# Each page, and a text that is there once its data are.
+# Each page, and a text that appears once its data have loaded.
 PAGES: Final = {
     "/": "vit-l-ablation",
     f"/runs/{LIVE}": "Where the time went",
@@ -42,13 +42,13 @@ RULES: Final = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22a
 View = tuple[Literal["light", "dark"], ViewportSize]
 NARROW: Final[ViewportSize] = {"width": 390, "height": 844}
 WIDE: Final[ViewportSize] = {"width": 1440, "height": 900}
-# Contrast goes with the theme and room with the width: two views show both, four all pairs.
+# Contrast depends on the theme and layout on the width. Two views cover both; four, all pairs.
 TWO: Final[tuple[View, ...]] = (("light", WIDE), ("dark", NARROW))
 FOUR: Final[tuple[View, ...]] = (*TWO, ("light", NARROW), ("dark", WIDE))
 
 
 def violations(page: Page) -> list[str]:
-    """What axe finds against WCAG AA on the page as it is now."""
+    """The WCAG AA violations that axe finds on the page as it is now."""
     found: dict[str, Any] = page.evaluate("rules => axe.run(document, rules)", RULES)
     return [
         f"{one['id']}: {one['help']}: {node['html'][:160]}"
@@ -62,13 +62,13 @@ def violations(page: Page) -> list[str]:
     [pytest.param(TWO, id="two"), pytest.param(FOUR, id="four", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("path", PAGES)
-def test_each_page_is_sound_in_both_themes_and_widths(
+def test_each_page_is_accessible_in_every_theme_and_width(
     site: Site, browser: Browser, path: str, views: tuple[View, ...]
 ) -> None:
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(path)
         expect(page.get_by_text(PAGES[path]).first).to_be_visible()
-        # The content policy forbids scripts of others in the page; a debugger may bring them.
+        # The content security policy blocks foreign scripts in the page, but not `evaluate`.
         page.evaluate(AXE.read_text())
         found = []
         for theme, size in views:
@@ -82,7 +82,7 @@ def test_each_page_is_sound_in_both_themes_and_widths(
         assert not console_errors, "\n".join(console_errors)
 
 
-def test_a_commit_shows_while_one_looks(site: Site, browser: Browser) -> None:
+def test_new_commit_appears_on_an_open_page(site: Site, browser: Browser) -> None:
     paths = RunPaths(site.root / "gpt-90m-8k")
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto("/runs/gpt-90m-8k/checkpoints")
@@ -96,7 +96,7 @@ def test_a_commit_shows_while_one_looks(site: Site, browser: Browser) -> None:
 
 
 def commit_again(paths: RunPaths, step: int) -> None:
-    """The newest checkpoint's files once more, committed as a later step's."""
+    """Commit the newest checkpoint's files again as a later step."""
     newest = max(paths.list_checkpoints(), key=lambda path: path.name)
     name = CheckpointName(step, 1, 1)
     document = json.loads((newest / MANIFEST).read_bytes())
@@ -110,7 +110,7 @@ def commit_again(paths: RunPaths, step: int) -> None:
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint=str(name), step=step, bytes=18)
 
 
-def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser) -> None:
+def test_pin_and_unpin_are_confirmed_and_recorded(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto(f"/checkpoints/{LAST}")
         page.get_by_role("button", name="Pin", exact=True).click()
@@ -123,7 +123,7 @@ def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser)
         page.get_by_role("button", name="Unpin").click()
         dialog.get_by_role("button", name="Unpin").click()
         dialog.get_by_role("button", name="Close").click()
-        # The reason may be left out.
+        # The reason is optional.
         page.get_by_role("button", name="Pin", exact=True).click()
         dialog.get_by_role("button", name="Pin").click()
         expect(dialog.get_by_role("status")).to_be_visible()
@@ -135,7 +135,7 @@ def test_a_pin_is_asked_for_confirmed_and_recorded(site: Site, browser: Browser)
     assert events[-1].data["checkpoint"] == LAST.partition(":")[2]
 
 
-def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
+def test_keyboard_shortcuts_reach_search_lists_and_views(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, console_errors):
         page.goto("/")
         expect(page.get_by_role("link", name="vit-l-ablation")).to_be_visible()
@@ -157,7 +157,7 @@ def test_everything_is_reached_by_keys(site: Site, browser: Browser) -> None:
         assert not console_errors
 
 
-def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> None:
+def test_page_is_not_shown_as_live_while_the_server_is_frozen(site: Site, browser: Browser) -> None:
     live = "live"
     with testbed.page_of(browser, site) as (page, _):
         page.clock.install()
@@ -165,7 +165,7 @@ def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> Non
         expect(page.get_by_text(live, exact=True)).to_be_visible()
         site.process.send_signal(signal.SIGSTOP)
         try:
-            # Its connection stays open, and nothing comes through it.
+            # The connection stays open, but nothing arrives.
             page.clock.fast_forward(20_000)
             expect(page.get_by_text(live, exact=True)).to_have_count(0)
         finally:
@@ -173,9 +173,7 @@ def test_a_frozen_server_is_not_called_live(site: Site, browser: Browser) -> Non
         expect(page.get_by_text(live, exact=True)).to_be_visible()
 
 
-def test_one_failed_request_ends_neither_the_stream_nor_the_view(
-    site: Site, browser: Browser
-) -> None:
+def test_view_and_stream_recover_from_a_failed_request(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto("/")
         expect(page.get_by_text("live", exact=True)).to_be_visible()
@@ -184,11 +182,11 @@ def test_one_failed_request_ends_neither_the_stream_nor_the_view(
         expect(page.get_by_role("alert")).to_be_visible()
         expect(page.get_by_text("live", exact=True)).to_be_visible()
         page.unroute_all()
-        # It is asked again although the stream has no news.
+        # The request is repeated although the stream sends no event.
         expect(page.get_by_text("Prunable").first).to_be_visible()
 
 
-def test_the_printed_url_opens_the_page_and_its_token_leaves_the_address(
+def test_printed_url_logs_in_and_removes_the_token_from_the_address(
     browser: Browser, site: Site
 ) -> None:
     with testbed.page_of(browser, site, logged_in=False) as (page, console_errors):
@@ -198,7 +196,7 @@ def test_the_printed_url_opens_the_page_and_its_token_leaves_the_address(
         assert not console_errors
 
 
-def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_path: Path) -> None:
+def test_page_offers_a_login_and_reports_a_stopped_server(browser: Browser, tmp_path: Path) -> None:
     token = testbed.call(tmp_path, "token", "add", "ann")
     RunFolder(tmp_path / "runs", "only", "e" * 32)
     with (
@@ -212,9 +210,9 @@ def test_strangers_log_in_and_a_server_that_went_is_told(browser: Browser, tmp_p
         page.get_by_label("Token").fill(token)
         page.get_by_role("button", name="Log in").click()
         page.get_by_role("link", name="only").click()
-        # A reader looks and does not touch.
+        # A reader cannot change anything.
         expect(page.get_by_text("Read-only")).to_be_visible()
-        # A view that was not loaded before the server went cannot be shown; the page stays.
+        # A view that was not loaded before the server stopped cannot be shown; the page stays.
         page.route("**/assets/Events-*.js", lambda route: route.abort())
         site.end()
         expect(page.get_by_text("The server has not answered since")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The page's pure parts: folding, curves, the time line, words for numbers."""
+"""The web page's own unit tests, run by npm, and its list of event kinds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_events_can_be_filtered_by_every_kind() -> None:
     assert re.findall(r'"(\w+)"', kinds[1]) == [str(kind) for kind in EventKind]
 
 
-def test_the_pages_pure_parts() -> None:
+def test_web_unit_tests_pass() -> None:
     web = CHECKOUT / "web"
     assert (web / "node_modules").is_dir(), f"{web}: no node_modules; `make page` brings them"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What each view must show of runs that are many, in trouble, or looked at on a phone."""
+"""What the views show for many runs, for runs in trouble, and on a phone."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.states import AttemptState, Cause
 
-# More than a page of any list.
+# More runs than one page of any list holds.
 MANY: Final = 60
 FIRST: Final = "sweep-00"
-ALONE: Final = "left-alone"
+UNSUPERVISED: Final = "left-alone"
 # The oldest steps of the live run were deleted, and the fork's parent is pinned and verified.
 FORK: Final = "gpt-90m-8k"
 PHONE: Final = 390
 # The height of every window here, pixels.
 SCREEN: Final = 900
 
-# Charts are drawn on a canvas: this notes all centred labels, and those that the canvas clips.
+# Charts are drawn on a canvas: this records all centred labels, and those that it clips.
 KEEP_LABELS: Final = """
 const draw = CanvasRenderingContext2D.prototype.fillText;
 CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
@@ -46,7 +46,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, x, ...rest) {
 
 
 @pytest.fixture(scope="module")
-def crowd(site: Site) -> Site:
+def many_runs(site: Site) -> Site:
     """The site with sixty older runs, on as many hosts; the first is the oldest."""
     for number in range(MANY):
         name, at = f"sweep-{number:02d}", time.time() - (100 - number) * HOUR
@@ -67,13 +67,15 @@ def value_of(page: Page, name: str) -> str:
     return fact.locator("dd").inner_text()
 
 
-def edge_of(notice: Locator) -> str:
-    """The colour of the line before a notice."""
+def border_colour(notice: Locator) -> str:
+    """The colour of a notice's left border."""
     return str(notice.evaluate("(one) => getComputedStyle(one).borderLeftColor"))
 
 
-def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Browser) -> None:
-    with testbed.page_of(browser, crowd) as (page, console_errors):
+def test_lists_sort_and_sum_all_rows_not_only_loaded_ones(
+    many_runs: Site, browser: Browser
+) -> None:
+    with testbed.page_of(browser, many_runs) as (page, console_errors):
         page.goto("/storage")
         everything = str(MANY + 5)
         expect(page.locator(".facts")).to_contain_text(everything)
@@ -97,14 +99,14 @@ def test_lists_sort_and_sum_rows_that_are_not_loaded(crowd: Site, browser: Brows
         names = page.get_by_role("region", name="Runs").locator("tbody tr strong")
         expect(names.first).to_have_text("llama-3b-instruct")
         expect(page.get_by_text(FIRST, exact=True)).to_have_count(0)
-        # Numbers begin with the greatest, so the second click puts the oldest first.
+        # The first click sorts in descending order; the second puts the oldest first.
         page.get_by_role("button", name="Started").click()
         page.get_by_role("button", name="Started").click()
         expect(names.first).to_have_text(FIRST)
         assert not console_errors
 
 
-def test_live_runs_stand_before_newer_ones_that_have_ended(site: Site, browser: Browser) -> None:
+def test_live_runs_are_listed_before_newer_ended_runs(site: Site, browser: Browser) -> None:
     run = RunFolder(site.root, "just-ended", "5" * 32, created_at=time.time() + 60)
     run.submit(1, 1, time.time())
     run.finish(1, AttemptState.COMPLETED, None, 5, time.time())
@@ -116,7 +118,7 @@ def test_live_runs_stand_before_newer_ones_that_have_ended(site: Site, browser: 
         assert shown.index(LIVE) < shown.index("just-ended")
 
 
-def test_heartbeats_move_steps_and_curves_and_silence_is_one_figure(
+def test_heartbeats_update_steps_and_curves_and_silent_ranks_are_marked(
     site: Site, browser: Browser
 ) -> None:
     paths, step = RunPaths(site.root / LIVE), NEWEST + 40
@@ -132,7 +134,7 @@ def test_heartbeats_move_steps_and_curves_and_silence_is_one_figure(
         row = page.get_by_role("row").filter(has=page.get_by_role("link", name=LIVE, exact=True))
         expect(row).to_contain_text(f"{step:,}".replace(",", "\u202f"))
         expect(row).to_contain_text("left")
-        # The agent heard of its ranks a moment before it fell silent itself.
+        # The agent fell silent just after it heard from its ranks.
         beat(paths, 3, step, time.time() - 90)
         page.goto(f"/runs/{LIVE}/ranks")
         expect(page.get_by_text("silent", exact=True)).to_be_visible()
@@ -140,7 +142,7 @@ def test_heartbeats_move_steps_and_curves_and_silence_is_one_figure(
         expect(page.get_by_text("ms ago")).to_have_count(0)
 
 
-def test_many_attempts_leave_room_for_the_curves(site: Site, browser: Browser) -> None:
+def test_long_attempt_lists_are_collapsed(site: Site, browser: Browser) -> None:
     began = time.time() - 100 * HOUR
     run = RunFolder(site.root, "unlucky", "8" * 32, created_at=began)
     for number in range(1, 9):
@@ -164,10 +166,10 @@ def test_many_attempts_leave_room_for_the_curves(site: Site, browser: Browser) -
         expect(page.get_by_text("#1 · 2 GPUs")).to_be_visible()
 
 
-def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) -> None:
+def test_fork_dialog_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/checkpoints/{LIVE}:step-00005000.a0001.l01")
-        # What the server does for a fork starts a process, and other tests cover it.
+        # A real fork starts a process, and other tests cover that.
         answer = {"run": "my-fork", "uid": "", "directory": "", "forked_from": ""}
         page.route("**/fork", lambda route: route.fulfill(status=201, json=answer))
         page.get_by_role("button", name="Fork", exact=True).click()
@@ -176,7 +178,7 @@ def test_a_fork_ends_with_a_link_to_the_new_run(site: Site, browser: Browser) ->
         expect(dialog.get_by_role("link", name="my-fork")).to_be_visible()
 
 
-def test_cancel_promises_the_last_save_that_it_makes(site: Site, browser: Browser) -> None:
+def test_cancel_dialog_says_that_a_final_checkpoint_is_saved(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{LIVE}")
         page.get_by_role("button", name="Cancel", exact=True).click()
@@ -186,7 +188,7 @@ def test_cancel_promises_the_last_save_that_it_makes(site: Site, browser: Browse
         expect(dialog).not_to_contain_text("without")
 
 
-def test_a_notice_has_its_time_and_attempt_and_earlier_ones_are_folded(
+def test_notices_show_time_and_attempt_and_earlier_ones_are_collapsed(
     site: Site, browser: Browser
 ) -> None:
     paths, now = RunPaths(site.root / LIVE), time.time()
@@ -202,11 +204,11 @@ def test_a_notice_has_its_time_and_attempt_and_earlier_ones_are_folded(
         page.get_by_text("1 earlier notice", exact=True).click()
         expect(earlier).to_be_visible()
         expect(earlier).to_have_text(re.compile(r"rank 2 reads attempt 1, 5 h.* ago$"))
-        # It is over, so it is no longer in the colour of what is wrong now.
-        assert edge_of(earlier) != edge_of(current)
+        # The earlier notice is no longer current, so it has another colour.
+        assert border_colour(earlier) != border_colour(current)
 
 
-def test_the_labels_of_an_axis_lie_within_the_chart(site: Site, browser: Browser) -> None:
+def test_axis_labels_are_not_clipped(site: Site, browser: Browser) -> None:
     began = time.time() - 3 * HOUR
     run = RunFolder(site.root, "round-number", "4" * 32, created_at=began)
     run.submit(1, 1, began)
@@ -219,18 +221,18 @@ def test_the_labels_of_an_axis_lie_within_the_chart(site: Site, browser: Browser
     run.finish(1, AttemptState.COMPLETED, None, 10_000, began + 60, started_at=began + 5)
     with testbed.page_of(browser, site) as (page, _):
         page.add_init_script(KEEP_LABELS)
-        # Its last step is a tick at the right edge.
+        # The last step has a tick at the right edge of the chart.
         page.goto("/runs/round-number")
         document = page.locator("html")
         expect(document).to_have_attribute("data-labels", re.compile(r"\[10.000\]"))
         expect(document).to_have_attribute("data-clipped", "")
 
 
-def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
+def test_run_whose_processes_were_all_killed_is_shown_as_unsupervised(
     site: Site, browser: Browser
 ) -> None:
     began = time.time() - HOUR
-    run = RunFolder(site.root, ALONE, "6" * 32, created_at=began)
+    run = RunFolder(site.root, UNSUPERVISED, "6" * 32, created_at=began)
     with clock(began):
         run.tell("flow", EventKind.SUPERVISED, host="", pid=7, flow_run="")
         run.submit(1, 2, began)
@@ -239,7 +241,7 @@ def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
         run.commit(40, 1, at=began + 30)
         run.finish(1, AttemptState.LOST, Cause.UNKNOWN, 60, began + 90, started_at=began + 5)
     with testbed.page_of(browser, site) as (page, console_errors):
-        page.goto(f"/runs/{ALONE}")
+        page.goto(f"/runs/{UNSUPERVISED}")
         expect(page.get_by_role("alert")).to_contain_text("No supervisor is running")
         assert value_of(page, "Committed step") == "40"
         page.get_by_role("button", name="Relaunch").click()
@@ -252,7 +254,9 @@ def test_a_run_whose_processes_were_all_killed_says_that_nobody_supervises_it(
         assert not console_errors
 
 
-def test_a_request_and_a_restart_in_place_show_at_once(site: Site, browser: Browser) -> None:
+def test_operator_requests_and_restarts_in_place_appear_without_reload(
+    site: Site, browser: Browser
+) -> None:
     paths = RunPaths(site.root / FORK)
     with testbed.page_of(browser, site) as (page, _):
         page.goto(f"/runs/{FORK}")
@@ -277,7 +281,7 @@ def test_a_request_and_a_restart_in_place_show_at_once(site: Site, browser: Brow
         expect(head).to_contain_text("pausing")
 
 
-def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
+def test_lineage_cards_open_by_key_and_show_that_the_parent_was_verified(
     site: Site, browser: Browser
 ) -> None:
     with testbed.page_of(browser, site) as (page, _):
@@ -290,7 +294,7 @@ def test_keys_open_a_card_and_a_fork_shows_that_its_parent_was_verified(
             expect(page.get_by_role("complementary")).to_contain_text("Step 5")
 
 
-def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browser: Browser) -> None:
+def test_traceback_and_timeline_fit_a_phone_screen(site: Site, browser: Browser) -> None:
     with testbed.page_of(browser, site, width=PHONE) as (page, _):
         page.goto("/runs/bert-classifier")
         page.get_by_text("Traceback of rank 1").click()
@@ -305,12 +309,12 @@ def test_a_phone_reaches_the_traceback_and_the_whole_timeline(site: Site, browse
         expect(table.get_by_text("#1", exact=False).first).to_be_visible()
         clipped = table.evaluate("(one) => one.scrollWidth - one.clientWidth")
         assert clipped == 0
-        # The program's own error is no fault of the machine.
+        # An error of the program does not count as a fault of the node.
         page.goto("/nodes?host=gpu-05")
         expect(page.get_by_text("None so far.")).to_be_visible()
 
 
-def test_a_timeline_that_was_opened_before_the_first_attempt_fits_later(
+def test_timeline_opened_before_the_first_attempt_fits_the_screen(
     site: Site, browser: Browser
 ) -> None:
     run = RunFolder(site.root, "not-begun", "7" * 32, created_at=time.time())

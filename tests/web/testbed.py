@@ -1,4 +1,4 @@
-"""A real `holdfast serve` in a process of its own, and a real Chromium that looks at it."""
+"""A real `holdfast serve` in a separate process, and a real Chromium that opens its page."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WAIT_S: Final = 120.0
 WAIT_MS: Final = WAIT_S * 1000
 POLL_S: Final = 0.05
 END_S: Final = 20.0
-# Root needs the first; the second keeps a browser under test from calling home.
+# Root needs the first; the second stops the browser's own background requests.
 BROWSER_ARGUMENTS: Final = ["--no-sandbox", "--disable-background-networking"]
 FOREIGN: Final = ("HOLDFAST_", "PREFECT_")
 
 
 @dataclass
 class Site:
-    """A server that answers at `url`, to `token`, and shows the runs under `root`."""
+    """A server at `url` with the operator token `token`; it shows the runs under `root`."""
 
     url: str
     token: str
@@ -39,7 +39,7 @@ class Site:
     process: subprocess.Popen[bytes]
 
     def end(self) -> None:
-        """Stop the server as an operator does; harmless when repeated."""
+        """Stop the server with SIGTERM; may be called twice."""
         self.process.terminate()
         try:
             self.process.wait(END_S)
@@ -49,7 +49,7 @@ class Site:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Ours without what would lead to another home, database or server."""
+    """This process's environment without variables of another home, database or server."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     return own | {
         "HOLDFAST_HOME": str(home),
@@ -59,7 +59,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def call(home: Path, *arguments: str) -> str:
-    """What `holdfast` prints; it must succeed."""
+    """Run `holdfast`, check that it succeeds, and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", *arguments],
         env=environment(home),
@@ -74,7 +74,7 @@ def call(home: Path, *arguments: str) -> str:
 @contextlib.contextmanager
 def serving(home: Path, *options: str) -> Iterator[Site]:
     """`holdfast serve` on a free port, until the context ends."""
-    assert BUILT.is_file(), f"{BUILT} is not there: `make page` builds it"
+    assert BUILT.is_file(), f"{BUILT} does not exist: `make page` builds it"
     root = home / "runs"
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=home) as log:
@@ -93,7 +93,7 @@ def serving(home: Path, *options: str) -> Iterator[Site]:
 
 
 def _address(process: subprocess.Popen[bytes], log: int) -> tuple[str, str]:
-    """(URL, token) that the server says it answers at and to."""
+    """(URL, token) as the server prints them."""
     ends_at = time.monotonic() + WAIT_S
     while True:
         text = os.pread(log, 65536, 0).decode(errors="replace")
@@ -101,7 +101,7 @@ def _address(process: subprocess.Popen[bytes], log: int) -> tuple[str, str]:
         if found:
             return found[1], found[2]
         assert process.poll() is None, f"the server ended: {text}"
-        assert time.monotonic() < ends_at, f"the server did not begin: {text}"
+        assert time.monotonic() < ends_at, f"the server did not start: {text}"
         time.sleep(POLL_S)
 
 
@@ -111,7 +111,7 @@ def chromium() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     assert path, "no Chromium: apt-get install chromium (make setup-cluster does)"
     with sync_playwright() as playwright:
-        # A machine that does much else is slow, and no page is wrong for that.
+        # A busy machine is slow, which is not an error of the page.
         expect.set_options(timeout=WAIT_MS)
         browser = playwright.chromium.launch(executable_path=path, args=BROWSER_ARGUMENTS)
         try:
@@ -129,9 +129,9 @@ def page_of(
     theme: str = "light",
     logged_in: bool = True,
 ) -> Iterator[tuple[Page, list[str]]]:
-    """(a window, what its console complains of); the list fills while the window is used.
+    """(a browser page, the errors on its console); the list grows while the page is used.
 
-    Unless `logged_in` is false, it has a session, by the URL that the server printed.
+    Unless `logged_in` is false, the page has a session from the URL that the server printed.
     """
     context = browser.new_context(
         base_url=site.url,
