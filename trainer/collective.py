@@ -77,22 +77,21 @@ class ControlGroup:
 
     def share(self, compute: Callable[[], T]) -> T:
         """Run `compute` on rank 0 and return its result on every rank. Errors raise everywhere."""
-        mine = _attempt(compute) if self.rank == 0 else None
-        box: list[Any] = [_portable(mine) if mine else None]
+        value, error = attempt(compute) if self.rank == 0 else (None, None)
+        box: list[Any] = [(value, _text_of(error))]
         if self.group is not None:
             dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
-        value: T = _unpack([mine or box[0]], own=0 if mine else None)[0]
-        return value
+        shared: T = _values([box[0] if self.rank else (value, "")], error)[0]
+        return shared
 
     def gather(self, compute: Callable[[], T]) -> list[T]:
         """Return the results of `compute` by rank. One rank's error is raised on every rank."""
-        mine = _attempt(compute)
-        boxes: list[Any] = [mine]
+        value, error = attempt(compute)
+        boxes: list[Any] = [None] * self.world_size
         if self.group is not None:
-            boxes = [None] * self.world_size
-            dist.all_gather_object(boxes, _portable(mine), group=self.group)
-            boxes[self.rank] = mine
-        return _unpack(boxes, own=self.rank)
+            dist.all_gather_object(boxes, (value, _text_of(error)), group=self.group)
+        boxes[self.rank] = (value, "")
+        return _values(boxes, error)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each number over all ranks. Every rank passes equally many."""
@@ -105,26 +104,32 @@ class ControlGroup:
         return [int(number) for number in numbers.tolist()]
 
 
-def _attempt(compute: Callable[[], Any]) -> tuple[Any, Exception | None, str]:
+def attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result of `act` and its error. All ranks raise the error after a collective."""
     try:
-        return compute(), None, ""
+        return act(), None
     except Exception as error:
-        # The other ranks wait for an answer, so catch every error. `_unpack` raises it again.
-        return None, error, f"{type(error).__name__}: {error}"
+        # The other ranks wait for this rank's answer, so catch every error.
+        return None, error
 
 
-def _portable(outcome: tuple[Any, Exception | None, str]) -> tuple[Any, None, str]:
-    return outcome[0], None, outcome[2]
+def problem_of(error: Exception | None, rank: int) -> str | None:
+    """Return an error's text with the rank's number, or None without an error."""
+    return None if error is None else f"rank {rank}: {error}"
 
 
-def _unpack(boxes: list[Any], own: int | None) -> list[Any]:
+def _text_of(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _values(boxes: list[tuple[Any, str]], own: Exception | None) -> list[Any]:
     """Return the values, or raise the first error: the own one as is, another's as text."""
-    if own is not None and boxes[own][1] is not None:
-        raise boxes[own][1]
-    for rank, (_, _, problem) in enumerate(boxes):
+    if own is not None:
+        raise own
+    for rank, (_, problem) in enumerate(boxes):
         if problem:
             raise HoldfastError(f"rank {rank} failed: {problem}")
-    return [value for value, _, _ in boxes]
+    return [value for value, _ in boxes]
 
 
 class HierarchicalGroup:

@@ -89,14 +89,7 @@ class CheckpointEngine:
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
         self._results: list[SaveResult] = []
-        self._last_committed: str | None = None
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
-
-    @property
-    def last_committed(self) -> str | None:
-        """Directory name of this engine's newest save that is known to be committed."""
-        self._collect()
-        return self._last_committed
 
     @property
     def tensor_bytes(self) -> int:
@@ -105,9 +98,9 @@ class CheckpointEngine:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Steps that are staged and not yet committed or failed."""
-        self._collect()
-        return tuple(sorted(name.step for name in self._in_flight.values()))
+        """Steps that are staged and whose results `poll` has not returned yet."""
+        unread = [result.step for result in self._results]
+        return tuple(sorted([*unread, *(name.step for name in self._in_flight.values())]))
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and allocate the slots, so that the next save is ordinary.
@@ -183,7 +176,7 @@ class CheckpointEngine:
         if staged is None and must:
             raise SaveError(
                 f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
-                f"{list(self.in_flight)} are still being written; the storage may be hanging"
+                f"{self._collect()} are still being written; the storage may be hanging"
             )
         if staged is None:
             self._connection.notify("skipped", step=step)
@@ -251,7 +244,7 @@ class CheckpointEngine:
         After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
         give_up = time.monotonic() + timeout_s
-        while self.in_flight and time.monotonic() < give_up:
+        while self._collect() and time.monotonic() < give_up:
             time.sleep(POLL_S)
         return self.poll()
 
@@ -347,7 +340,7 @@ class CheckpointEngine:
         self._results = self.wait(timeout_s)
         if self._in_flight:
             raise SaveError(
-                f"steps {list(self.in_flight)} were not written within {timeout_s:.0f} s, so the "
+                f"steps {self._collect()} were not written within {timeout_s:.0f} s, so the "
                 "layout cannot be planned again; the storage may be hanging"
             )
         self.discard_snapshots()
@@ -405,18 +398,18 @@ class CheckpointEngine:
                 return None
             time.sleep(POLL_S)
 
-    def _collect(self) -> None:
-        """Move the flusher's decisions from the slots to the results."""
+    def _collect(self) -> list[int]:
+        """Move the flusher's decisions to the results. Return the steps still being written."""
         for staged, name in sorted(self._in_flight.items(), key=lambda item: item[1]):
             state = staged.slot.state
             if state is SlotState.DONE:
                 self._results.append(SaveResult(name.step, str(name), True))
-                self._last_committed = str(name)
             elif state is SlotState.FAILED:
                 self._results.append(SaveResult(name.step, str(name), False, staged.slot.error))
             else:
                 continue
             del self._in_flight[staged]
+        return sorted(name.step for name in self._in_flight.values())
 
     def _encode_train_state(self, train_state: Mapping[str, Any]) -> bytes | None:
         if self._identity.rank != 0:

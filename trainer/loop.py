@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 from holdfast.contracts.agreement import consider
 from holdfast.contracts.errors import SpecError
@@ -62,14 +62,14 @@ class Loop:
         context: RankContext,
         ranks: ControlGroup,
         record: RankRecord,
-        recorder: Recorder | None,
+        recorder: Recorder,
         *,
         saver: Saver,
         guard: LossGuard,
         pace: Pace,
         position: Position,
     ) -> None:
-        """`position` holds the number of complete steps. `recorder` is set on rank 0 only."""
+        """`position` holds the number of complete steps."""
         self._context, self._ranks, self._record, self._recorder = context, ranks, record, recorder
         self._saver, self._guard, self._pace = saver, guard, pace
         self._position = position
@@ -90,8 +90,9 @@ class Loop:
     def boundary(self) -> bool:
         """Complete one more step. Return True if this rank must leave now."""
         step, pace, saver = self._position.finish_step(), self._pace, self._saver
-        pace.meter.leave(time.monotonic(), is_flushing=bool(saver.in_flight))
-        if saver.in_flight:
+        is_flushing = bool(saver.in_flight)
+        pace.meter.leave(time.monotonic(), is_flushing=is_flushing)
+        if is_flushing:
             saver.collect()
         self._guard.look()
         if self._is_save_due(step) and not self._must_wait_for_end(step):
@@ -108,7 +109,9 @@ class Loop:
         """Record how many steps or epochs the program will run."""
         if (steps, epochs) != (self.total, self.epochs):
             self.total, self.epochs = steps, epochs
-            self.note(EventKind.NOTE, text=f"the program loops over {self.promised}", promised=True)
+            self._recorder.event(
+                EventKind.NOTE, text=f"the program loops over {self.promised}", promised=True
+            )
 
     @property
     def promised(self) -> str:
@@ -123,7 +126,7 @@ class Loop:
             return
         self._has_noted_end = True
         of = f" of {self.promised}" if self.promised and not self.has_all_steps else ""
-        self.note(
+        self._recorder.event(
             EventKind.NOTE,
             text=f"left after step {self.completed}{of}",
             has_left=True,
@@ -203,19 +206,9 @@ class Loop:
         if not generators:
             return
         text = f"random numbers ({', '.join(generators)}) {DRAWN}"
-        if self._recorder is not None:
+        if self._ranks.rank == 0:
             print(f"holdfast: {text}", flush=True)
-        self.note(EventKind.NOTE, text=text)
-
-    def note(self, kind: EventKind, **data: Any) -> None:
-        """Write a journal line for this launch, on rank 0 only."""
-        if self._recorder is not None:
-            identity = self._context.identity
-            facts: dict[str, Any] = {
-                "attempt": identity.attempt,
-                "launch": identity.launch,
-            }
-            self._recorder.event(kind, **facts, **data)
+        self._recorder.event(EventKind.NOTE, text=text)
 
     def _is_save_due(self, step: int) -> bool:
         return self.is_checkpoint_wanted or self._pace.cadence.is_due(step)

@@ -32,8 +32,12 @@ _Item = tuple[EventKind | None, dict[str, Any], _More | None]
 class Recorder:
     """Queues journal events and metric lines, and writes them in order."""
 
-    def __init__(self, journal: Path, metrics: Path) -> None:
-        """Open `journal` now. `metrics` is created with its first line."""
+    def __init__(self, journal: Path, metrics: Path, **facts: Any) -> None:
+        """Open `journal` now. `metrics` is created with its first line.
+
+        `facts` are part of every journal line about training.
+        """
+        self._facts = facts
         self._journal = JournalWriter(journal)
         self._metrics = metrics
         self._queue: queue.Queue[_Item | None] = queue.Queue(QUEUE_MAX)
@@ -45,7 +49,7 @@ class Recorder:
 
     def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
         """Queue one journal line. The thread calls `more` for facts that take time to collect."""
-        self._queue.put((kind, data, more))
+        self._queue.put((kind, {**self._facts, **data}, more))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Queue one line of metrics. If the queue is full, drop and count it."""
@@ -59,7 +63,8 @@ class Recorder:
     def close(self) -> None:
         """Write the queued lines, for `CLOSE_TIMEOUT_S` at most, and end the thread."""
         if self._dropped:
-            self.event(EventKind.NOTE, text=f"{self._dropped} lines of metrics were dropped")
+            text = f"{self._dropped} lines of metrics were dropped"
+            self._queue.put((EventKind.NOTE, {"text": text}, None))
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -104,13 +109,29 @@ class Recorder:
         self._has_reported = True
 
 
-def open_recorder(context: RankContext, rank: int) -> Recorder | None:
-    """Return the recorder of this launch on rank 0, and None on other ranks."""
-    if rank != 0:
-        return None
-    identity = context.identity
-    metrics = context.run.metrics_of(identity.attempt, identity.launch)
-    return Recorder(context.attempt.rank_journal, metrics)
+class NoRecorder(Recorder):
+    """The recorder of all ranks except rank 0."""
+
+    def __init__(self) -> None:
+        self.latest = {}
+
+    def event(self, kind: EventKind, more: _More | None = None, **data: Any) -> None:
+        """Write nothing."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+def open_recorder(context: RankContext) -> Recorder:
+    """Return the recorder of this launch on rank 0, and one that writes nothing on others."""
+    who = context.identity
+    if who.rank != 0:
+        return NoRecorder()
+    metrics = context.run.metrics_of(who.attempt, who.launch)
+    return Recorder(context.attempt.rank_journal, metrics, attempt=who.attempt, launch=who.launch)
 
 
 def improved(

@@ -18,11 +18,11 @@ from holdfast.contracts.manifest import Manifest, read_manifest
 from holdfast.contracts.paths import checkpoint_id
 from holdfast.contracts.rank_status import NOWHERE, Phase, RankRecord
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.collective import ControlGroup
+from holdfast.trainer.collective import ControlGroup, attempt, problem_of
 from holdfast.trainer.engine import CheckpointEngine, SaveResult
 from holdfast.trainer.metrics import Recorder
 from holdfast.trainer.planning.rank_rows import describe_rank
-from holdfast.trainer.planning.ranks import problem_of, raise_problems
+from holdfast.trainer.planning.ranks import raise_problems
 from holdfast.trainer.rank_context import RankContext
 from holdfast.trainer.staging.snapshots import first_copy_s
 from holdfast.trainer.state.train_state import State
@@ -63,7 +63,7 @@ class Saver:
         context: RankContext,
         ranks: ControlGroup,
         record: RankRecord,
-        recorder: Recorder | None,
+        recorder: Recorder,
         *,
         capture: Callable[[], Captured],
         note_forms: Callable[[ControlGroup], None],
@@ -82,7 +82,6 @@ class Saver:
             stage_group=ranks.stage_group,
             planner=planner,
         )
-        self.in_flight: dict[str, int] = {}
         self._failed: dict[int, str] = {}
         self._staged_step = 0
         self._staged_name: str | None = None
@@ -107,6 +106,11 @@ class Saver:
             self._staged_step = NOWHERE
 
     @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Steps that are staged and whose results were not processed yet."""
+        return self.engine.in_flight
+
+    @property
     def is_busy(self) -> bool:
         """True while every slot of this rank is still being written."""
         return len(self.in_flight) >= SLOTS_PER_RANK
@@ -127,7 +131,7 @@ class Saver:
                 f"step {step} was only in memory when the ranks died, and was then committed "
                 f"({manifest.bytes} bytes)"
             )
-            self._note(EventKind.NOTE, text=text, checkpoint=manifest.name, step=step)
+            self._recorder.event(EventKind.NOTE, text=text, checkpoint=manifest.name, step=step)
 
     def prepare(self) -> None:
         """Plan for the current state. All ranks call this together. Raises `SaveError`."""
@@ -147,9 +151,10 @@ class Saver:
         if not awaits_state or self._parent is not None:
             self.prepare()
             return
-        state, rank = self._take_captured()[0], self._ranks.rank
+        state = self._take_captured()[0]
         if not self._has_planner:
-            problems = self._ranks.gather(lambda: problem_of(lambda: describe_rank(state), rank))
+            _, error = attempt(lambda: describe_rank(state))
+            problems = self._ranks.gather(lambda: problem_of(error, self._ranks.rank))
             raise_problems([problem for problem in problems if problem])
 
     def complete_plan(self, found: int) -> None:
@@ -199,7 +204,7 @@ class Saver:
             step=step,
             reason=reason,
             parent=self._parent,
-            metrics=dict(self._recorder.latest) if self._recorder else None,
+            metrics=dict(self._recorder.latest),
             must=True,
             timeout_s=self._flush_timeout_s,
         )
@@ -208,11 +213,10 @@ class Saver:
                 f"step {step}: no staging slot came free within {self._flush_timeout_s:.0f} s"
             )
         now = time.monotonic()
-        self.in_flight[name] = step
         self._staged_step, self._staged_name = step, name
         self.has_saved = True
         self._measure(now - began)
-        self._note(
+        self._recorder.event(
             EventKind.STAGED,
             checkpoint=name,
             step=step,
@@ -225,14 +229,21 @@ class Saver:
         """Keep the state after `step` in memory if a slot is free. This never fails training."""
         state, document = self._take_captured()
         began = time.monotonic()
-        metrics = dict(self._recorder.latest) if self._recorder else None
-        facts: dict[str, Any] = {"reason": CRASH, "parent": self._parent, "metrics": metrics}
         try:
-            is_kept = self.engine.snapshot(state, document, step=step, **facts)
+            is_kept = self.engine.snapshot(
+                state,
+                document,
+                step=step,
+                reason=CRASH,
+                parent=self._parent,
+                metrics=dict(self._recorder.latest),
+            )
         except SaveError as error:
             # The next meeting plans again for a changed state. Until then there are no snapshots.
             if not self._has_warned:
-                self._note(EventKind.NOTE, text=f"no snapshots from step {step} on: {error}")
+                self._recorder.event(
+                    EventKind.NOTE, text=f"no snapshots from step {step} on: {error}"
+                )
             self._has_warned = True
             return
         if is_kept:
@@ -255,7 +266,7 @@ class Saver:
     def note_skipped(self, step: int) -> None:
         """Log that a checkpoint was due while both staging slots were still being written."""
         text = f"step {step}: no checkpoint, the last {SLOTS_PER_RANK} are still being written"
-        self._note(EventKind.NOTE, text=text)
+        self._recorder.event(EventKind.NOTE, text=text)
 
     def collect(self) -> None:
         """Process the results of saves since the last call. This reads shared memory only."""
@@ -301,9 +312,8 @@ class Saver:
             self.make_fit(self._ranks.largest([self.look()])[0])
             self.save(step=step, reason="final")
         self.wait()
-        waiting = [name for name, number in self.in_flight.items() if number == step]
         problem = self._failed.get(step)
-        if waiting:
+        if step in self.in_flight:
             problem = f"still being written after {self._flush_timeout_s:.0f} s"
         problem = problem or self._missing_manifest()
         if problem:
@@ -338,20 +348,19 @@ class Saver:
         self.engine.close()
 
     def _take(self, result: SaveResult) -> None:
-        self.in_flight.pop(result.checkpoint, None)
         facts: dict[str, Any] = {"checkpoint": result.checkpoint, "step": result.step}
         if not result.committed:
             problem = result.error or "the flusher gave no reason"
             self._failed[result.step] = problem
-            self._note(EventKind.SAVE_FAILED, **facts, error=problem)
-            if self._recorder is not None:
+            self._recorder.event(EventKind.SAVE_FAILED, **facts, error=problem)
+            if self._ranks.rank == 0:
                 # A full disk may refuse this line too. Training continues.
                 with contextlib.suppress(OSError):
                     print(f"holdfast: {result.checkpoint} was not saved: {problem}", flush=True)
             return
         self._parent = checkpoint_id(self._context.run.name, result.checkpoint)
         directory = self._context.run.checkpoint(result.checkpoint)
-        self._note(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
+        self._recorder.event(EventKind.COMMITTED, lambda: self._measured(directory), **facts)
 
     def _measured(self, directory: Path) -> dict[str, Any]:
         """Return the manifest's facts of a committed save, or {} if it has been deleted.
@@ -364,11 +373,3 @@ class Saver:
             return {}
         self.flush_s = manifest.flush_s
         return {"bytes": manifest.bytes, "flush_s": manifest.flush_s}
-
-    def _note(
-        self, kind: EventKind, more: Callable[[], dict[str, Any]] | None = None, **data: Any
-    ) -> None:
-        if self._recorder is not None:
-            identity = self._context.identity
-            facts = {"attempt": identity.attempt, "launch": identity.launch}
-            self._recorder.event(kind, more, **facts, **data)

@@ -138,7 +138,7 @@ class Session:
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
-            self._recorder = open_recorder(self._context, self._ranks.rank)
+            self._recorder = open_recorder(self._context)
             self._resume(chosen, rhythm, planner)
         end_deaf_helpers_at_exit()
 
@@ -325,8 +325,7 @@ class Session:
         self.best = improved(self.best, self._best_of, values, step)
         if self._guard.metric in values:
             self._guard.observe(step, values[self._guard.metric])
-        if self._recorder is not None:
-            self._recorder.log(step, values)
+        self._recorder.log(step, values)
 
     def observe(self, loss: float | Tensor) -> None:
         """Watches a loss of the current step without writing it and without waiting for the GPU.
@@ -441,7 +440,7 @@ class Session:
         self._saver.begin(awaits_state=awaits_state)
         coordinates = not self._context.has_agent and self._context.identity.local_rank == 0
         self._stop_coordinator = (
-            StopCoordinator(self._context, self._loop.note) if coordinates else None
+            StopCoordinator(self._context, self._recorder.event) if coordinates else None
         )
         # Work that the program still does before its first step counts as loading.
         self._record.beat(Phase.LOAD)
@@ -469,8 +468,7 @@ class Session:
         atexit.unregister(self._at_exit)
         if self._stop_coordinator is not None:
             self._stop_coordinator.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        self._recorder.close()
         self._saver.close(is_orderly=is_orderly)
         if self._flags is not None:
             self._flags.close()

@@ -103,8 +103,7 @@ def test_values_of_each_save_come_back_whatever_their_type(
         )
         assert name == f"step-{step:08d}.a0003.l02"
         results = engine.wait(20)
-        assert [(r.step, r.committed, r.error) for r in results] == [(step, True, None)]
-        assert engine.last_committed == name
+        assert [(r.checkpoint, r.committed, r.error) for r in results] == [(name, True, None)]
         loaded = make_state(9.0)
         report = engine.load(directory_of(tmp_path, step), loaded)
         assert (report.missing, report.extra) == ((), ())

@@ -28,6 +28,7 @@ from holdfast.contracts.errors import (
     KeyMismatchError,
 )
 from holdfast.contracts.manifest import Manifest
+from holdfast.trainer.collective import attempt
 from holdfast.trainer.loading.compare_keys import (
     KeyComparison,
     Selection,
@@ -325,7 +326,7 @@ def _read_turn(
     odd = [head.piece for head in wants.headers if not head.is_as_expected]
     error = tally.error
     if error is None and not tally.problems:
-        _, error = _attempt(lambda: _finish(state, wants))
+        _, error = attempt(lambda: _finish(state, wants))
     counts = (tally.bytes_read, tally.bytes_unique, len(odd))
     gathered = gather(group, (tally.problems, _portable(error), counts))
     _raise_damage(directory, [problems for problems, _, _ in gathered])
@@ -370,14 +371,6 @@ def _raise_damage(directory: Path, problems: list[list[str]]) -> None:
         )
 
 
-def _attempt(act: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    try:
-        return act(), None
-    except Exception as error:
-        # The other ranks wait for an answer, so catch every error. Later all ranks raise it.
-        return None, error
-
-
 def _agree(
     act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
 ) -> tuple[T, list[W]]:
@@ -385,7 +378,7 @@ def _agree(
 
     If `act` raised on any rank, all ranks raise the first error.
     """
-    value, error = _attempt(act)
+    value, error = attempt(act)
     own = None if error is not None else describe(cast(T, value))
     gathered = gather(group, (_portable(error), own))
     _raise_first(error, [one for one, _ in gathered])

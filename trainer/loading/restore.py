@@ -79,7 +79,7 @@ def resume(
     context: RankContext,
     ranks: ControlGroup,
     state: TrainState,
-    recorder: Recorder | None,
+    recorder: Recorder,
 ) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
@@ -89,7 +89,14 @@ def resume(
     """
     passed: dict[str, str] = {}
     began = time.monotonic()
-    search = _search(context, passed, recorder)
+    search = Search(
+        run=context.run,
+        run_uid=context.identity.run_uid,
+        tiers=Tiers.from_environment(os.environ),
+        nodes=context.identity.nodes,
+        passed=passed,
+        journal=recorder.event,
+    )
     for _ in range(FALLBACKS_MAX):
         # Rank 0's lease protects the checkpoint from deletion until all ranks have loaded it.
         with contextlib.ExitStack() as held:
@@ -101,10 +108,21 @@ def resume(
                     raise
                 passed[choice.directory] = f"damaged: {'; '.join(error.damaged) or error}"
                 continue
-        if recorder is not None:
+        if ranks.rank == 0:
             print(describe(context.run.name, found, restored, choice.skipped, notes), flush=True)
-            load_s = round(time.monotonic() - began, 6)
-            _journal(context, found, restored[0], choice.skipped, notes, load_s, recorder)
+            recorder.event(
+                EventKind.RESUMED,
+                checkpoint=found.checkpoint,
+                step=found.step,
+                skipped=list(choice.skipped),
+                command_digest=context.identity.command_digest,
+                argv=program_argv(),
+                world_size=ranks.world_size,
+                restored=list(restored[0].parts),
+                notes=list(notes),
+                load_s=round(time.monotonic() - began, 6),
+                changed_variables=changed_variables(),
+            )
         return found
     raise DamagedCheckpointError(
         f"{context.run.directory}: {len(passed)} checkpoints were read and all are damaged; "
@@ -195,28 +213,6 @@ def recorded_skips(events: Iterable[Event]) -> tuple[SkipWindow, ...]:
     )
 
 
-def _search(context: RankContext, passed: dict[str, str], recorder: Recorder | None) -> Search:
-    """Return a search for a checkpoint in all tiers that the environment names."""
-    identity = context.identity
-
-    def journal(kind: EventKind, **facts: Any) -> None:
-        if recorder is not None:
-            numbers: dict[str, Any] = {
-                "attempt": identity.attempt,
-                "launch": identity.launch,
-            }
-            recorder.event(kind, **numbers, **facts)
-
-    return Search(
-        run=context.run,
-        run_uid=identity.run_uid,
-        tiers=Tiers.from_environment(os.environ),
-        nodes=identity.nodes,
-        passed=passed,
-        journal=journal,
-    )
-
-
 def _choose_together(
     search: Search,
     passed: dict[str, str],
@@ -284,30 +280,3 @@ def _is_gone(manifest: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def _journal(
-    context: RankContext,
-    found: Resumed,
-    first: Restored,
-    skipped: tuple[str, ...],
-    notes: Sequence[str],
-    load_s: float,
-    recorder: Recorder,
-) -> None:
-    identity = context.identity
-    recorder.event(
-        EventKind.RESUMED,
-        attempt=identity.attempt,
-        launch=identity.launch,
-        checkpoint=found.checkpoint,
-        step=found.step,
-        skipped=list(skipped),
-        command_digest=identity.command_digest,
-        argv=program_argv(),
-        world_size=identity.world_size,
-        restored=list(first.parts),
-        notes=list(notes),
-        load_s=load_s,
-        changed_variables=changed_variables(),
-    )

@@ -7,7 +7,6 @@ chooses the `auto` interval of checkpoints, because it decides when to save.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from holdfast.contracts.failures import Failures, observe_failures
 from holdfast.contracts.history import load_events
@@ -31,10 +30,10 @@ class Pace:
         step: int,
         context: RankContext,
         saver: Saver,
-        recorder: Recorder | None,
+        recorder: Recorder,
         looks_first: bool = False,
     ) -> None:
-        """`step` is the last complete one. `recorder` is set on rank 0 only."""
+        """`step` is the last complete one."""
         self.cadence = Cadence(
             interval,
             step=step,
@@ -44,19 +43,20 @@ class Pace:
         )
         self.rhythm = rhythm
         self.meter = StepMeter(now)
-        self._is_auto = interval.is_auto
+        self._is_root = context.identity.rank == 0
+        self._chooses = self._is_root and interval.is_auto
         self._context, self._saver, self._recorder = context, saver, recorder
         self._saves = 0
         self._slowed_s = 0.0
         self._reported: Choice | None = None
         self._failures = Failures(0, 0.0)
-        if recorder is not None and interval.is_auto:
+        if self._chooses:
             current = (context.identity.attempt, context.identity.launch)
             self._failures = observe_failures(load_events(context.run), current)
 
     def figures(self) -> tuple[int, int]:
         """Return this rank's microseconds per copy and, on rank 0 only, per step."""
-        step_us = int(self.meter.step_s * 1e6) if self._recorder is not None else 0
+        step_us = int(self.meter.step_s * 1e6) if self._is_root else 0
         return int(self._saver.copy_s * 1e6), step_us
 
     def update(self, copy_us: int, step_us: int, *, saved: bool) -> None:
@@ -68,7 +68,7 @@ class Pace:
             self._slowed_s = self.meter.slowed_s / self._saves
             self._saves = 0
         self.meter.restart()
-        if self._recorder is not None and self._is_auto:
+        if self._chooses:
             self._choose(copy_us)
 
     def _choose(self, copy_us: int) -> None:
@@ -84,19 +84,14 @@ class Pace:
         self.cadence.adopt(choice.interval_s)
         if choice.differs_from(self._reported):
             self._reported = choice
-            self._note(str(choice), interval_s=choice.interval_s)
+            self._recorder.event(EventKind.NOTE, interval_s=choice.interval_s, text=str(choice))
 
     def _report_rhythm(self, copy_us: int, step_us: int) -> None:
         every = self.rhythm.every
         kept = f"every {every} steps" if every > 1 else "every step" if every else "none"
-        self._note(
-            f"snapshots in memory: {kept}; a copy takes {copy_us / 1e6:.4f} s, a step "
-            f"{step_us / 1e6:.4f} s, and the budget is {OVERHEAD_MAX:.0%}",
+        self._recorder.event(
+            EventKind.NOTE,
             snapshots_every=every,
+            text=f"snapshots in memory: {kept}; a copy takes {copy_us / 1e6:.4f} s, a step "
+            f"{step_us / 1e6:.4f} s, and the budget is {OVERHEAD_MAX:.0%}",
         )
-
-    def _note(self, text: str, **figures: Any) -> None:
-        if self._recorder is not None:
-            who = self._context.identity
-            facts: dict[str, Any] = {"attempt": who.attempt, "launch": who.launch}
-            self._recorder.event(EventKind.NOTE, **facts, **figures, text=text)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.collective import HierarchicalGroup
+from holdfast.trainer.collective import HierarchicalGroup, attempt, problem_of
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import (
@@ -36,7 +36,7 @@ from holdfast.trainer.planning.layout import (
 )
 from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
-from holdfast.trainer.planning.ranks import problem_of, raise_problems
+from holdfast.trainer.planning.ranks import all_or_none, raise_problems
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,12 @@ def plan_custom(
     Raises `SaveError` on all ranks if the planner fails on one, or if it asks for an entry that
     only a pickle could store or for metadata that could not be read back.
     """
-    plans: list[SavePlan] = []
 
-    def plan_own() -> None:
+    def plan_own() -> SavePlan:
         planner.set_up_planner(dict(state), storage_meta=None, is_coordinator=stage_tree.is_root)
-        plans.append(planner.create_local_plan())
+        return planner.create_local_plan()
 
-    raise_problems(tree.agree(problem_of(plan_own, identity.rank)))
+    own = all_or_none(tree, identity.rank, plan_own)
     metadata: list[Metadata] = []
 
     def plan_all(everyones: list[SavePlan]) -> list[SavePlan]:
@@ -79,25 +78,20 @@ def plan_custom(
             )
         return made
 
-    plan, problem = _through_root(plans[0], plan_all, stage_tree, identity.rank)
+    plan, problem = _through_root(own, plan_all, stage_tree, identity.rank)
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
-    found: list[tuple[Layout, dict[str, Any], dict[MetadataIndex, _StorageInfo]]] = []
-    problem = problem_of(
-        lambda: found.append(_place(planner, planner.finish_plan(plan), identity)), identity.rank
+    layout, values, storage = all_or_none(
+        tree, identity.rank, lambda: _place(planner, planner.finish_plan(plan), identity)
     )
-    raise_problems(tree.agree(problem))
-    layout, values, storage = found[0]
     everywhere = stage_tree.gather_all(storage)
 
-    def add_files() -> None:
-        nonlocal layout
+    def add_files() -> Layout:
+        whole = layout
         if stage_tree.is_root:
-            layout = add_metadata(layout, _pickle(metadata[0], everywhere), identity.folder)
-        if identity.rank == 0:
-            layout = add_train_state(layout)
+            whole = add_metadata(whole, _pickle(metadata[0], everywhere), identity.folder)
+        return add_train_state(whole) if identity.rank == 0 else whole
 
-    raise_problems(tree.agree(problem_of(add_files, identity.rank)))
-    return CustomPlan(layout, values)
+    return CustomPlan(all_or_none(tree, identity.rank, add_files), values)
 
 
 def _through_root(
@@ -108,10 +102,9 @@ def _through_root(
 ) -> tuple[SavePlan, str | None]:
     """Return this rank's part of the plans that the root makes from all ranks' plans."""
     everyones = tree.gather_all(plan)
-    made: list[SavePlan] = []
-    problem = problem_of(lambda: made.extend(plan_all(everyones)), rank) if tree.is_root else None
-    own: SavePlan = tree.scatter_all(made if problem is None else [plan] * len(everyones))
-    return own, problem
+    made, error = attempt(lambda: plan_all(everyones)) if tree.is_root else ([], None)
+    own: SavePlan = tree.scatter_all([plan] * len(everyones) if made is None else made)
+    return own, problem_of(error, rank)
 
 
 def _place(

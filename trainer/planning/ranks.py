@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import psutil
 
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.memory_limit import group_room
 from holdfast.contracts.slots import SLOTS_PER_RANK
-from holdfast.trainer.collective import HierarchicalGroup
+from holdfast.trainer.collective import HierarchicalGroup, attempt, problem_of
 from holdfast.trainer.identity import Identity, distcp_name
 from holdfast.trainer.planning.columns import KINDS, Block, Pattern, Rows, join, pack
 from holdfast.trainer.planning.global_plan import GlobalPlan, Kept, plan_all
@@ -76,14 +76,12 @@ def plan_together(
     several equal boxes is written once, balanced by bytes. `prepare` is called first. Raises
     `SaveError` on all ranks of `tree`.
     """
-    described: list[RankRows] = []
 
-    def describe() -> None:
+    def describe() -> RankRows:
         prepare()
-        described.append(describe_rank(state))
+        return describe_rank(state)
 
-    raise_problems(tree.agree(problem_of(describe, identity.rank)))
-    own = described[0]
+    own = all_or_none(tree, identity.rank, describe)
     reply, problem = _ask(own, stage_tree, identity.rank)
     raise_problems(tree.agree(problem if stage_tree.is_root else None))
     assert reply is not None
@@ -96,10 +94,9 @@ def plan_together(
 
 def all_or_none(tree: HierarchicalGroup, rank: int, act: Callable[[], T]) -> T:
     """Run `act` on every rank and return its result. Raises `SaveError` on all if one failed."""
-    result: list[T] = []
-    problem = problem_of(lambda: result.append(act()), rank)
-    raise_problems(tree.agree(problem))
-    return result[0]
+    result, error = attempt(act)
+    raise_problems(tree.agree(problem_of(error, rank)))
+    return cast(T, result)
 
 
 def check_memory(tree: HierarchicalGroup, node: int, image_bytes: int, held_bytes: int) -> None:
@@ -197,27 +194,16 @@ def _decide(
     indexes: Sequence[NodeIndex], contents: Sequence[Contents], root: int
 ) -> list[list[tuple[Reply | None, str | None]]]:
     """Return a reply for each rank of each node, the same problem for all if planning failed."""
-    found: list[tuple[GlobalPlan, MetadataPickle]] = []
 
-    def plan() -> None:
+    def plan() -> tuple[GlobalPlan, MetadataPickle]:
         made = decide(indexes, contents)
-        found.append((made, MetadataPickle(made, distcp_name)))
+        return made, MetadataPickle(made, distcp_name)
 
-    problem = problem_of(plan, root)
-    if problem:
-        return [[(None, problem)] * len(index.ranks) for index in indexes]
-    made, metadata = found[0]
+    found, error = attempt(plan)
+    if found is None:
+        return [[(None, problem_of(error, root))] * len(index.ranks) for index in indexes]
+    made, metadata = found
     return [
         [(Reply(made.kept[rank], None if rank else metadata), None) for rank in index.ranks]
         for index in indexes
     ]
-
-
-def problem_of(act: Callable[[], object], rank: int) -> str | None:
-    """Run `act`. Return its error with the rank's number, or None if it succeeded."""
-    try:
-        act()
-    except Exception as error:
-        # The other ranks wait for this rank's answer, so every error is raised on all of them.
-        return f"rank {rank}: {error}"
-    return None
