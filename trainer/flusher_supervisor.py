@@ -11,7 +11,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Final
 from holdfast.contracts import wire
 from holdfast.contracts.durable import make_directory
 from holdfast.contracts.errors import PreflightError, RunConflictError
+from holdfast.contracts.flusher_process import KeptSlots, start_flusher
 from holdfast.contracts.mirrors import Tiers
 
 RESTARTS_MAX: Final = 3
@@ -42,7 +42,7 @@ class FlusherSupervisor:
         self._log, self._run = log, run
         has_mirror = bool(Tiers.from_environment(os.environ).mirror)
         self._end_timeout_s = MIRROR_TIMEOUT_S if has_mirror else END_TIMEOUT_S
-        self._kept: dict[tuple[int, int, int], int] = {}
+        self._kept = KeptSlots()
         self._is_closing = False
         make_directory(log.parent)
         make_directory(place.parent)
@@ -66,29 +66,13 @@ class FlusherSupervisor:
         if wait:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._end_timeout_s)
-        for descriptor in self._kept.values():
-            os.close(descriptor)
-        self._kept.clear()
+        self._kept.release()
         os.close(self._address)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        mine, theirs = wire.pair()
-        command = [sys.executable, "-m", "holdfast.trainer.flusher"]
-        command += ["--address-fd", str(self._address)]
-        command += ["--node", str(self._node), "--nodes", str(self._nodes)]
-        command += ["--run", str(self._run)]
-        with theirs, open(self._log, "ab") as log:
-            # Output goes to a file. The flusher outlives the ranks, and a reader of torchrun's
-            # output would wait for it. Its own process session keeps torchrun's signals away.
-            process = subprocess.Popen(
-                [*command, "--supervisor-fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), self._address),
-                start_new_session=True,
-            )
-        return process, mine
+        return start_flusher(
+            self._address, node=self._node, nodes=self._nodes, run=self._run, log=self._log
+        )
 
     def _wait_until_it_answers(self) -> None:
         give_up = time.monotonic() + START_TIMEOUT_S
@@ -109,8 +93,7 @@ class FlusherSupervisor:
             self._socket.close()
             self._process, self._socket = self._start()
             # If the new flusher dies at once, the next iteration restarts it.
-            with contextlib.suppress(OSError):
-                self._give_back()
+            self._kept.give_back(self._socket)
 
     def _end_former(self) -> None:
         """Wait for the disconnected flusher to exit, to free its address for the next one."""
@@ -120,25 +103,13 @@ class FlusherSupervisor:
             self._process.kill()
             self._process.wait()
 
-    def _give_back(self) -> None:
-        for (rank, slot, launch), descriptor in self._kept.items():
-            facts = {"rank": rank, "slot": slot, "launch": launch}
-            wire.send(self._socket, "kept", descriptors=(descriptor,), **facts)
-
     def _hold_until_hang_up(self) -> None:
         while (packet := wire.receive(self._socket)) is not None:
             message, descriptors = packet
             if message["kind"] == "full":
                 self._answer_full(message["step"])
-            if message["kind"] != "keep":
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                continue
-            key = (message["rank"], message["slot"], message["launch"])
-            former = self._kept.pop(key, None)
-            if former is not None:
-                os.close(former)
-            self._kept[key] = descriptors[0]
+            elif message["kind"] == "keep":
+                self._kept.keep(message, descriptors[0])
 
     def _answer_full(self, step: int) -> None:
         """Answer that nothing was deleted: without an agent there are no keep rules."""

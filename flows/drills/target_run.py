@@ -17,10 +17,10 @@ import psutil
 
 from holdfast.contracts.attempt import Submission, read_claim, read_document
 from holdfast.contracts.errors import ServiceError
+from holdfast.contracts.flusher_process import MODULE
 from holdfast.contracts.journal import Event, EventKind, read_journal
 from holdfast.contracts.paths import AttemptPaths, RunPaths
 from holdfast.flows.drills.steps import Place, Records, Step, place_of
-from holdfast.workers.agent.flusher_supervisor import MODULE
 from holdfast.workers.heartbeats import read_heartbeats
 from holdfast.workers.processes import ProcessName, find_process
 

@@ -1,8 +1,4 @@
-"""The flusher supervisor: it holds the staging slots, and starts and restarts the flusher.
-
-The slots are memory files. While the flusher supervisor holds their descriptors, the death of a
-rank or of the flusher loses no sealed step.
-"""
+"""The agent's flusher supervisor: it starts, restarts and drains the node's flusher."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from typing import Any, Final
 
 from holdfast.contracts import environment, wire
 from holdfast.contracts.errors import HoldfastError
+from holdfast.contracts.flusher_process import KeptSlots, start_flusher
 from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.secrets import plain_part, references_in, resolve
 from holdfast.workers.agent.context import AgentContext
@@ -31,7 +28,6 @@ POLL_S: Final = 0.05
 DETAIL_MAX: Final = 2000
 # The variables that locate a program's object store. The flusher must use the same store.
 STORE_PREFIXES: Final = ("AWS_", environment.S3_ENDPOINT)
-MODULE: Final = "holdfast.trainer.flusher"
 
 
 @dataclass
@@ -55,8 +51,7 @@ class FlusherSupervisor:
         self.place = f"/proc/{os.getpid()}/fd/{self._address}"
         self.flushed = Flushed()
         self._context = context
-        self._lock = threading.Lock()
-        self._slots: dict[tuple[int, int, int], int] = {}
+        self._slots = KeptSlots()
         self._drained: dict[str, Any] | None = None
         self._drains = 0
         self._starts = 0
@@ -104,9 +99,7 @@ class FlusherSupervisor:
 
     def forget(self, launch: int) -> None:
         """Release the slots of a launch that is over and drained."""
-        with self._lock:
-            for key in [key for key in self._slots if key[2] <= launch]:
-                os.close(self._slots.pop(key))
+        self._slots.release(launch)
 
     def close(self) -> None:
         """Hang up. The flusher finishes what is sealed and exits, or is killed after a while."""
@@ -118,39 +111,31 @@ class FlusherSupervisor:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(LEAVE_WAIT_S)
-        self.forget(sys.maxsize)
+        self._slots.release()
         os.close(self._address)
 
     def _start(self) -> None:
         self._hang_up()
         self._starts += 1
-        ours, theirs = wire.pair()
         logs = self._context.attempt.node_logs(self._context.node)
         logs.mkdir(parents=True, exist_ok=True)
         request = self._context.request
-        command = [sys.executable, "-m", MODULE, "--address-fd", str(self._address)]
-        command += ["--node", str(self._context.node), "--nodes", str(self._context.nodes)]
-        command += ["--run", str(self._context.run.directory)]
-        command += ["--supervisor-fd", str(theirs.fileno())]
-        if request.checkpoint_budget_bytes is not None:
-            command += ["--budget", str(request.checkpoint_budget_bytes)]
-        with open(logs / "flusher.log", "ab") as log, theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), self._address),
-                start_new_session=True,
-                env=build_environment(
-                    os.environ,
-                    self._given(),
-                    request.tiers,
-                    request.supervision.flush_timeout_s,
-                ),
-            )
+        self._process, ours = start_flusher(
+            self._address,
+            node=self._context.node,
+            nodes=self._context.nodes,
+            run=self._context.run.directory,
+            log=logs / "flusher.log",
+            budget=request.checkpoint_budget_bytes,
+            env=build_environment(
+                os.environ,
+                self._given(),
+                request.tiers,
+                request.supervision.flush_timeout_s,
+            ),
+        )
         self._connection = ours
-        self._give_back(ours)
+        self._slots.give_back(ours)
         threading.Thread(target=self._read, args=(ours,), name="flusher", daemon=True).start()
 
     def _given(self) -> dict[str, str]:
@@ -158,20 +143,6 @@ class FlusherSupervisor:
         environment = self._context.request.environment
         stores = {k: v for k, v in references_in(environment).items() if is_of_store(k)}
         return {**plain_part(environment), **resolve(stores, self._context.run)[0]}
-
-    def _give_back(self, connection: socket.socket) -> None:
-        """Send every kept slot to a restarted flusher."""
-        with self._lock:
-            for (rank, slot, launch), handle in self._slots.items():
-                with contextlib.suppress(OSError):
-                    wire.send(
-                        connection,
-                        "kept",
-                        descriptors=(handle,),
-                        rank=rank,
-                        slot=slot,
-                        launch=launch,
-                    )
 
     def _ask_drain(self, timeout_s: float, lost: Collection[int], mirror: bool) -> bool:
         """Send one drain request; return False if the flusher ended or did not answer in time."""
@@ -230,11 +201,7 @@ class FlusherSupervisor:
     def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]
         if kind == "keep" and descriptors:
-            key = (int(message["rank"]), int(message["slot"]), int(message["launch"]))
-            with self._lock:
-                if key in self._slots:
-                    os.close(self._slots[key])
-                self._slots[key] = descriptors[0]
+            self._slots.keep(message, descriptors[0])
         elif kind == "drained":
             self._drained = message
         elif kind == "committed" and message.get("is_salvaged"):
