@@ -39,11 +39,11 @@ from holdfast.trainer.planning.columns import (
     pack,
 )
 from holdfast.trainer.planning.global_plan import GlobalPlan
-from holdfast.trainer.planning.layout import Signature, flatten
 from holdfast.trainer.planning.metadata_pickle import MetadataPickle
 from holdfast.trainer.planning.places import count_rows
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, Wanted, choose_sources, decide
+from holdfast.trainer.planning.signature import Signature, flatten
 
 RANKS_PER_NODE: Final = 8
 ROWS_PER_RANK: Final = 4

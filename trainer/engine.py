@@ -7,21 +7,17 @@ communication. The node's flusher does the rest while training continues.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
-import platform
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from holdfast.contracts.durable import to_json
 from holdfast.contracts.environment import FLUSH_TIMEOUT_DEFAULT_S as SAVE_TIMEOUT_S
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.mirrors import Tiers
@@ -32,18 +28,15 @@ from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.custom import plan_custom
 from holdfast.trainer.planning.layout import (
-    TRAIN_STATE_BYTES_MAX,
     Layout,
-    check_unchanged,
-    files_of,
-    find_changes,
-    flatten,
     local_part,
 )
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
+from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.copying import find_gpu
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
+from holdfast.trainer.staging.step_facts import StepFacts, make_table
 
 POLL_S: Final = 0.002
 
@@ -133,7 +126,7 @@ class CheckpointEngine:
         if self._layout is None:
             return "nothing is planned yet"
         flat = flatten(state)
-        found = find_changes(self._layout, flat)
+        found = self._layout.signature.find_changes(flat)
         if found is None and self._stage is not None:
             found = self._stage.problem
         self._compared = None if found else (state, flat)
@@ -171,7 +164,8 @@ class CheckpointEngine:
         """
         began = time.monotonic()
         stage, flat = self._planned(state, timeout_s)
-        document = self._encode_train_state(train_state)
+        facts = self._facts(step, reason, parent, metrics, train_state)
+        document = self._encode(facts)
         staged = self._take_slot(stage, step, timeout_s if must else 0.0)
         if staged is None and must:
             raise SaveError(
@@ -181,14 +175,10 @@ class CheckpointEngine:
         if staged is None:
             self._connection.notify("skipped", step=step)
             return None
-        name = self._name(step)
-        table = self._fill(staged, flat, document, name, began)
-        if self._identity.rank == 0:
-            table["manifest"] = self._manifest_facts(name, reason, parent, metrics, train_state)
-        staged.slot.seal(table)
-        self._in_flight[staged] = name
+        self._fill(staged, flat, document, facts, began)
+        self._in_flight[staged] = facts.name
         self._connection.notify("sealed", step=step)
-        return str(name)
+        return str(facts.name)
 
     def snapshot(
         self,
@@ -214,15 +204,12 @@ class CheckpointEngine:
             return False
         self._connection.keep_up()
         flat = self._checked(self._layout, state)
-        document = self._encode_train_state(train_state)
+        facts = self._facts(step, reason, parent, metrics, train_state)
+        document = self._encode(facts)
         staged = self._take_slot(self._stage, step, 0.0)
         if staged is None:
             return False
-        name = self._name(step)
-        table = self._fill(staged, flat, document, name, began)
-        if self._identity.rank == 0:
-            table["manifest"] = self._manifest_facts(name, reason, parent, metrics, train_state)
-        staged.slot.seal(table, is_snapshot=True)
+        self._fill(staged, flat, document, facts, began, is_snapshot=True)
         return True
 
     def discard_snapshots(self, step: int | None = None) -> None:
@@ -358,21 +345,40 @@ class CheckpointEngine:
         if compared is not None and compared[0] is state:
             return compared[1]
         flat = flatten(state)
-        check_unchanged(layout, flat)
+        layout.signature.check(flat)
         return flat
 
-    def _name(self, step: int) -> CheckpointName:
-        return CheckpointName(step, self._identity.attempt, self._identity.launch)
+    def _facts(
+        self,
+        step: int,
+        reason: str,
+        parent: str | None,
+        metrics: Mapping[str, float] | None,
+        train_state: Mapping[str, Any],
+    ) -> StepFacts:
+        return StepFacts(
+            name=CheckpointName(step, self._identity.attempt, self._identity.launch),
+            reason=reason,
+            parent=parent,
+            metrics=metrics or {},
+            train_state=train_state,
+        )
+
+    def _encode(self, facts: StepFacts) -> bytes | None:
+        """Return the train state that rank 0 writes, and None on other ranks."""
+        return facts.encode_train_state() if self._identity.rank == 0 else None
 
     def _fill(
         self,
         staged: StagedSlot,
         flat: Mapping[str, Any],
         document: bytes | None,
-        name: CheckpointName,
+        facts: StepFacts,
         began: float,
-    ) -> dict[str, Any]:
-        """Copy all data into the slot and return its table. On failure the slot is free again."""
+        *,
+        is_snapshot: bool = False,
+    ) -> None:
+        """Copy all data into the slot and seal it. If the copy fails, the slot is free again."""
         assert self._layout is not None
         assert self._stage is not None
         try:
@@ -381,7 +387,17 @@ class CheckpointEngine:
         except BaseException:
             staged.slot.state = SlotState.EMPTY
             raise
-        return self._make_table(name, self._layout, document, time.monotonic() - began)
+        table = make_table(
+            facts.name,
+            self._layout,
+            self._identity,
+            run=self._run,
+            node_folder=self._node_folder,
+            train_state_bytes=None if document is None else len(document),
+            blocked_s=time.monotonic() - began,
+            manifest=None if document is None else facts.for_manifest(self._identity, self._mesh),
+        )
+        staged.slot.seal(table.to_document(), is_snapshot=is_snapshot)
 
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         give_up = time.monotonic() + timeout_s
@@ -410,81 +426,3 @@ class CheckpointEngine:
                 continue
             del self._in_flight[staged]
         return sorted(name.step for name in self._in_flight.values())
-
-    def _encode_train_state(self, train_state: Mapping[str, Any]) -> bytes | None:
-        if self._identity.rank != 0:
-            return None
-        try:
-            content = to_json(dict(train_state))
-        except (TypeError, ValueError) as error:
-            raise SaveError(
-                f"the train state is not JSON: {error}; put tensors into the state. The train "
-                "state takes numbers, text, lists and mappings"
-            ) from error
-        if len(content) > TRAIN_STATE_BYTES_MAX:
-            raise SaveError(
-                f"the train state is {len(content)} bytes of JSON, expected "
-                f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
-            )
-        return content
-
-    def _make_table(
-        self, name: CheckpointName, layout: Layout, document: bytes | None, blocked_s: float
-    ) -> dict[str, Any]:
-        who = self._identity
-        files = files_of(layout, None if document is None else len(document))
-        return {
-            "run_directory": str(self._run.directory.absolute()),
-            "node_folder": str(self._node_folder.directory) if self._node_folder else "",
-            "checkpoint": str(name),
-            "step": name.step,
-            "rank": who.rank,
-            "local_rank": who.local_rank,
-            "local_ranks": who.local_ranks,
-            "node": who.node,
-            "nodes": who.nodes,
-            "world_size": who.world_size,
-            "staged_at": time.time(),
-            "blocked_s": blocked_s,
-            "files": [{"path": f.path, "offset": f.offset, "bytes": f.bytes} for f in files],
-        }
-
-    def _manifest_facts(
-        self,
-        name: CheckpointName,
-        reason: str,
-        parent: str | None,
-        metrics: Mapping[str, float] | None,
-        train_state: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        who = self._identity
-        return {
-            "run_uid": who.run_uid,
-            "run": who.run,
-            "name": str(name),
-            "step": name.step,
-            "attempt": who.attempt,
-            "launch": who.launch,
-            "world_size": who.world_size,
-            "parent": parent,
-            "reason": reason,
-            "command_digest": who.command_digest,
-            "versions": _versions(),
-            "topology": {
-                "nodes": who.nodes,
-                "ranks_per_node": who.local_ranks,
-                "pipeline": who.stages,
-                "mesh": self._mesh,
-            },
-            "skips": train_state.get("data", {}).get("skips", ()),
-            "metrics": {key: float(value) for key, value in (metrics or {}).items()},
-        }
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    return {
-        "holdfast": importlib.metadata.version("holdfast"),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }

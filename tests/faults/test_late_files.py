@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.faults.saves import has_manifest, name_of
 from tests.faults.test_lost_node import part_of
+from tests.slot_tables import make_table
 
 from holdfast.contracts import filesystems
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
@@ -93,8 +94,7 @@ def test_a_list_of_snapshots_may_be_as_late_as_the_file_system(
         theirs = salvage._list_path(launch_folder(run, name_of(1)), 1)
         clock = PlayedTime(seen_at_s, theirs, {"node": 1, "steps": [6, 7]})
         play(monkeypatch, mounted, clock)
-        table = {"node": 0, "nodes": 2, "checkpoint": name_of(1)}
-        table["run_directory"] = str(run.directory)
+        table = make_table(nodes=2, checkpoint=name_of(1), run_directory=str(run.directory))
         return agree(table, [7, 8], abandoned=lambda: None)
 
     longest_s = LISTS_WAIT_S + delay_s

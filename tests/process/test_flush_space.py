@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.flusher_supervisor import FakeRank, SlotHolder, wait_for, wait_until
+from tests.slot_tables import make_table
 from tests.storage import small_storage
 
 from holdfast.contracts.manifest import find_damage, read_manifest
@@ -18,6 +19,7 @@ from holdfast.contracts.paths import CheckpointName, RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.space_guard import MARGIN_BYTES_MAX, Need, SpaceGuard, find_shortage
 from holdfast.trainer.flusher_supervisor import FlusherSupervisor
+from holdfast.trainer.staging.slot_table import FilePlace
 
 GB = 10**9
 KB = 1000
@@ -42,9 +44,8 @@ KB = 1000
 def test_what_fits(
     free: int | None, total: int, budget: int | None, taken: int, code: int | None
 ) -> None:
-    need = Need.of_tables(
-        [{"step": 7, "nodes": 4, "files": [{"bytes": 4 * GB}, {"bytes": 6 * GB}]}]
-    )
+    files = (FilePlace("a", 0, 4 * GB), FilePlace("b", 4 * GB, 6 * GB))
+    need = Need.of_tables([make_table(step=7, nodes=4, files=files)])
     found = find_shortage(need, free=free, total=total, budget=budget, taken=taken)
     assert (found.errno if found else None) == code
     if code == errno.EDQUOT:

@@ -47,11 +47,12 @@ from holdfast.trainer.planning.columns import (
     pack,
 )
 from holdfast.trainer.planning.global_plan import ALIGNMENT, GlobalPlan
-from holdfast.trainer.planning.layout import Signature, check_unchanged, flatten, plan_layout
+from holdfast.trainer.planning.layout import plan_layout
 from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.metadata_pickle import pickle_metadata
 from holdfast.trainer.planning.rank_rows import describe_rank
 from holdfast.trainer.planning.ranks import Contents, NodeIndex, choose_sources, decide
+from holdfast.trainer.planning.signature import Signature, flatten
 
 HEADER_BYTES = 700
 
@@ -328,7 +329,7 @@ def test_a_state_is_flattened_as_stock_dcp_does_and_checked_by_what_a_plan_depen
     with pytest.raises(
         SaveError, match=r"a\.b: torch\.float32 \(3,\), planned torch.float32 \(2,\)"
     ):
-        check_unchanged(layout, {**flat, "a.b": torch.zeros(3)})
+        layout.signature.check({**flat, "a.b": torch.zeros(3)})
 
 
 def test_only_what_a_rank_has_is_described() -> None:

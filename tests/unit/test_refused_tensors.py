@@ -15,15 +15,17 @@ from holdfast.contracts.errors import CheckpointError, SaveError
 from holdfast.trainer import Session
 from holdfast.trainer.loading.targets import collect
 from holdfast.trainer.planning.layout import (
+    encode_number,
+)
+from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES, describe_rank
+from holdfast.trainer.planning.signature import (
     LIST_ENTRY_BYTES,
     LIST_LEAST,
     LIST_STEP,
     Signature,
     capacity_of,
-    encode_number,
     room_of,
 )
-from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES, describe_rank
 
 
 class Quantised(torch.Tensor):

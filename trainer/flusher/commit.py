@@ -33,6 +33,7 @@ from holdfast.contracts.filesystems import delay_s, refresh, revalidate
 from holdfast.contracts.manifest import FileEntry, Manifest, encode_manifest, read_manifest
 from holdfast.contracts.paths import MANIFEST, PARTS, CheckpointName, RunPaths
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
+from holdfast.trainer.staging.slot_table import SlotTable
 
 POLL_S: Final = 0.002
 POLL_SLOW_S: Final = 0.05
@@ -110,11 +111,10 @@ def leave_failure(directory: Path, node: int, reason: str, *, for_all: bool) -> 
             write_bytes(directory / PARTS / name, to_json({"node": node, "error": reason}))
 
 
-def report_incomplete(table: dict[str, Any], reason: str) -> None:
+def report_incomplete(table: SlotTable, reason: str) -> None:
     """Report to the other nodes, if any, that the step of `table` stays incomplete on this node."""
-    if table["nodes"] > 1:
-        directory = RunPaths(Path(table["run_directory"])).checkpoint(table["checkpoint"])
-        leave_failure(directory, table["node"], reason, for_all=table["node"] == 0)
+    if table.nodes > 1:
+        leave_failure(table.directory, table.node, reason, for_all=table.node == 0)
 
 
 def committer_of(nodes: int, lost: Collection[int]) -> int | None:

@@ -20,7 +20,6 @@ from holdfast.contracts.direct import Output
 from holdfast.contracts.durable import fsync_directory, make_directory
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.manifest import FileEntry, read_manifest
-from holdfast.contracts.mirrors import files_directory
 from holdfast.contracts.paths import MANIFEST, RunPaths
 from holdfast.trainer.flusher.commit import (
     PeerState,
@@ -31,6 +30,7 @@ from holdfast.trainer.flusher.commit import (
     leave_failure,
 )
 from holdfast.trainer.flusher.space_guard import NO_SPACE, Need, SpaceGuard, with_advice
+from holdfast.trainer.staging.slot_table import FilePlace, SlotTable
 
 WRITE_BYTES_MAX: Final = 8 * 1024 * 1024
 WRITERS_MAX: Final = 4
@@ -40,7 +40,7 @@ WRITERS_MAX: Final = 4
 class Image:
     """One rank's sealed slot: its table, and the memory that the table's offsets refer to."""
 
-    table: dict[str, Any]
+    table: SlotTable
     data: memoryview
 
 
@@ -65,9 +65,8 @@ def commit_step(
     committed. The directory then has no manifest and does not count as a checkpoint.
     """
     table = images[0].table
-    run = RunPaths(Path(table["run_directory"]))
-    directory = run.checkpoint(table["checkpoint"])
-    is_alone = table["nodes"] == 1
+    run, directory = table.run, table.directory
+    is_alone = table.nodes == 1
     if resumed and is_alone:
         _remove_temporaries(directory)
     try:
@@ -80,8 +79,7 @@ def commit_step(
     written: list[Path] = []
     has_written = False
     try:
-        files = files_directory(table, directory)
-        entries = _write_with_retry(run, directory, files, images, resumed, written, space_guard)
+        entries = _write_with_retry(images, resumed, written, space_guard)
         has_written = True
         part = _make_part(images, entries)
         if is_alone:
@@ -97,43 +95,32 @@ def commit_step(
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 
-def _report_failure(
-    directory: Path, table: dict[str, Any], error: Exception, peers: PeerState
-) -> None:
+def _report_failure(directory: Path, table: SlotTable, error: Exception, peers: PeerState) -> None:
     """Report to the other nodes, if any, that this node will not deliver the step."""
-    if table["nodes"] > 1:
-        for_all = table["node"] == committer_of(table["nodes"], peers.lost())
-        leave_failure(directory, table["node"], str(error), for_all=for_all)
+    if table.nodes > 1:
+        for_all = table.node == committer_of(table.nodes, peers.lost())
+        leave_failure(directory, table.node, str(error), for_all=for_all)
 
 
 def _write_with_retry(
-    run: RunPaths,
-    directory: Path,
-    files: Path,
-    images: Sequence[Image],
-    resumed: bool,
-    written: list[Path],
-    space_guard: SpaceGuard,
+    images: Sequence[Image], resumed: bool, written: list[Path], space_guard: SpaceGuard
 ) -> list[FileEntry]:
-    """Write all files. If space runs out, try once more after the supervisor has freed some.
-
-    `directory` is the checkpoint. `files` is where its files go, usually the same directory.
-    """
-    tables = [image.table for image in images]
-    need = Need.of_tables(tables)
+    """Write all files. If space runs out, try once more after the supervisor has freed some."""
+    table = images[0].table
+    need = Need.of_tables([image.table for image in images])
 
     def try_it() -> list[FileEntry]:
-        space_guard.check(run, directory, need, node=tables[0]["node"])
-        _make_directories(run, directory)
-        make_directory(files)
-        return _write_files(files, images, resumed, written)
+        space_guard.check(table.run, table.directory, need, node=table.node)
+        _make_directories(table.run, table.directory)
+        make_directory(table.files_directory)
+        return _write_files(table.files_directory, images, resumed, written)
 
     try:
         return try_it()
     except OSError as problem:
         if problem.errno not in NO_SPACE:
             raise
-        _discard(directory, images, written)
+        _discard(table.directory, images, written)
         written.clear()
         freed, advice = space_guard.ask(need, problem)
         if not freed:
@@ -172,7 +159,7 @@ def _discard(directory: Path, images: Sequence[Image], written: Sequence[Path]) 
             return
         for path in written:
             path.unlink(missing_ok=True)
-        if images[0].table["nodes"] > 1:
+        if images[0].table.nodes > 1:
             # Another node may be about to write into the same folders.
             return
         for folder in sorted(_folders(directory, images), reverse=True):
@@ -188,13 +175,13 @@ def _refuse_or_accept_existing(
     if manifest is None:
         return None
     listed = {entry.path: entry.bytes for entry in manifest.files}
-    ours = {f["path"]: f["bytes"] for image in images for f in image.table["files"]}
+    ours = {f.path: f.bytes for image in images for f in image.table.files}
     if not resumed or any(listed.get(path) != size for path, size in ours.items()):
         raise SaveError(
             f"{directory} is already a committed checkpoint and is never overwritten. Two "
             "programs must not write the same attempt and launch of a run"
         )
-    accept_commit(run, directory, is_alone=images[0].table["nodes"] == 1)
+    accept_commit(run, directory, is_alone=images[0].table.nodes == 1)
     return Committed(manifest.step, manifest.name, manifest.bytes, manifest.flush_s)
 
 
@@ -205,17 +192,18 @@ def _write_files(
 
     Each finished file is added to `written`, also if the function fails later.
     """
-    work = [(image, f["path"], f["offset"], f["bytes"]) for image in images for f in _files(image)]
+    work = [(image, file) for image in images for file in image.table.files]
     parents = sorted(_folders(directory, images))
     for parent in parents:
         make_directory(parent)
 
-    def write(item: tuple[Image, str, int, int]) -> FileEntry:
-        image, path, offset, size = item
-        with image.data[offset : offset + size] as content:
-            checksum = _write_file(directory / path, content, replace=resumed)
-            written.append(directory / path)
-        return FileEntry.of(path, size, checksum)
+    def write(item: tuple[Image, FilePlace]) -> FileEntry:
+        image, file = item
+        path = directory / file.path
+        with image.data[file.offset : file.offset + file.bytes] as content:
+            checksum = _write_file(path, content, replace=resumed)
+            written.append(path)
+        return FileEntry.of(file.path, file.bytes, checksum)
 
     with ThreadPoolExecutor(WRITERS_MAX, thread_name_prefix="write") as pool:
         entries = list(pool.map(write, work))
@@ -254,25 +242,21 @@ def _write_file(path: Path, content: memoryview, *, replace: bool) -> FileChecks
 
 def _folders(directory: Path, images: Sequence[Image]) -> set[Path]:
     """Return the folders of these images' files, including the checkpoint's own."""
-    return {(directory / f["path"]).parent for image in images for f in _files(image)} | {directory}
-
-
-def _files(image: Image) -> list[dict[str, Any]]:
-    files: list[dict[str, Any]] = image.table["files"]
-    return files
+    paths = (directory / file.path for image in images for file in image.table.files)
+    return {directory, *(path.parent for path in paths)}
 
 
 def _make_part(images: Sequence[Image], entries: Sequence[FileEntry]) -> dict[str, Any]:
     """Return this node's part of the manifest. `manifest` comes from rank 0's table."""
     tables = [image.table for image in images]
     return {
-        "node": tables[0]["node"],
-        "nodes": tables[0]["nodes"],
-        "world_size": tables[0]["world_size"],
-        "ranks": sorted(table["rank"] for table in tables),
+        "node": tables[0].node,
+        "nodes": tables[0].nodes,
+        "world_size": tables[0].world_size,
+        "ranks": sorted(table.rank for table in tables),
         "files": [entry.model_dump(mode="json") for entry in entries],
-        "blocked_s": max(table["blocked_s"] for table in tables),
-        "staged_at": max(table["staged_at"] for table in tables),
+        "blocked_s": max(table.blocked_s for table in tables),
+        "staged_at": max(table.staged_at for table in tables),
         "fsynced_at": time.time(),
-        "manifest": next((t["manifest"] for t in tables if "manifest" in t), None),
+        "manifest": next((t.manifest for t in tables if t.manifest is not None), None),
     }

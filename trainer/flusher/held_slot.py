@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.contracts.slots import Slot, SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView
+from holdfast.trainer.staging.slot_table import SlotTable
 
 
 @dataclass
@@ -29,18 +30,18 @@ class HeldSlot:
         if not is_readable:
             return self._bare_view(key, state, step)
         try:
-            table = self.slot.table
-            self.local_rank = int(table["local_rank"])
+            table = SlotTable.parse(self.slot.table)
+            self.local_rank = table.local_rank
             return SlotView(
                 key=key,
                 state=state,
                 step=step,
                 local_rank=self.local_rank,
-                local_ranks=int(table["local_ranks"]),
-                checkpoint=str(table["checkpoint"]),
+                local_ranks=table.local_ranks,
+                checkpoint=table.checkpoint,
                 is_former=self.is_orphan,
             )
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             self.slot.fail(f"the slot's table cannot be read: {error}")
             return self._bare_view(key, SlotState.FAILED, step)
 

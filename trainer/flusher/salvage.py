@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from holdfast.contracts.durable import make_directory, to_json, write_bytes
 from holdfast.contracts.errors import SaveError
 from holdfast.contracts.filesystems import delay_s, refresh
-from holdfast.contracts.paths import RunPaths
 from holdfast.contracts.slots import SlotState
 from holdfast.trainer.flusher.plan import SlotKey, SlotView, StepGroup
 from holdfast.trainer.flusher.shards import launch_folder, name_shards
+from holdfast.trainer.staging.slot_table import SlotTable
 
 LISTS_WAIT_S: Final = 60.0
 REFRESH_S: Final = 1.0
@@ -63,7 +63,7 @@ def newest_common(lists: Sequence[Collection[int]]) -> int | None:
 
 
 def agree(
-    table: dict[str, Any],
+    table: SlotTable,
     steps: Sequence[int],
     *,
     abandoned: Callable[[], str | None],
@@ -77,10 +77,10 @@ def agree(
     list is in `lost`, or if `abandoned` returns a reason. Raises `OSError` if the folder is not
     usable.
     """
-    node, nodes = int(table["node"]), int(table["nodes"])
+    node, nodes = table.node, table.nodes
     if nodes == 1:
         return newest_common([steps])
-    folder = launch_folder(RunPaths(Path(table["run_directory"])), table["checkpoint"])
+    folder = launch_folder(table.run, table.checkpoint)
     make_directory(folder)
     _write_list(folder, node, steps)
     timeout_s = LISTS_WAIT_S + delay_s(folder) if timeout_s is None else timeout_s

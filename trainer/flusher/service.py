@@ -46,6 +46,7 @@ from holdfast.trainer.flusher.shards import ShardList, ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
+from holdfast.trainer.staging.slot_table import SlotTable
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0
@@ -430,7 +431,7 @@ class Flusher:
     def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
         slots = [self._held[key] for key in group.slots]
         try:
-            images = [Image(held.slot.table, held.slot.data) for held in slots]
+            images = [Image(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
             if given_up is not None:
                 report_incomplete(images[0].table, given_up)
                 committed, error = None, given_up
@@ -464,7 +465,7 @@ class Flusher:
         nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
         result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
         try:
-            table = self._held[found.slots[0]].slot.table
+            table = SlotTable.parse(self._held[found.slots[0]].slot.table)
             steps = [group.step for group in found.groups]
             abandoned = self._abandonment_of(nothing)
             step = agree(table, steps, abandoned=abandoned, lost=lambda: self._lost_nodes)

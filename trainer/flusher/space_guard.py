@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.contracts.paths import MANIFEST, RunPaths
+from holdfast.trainer.staging.slot_table import SlotTable
 
 MARGIN_BYTES_MAX: Final = 64 * 1024 * 1024
 ANSWER_WAIT_S: Final = 120.0
@@ -31,10 +32,10 @@ class Need:
     step_bytes: int
 
     @classmethod
-    def of_tables(cls, tables: Sequence[dict[str, Any]]) -> Need:
+    def of_tables(cls, tables: Sequence[SlotTable]) -> Need:
         """Return the need of one node's slot tables. Nodes hold about equal shares of a step."""
-        size = sum(file["bytes"] for table in tables for file in table["files"])
-        return cls(tables[0]["step"], size, size * tables[0]["nodes"])
+        size = sum(file.bytes for table in tables for file in table.files)
+        return cls(tables[0].step, size, size * tables[0].nodes)
 
 
 def find_shortage(

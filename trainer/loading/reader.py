@@ -50,7 +50,6 @@ from holdfast.trainer.loading.targets import (
     collect_wholes,
     place_whole,
 )
-from holdfast.trainer.planning.layout import flatten
 from holdfast.trainer.planning.metadata import (
     Opened,
     extents_of,
@@ -59,6 +58,7 @@ from holdfast.trainer.planning.metadata import (
     pick_entries,
     read_metadata,
 )
+from holdfast.trainer.planning.signature import flatten
 
 T = TypeVar("T")
 W = TypeVar("W")

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,6 @@ from holdfast.contracts.manifest import read_manifest
 from holdfast.contracts.mirrors import (
     MirrorRecord,
     Tiers,
-    files_directory,
     read_record,
     write_record,
 )
@@ -40,6 +39,7 @@ from holdfast.trainer.mirror.upload import (
     read_upload,
     send_files,
 )
+from holdfast.trainer.staging.slot_table import SlotTable
 
 # Checkpoints that may wait before the oldest is skipped.
 BACKLOG_MAX: Final = 4
@@ -101,15 +101,14 @@ class MirrorWorker:
         if self._tiers.mirror:
             self._thread.start()
 
-    def take(self, tables: Sequence[Mapping[str, Any]]) -> None:
+    def take(self, tables: Sequence[SlotTable]) -> None:
         """Queue a step that was just committed. `tables` are this node's slot tables."""
         if not self._tiers.mirror:
             return
-        run = RunPaths(Path(tables[0]["run_directory"]))
-        own = frozenset(file["path"] for table in tables for file in table["files"])
-        directory = run.checkpoint(tables[0]["checkpoint"])
+        own = frozenset(file.path for table in tables for file in table.files)
+        one = tables[0]
         with self._changed:
-            self._new.append(Task(run, directory, files_directory(tables[0], directory), own))
+            self._new.append(Task(one.run, one.directory, one.files_directory, own))
             skipped = self._new.popleft() if len(self._new) > BACKLOG_MAX else None
             self._changed.notify()
         if skipped is not None:

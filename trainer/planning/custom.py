@@ -25,18 +25,17 @@ from holdfast.trainer.planning.global_plan import offsets_of
 from holdfast.trainer.planning.layout import (
     Layout,
     NumberEntry,
-    Signature,
     TensorEntry,
     add_metadata,
     add_train_state,
     encode_number,
-    is_plain,
     make_template,
     plan_layout,
 )
 from holdfast.trainer.planning.metadata import parse_metadata
 from holdfast.trainer.planning.rank_rows import NUMBER_ROOM_BYTES
 from holdfast.trainer.planning.ranks import all_or_none, raise_problems
+from holdfast.trainer.planning.signature import Signature, is_plain
 
 
 @dataclass(frozen=True)

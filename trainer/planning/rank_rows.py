@@ -27,15 +27,13 @@ from holdfast.trainer.planning.columns import (
 )
 from holdfast.trainer.planning.layout import (
     NumberEntry,
-    Signature,
     Template,
     TensorEntry,
     encode_number,
-    flatten,
     is_wrapper,
     make_template,
-    room_of,
 )
+from holdfast.trainer.planning.signature import Signature, flatten, room_of
 from holdfast.trainer.planning.strides import find_odd_stride
 
 # Later values of a number may need this many bytes more than the first one.

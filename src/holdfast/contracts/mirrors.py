@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -68,12 +67,6 @@ class Tiers:
     def node_folder(self, run: str, run_uid: str) -> RunPaths | None:
         """Return the run's folder on the node's own disk, or None without a node-local tier."""
         return RunPaths(Path(self.local) / place_of(run, run_uid)) if self.local else None
-
-
-def files_directory(table: Mapping[str, Any], directory: Path) -> Path:
-    """Return where a slot's table puts a checkpoint's files: `directory` or the node-local tier."""
-    folder = table.get("node_folder")
-    return RunPaths(Path(folder)).checkpoint(directory.name) if folder else directory
 
 
 def place_of(run: str, run_uid: str) -> str:

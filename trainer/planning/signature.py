@@ -1,0 +1,203 @@
+"""What a plan depends on: the keys, types and shapes of a state, flattened as DCP names them.
+
+Numbers, texts and lists of them have space to grow, so that later values fit the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from holdfast.contracts.errors import SaveError
+
+_NUMBERS: Final = frozenset({bool, int, float, str, type(None)})
+# Every value of these types fits the same place.
+_OF_ONE_SIZE: Final = _NUMBERS - {str}
+_LEAF_TYPES: Final = _NUMBERS | {torch.Tensor, torch.nn.Parameter, DTensor}
+_KEYS_SHOWN: Final = 5
+# A list of numbers has space for the next power of two, or above LIST_STEP the next multiple of it.
+LIST_LEAST: Final = 16
+LIST_STEP: Final = 2048
+# The bytes that one more number in a list may need.
+LIST_ENTRY_BYTES: Final = 12
+_LIST: Final = "list"
+# The same for a text, or all texts of a list together. A zip comment can pad more than one step.
+TEXT_LEAST_BYTES: Final = 256
+TEXT_STEP_BYTES: Final = 16384
+_TEXT: Final = "text"
+
+
+def flatten(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` with nested keys joined by dots, as DCP names them.
+
+    Raises `SaveError` with the name of a leaf that is neither a tensor nor a plain value.
+    """
+    flat: dict[str, Any] = {}
+    _flatten_into(flat, "", state)
+    return flat
+
+
+def _flatten_into(
+    flat: dict[str, Any], prefix: str, container: Mapping[str, Any] | list[Any]
+) -> None:
+    """Add the leaves with their names. As in DCP, a list is a leaf unless it holds tensors."""
+    entries = container.items() if isinstance(container, Mapping) else enumerate(container)
+    for name, value in entries:
+        key = f"{prefix}{name}"
+        # A fast path for nearly all leaves, because every save runs this loop.
+        if type(value) not in _LEAF_TYPES:
+            if isinstance(value, Mapping) or (type(value) is list and _is_nested(value)):
+                _flatten_into(flat, f"{key}.", value)
+                continue
+            if not isinstance(value, torch.Tensor) and not is_plain(value):
+                raise SaveError(
+                    f"{key}: a {type(value).__name__} cannot be saved as checkpoint state. "
+                    "Expected a tensor, or a bool, int, float, str or None of an optimizer's "
+                    "parameter group. Make it a tensor, or put it into the train state as JSON"
+                )
+        if key in flat:
+            raise SaveError(f"two entries have the name {key} when joined by dots; rename one")
+        flat[key] = value
+
+
+def _is_nested(entries: Sequence[Any]) -> bool:
+    return any(
+        isinstance(entry, (torch.Tensor, Mapping)) or (type(entry) is list and _is_nested(entry))
+        for entry in entries
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Return True for what a parameter group holds: numbers, texts, and lists of them (betas)."""
+    if type(value) in (list, tuple):
+        return all(type(entry) in _NUMBERS for entry in value)
+    return type(value) in _NUMBERS
+
+
+class Signature:
+    """What a plan depends on, by key: types, shapes and placements, but no values."""
+
+    def __init__(self, flat: Mapping[str, Any]) -> None:
+        self._prints = {key: _fingerprint(value) for key, value in flat.items()}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._prints == other._prints
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def fits(self, flat: Mapping[str, Any]) -> bool:
+        """Return True if `flat` still fits the plan. Costs at most a microsecond per key."""
+        prints = self._prints
+        if flat.keys() != prints.keys():
+            return False
+        return all(
+            prints[key] is None
+            if type(value) in _OF_ONE_SIZE
+            else _fingerprint(value) == prints[key]
+            for key, value in flat.items()
+        )
+
+    def find_changes(self, flat: Mapping[str, Any]) -> str | None:
+        """Describe what of `flat` no longer fits the plan, with a few keys, or return None."""
+        if self.fits(flat):
+            return None
+        changed = self._differences(flat)
+        more = f" and {len(changed) - _KEYS_SHOWN} more" if len(changed) > _KEYS_SHOWN else ""
+        return "; ".join(changed[:_KEYS_SHOWN]) + more
+
+    def check(self, flat: Mapping[str, Any]) -> None:
+        """Raise `SaveError` with the changes if `flat` no longer fits the plan."""
+        changes = self.find_changes(flat)
+        if changes is not None:
+            raise SaveError(
+                f"the state differs from the planned one: {changes}. If you changed it on purpose, "
+                "call prepare(state) on all ranks, then save"
+            )
+
+    def _differences(self, flat: Mapping[str, Any]) -> list[str]:
+        now = {key: _fingerprint(value) for key, value in flat.items()}
+        return [
+            f"{key}: {_describe(now, key, 'missing')}, planned "
+            f"{_describe(self._prints, key, 'nothing')}"
+            for key in sorted({*now, *self._prints})
+            if key not in now or key not in self._prints or now[key] != self._prints[key]
+        ]
+
+
+def _fingerprint(value: Any) -> tuple[Any, ...] | None:
+    """Return what a plan depends on of one value, None for any number."""
+    if isinstance(value, DTensor):
+        local = value._local_tensor
+        return (value._spec, local.dtype, local.shape)
+    if isinstance(value, ShardedTensor):
+        return (value.metadata(), None, None)
+    if isinstance(value, torch.Tensor):
+        return (None, value.dtype, value.shape)
+    if isinstance(value, str):
+        room = _text_capacity(value)
+        return (_TEXT, None, room) if room > TEXT_LEAST_BYTES else None
+    if isinstance(value, list | tuple):
+        count, room = capacity_of(value), _text_capacity(*_texts_of(value))
+        if room > TEXT_LEAST_BYTES:
+            return (_LIST, room, count)
+        return (_LIST, None, count) if count > LIST_LEAST else None
+    return None
+
+
+def capacity_of(numbers: Sequence[Any]) -> int:
+    """Return how many numbers the entry of such a list has space for, so that it may grow."""
+    return _capacity(len(numbers), LIST_LEAST, LIST_STEP)
+
+
+def room_of(value: Any) -> int:
+    """Return the bytes by which a text or a list may still grow without a new plan."""
+    if isinstance(value, str):
+        return _text_capacity(value) - _text_bytes(value)
+    if isinstance(value, list | tuple):
+        texts = _texts_of(value)
+        more = _text_capacity(*texts) - _text_bytes(*texts)
+        return (capacity_of(value) - len(value)) * LIST_ENTRY_BYTES + more
+    return 0
+
+
+def _texts_of(values: Sequence[Any]) -> list[str]:
+    return [value for value in values if type(value) is str]
+
+
+def _text_bytes(*texts: str) -> int:
+    return sum(
+        len(text) if text.isascii() else len(text.encode(errors="surrogatepass")) for text in texts
+    )
+
+
+def _text_capacity(*texts: str) -> int:
+    return _capacity(_text_bytes(*texts), TEXT_LEAST_BYTES, TEXT_STEP_BYTES)
+
+
+def _capacity(count: int, least: int, step: int) -> int:
+    """Return the next power of two, or above `step` the next multiple of it; at least `least`."""
+    if count > step:
+        return -(-count // step) * step
+    return max(least, 1 << (count - 1).bit_length() if count else 0)
+
+
+def _describe(prints: Mapping[str, tuple[Any, ...] | None], key: str, absent: str) -> str:
+    if key not in prints:
+        return absent
+    found = prints[key]
+    if found is None:
+        return "a number or a short text"
+    spec, dtype, shape = found
+    if spec == _TEXT:
+        return f"a text of up to {shape} bytes"
+    if spec == _LIST:
+        texts = f", with texts of up to {dtype} bytes" if dtype else ""
+        return f"a list of up to {shape} numbers{texts}"
+    if dtype is None:
+        return f"a sharded tensor of {tuple(spec.size)}"
+    where = "" if spec is None else f"{tuple(spec.shape)} {spec.placements} here "
+    return f"{dtype} {where}{tuple(shape)}"

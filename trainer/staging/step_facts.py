@@ -1,0 +1,110 @@
+"""What a save records about its step: the train state, the slot's table, the manifest's facts."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.contracts.durable import to_json
+from holdfast.contracts.errors import SaveError
+from holdfast.contracts.paths import CheckpointName, RunPaths
+from holdfast.trainer.identity import Identity
+from holdfast.trainer.planning.layout import TRAIN_STATE_BYTES_MAX, Layout, files_of
+from holdfast.trainer.staging.slot_table import SlotTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One step to save: its name and why it is saved. `train_state` is JSON that rank 0 writes."""
+
+    name: CheckpointName
+    reason: str
+    parent: str | None
+    metrics: Mapping[str, float]
+    train_state: Mapping[str, Any]
+
+    def encode_train_state(self) -> bytes:
+        """Return the content of `train_state.json`. Raises `SaveError` if it cannot be saved."""
+        try:
+            content = to_json(dict(self.train_state))
+        except (TypeError, ValueError) as error:
+            raise SaveError(
+                f"the train state is not JSON: {error}; put tensors into the state. The train "
+                "state takes numbers, text, lists and mappings"
+            ) from error
+        if len(content) > TRAIN_STATE_BYTES_MAX:
+            raise SaveError(
+                f"the train state is {len(content)} bytes of JSON, expected "
+                f"{TRAIN_STATE_BYTES_MAX} or less; put large data into the state as tensors"
+            )
+        return content
+
+    def for_manifest(self, who: Identity, mesh: Mapping[str, int]) -> dict[str, Any]:
+        """Return the manifest's facts that rank 0 knows. `mesh` has the sizes of dimensions."""
+        return {
+            "run_uid": who.run_uid,
+            "run": who.run,
+            "name": str(self.name),
+            "step": self.name.step,
+            "attempt": who.attempt,
+            "launch": who.launch,
+            "world_size": who.world_size,
+            "parent": self.parent,
+            "reason": self.reason,
+            "command_digest": who.command_digest,
+            "versions": _versions(),
+            "topology": {
+                "nodes": who.nodes,
+                "ranks_per_node": who.local_ranks,
+                "pipeline": who.stages,
+                "mesh": mesh,
+            },
+            "skips": self.train_state.get("data", {}).get("skips", ()),
+            "metrics": {key: float(value) for key, value in self.metrics.items()},
+        }
+
+
+def make_table(
+    name: CheckpointName,
+    layout: Layout,
+    who: Identity,
+    *,
+    run: RunPaths,
+    node_folder: RunPaths | None,
+    train_state_bytes: int | None,
+    blocked_s: float,
+    manifest: Mapping[str, Any] | None,
+) -> SlotTable:
+    """Return the table of a slot that is about to be sealed."""
+    return SlotTable(
+        run_directory=str(run.directory.absolute()),
+        node_folder=str(node_folder.directory) if node_folder else "",
+        checkpoint=str(name),
+        step=name.step,
+        rank=who.rank,
+        local_rank=who.local_rank,
+        local_ranks=who.local_ranks,
+        node=who.node,
+        nodes=who.nodes,
+        world_size=who.world_size,
+        staged_at=time.time(),
+        blocked_s=blocked_s,
+        files=tuple(files_of(layout, train_state_bytes)),
+        manifest=manifest,
+    )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {
+        "holdfast": importlib.metadata.version("holdfast"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
