@@ -10,9 +10,8 @@ import functools
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -27,28 +26,14 @@ from holdfast.trainer.collective import HierarchicalGroup
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.loading.reader import LoadReport, load_state
 from holdfast.trainer.planning.custom import plan_custom
-from holdfast.trainer.planning.layout import (
-    Layout,
-    local_part,
-)
+from holdfast.trainer.planning.layout import Layout, local_part
 from holdfast.trainer.planning.ranks import all_or_none, check_memory, plan_together
 from holdfast.trainer.planning.signature import flatten
 from holdfast.trainer.planning.topology import describe_mesh
 from holdfast.trainer.staging.copying import find_gpu
+from holdfast.trainer.staging.in_flight import POLL_S, InFlight, SaveResult
 from holdfast.trainer.staging.stage import FlusherConnection, Stage, StagedSlot
 from holdfast.trainer.staging.step_facts import StepFacts, make_table
-
-POLL_S: Final = 0.002
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """The result of one save: committed, or the reason why not."""
-
-    step: int
-    checkpoint: str
-    committed: bool
-    error: str | None = None
 
 
 class CheckpointEngine:
@@ -78,10 +63,9 @@ class CheckpointEngine:
         self._planner = None if type(planner) is DefaultSavePlanner else planner
         self._layout: Layout | None = None
         self._stage: Stage | None = None
-        self._in_flight: dict[StagedSlot, CheckpointName] = {}
+        self._saves = InFlight()
         self._mesh: dict[str, int] = {}
         self._tensor_bytes = 0
-        self._results: list[SaveResult] = []
         self._compared: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
@@ -92,8 +76,7 @@ class CheckpointEngine:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Steps that are staged and whose results `poll` has not returned yet."""
-        unread = [result.step for result in self._results]
-        return tuple(sorted([*unread, *(name.step for name in self._in_flight.values())]))
+        return self._saves.steps
 
     def prepare(self, state: dict[str, Any], *, timeout_s: float = SAVE_TIMEOUT_S) -> None:
         """Plan for states like `state` and allocate the slots, so that the next save is ordinary.
@@ -170,13 +153,13 @@ class CheckpointEngine:
         if staged is None and must:
             raise SaveError(
                 f"step {step}: no staging slot came free within {timeout_s:.0f} s. Steps "
-                f"{self._collect()} are still being written; the storage may be hanging"
+                f"{self._saves.update()} are still being written; the storage may be hanging"
             )
         if staged is None:
             self._connection.notify("skipped", step=step)
             return None
         self._fill(staged, flat, document, facts, began)
-        self._in_flight[staged] = facts.name
+        self._saves.add(staged, facts.name)
         self._connection.notify("sealed", step=step)
         return str(facts.name)
 
@@ -221,18 +204,14 @@ class CheckpointEngine:
 
     def poll(self) -> list[SaveResult]:
         """Return results since the last call, oldest first. This reads shared memory only."""
-        self._collect()
-        results, self._results = self._results, []
-        return results
+        return self._saves.take()
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> list[SaveResult]:
         """Wait until no save of this rank is in flight. Return results like `poll`.
 
         After `timeout_s` seconds it returns the results so far. `in_flight` then lists the rest.
         """
-        give_up = time.monotonic() + timeout_s
-        while self._collect() and time.monotonic() < give_up:
-            time.sleep(POLL_S)
+        self._saves.wait(timeout_s)
         return self.poll()
 
     def load(
@@ -252,10 +231,9 @@ class CheckpointEngine:
     def close(self) -> None:
         """Release slots and flusher. Sealed steps are still committed."""
         if self._stage is not None:
-            self._collect()
+            self._saves.close()
             self._stage.close()
             self._stage = self._layout = None
-            self._in_flight.clear()
         self._connection.close()
         self._group = self._stage_group = None
         self.__dict__.pop("_trees", None)
@@ -324,10 +302,9 @@ class CheckpointEngine:
         """Wait until the old plan's staged steps are written, then release its slots."""
         if self._stage is None:
             return
-        self._results = self.wait(timeout_s)
-        if self._in_flight:
+        if writing := self._saves.wait(timeout_s):
             raise SaveError(
-                f"steps {self._collect()} were not written within {timeout_s:.0f} s, so the "
+                f"steps {writing} were not written within {timeout_s:.0f} s, so the "
                 "layout cannot be planned again; the storage may be hanging"
             )
         self.discard_snapshots()
@@ -402,10 +379,10 @@ class CheckpointEngine:
     def _take_slot(self, stage: Stage, step: int, timeout_s: float) -> StagedSlot | None:
         give_up = time.monotonic() + timeout_s
         while True:
-            self._collect()
+            self._saves.update()
             staged = stage.free()
-            if staged in self._in_flight:
-                # It was written after `_collect`. Filled now, its result would be lost.
+            if staged in self._saves:
+                # It was written after `update`. Filled now, its result would be lost.
                 continue
             if staged is not None:
                 staged.slot.begin(step)
@@ -413,16 +390,3 @@ class CheckpointEngine:
             if time.monotonic() >= give_up:
                 return None
             time.sleep(POLL_S)
-
-    def _collect(self) -> list[int]:
-        """Move the flusher's decisions to the results. Return the steps still being written."""
-        for staged, name in sorted(self._in_flight.items(), key=lambda item: item[1]):
-            state = staged.slot.state
-            if state is SlotState.DONE:
-                self._results.append(SaveResult(name.step, str(name), True))
-            elif state is SlotState.FAILED:
-                self._results.append(SaveResult(name.step, str(name), False, staged.slot.error))
-            else:
-                continue
-            del self._in_flight[staged]
-        return sorted(name.step for name in self._in_flight.values())

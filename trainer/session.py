@@ -53,7 +53,8 @@ from holdfast.trainer.signals import (
 )
 from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
-from holdfast.trainer.state.train_state import Progress, Stateful, TrainState, listed
+from holdfast.trainer.state.objects import Stateful
+from holdfast.trainer.state.train_state import Progress, TrainState, listed
 from holdfast.trainer.stop_coordinator import StopCoordinator
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,30 +23,25 @@ from numpy.lib.stride_tricks import as_strided
 
 from holdfast.contracts.digests import RunningDigest, new_checksum, range_digest
 from holdfast.contracts.errors import ForeignFileError
-from holdfast.contracts.manifest import FileEntry, Manifest
+from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.reading import open_regular
 from holdfast.contracts.retries import read_again
+from holdfast.trainer.loading.catalogue import Catalogue, Placed
 from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
 from holdfast.trainer.loading.plan import (
     NOBODY,
     PIECE_BYTES,
     Counts,
-    FileUnits,
-    Series,
     Unit,
     assign,
     clip,
-    cut,
     pieces,
 )
-from holdfast.trainer.loading.targets import Target, Wants
 
 READERS: Final = 4
 PARTS_MAX: Final = 256
 PART_BYTES_MIN: Final = 4096
-
-Placed = list[tuple[Series, Target]]
 
 
 @dataclass
@@ -70,53 +64,6 @@ class Turn:
     unit: int
     start: int
     size: int
-
-
-class Catalogue:
-    """All files of a checkpoint cut into numbered units, the same on every rank."""
-
-    def __init__(self, extents: Mapping[str, int], manifest: Manifest | None) -> None:
-        """`extents` has the last byte of each file in `.metadata`. A manifest has its size."""
-        entries = {entry.path: entry for entry in manifest.files} if manifest else {}
-        self.files: dict[str, FileUnits] = {}
-        self.whole: list[FileEntry] = []
-        self.count = 0
-        for path in sorted(extents):
-            entry = entries.get(path)
-            made = _units_of(path, extents[path], entry, self.count)
-            if entry is not None and made.digests is None:
-                self.whole.append(entry)
-            self.files[path] = made
-            self.count += made.count
-        self._firsts = [file.first for file in self.files.values()]
-        self._in_order = list(self.files.values())
-        self.entries = entries
-
-    def unit(self, number: int) -> Unit:
-        """Return the unit with this number."""
-        return self._in_order[bisect_right(self._firsts, number) - 1].unit(number)
-
-    def span(self, path: str) -> slice:
-        """Return the numbers of a file's units."""
-        file = self.files[path]
-        return slice(file.first, file.first + file.count)
-
-    def sizes(self) -> Counts:
-        """Return the bytes of every unit, in order."""
-        sizes = np.empty(self.count, dtype=np.int64)
-        for file in self.files.values():
-            starts = np.arange(file.count) * file.unit_bytes
-            sizes[self.span(file.path)] = np.minimum(file.unit_bytes, file.size - starts)
-        return sizes
-
-
-def sort_by_unit(wants: Wants, catalogue: Catalogue) -> dict[int, Placed]:
-    """Return the wanted parts of each unit, by its number."""
-    by_unit: dict[int, Placed] = {}
-    for want in wants.items:
-        for number, parts in cut(want.series, catalogue.files[want.path]):
-            by_unit.setdefault(number, []).extend((part, want.target) for part in parts)
-    return by_unit
 
 
 def read_wants(
@@ -373,16 +320,6 @@ def copy_out(parts: Placed, piece: memoryview, start: int) -> None:
                 source, shape, (series.source_stride, 1)
             )
         target.took(series.bytes)
-
-
-def _units_of(path: str, extent: int, entry: FileEntry | None, first: int) -> FileUnits:
-    """Return how a file is read: by its entry's blocks, or by pieces if there are none."""
-    if entry is None:
-        return FileUnits(path, extent, first, PIECE_BYTES, None)
-    if not entry.blocks and entry.bytes > PIECE_BYTES:
-        return FileUnits(path, entry.bytes, first, PIECE_BYTES, None)
-    digests = tuple(digest for _, _, digest in entry.spans())
-    return FileUnits(path, entry.bytes, first, entry.block_bytes or PIECE_BYTES, digests)
 
 
 def _clip_all(parts: Placed, start: int, size: int) -> Placed:

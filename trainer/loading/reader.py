@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -24,11 +24,11 @@ from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import (
     CheckpointError,
     DamagedCheckpointError,
-    HoldfastError,
-    KeyMismatchError,
 )
 from holdfast.contracts.manifest import Manifest
 from holdfast.trainer.collective import attempt
+from holdfast.trainer.loading.agreement import agree, portable, raise_first
+from holdfast.trainer.loading.catalogue import Catalogue, Placed, sort_by_unit
 from holdfast.trainer.loading.compare_keys import (
     KeyComparison,
     Selection,
@@ -41,7 +41,7 @@ from holdfast.trainer.loading.compare_keys import (
 )
 from holdfast.trainer.loading.node import Address, Node, gather, own_window
 from holdfast.trainer.loading.plain_load import load_plain
-from holdfast.trainer.loading.read import Catalogue, Placed, read_wants, sort_by_unit
+from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
 from holdfast.trainer.loading.targets import (
     Piece,
@@ -61,11 +61,6 @@ from holdfast.trainer.planning.metadata import (
 from holdfast.trainer.planning.signature import flatten
 
 T = TypeVar("T")
-W = TypeVar("W")
-PortableError = tuple[str, str, dict[str, Any]]
-_KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
-    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
-}
 
 
 @dataclass(frozen=True)
@@ -142,12 +137,12 @@ def open_together(
 
     If any rank finds an error, all ranks raise it: `DamagedCheckpointError` as `open_checkpoint`.
     """
-    return _agree(lambda: open_committed(directory, manifest), group, lambda _: None)[0]
+    return agree(lambda: open_committed(directory, manifest), group, lambda _: None)[0]
 
 
 def open_any_together(directory: Path, group: dist.ProcessGroup | None) -> Opened:
     """Open a Holdfast or stock DCP checkpoint; otherwise like `open_together`."""
-    return _agree(lambda: open_checkpoint(directory), group, lambda _: None)[0]
+    return agree(lambda: open_checkpoint(directory), group, lambda _: None)[0]
 
 
 def load_state(
@@ -183,7 +178,7 @@ def load_state(
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
         held.enter_context(_uncollected())
-        ready, messages = _agree(
+        ready, messages = agree(
             lambda: _prepare(checkpoint, state, pick, held.enter_context(own_window())),
             group,
             lambda ready: ready.message,
@@ -213,7 +208,7 @@ def _load_planned(
     directory: Path, state: dict[str, Any], group: dist.ProcessGroup | None, planner: LoadPlanner
 ) -> LoadReport:
     """Load with the caller's planner. Only the planner knows which keys are wanted or missing."""
-    opened, _ = _agree(lambda: open_checkpoint(directory), group, lambda _: None)
+    opened, _ = agree(lambda: open_checkpoint(directory), group, lambda _: None)
     _raise_damage(directory, gather(group, check_share(opened, group)))
     own = load_as_stock(opened, state, group, planner)
     read = frozenset().union(*gather(group, own))
@@ -328,9 +323,9 @@ def _read_turn(
     if error is None and not tally.problems:
         _, error = attempt(lambda: _finish(state, wants))
     counts = (tally.bytes_read, tally.bytes_unique, len(odd))
-    gathered = gather(group, (tally.problems, _portable(error), counts))
+    gathered = gather(group, (tally.problems, portable(error), counts))
     _raise_damage(directory, [problems for problems, _, _ in gathered])
-    _raise_first(error, [one for _, one, _ in gathered])
+    raise_first(error, [one for _, one, _ in gathered])
     sums = (sum(each) for each in zip(*(c for _, _, c in gathered), strict=True))
     read, unique, odd_anywhere = sums
     return read, unique, odd if odd_anywhere else None
@@ -369,40 +364,3 @@ def _raise_damage(directory: Path, problems: list[list[str]]) -> None:
             "restore the files from a copy",
             damaged=damaged,
         )
-
-
-def _agree(
-    act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
-) -> tuple[T, list[W]]:
-    """Return the result of `act`, and every rank's `describe` of its result, by one collective.
-
-    If `act` raised on any rank, all ranks raise the first error.
-    """
-    value, error = attempt(act)
-    own = None if error is not None else describe(cast(T, value))
-    gathered = gather(group, (_portable(error), own))
-    _raise_first(error, [one for one, _ in gathered])
-    return cast(T, value), [cast(W, each) for _, each in gathered]
-
-
-def _raise_first(error: Exception | None, errors: Sequence[PortableError | None]) -> None:
-    """Raise the first of all ranks' `errors` on every rank. `error` is this rank's own."""
-    rank, first = next(((r, one) for r, one in enumerate(errors) if one is not None), (0, None))
-    if first is None:
-        return
-    kind, text, details = first
-    if isinstance(error, HoldfastError) and type(error).__name__ == kind:
-        raise error
-    made = _KINDS.get(kind, CheckpointError)
-    raise made(f"rank {rank}: not loaded: {kind}: {text}", **details) from error
-
-
-def _portable(error: Exception | None) -> PortableError | None:
-    """Return an error in the form that is sent to other ranks: kind, message and details."""
-    return None if error is None else (type(error).__name__, str(error), _details(error))
-
-
-def _details(error: Exception) -> dict[str, Any]:
-    """Return the attributes of a checkpoint error besides its message."""
-    names = ("damaged", "missing", "extra", "reshaped")
-    return {name: getattr(error, name) for name in names if hasattr(error, name)}

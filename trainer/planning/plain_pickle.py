@@ -12,6 +12,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -107,6 +108,10 @@ class _Machine:
         self._room = _CONTAINERS_FREE
         self._is_over = False
         self._rare = {ord(code): getattr(self, name) for code, name in _RARE.items()}
+        for code, value in _CONSTANTS.items():
+            self._rare[ord(code)] = partial(self._stack.append, value)
+        for code, kind in _COLLECTIONS.items():
+            self._rare[ord(code)] = partial(self._make, kind)
 
     def run(self) -> Any:
         """Run the opcodes to the end. Frequent opcodes are handled here, the others in `_rare`."""
@@ -201,15 +206,6 @@ class _Machine:
 
     # --- values ---------------------------------------------------------------------------
 
-    def _none(self) -> None:
-        self._stack.append(None)
-
-    def _true(self) -> None:
-        self._stack.append(True)
-
-    def _false(self) -> None:
-        self._stack.append(False)
-
     def _binint2(self) -> None:
         self._stack.append(self._number(_U2, 2))
 
@@ -285,17 +281,8 @@ class _Machine:
             raise RefusedPickle("more collections than a checkpoint of its size has")
         self._stack.append(empty)
 
-    def _empty_list(self) -> None:
-        self._contain([])
-
-    def _empty_dict(self) -> None:
-        self._contain({})
-
-    def _empty_set(self) -> None:
-        self._contain(set())
-
-    def _empty_tuple(self) -> None:
-        self._stack.append(())
+    def _make(self, kind: Callable[[], Any]) -> None:
+        self._contain(kind())
 
     def _tuple2(self) -> None:
         self._stack[-2:] = [tuple(self._stack[-2:])]
@@ -374,13 +361,12 @@ def is_cheap(key: Any) -> bool:
     )
 
 
+_CONSTANTS: Final[dict[str, Any]] = {"N": None, "\x88": True, "\x89": False, ")": ()}
+_COLLECTIONS: Final[dict[str, Callable[[], Any]]] = {"]": list, "}": dict, "\x8f": set}
 _RARE: Final = {
     "\x80": "_proto",
     "\x95": "_frame",
     ".": "_end",
-    "N": "_none",
-    "\x88": "_true",
-    "\x89": "_false",
     "M": "_binint2",
     "G": "_binfloat",
     "\x8a": "_long1",
@@ -397,10 +383,6 @@ _RARE: Final = {
     "q": "_binput",
     "r": "_long_binput",
     "0": "_pop",
-    "]": "_empty_list",
-    "}": "_empty_dict",
-    "\x8f": "_empty_set",
-    ")": "_empty_tuple",
     "\x86": "_tuple2",
     "\x87": "_tuple3",
     "\x91": "_frozen",

@@ -105,7 +105,7 @@ class Signature:
         """Describe what of `flat` no longer fits the plan, with a few keys, or return None."""
         if self.fits(flat):
             return None
-        changed = self._differences(flat)
+        changed = self.differences(flat)
         more = f" and {len(changed) - _KEYS_SHOWN} more" if len(changed) > _KEYS_SHOWN else ""
         return "; ".join(changed[:_KEYS_SHOWN]) + more
 
@@ -118,7 +118,8 @@ class Signature:
                 "call prepare(state) on all ranks, then save"
             )
 
-    def _differences(self, flat: Mapping[str, Any]) -> list[str]:
+    def differences(self, flat: Mapping[str, Any]) -> list[str]:
+        """Return a readable line for each key that differs."""
         now = {key: _fingerprint(value) for key, value in flat.items()}
         return [
             f"{key}: {_describe(now, key, 'missing')}, planned "

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from holdfast.trainer.state.forms import blank
-from holdfast.trainer.state.optimizers import STATE, Saved
+from holdfast.trainer.state.saved import STATE, Saved
 
 OPTIONS: Final = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -52,6 +52,19 @@ class Named:
     is_plain: bool = True
 
 
+def find_all(models: Sequence[nn.Module]) -> Named:
+    """Find the names of all models. Raises `CheckpointError` if two models share a name."""
+    parts = [find_named(model) for model in models]
+    if len(parts) == 1:
+        return parts[0]
+    return Named(
+        merge_disjoint([part.tensors for part in parts]),
+        {name for part in parts for name in part.buffers},
+        {key: name for part in parts for key, name in part.parameters.items()},
+        all(part.is_plain for part in parts),
+    )
+
+
 def find_named(model: nn.Module) -> Named:
     """Walk `model` and its submodules. A tied parameter has all its names in `tensors`."""
     found = Named()

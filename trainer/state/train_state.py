@@ -28,21 +28,19 @@ from holdfast.trainer.state.names import (
     Views,
     as_buffer,
     copy_unless_same,
-    find_named,
+    find_all,
     is_fsdp1,
     merge_disjoint,
 )
 from holdfast.trainer.state.objects import EXTRA, SCHEDULER, Objects, Stateful, is_excluded
 from holdfast.trainer.state.optimizers import (
     OptimizerState,
-    Saved,
     awaits_state,
     check_names,
     is_plain,
     unwrap,
 )
-
-__all__ = ["Progress", "Restored", "State", "Stateful", "TrainState", "listed"]
+from holdfast.trainer.state.saved import Saved
 
 FORMAT: Final = 1
 FORMS: Final = "forms"
@@ -114,7 +112,7 @@ class TrainState:
         self._generators: dict[str, torch.Tensor] | None = None
         # FSDP1 converts flat parameters to named ones with collectives of its own.
         self._is_fsdp1 = any(is_fsdp1(model) for model in self._models)
-        self._check(self._find())
+        self._check(find_all(self._models))
 
     def fit_for(self, document: Mapping[str, Any]) -> Fit:
         """Return how to load the checkpoint of `document`."""
@@ -278,33 +276,20 @@ class TrainState:
 
     # --- model and optimizers -------------------------------------------------------------
 
-    def _find(self) -> Named:
-        """Find the names of all models. Raises `CheckpointError` if two models share a name."""
-        parts = [find_named(model) for model in self._models]
-        if len(parts) == 1:
-            return parts[0]
-        return Named(
-            merge_disjoint([part.tensors for part in parts]),
-            {name for part in parts for name in part.buffers},
-            {key: name for part in parts for key, name in part.parameters.items()},
-            all(part.is_plain for part in parts),
-        )
-
     def _check(self, named: Named) -> None:
         if not self._is_fsdp1:
             check_names(self._optimizers, named.parameters)
-        elif self._optimizers and not (len(self._models) == 1 and self._are_plain()):
+        elif self._optimizers and not (
+            len(self._models) == 1 and all(map(is_plain, self._optimizers))
+        ):
             raise CheckpointError(
                 "several models with FSDP1, or FSDP1 with an optimizer that has its own "
                 "state_dict, are not supported; use fully_shard, or one model over them all"
             )
 
-    def _are_plain(self) -> bool:
-        return all(map(is_plain, self._optimizers))
-
     def _tensors(self) -> State:
         """Return the current model and optimizer state, without creating any state."""
-        named = self._find()
+        named = find_all(self._models)
         if named.is_plain:
             state: State = {MODEL: self._views.of(named.tensors, named.buffers)}
         else:
@@ -340,7 +325,7 @@ class TrainState:
     def _own_forms(self) -> Forms:
         forms: Forms = {}
         if self._optimizers and not self._is_fsdp1:
-            self._optimizer_tensors(self._find(), forms)
+            self._optimizer_tensors(find_all(self._models), forms)
         return forms
 
     def _want(self, found: State, metadata: Metadata, pick: Selection, forms: Forms | None) -> None:
@@ -359,7 +344,7 @@ class TrainState:
             self._saved = Saved.of(ours, forms, known)
             fsdp1.wanted(found, self._saved, self._models[0])
             return
-        named = self._find().parameters
+        named = find_all(self._models).parameters
         self._saved = Saved.of(ours, forms, set(named.values()))
         for key, entry in entries.items():
             part = self._saved.state.get(pick.renamed(key).removeprefix(f"{MODEL}."))
@@ -369,7 +354,7 @@ class TrainState:
             each.wanted(found, self._saved, named)
 
     def _apply_model(self, loaded: State) -> None:
-        named = self._find()
+        named = find_all(self._models)
         if named.is_plain:
             for name, live in named.tensors.items():
                 copy_unless_same(live, loaded[name])
@@ -382,7 +367,7 @@ class TrainState:
         if self._is_fsdp1:
             fsdp1.put_back(self._models[0], self._optimizers, loaded)
             return
-        names = self._find().parameters
+        names = find_all(self._models).parameters
         for each in self._flattened:
             each.put_back(loaded, self._saved, names)
 

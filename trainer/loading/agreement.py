@@ -1,0 +1,61 @@
+"""Errors while loading: what one rank raises, all ranks raise, by one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import torch.distributed as dist
+
+from holdfast.contracts.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    HoldfastError,
+    KeyMismatchError,
+)
+from holdfast.trainer.collective import attempt
+from holdfast.trainer.loading.node import gather
+
+T = TypeVar("T")
+W = TypeVar("W")
+PortableError = tuple[str, str, dict[str, Any]]
+_KINDS: Final[dict[str, Callable[..., CheckpointError]]] = {
+    kind.__name__: kind for kind in (DamagedCheckpointError, KeyMismatchError)
+}
+
+
+def agree(
+    act: Callable[[], T], group: dist.ProcessGroup | None, describe: Callable[[T], W]
+) -> tuple[T, list[W]]:
+    """Return the result of `act`, and every rank's `describe` of its result, by one collective.
+
+    If `act` raised on any rank, all ranks raise the first error.
+    """
+    value, error = attempt(act)
+    own = None if error is not None else describe(cast(T, value))
+    gathered = gather(group, (portable(error), own))
+    raise_first(error, [one for one, _ in gathered])
+    return cast(T, value), [cast(W, each) for _, each in gathered]
+
+
+def raise_first(error: Exception | None, errors: Sequence[PortableError | None]) -> None:
+    """Raise the first of all ranks' `errors` on every rank. `error` is this rank's own."""
+    rank, first = next(((r, one) for r, one in enumerate(errors) if one is not None), (0, None))
+    if first is None:
+        return
+    kind, text, details = first
+    if isinstance(error, HoldfastError) and type(error).__name__ == kind:
+        raise error
+    made = _KINDS.get(kind, CheckpointError)
+    raise made(f"rank {rank}: not loaded: {kind}: {text}", **details) from error
+
+
+def portable(error: Exception | None) -> PortableError | None:
+    """Return an error in the form that is sent to other ranks: kind, message and details."""
+    return None if error is None else (type(error).__name__, str(error), _details(error))
+
+
+def _details(error: Exception) -> dict[str, Any]:
+    """Return the attributes of a checkpoint error besides its message."""
+    names = ("damaged", "missing", "extra", "reshaped")
+    return {name: getattr(error, name) for name in names if hasattr(error, name)}

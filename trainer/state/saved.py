@@ -1,0 +1,78 @@
+"""The optimizer state that a checkpoint has, by the names that the program knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+
+from holdfast.trainer.state.forms import OTHER, Forms
+
+STATE: Final = "state"
+GROUPS: Final = "param_groups"
+
+
+@dataclass
+class Part:
+    """The entries and forms of one parameter, or of another name, in a checkpoint, by path.
+
+    `was` is the parameter's type in the checkpoint.
+    """
+
+    was: torch.dtype | None = None
+    entries: dict[str, STORAGE_TYPES] = field(default_factory=dict)
+    forms: Forms = field(default_factory=dict)
+
+
+@dataclass
+class Saved:
+    """A checkpoint's optimizer state, by the names that the program knows.
+
+    `others` are state entries of no parameter, mapped to the number of their optimizer.
+    `knows_forms` is False for a stock DCP checkpoint, which has no forms.
+    """
+
+    knows_forms: bool = False
+    empty_groups: Mapping[str, Any] = field(default_factory=dict)
+    state: dict[str, Part] = field(default_factory=dict)
+    options: dict[str, Part] = field(default_factory=dict)
+    others: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, entries: Mapping[str, STORAGE_TYPES], forms: Forms | None, known: Collection[str]
+    ) -> Saved:
+        """Build it from entries and forms by key (`state.…`, `param_groups.…`) of `known` names."""
+        saved = cls(knows_forms=forms is not None)
+        forms = forms or {}
+        for key, form in forms.items():
+            if OTHER in form:
+                saved.others[key.partition(".")[2]] = form[OTHER]
+        for key, entry in entries.items():
+            found = saved._place(key, known)
+            if found is not None:
+                part, path = found
+                part.entries[path] = entry
+        for key, form in forms.items():
+            found = saved._place(key, known)
+            if found is not None:
+                part, path = found
+                part.forms[path] = form
+        return saved
+
+    def _place(self, key: str, known: Collection[str]) -> tuple[Part, str] | None:
+        """Return the part that `key` belongs to, and the path in that part."""
+        kind, _, rest = key.partition(".")
+        parts = {STATE: self.state, GROUPS: self.options}.get(kind)
+        if parts is None:
+            return None
+        name, path = rest, ""
+        while name:
+            if name in known or (kind == STATE and name in self.others):
+                return parts.setdefault(name, Part()), path
+            name, _, last = name.rpartition(".")
+            path = f"{last}.{path}" if path else last
+        return None
