@@ -1,4 +1,4 @@
-"""Programs to train with and without a session: every optimizer of torch's, and third parties'."""
+"""Optimizers to train with and without a session: all of torch's, and some like third parties'."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CHANGED: dict[str, Any] = {
     "ns_steps": 3,
     "adjust_lr_fn": "match_rms_adamw",
 }
-# What has no effect, or is refused, without one that goes with it.
+# Options that need another option to have an effect or to be accepted.
 OF_CLASS: dict[tuple[str, str], Any] = {
     ("Adafactor", "eps"): (1e-9, 1e-2),
 }
@@ -169,11 +169,11 @@ def is_runnable(case: Case) -> bool:
     return True
 
 
-# --- as third parties write them ---------------------------------------------------------------
+# --- like those of third parties ---------------------------------------------------------------
 
 
 class Hoarder(Optimizer):
-    """Its first step makes state of every form that comes to mind."""
+    """Its first step creates state of many types."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": np.float64(0.05), "scale": np.float32(0.7), "notes": []})
@@ -226,7 +226,7 @@ class Hoarder(Optimizer):
 
 
 class Eager(Optimizer):
-    """Makes its state when it is made."""
+    """Creates its state in the constructor."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -261,7 +261,7 @@ class Noisy(Optimizer):
 
 
 class Shared(Optimizer):
-    """Keeps state under names of its own, for all parameters together."""
+    """Keeps state that all parameters share, under its own names."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -282,8 +282,8 @@ class Shared(Optimizer):
                 )
 
 
-class Speaking(torch.optim.Adam):
-    """Says itself what its state is: moments as the bits of half numbers."""
+class CustomStateDict(torch.optim.Adam):
+    """Overrides `state_dict`: it stores the doubled first moments."""
 
     def state_dict(self) -> dict[str, Any]:
         said = super().state_dict()
@@ -300,7 +300,7 @@ class Speaking(torch.optim.Adam):
 
 
 class Wrapper(Optimizer):
-    """Hands everything on to another, as Accelerate's does, without being made as one."""
+    """Delegates to another optimizer without calling the base constructor, as Accelerate's does."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -339,7 +339,7 @@ FOREIGN = [
     Case("eager", lambda net: Eager(trained(net))),
     Case("noisy", lambda net: Noisy(trained(net))),
     Case("shared", lambda net: Shared(trained(net))),
-    Case("speaking", lambda net: Speaking(trained(net), lr=0.02, weight_decay=0.1)),
+    Case("custom_state_dict", lambda net: CustomStateDict(trained(net), lr=0.02, weight_decay=0.1)),
     Case("wrapped", lambda net: Wrapper(torch.optim.Adam(trained(net), weight_decay=0.1))),
     Case("hooked", hooked),
 ]

@@ -1,4 +1,4 @@
-"""The stream of news: what goes out together, what a reader gets that was away or too slow."""
+"""The event stream: batches, and what a reader gets that reconnects or is too slow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def numbers(text: bytes | None) -> list[int]:
-    """The numbers of the messages of a part of a stream."""
+    """The message numbers in one part of a stream."""
     assert text is not None
     lines = text.decode().splitlines()
     return [int(line.rpartition("-")[2]) for line in lines if line.startswith("id: ")]
 
 
-def identity(text: bytes | None) -> str:
-    """What a reader names when it comes back."""
+def last_event_id(text: bytes | None) -> str:
+    """The id that a reader sends when it reconnects."""
     assert text is not None
     return next(
         line.removeprefix("id: ")
@@ -31,20 +31,20 @@ def identity(text: bytes | None) -> str:
     )
 
 
-async def greeted(
+async def open_reader(
     hub: Hub, after: str | None = None, run: str | None = None
 ) -> tuple[AsyncIterator[bytes | None], bytes | None]:
-    """A reader and the first thing that it was told."""
+    """A reader and the first message that it got."""
     reader = hub.read(after, run, idle_s=IDLE_S)
     return reader, await anext(reader)
 
 
-def test_news_of_one_moment_go_out_together_and_in_order() -> None:
+def test_events_published_together_are_sent_in_one_batch_in_order() -> None:
     async def read() -> tuple[bytes | None, bytes | None]:
         hub = Hub()
         hub.open()
-        one, _ = await greeted(hub)
-        other, _ = await greeted(hub)
+        one, _ = await open_reader(hub)
+        other, _ = await open_reader(hub)
         for step in range(50):
             hub.publish("beat", {"step": step}, "a")
         return await anext(one), await anext(other)
@@ -54,11 +54,11 @@ def test_news_of_one_moment_go_out_together_and_in_order() -> None:
     assert same is text
 
 
-def test_a_reader_of_one_run_hears_of_no_other() -> None:
+def test_a_reader_of_one_run_gets_only_that_runs_events() -> None:
     async def read() -> bytes | None:
         hub = Hub()
         hub.open()
-        reader, _ = await greeted(hub, run="a")
+        reader, _ = await open_reader(hub, run="a")
         for number in range(6):
             hub.publish("beat", {}, "ab"[number % 2])
         return await anext(reader)
@@ -66,16 +66,16 @@ def test_a_reader_of_one_run_hears_of_no_other() -> None:
     assert numbers(asyncio.run(read())) == [1, 3, 5]
 
 
-def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
+def test_a_reconnecting_reader_gets_missed_events_exactly_once() -> None:
     async def read() -> tuple[bytes | None, bytes | None]:
         hub = Hub()
         hub.open()
-        first, _hello = await greeted(hub)
+        first, _hello = await open_reader(hub)
         hub.publish("run", {}, "a")
-        seen = identity(await anext(first))
+        seen = last_event_id(await anext(first))
         hub.publish("run", {}, "a")
         # Its second message is remembered and not delivered yet.
-        again, missed = await greeted(hub, after=seen)
+        again, missed = await open_reader(hub, after=seen)
         hub.publish("run", {}, "a")
         return missed, await anext(again)
 
@@ -84,16 +84,16 @@ def test_a_reader_that_comes_back_gets_what_it_missed_once() -> None:
     assert numbers(then) == [3]
 
 
-def test_a_reader_of_another_server_is_told_to_ask_anew() -> None:
+def test_a_reader_with_another_servers_event_id_gets_a_reset() -> None:
     async def read() -> bytes | None:
         hub = Hub()
         hub.open()
-        return (await greeted(hub, after="0badc0de-7"))[1]
+        return (await open_reader(hub, after="0badc0de-7"))[1]
 
     assert (asyncio.run(read()) or b"").startswith(b"event: reset\n")
 
 
-def test_a_reader_that_is_too_slow_is_told_so_and_goes_on(
+def test_a_reader_that_is_too_slow_gets_a_reset_and_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "WAITING_MAX", 2)
@@ -102,7 +102,7 @@ def test_a_reader_that_is_too_slow_is_told_so_and_goes_on(
     async def read() -> list[bytes | None]:
         hub = Hub()
         hub.open()
-        reader, _ = await greeted(hub)
+        reader, _ = await open_reader(hub)
         # Its queue fills only once it waits.
         waiting = asyncio.ensure_future(anext(reader))
         hub.publish("run", {"n": 0}, "a")
@@ -122,11 +122,11 @@ def test_a_reader_that_is_too_slow_is_told_so_and_goes_on(
     assert numbers(then) == [5]
 
 
-def test_closing_tells_the_last_news_and_ends_the_streams() -> None:
+def test_close_delivers_pending_events_and_ends_the_streams() -> None:
     async def read() -> list[bytes | None]:
         hub = Hub()
         hub.open()
-        reader, _ = await greeted(hub)
+        reader, _ = await open_reader(hub)
         hub.publish("run", {}, "a")
         hub.close()
         return [text async for text in reader]
@@ -134,19 +134,19 @@ def test_closing_tells_the_last_news_and_ends_the_streams() -> None:
     assert [numbers(text) for text in asyncio.run(read())] == [[1]]
 
 
-def test_a_reader_of_one_run_is_pinged_while_others_have_news() -> None:
+def test_a_reader_of_a_quiet_run_is_pinged_while_other_runs_publish() -> None:
     async def read() -> bytes | None:
         hub = Hub()
         hub.open()
         reader = hub.read(None, "a", idle_s=0.3)
         await anext(reader)
 
-        async def tell() -> None:
+        async def publish_others() -> None:
             while True:
                 hub.publish("beat", {}, "b")
                 await asyncio.sleep(0.02)
 
-        others = asyncio.create_task(tell())
+        others = asyncio.create_task(publish_others())
         try:
             return await asyncio.wait_for(anext(reader), IDLE_S)
         finally:

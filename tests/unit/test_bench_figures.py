@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark, and its raw acts on a small scale."""
+"""The arithmetic of the benchmark, and its raw reads and writes on a small scale."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def found() -> figures.Found:
     )
 
 
-def test_ratios_are_medians_of_quotients_taken_pair_by_pair() -> None:
+def test_ratios_are_medians_of_pairwise_quotients() -> None:
     answer = figures.answer(found())
     assert answer["ratios"] == {
         "save_blocked": 1.1,
@@ -85,7 +85,7 @@ def test_ratios_are_medians_of_quotients_taken_pair_by_pair() -> None:
     assert answer["seconds"]["starts.first.blocked"]["n"] == 3
 
 
-def test_stock_modes_are_measured_by_the_same_limits() -> None:
+def test_stock_dcp_modes_use_the_same_ratios() -> None:
     stock = figures.answer(found())["stock"]
     assert set(stock) == {*figures.STOCK_MODES, "load"}
     for mode in figures.STOCK_MODES:
@@ -97,20 +97,20 @@ def test_stock_modes_are_measured_by_the_same_limits() -> None:
 @pytest.mark.parametrize(
     ("signalled_at", "rest"), [(9.5, 0.5), (10.0, 0.0), (10.2, 0.8), (12.0, 0.0)]
 )
-def test_the_rest_of_a_step_ends_with_the_step_that_the_signal_fell_into(
+def test_rest_of_step_is_the_time_from_the_signal_to_the_end_of_its_step(
     signalled_at: float, rest: float
 ) -> None:
     assert figures.rest_of_step([10.0, 11.0], signalled_at) == pytest.approx(rest)
 
 
-def test_signal_to_commit_is_measured_by_the_limits_of_its_own_run() -> None:
+def test_signal_to_commit_is_relative_to_the_limits_of_its_own_run() -> None:
     ratio = figures.signal_ratio(
         signalled_at=10.0, committed_at=11.2, step_ends=[9.0, 10.2], start=STARTS[0]
     )
     assert ratio == pytest.approx(1.2 / (0.2 + 0.1 + 0.5))
 
 
-def test_raw_writes_have_the_names_and_sizes_that_they_are_given(tmp_path: Path) -> None:
+def test_raw_writes_create_files_with_the_given_names_and_sizes(tmp_path: Path) -> None:
     sizes = {"a": 40_000_000, "pp0/b": 5, "pp0/c": 0}
     image = memoryview(os.urandom(sum(sizes.values())))
     write_files(tmp_path, sizes, image)
@@ -123,14 +123,14 @@ def test_raw_writes_have_the_names_and_sizes_that_they_are_given(tmp_path: Path)
         read_files(tmp_path, {"pp0/b": 10}, memoryview(target))
 
 
-def test_files_are_shared_out_evenly() -> None:
+def test_files_are_divided_evenly_by_size() -> None:
     sizes = {"__0_0.distcp": 100, "__1_0.distcp": 90, ".metadata": 8, "train_state.json": 1}
     shares = share_out(sizes, 2)
     assert [sum(share.values()) for share in shares] == [100, 99]
     assert shares[0] | shares[1] == sizes
 
 
-def test_what_is_in_memory_is_seen(tmp_path: Path) -> None:
+def test_resident_pages_counts_cached_pages(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1_000_000))
     with open(path, "rb") as stream:
@@ -139,7 +139,7 @@ def test_what_is_in_memory_is_seen(tmp_path: Path) -> None:
     assert 0.0 <= drop_cache([path]) <= 1.0
 
 
-def test_small_files_are_new_each_time(tmp_path: Path) -> None:
+def test_create_small_creates_new_files_each_time(tmp_path: Path) -> None:
     numbers = itertools.count()
     create_small(tmp_path, numbers)
     create_small(tmp_path, numbers)

@@ -1,4 +1,4 @@
-"""The order of acts: every one in every place, and after every other, equally often."""
+"""The order of measurements: each one in every place, and after every other, equally often."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_places_and_neighbours_are_balanced(count: int) -> None:
     assert len(set(neighbours.values())) <= 1
 
 
-def test_rows_go_on_from_the_beginning() -> None:
+def test_rows_repeat_after_the_last_one() -> None:
     assert balanced_order(6, 6) == balanced_order(6, 0)
     assert balanced_order(3, 6) == balanced_order(3, 0)
     assert balanced_order(3, 3) == balanced_order(3, 0)[::-1]

@@ -1,4 +1,4 @@
-"""The channel between nodes under nodes that are late, silent, strange or suspended."""
+"""The channel between nodes when nodes are late, silent, unknown or suspended."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def in_thread(act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_an_answer_to_another_question_is_dropped(tmp_path: Path) -> None:
+def test_a_reply_to_another_request_is_dropped(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
 
         def answer() -> None:
             assert member.receive(JOIN_S) is not None
-            # What a node says late, or twice, is no answer to what it is asked next.
+            # A late or repeated reply does not answer the next request.
             for number in (0, 7, None):
                 member._line.send({"answers": number, "accepted": False})
             member.reply(accepted=True)
@@ -60,7 +60,7 @@ def test_an_answer_to_another_question_is_dropped(tmp_path: Path) -> None:
         thread.join(JOIN_S)
 
 
-def test_a_node_that_answers_too_late_is_dismissed_and_asked_nothing_more(tmp_path: Path) -> None:
+def test_a_node_that_replies_too_late_is_dismissed_and_not_asked_again(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
         with pytest.raises(ConnectionError, match="no answer to propose within 0 s"):
             peer.call("propose", timeout_s=0.2, serial=1, step=5)
@@ -70,14 +70,14 @@ def test_a_node_that_answers_too_late_is_dismissed_and_asked_nothing_more(tmp_pa
         began = time.monotonic()
         with pytest.raises(ConnectionError, match="node 1 is lost"):
             peer.answer(1, Proposal.ABORT)
-        assert time.monotonic() - began < 1.0, "the lost node was waited for again"
+        assert time.monotonic() - began < 1.0, "the call waited for the lost node again"
         with contextlib.suppress(ConnectionError):
             member.reply(accepted=True)
         with pytest.raises(DismissedError, match="dismissed this node"):
             member.receive(JOIN_S)
 
 
-def test_half_a_message_costs_no_more_than_none(tmp_path: Path) -> None:
+def test_an_incomplete_message_does_not_extend_the_timeout(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
         member._line._socket.sendall(struct.pack(">I", 100) + b'{"answers": 1')
         began = time.monotonic()
@@ -86,14 +86,14 @@ def test_half_a_message_costs_no_more_than_none(tmp_path: Path) -> None:
         assert time.monotonic() - began < JOIN_S / 3
 
 
-def test_a_node_that_says_more_than_fits_is_lost(tmp_path: Path) -> None:
+def test_a_node_that_sends_an_oversized_message_is_lost(tmp_path: Path) -> None:
     with joined(tmp_path) as (peer, member):
         member._line._socket.sendall(struct.pack(">I", 2**32 - 1))
         with pytest.raises(ConnectionError, match="a message of 4294967295 bytes"):
             peer.call("report", timeout_s=JOIN_S)
 
 
-def test_callers_that_say_one_byte_each_keep_no_node_out(tmp_path: Path) -> None:
+def test_connections_that_send_one_byte_do_not_block_a_node(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     host = ChannelHost(path, nodes=2)
     strangers = []
@@ -113,7 +113,7 @@ def test_callers_that_say_one_byte_each_keep_no_node_out(tmp_path: Path) -> None
         host.close()
 
 
-def test_a_handshake_has_one_deadline_for_all_of_it(
+def test_a_slow_handshake_ends_at_one_overall_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "HANDSHAKE_TIMEOUT_S", 0.5)
@@ -129,7 +129,7 @@ def test_a_handshake_has_one_deadline_for_all_of_it(
     host.close()
 
 
-def test_the_host_listens_on_a_port_of_those_given(tmp_path: Path) -> None:
+def test_the_host_listens_on_a_port_in_the_given_range(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("", 0))
         free = probe.getsockname()[1]
@@ -140,13 +140,13 @@ def test_the_host_listens_on_a_port_of_those_given(tmp_path: Path) -> None:
         AgreementError, match=f"no free port to listen on .* tried {free} to {free}"
     ):
         ChannelHost(tmp_path / "other.json", nodes=2, ports=range(free, free + 1))
-    # Under each of its addresses, of either family.
+    # It listens on each of its addresses, IPv4 and IPv6.
     for address in (*json.loads(path.read_bytes())["addresses"], "127.0.0.1"):
         socket.create_connection((address, free), timeout=JOIN_S).close()
     host.close()
 
 
-def test_another_users_address_is_not_followed(
+def test_an_address_file_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = ChannelHost(tmp_path / "channel.json", nodes=2)
@@ -160,7 +160,7 @@ def test_another_users_address_is_not_followed(
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds by which the clock of time-outs is ahead; more at once is a suspension."""
+    """Seconds added to the monotonic clock; a large jump simulates a suspension."""
     ahead = [0.0]
     real = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + ahead[0])
@@ -179,24 +179,24 @@ def test_a_timeout_does_not_run_while_the_process_is_suspended(clock: list[float
     assert timeout.left_s > 9.0
 
 
-def test_a_node_that_was_suspended_with_its_lead_goes_on(
+def test_a_member_suspended_together_with_node_0_continues(
     tmp_path: Path, clock: list[float]
 ) -> None:
     errors: list[str] = []
     with joined(tmp_path) as (peer, member):
 
-        def follow() -> None:
+        def run_as_member() -> None:
             try:
                 run_member(cast(NodeRuntime, None), member, SignalBox(), 3.0)
             except ConnectionError as error:
                 errors.append(str(error))
 
-        thread = in_thread(follow)
+        thread = in_thread(run_as_member)
         time.sleep(0.2)
         clock[0] += 3600.0
         time.sleep(0.3)
         assert thread.is_alive(), errors
         assert not peer.is_lost
-        # Its lead's silence counts once both could run.
+        # The silence of node 0 counts from when both can run again.
         thread.join(JOIN_S)
     assert errors == ["node 0 sent nothing for 3 s"]

@@ -1,4 +1,4 @@
-"""The command line: exit looks, what is refused and why, and the shape of each JSON answer."""
+"""The command line: exit statuses, refusals with reasons, and the shape of each JSON answer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_spec(folder: Path, **more: Any) -> Path:
 
 
 def add_checkpoint(paths: RunPaths, step: int, parent: str | None = None) -> str:
-    """A committed checkpoint of one file; returns its directory's name."""
+    """Add a committed checkpoint of one file; return its directory's name."""
     name = CheckpointName(step, 1, 1)
     directory = paths.checkpoint(name)
     directory.mkdir(parents=True)
@@ -69,7 +69,7 @@ def add_checkpoint(paths: RunPaths, step: int, parent: str | None = None) -> str
 
 @pytest.fixture
 def ended_run(root: Path, home: Path) -> RunPaths:
-    """A run whose one attempt was preempted after two commits; no process of it lives."""
+    """A run whose one attempt was preempted after two commits; it has no live process."""
     spec = RunSpec.model_validate(
         {
             "name": "kelp",
@@ -147,7 +147,7 @@ def test_a_wrong_call_has_its_own_exit_status_and_reports_the_reason(
     assert reason in facts["message"]
 
 
-def test_help_and_version_are_no_errors(call: Call) -> None:
+def test_help_and_version_exit_with_0(call: Call) -> None:
     assert call("--version").status == 0
     for command in ("submit", "show", "runs", "logs", "relaunch", "prune", "db", "doctor"):
         answer = call(command, "--help")
@@ -186,7 +186,7 @@ def test_a_root_that_cannot_be_written_is_refused(call: Call, tmp_path: Path) ->
 def test_an_unreachable_prefect_is_refused_before_anything_is_queued(
     home: Path, tmp_path: Path, root: Path
 ) -> None:
-    # A process of its own: Prefect reads its settings once, when it is imported.
+    # In a separate process: Prefect reads its settings once, when it is imported.
     command = [sys.executable, "-m", "holdfast.cli.main", "submit", str(write_spec(tmp_path))]
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
@@ -202,7 +202,7 @@ def test_an_unreachable_prefect_is_refused_before_anything_is_queued(
 
 
 @pytest.mark.parametrize("command", ["submit", "runs", "show", "checkpoints", "lineage"])
-def test_an_unreachable_database_is_said(
+def test_an_unreachable_database_is_reported(
     call: Call, ended_run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     url = "postgresql://nobody@127.0.0.1:1/none?connect_timeout=2"
@@ -227,7 +227,7 @@ def test_a_dry_run_prints_the_request_and_touches_nothing(
     assert not root.exists()
 
 
-def test_show_finds_an_ended_attempt_with_every_flow_dead(call: Call, ended_run: RunPaths) -> None:
+def test_show_records_an_ended_attempt_without_a_live_flow(call: Call, ended_run: RunPaths) -> None:
     answer = call("show", "kelp", "--json")
     assert answer.status == 0, answer.err
     run = answer.json
@@ -240,16 +240,14 @@ def test_show_finds_an_ended_attempt_with_every_flow_dead(call: Call, ended_run:
     assert run["state"] == "waiting"
 
 
-def test_an_attempts_end_is_followed_by_the_account_of_the_time(
-    call: Call, ended_run: RunPaths
-) -> None:
+def test_the_end_of_an_attempt_journals_its_goodput(call: Call, ended_run: RunPaths) -> None:
     shown = call("show", "kelp", "--json").json["goodput"]
     (told,) = [e for e in load_history(ended_run).events if e.kind is EventKind.GOODPUT]
     assert told.data.keys() == {*shown, "attempt"}
     assert told.data["total_s"] == pytest.approx(sum(told.data[f"{part}_s"] for part in PARTS))
 
 
-def test_a_grace_that_the_measured_flush_does_not_fit_is_warned_about(
+def test_show_warns_when_the_grace_is_shorter_than_the_measured_flush(
     call: Call, ended_run: RunPaths
 ) -> None:
     assert call("show", "kelp", "--json").json["warnings"] == []
@@ -263,7 +261,7 @@ def test_a_grace_that_the_measured_flush_does_not_fit_is_warned_about(
 
 
 @pytest.mark.parametrize("command", ["show", "checkpoints", "lineage", "runs"])
-def test_every_view_has_a_form_for_people(call: Call, ended_run: RunPaths, command: str) -> None:
+def test_every_read_command_has_text_output(call: Call, ended_run: RunPaths, command: str) -> None:
     answer = call(command, *([] if command == "runs" else ["kelp"]))
     assert answer.status == 0, answer.err
     assert "kelp" in answer.out
@@ -300,7 +298,9 @@ def test_lineage_has_nodes_and_edges(call: Call, ended_run: RunPaths) -> None:
     assert any(edge["kind"] == "parent" for edge in graph["edges"])
 
 
-def test_runs_come_newest_first(call: Call, ended_run: RunPaths, root: Path, home: Path) -> None:
+def test_runs_are_listed_newest_first(
+    call: Call, ended_run: RunPaths, root: Path, home: Path
+) -> None:
     time.sleep(0.01)
     spec = RunSpec.model_validate({"name": "wrack", "command": ["train.py"]})
     create_run(spec, root, created_by="tester")
@@ -336,7 +336,7 @@ def test_pin_and_prune(call: Call, ended_run: RunPaths) -> None:
     assert call("verify", f"kelp:{first}").status == 3
 
 
-def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> None:
+def test_verify_distinguishes_intact_from_damaged(call: Call, ended_run: RunPaths) -> None:
     first, second = ended_run.list_checkpoints()
     whole = call("verify", f"kelp:{first.name}", "--json")
     assert whole.status == 0
@@ -360,9 +360,7 @@ def test_verify_tells_whole_from_damaged(call: Call, ended_run: RunPaths) -> Non
     assert found == ["manifest.json: belongs to run kombu; this run is kelp"]
 
 
-def test_an_operators_request_that_makes_no_sense_is_refused(
-    call: Call, ended_run: RunPaths
-) -> None:
+def test_an_invalid_operator_request_is_refused(call: Call, ended_run: RunPaths) -> None:
     assert call("cancel", "kelp", "--json").json["state"] == "cancelled"
     answer = call("pause", "kelp")
     assert answer.status == 2
@@ -381,7 +379,7 @@ def test_standard_output_comes_before_standard_error(tmp_path: Path) -> None:
     assert found == list(names)
 
 
-def test_logs_come_from_the_rank_asked_for(call: Call, ended_run: RunPaths) -> None:
+def test_logs_shows_the_requested_rank(call: Call, ended_run: RunPaths) -> None:
     attempt = ended_run.attempt(1)
     for rank in (0, 1):
         path = attempt.rank_log(0, 1, rank)
@@ -407,7 +405,7 @@ def test_reindex_fails_when_a_run_cannot_be_read(call: Call, ended_run: RunPaths
     assert list(answer.json["failed"]) == ["broken"]
 
 
-def test_reindex_builds_the_same_rows_again(call: Call, ended_run: RunPaths, root: Path) -> None:
+def test_reindex_rebuilds_the_same_rows(call: Call, ended_run: RunPaths, root: Path) -> None:
     with JournalWriter(ended_run.journal_of("flow")) as journal:
         journal.append(EventKind.NOTE, text="seen")
     before = call("show", "kelp", "--json").json
@@ -420,7 +418,7 @@ def test_reindex_builds_the_same_rows_again(call: Call, ended_run: RunPaths, roo
     }
 
 
-def test_db_goes_up_and_down(call: Call) -> None:
+def test_db_upgrades_and_downgrades(call: Call) -> None:
     assert call("db", "current").status == 1
     head = call("db", "upgrade", "--json").json["revision"]
     now = call("db", "current", "--json").json

@@ -69,14 +69,14 @@ def test_events_are_selected_by_kind_time_and_number(call: Call, ended_run: RunP
     assert call("events", "kelp", "--since", "yesterday").status == 2
 
 
-def test_followed_events_end_with_the_run(call: Call, ended_run: RunPaths) -> None:
+def test_events_follow_ends_with_the_run(call: Call, ended_run: RunPaths) -> None:
     call("cancel", "kelp")
     lines = call("events", "kelp", "--follow", "--json").out.splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert "operator_request" in kinds
 
 
-def test_several_runs_are_shown_and_asked(
+def test_show_and_cancel_accept_several_runs(
     call: Call, ended_run: RunPaths, live_run: RunPaths
 ) -> None:
     shown = call("show", "kelp", "wrack", "--json").json
@@ -88,7 +88,7 @@ def test_several_runs_are_shown_and_asked(
     assert call("cancel", "kelp", "nobody").status == 3
 
 
-def test_one_run_that_refuses_does_not_keep_the_others(
+def test_one_refused_run_does_not_stop_the_others(
     call: Call, ended_run: RunPaths, live_run: RunPaths
 ) -> None:
     call("cancel", "kelp")
@@ -119,7 +119,7 @@ def test_runs_are_filtered_by_state_and_user(
     assert call("runs", "--state", "sleeping").status == 2
 
 
-def test_logs_of_all_ranks_are_searched_and_cut(call: Call, ended_run: RunPaths) -> None:
+def test_logs_of_all_ranks_can_be_searched_and_truncated(call: Call, ended_run: RunPaths) -> None:
     write_log(ended_run, 0, "step 1\nstep 2\nloss 3.5\n")
     write_log(ended_run, 1, "step 1\nno end of line")
     assert call("logs", "kelp", "--tail", 1).out == "loss 3.5\n"
@@ -132,14 +132,14 @@ def test_logs_of_all_ranks_are_searched_and_cut(call: Call, ended_run: RunPaths)
     assert call("logs", "kelp", "--grep", "(").status == 2
 
 
-def test_files_with_other_names_than_ours_are_no_logs(call: Call, ended_run: RunPaths) -> None:
+def test_files_with_unknown_names_are_not_shown_as_logs(call: Call, ended_run: RunPaths) -> None:
     log = write_log(ended_run, 0, "ours\n")
     (log.parent / "rank-x.y.stdout.log").write_text("theirs\n")
     shown = call("logs", "kelp", "--all-ranks")
     assert (shown.status, shown.out) == (0, "0: ours\n")
 
 
-def test_one_event_is_one_line(call: Call, ended_run: RunPaths) -> None:
+def test_an_event_with_line_breaks_prints_as_one_line(call: Call, ended_run: RunPaths) -> None:
     with JournalWriter(ended_run.journal_of("flow")) as journal:
         journal.append(EventKind.NOTE, text="first\n2026-01-01 00:00:00  run_ended  forged")
     assert len(call("events", "kelp", "--kind", "note").out.splitlines()) == 1
@@ -151,12 +151,12 @@ def test_logs_without_new_output_are_left_out(call: Call, ended_run: RunPaths) -
     assert call("logs", "kelp", "--all-ranks", "--since", "1h").out == "1: new\n"
 
 
-def test_reindex_is_a_command_of_db_too(call: Call, ended_run: RunPaths) -> None:
+def test_reindex_is_also_a_db_command(call: Call, ended_run: RunPaths) -> None:
     direct, grouped = call("reindex", "--json"), call("db", "reindex", "--json")
     assert direct.json["runs"] == grouped.json["runs"] == ["kelp"]
 
 
-def test_names_of_runs_are_completed(ended_run: RunPaths, live_run: RunPaths) -> None:
+def test_run_names_are_completed_by_the_shell(ended_run: RunPaths, live_run: RunPaths) -> None:
     context = type("Context", (), {"params": {"root": str(ended_run.directory.parent)}})()
     assert complete_run(context, "k") == ["kelp"]
     assert complete_run(context, "") == ["kelp", "wrack"]
@@ -167,7 +167,7 @@ def test_names_of_runs_are_completed(ended_run: RunPaths, live_run: RunPaths) ->
 @pytest.mark.parametrize(
     ("text", "age_s"), [("90s", 90), ("15m", 900), ("2h", 7200), ("3d", 259200)]
 )
-def test_durations_are_before_now(text: str, age_s: float) -> None:
+def test_a_duration_means_that_long_before_now(text: str, age_s: float) -> None:
     assert parse_moment(text) == pytest.approx(time.time() - age_s, abs=5)
 
 
@@ -181,7 +181,7 @@ def test_a_run_of_another_root_is_found_by_every_command(
     assert call("cancel", "kelp", "--root", tmp_path / "elsewhere").status == 3
 
 
-def test_a_name_in_several_other_roots_is_not_guessed(
+def test_a_name_found_in_several_other_roots_is_refused(
     call: Call, ended_run: RunPaths, live_run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = ended_run.directory.parent
@@ -196,7 +196,7 @@ def test_a_name_in_several_other_roots_is_not_guessed(
     assert load_history(live_run).state == "queued"
 
 
-def test_no_deletes_nothing(
+def test_prune_deletes_nothing_when_answered_no(
     call: Call, ended_run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)

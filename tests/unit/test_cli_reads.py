@@ -1,4 +1,4 @@
-"""Which files a command reads: of runs that nobody asked about, as little as it can."""
+"""Which files a command reads: as few as possible of runs that the user did not ask about."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def edit_spec(paths: RunPaths, **changes: Any) -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Every file beside a run that is opened from now on."""
+    """Every file of a run that is opened from now on."""
     real, found = reading.open_beneath, []
 
     def count(path: Path | str, *arguments: Any, **more: Any) -> int:
@@ -94,7 +94,7 @@ def journals_of(opened: list[Path]) -> set[str]:
     return {name for path in found for name in path.parts if name.startswith("run-")}
 
 
-def test_a_limit_reads_the_journals_of_the_newest_runs_alone(
+def test_a_limit_reads_only_the_journals_of_the_newest_runs(
     list_runs: Callable[..., list[dict[str, Any]]], opened: list[Path]
 ) -> None:
     rows = list_runs("--limit", 3)
@@ -103,7 +103,7 @@ def test_a_limit_reads_the_journals_of_the_newest_runs_alone(
     assert list_runs()[:3] == rows
 
 
-def test_a_limit_passes_over_runs_that_cannot_be_read(
+def test_a_limit_skips_unreadable_runs(
     root: Path, list_runs: Callable[..., list[dict[str, Any]]], opened: list[Path]
 ) -> None:
     (root / "run-05" / "spec.json").write_text("{")
@@ -119,20 +119,20 @@ def test_a_limit_passes_over_runs_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("name", ["run-11", "run"])
-def test_a_name_parses_no_spec(root: Path, name: str, parsed: list[str]) -> None:
+def test_finding_a_run_by_name_parses_no_spec(root: Path, name: str, parsed: list[str]) -> None:
     add_run(root, "run", "u", created_at=1.0)
     parsed.clear()
     assert locate_run(name, None).name == name
     assert parsed == []
 
 
-def test_a_uid_of_another_does_not_take_a_name(root: Path) -> None:
+def test_a_name_wins_over_another_runs_equal_uid(root: Path) -> None:
     edit_spec(RunPaths(root / "run-00"), uid="run-11")
     assert locate_run("run-11", None) == RunPaths(root / "run-11")
 
 
-def test_a_uid_parses_one_spec(root: Path, parsed: list[str]) -> None:
-    """Also while the index does not know the run."""
+def test_finding_a_run_by_uid_parses_one_spec(root: Path, parsed: list[str]) -> None:
+    """This also holds while the run is not in the index."""
     assert locate_run(UIDS[7], None).name == "run-07"
     assert set(parsed) == {"run-07"}
     with pytest.raises(NotFoundError):
@@ -140,23 +140,23 @@ def test_a_uid_parses_one_spec(root: Path, parsed: list[str]) -> None:
     assert set(parsed) == {"run-07"}
 
 
-def test_a_uid_in_the_index_opens_one_spec(root: Path, opened: list[Path]) -> None:
+def test_finding_an_indexed_uid_opens_one_spec(root: Path, opened: list[Path]) -> None:
     with open_database() as database:
         ingest_run(database, RunPaths(root / "run-07"))
         opened.clear()
         assert locate_run(UIDS[7], None, database) == RunPaths(root / "run-07")
         assert set(opened) == {root / "run-07" / "spec.json"}
-        # Disk decides: the folder was moved.
+        # The folder was moved: the disk takes precedence over the index.
         (root / "run-07").rename(root / "moved")
         edit_spec(RunPaths(root / "moved"), run="moved")
         assert locate_run(UIDS[7], None, database) == RunPaths(root / "moved")
 
 
-def test_a_folder_named_like_a_uid_is_not_the_run_that_has_it(root: Path) -> None:
+def test_a_uid_wins_over_a_folder_with_that_name(root: Path) -> None:
     add_run(root, UIDS[7], "f" * 32, created_at=1.0)
     assert locate_run(UIDS[7], None) == RunPaths(root / "run-07")
 
 
-def test_of_two_folders_with_one_uid_the_older_spec_is_meant(root: Path) -> None:
+def test_the_older_spec_wins_when_two_folders_share_a_uid(root: Path) -> None:
     add_run(root, "copy", UIDS[7], created_at=1.0)
     assert locate_run(UIDS[7], None) == RunPaths(root / "run-07")

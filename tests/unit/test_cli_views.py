@@ -1,4 +1,4 @@
-"""What `show`, `runs` and `doctor` print of runs that failed or that nobody supervises."""
+"""What `show`, `runs` and `doctor` print for runs that failed or have no supervisor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.flows.flow_lock import FlowLock
 
 
 @pytest.mark.parametrize("is_decided", [True, False])
-def test_show_gives_the_reason_of_a_failure_once(call: Call, root: Path, is_decided: bool) -> None:
+def test_show_prints_the_reason_of_a_failure_once(call: Call, root: Path, is_decided: bool) -> None:
     folder = RunFolder(root, "alga", "u" * 32)
     folder.submit(1, 2, time.time())
     who, error = "rank 1 ended with exit code 1", "RuntimeError: a bad batch at step 7"
@@ -39,10 +39,10 @@ def test_show_gives_the_reason_of_a_failure_once(call: Call, root: Path, is_deci
     assert error in call("show", "alga", "--json").json["attempts"][0]["traceback"]
 
 
-def test_a_live_run_without_a_supervisor_is_told_everywhere(
+def test_a_live_run_without_a_supervisor_is_reported_by_every_command(
     call: Call, root: Path, tmp_path: Path
 ) -> None:
-    """The lock is real: a supervisor holds it, or has held it and is gone."""
+    """The locks are real: a supervisor holds one; the holders of the others are gone."""
     for name in ("kept", "lost", "new"):
         folder = RunFolder(root, name, name[0] * 32)
         folder.submit(1, 2, time.time())

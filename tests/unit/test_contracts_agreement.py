@@ -1,4 +1,4 @@
-"""The stop agreement and the status table: ranks at any pace stop after one step, or train on."""
+"""Stop agreement and rank status: ranks at any pace stop after the same step, or train on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOIN_S = 30.0
 
 @dataclass
 class Collective:
-    """A barrier at the end of each step, as the gradients' all-reduce is one."""
+    """A barrier at the end of each step, like the gradient all-reduce."""
 
     ranks: int
     barrier: threading.Barrier = field(init=False)
@@ -48,7 +48,7 @@ class Collective:
 
 @dataclass
 class Rank:
-    """A training loop in a thread: boundary, step, boundary, step."""
+    """A training loop in a thread, with a step boundary before each step."""
 
     status_table: RankStatusTable
     record: RankRecord
@@ -72,7 +72,7 @@ class Rank:
                     self.left_after = completed
                     return
                 if word is Proposal.SAVE:
-                    # A save meets in a collective: a rank that is missing would hold all others.
+                    # A save is a collective: a missing rank would block all others.
                     self.collective.meet()
                     self.saved_after.append(completed)
                 time.sleep(self.pace_s())
@@ -85,7 +85,7 @@ class Rank:
 def make_ranks(
     status_tables: Sequence[RankStatusTable], seed: int, slowest_s: float, resumed: int = 0
 ) -> list[Rank]:
-    """One rank per record of every status table, each with random paces of its own."""
+    """One rank per record of every status table, each with its own random pace."""
     collective = Collective(sum(status_table.ranks for status_table in status_tables))
     ranks: list[Rank] = []
     for status_table in status_tables:
@@ -99,7 +99,7 @@ def make_ranks(
 def run_until_stopped(
     ranks: Sequence[Rank], ports: Sequence[NodePort], wait_s: float
 ) -> tuple[int, int]:
-    """Start the ranks, ask for a stop after `wait_s`, and give (step, rounds) once all left."""
+    """Start the ranks and stop them after `wait_s`; return (step, rounds) when all have left."""
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
@@ -118,7 +118,7 @@ def run_until_stopped(
     slowest_ms=st.sampled_from([0.0, 0.2, 3.0, 20.0]),
     wait_ms=st.integers(0, 40),
 )
-def test_all_ranks_leave_after_one_step_whatever_their_paces(
+def test_all_ranks_leave_after_the_same_step_at_any_pace(
     seed: int, ranks: int, slowest_ms: float, wait_ms: int
 ) -> None:
     status_table, handle = RankStatusTable.create(ranks)
@@ -132,7 +132,7 @@ def test_all_ranks_leave_after_one_step_whatever_their_paces(
 
 
 @pytest.mark.parametrize(("seed", "slowest_s"), [(1, 0.0), (2, 0.002), (3, 0.01)])
-def test_all_ranks_save_after_one_step_train_on_and_still_stop_together(
+def test_all_ranks_save_after_the_same_step_and_later_stop_together(
     seed: int, slowest_s: float
 ) -> None:
     status_table, handle = RankStatusTable.create(3)
@@ -163,7 +163,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 class MemberNode:
-    """Another node in a thread: it answers node 0 for a status table, over real loopback."""
+    """Another node in a thread: it answers node 0 from its status table, over loopback."""
 
     def __init__(self, path: Path, status_table: RankStatusTable, node: int) -> None:
         self._member = ChannelMember(path, {"node": node, "host": "loopback"})
@@ -210,7 +210,7 @@ def test_two_nodes_agree_over_the_channel(seed: int, slowest_s: float, tmp_path:
     assert left in ({7 if step == AT_START else step}, {STEPS})
 
 
-def test_a_stop_before_the_first_step_leaves_at_the_step_resumed_from() -> None:
+def test_a_stop_before_the_first_step_leaves_at_the_resumed_step() -> None:
     status_table, handle = RankStatusTable.create(2)
     os.close(handle)
     crew = make_ranks([status_table], seed=5, slowest_s=0.05, resumed=40)
@@ -224,7 +224,7 @@ def test_a_stop_before_the_first_step_leaves_at_the_step_resumed_from() -> None:
     assert [rank.left_after for rank in crew] == [40, 40]
 
 
-def test_a_rank_past_the_step_makes_the_node_refuse_and_frees_the_one_that_waits() -> None:
+def test_a_rank_past_the_proposed_step_refuses_and_releases_waiting_ranks() -> None:
     status_table, handle = RankStatusTable.create(2)
     os.close(handle)
     waiting, ahead = status_table.records()
@@ -258,7 +258,7 @@ def test_a_vote_of_an_aborted_agreement_does_not_count_in_the_next() -> None:
     assert status_table.accepts(1, 4) is False
 
 
-def test_a_settler_that_vanishes_leaves_nobody_waiting_for_ever(
+def test_a_rank_stops_waiting_when_the_stop_coordinator_vanishes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(agreement, "ANSWER_TIMEOUT_S", 0.05)
@@ -273,7 +273,7 @@ def test_a_settler_that_vanishes_leaves_nobody_waiting_for_ever(
 
 
 class RefusingPort:
-    """A node that refuses everything, or is lost; remembers what it was told."""
+    """A node that refuses every proposal, or is lost; it records the answers that it gets."""
 
     def __init__(self, *, is_lost: bool = False) -> None:
         self.is_lost = is_lost
@@ -293,7 +293,7 @@ class RefusingPort:
         self.answers.append(state)
 
 
-def test_settling_ends_after_its_bound_with_every_round_aborted() -> None:
+def test_agreement_gives_up_after_the_maximum_rounds_and_aborts_each() -> None:
     port = RefusingPort()
     with pytest.raises(AgreementError, match="no common step"):
         agree_on_step([port])
@@ -302,7 +302,7 @@ def test_settling_ends_after_its_bound_with_every_round_aborted() -> None:
 
 
 class DistantPort:
-    """A node whose ranks run `pace` steps while a question is on its way to it."""
+    """A node whose ranks run `pace` steps while a request is in transit."""
 
     def __init__(self, pace: int) -> None:
         self.pace = pace
@@ -321,14 +321,14 @@ class DistantPort:
 
 
 @pytest.mark.parametrize("pace", [1, 7, 400])
-def test_steps_shorter_than_a_question_s_way_are_caught_up_with(pace: int) -> None:
+def test_agreement_is_reached_when_steps_are_shorter_than_the_latency(pace: int) -> None:
     port = DistantPort(pace)
     step, rounds = agree_on_step([port])
     assert rounds <= 3
     assert port.entered <= step <= port.entered + 3 * pace + max(agreement.MARGINS)
 
 
-def test_a_node_lost_while_settling_frees_the_ranks_of_the_others() -> None:
+def test_a_node_lost_during_agreement_releases_the_other_nodes_ranks() -> None:
     status_table, handle = RankStatusTable.create(1)
     os.close(handle)
     (record,) = status_table.records()
@@ -339,7 +339,7 @@ def test_a_node_lost_while_settling_frees_the_ranks_of_the_others() -> None:
     assert status_table.proposal[0] is Proposal.ABORT
 
 
-def test_another_process_sees_the_same_words() -> None:
+def test_another_process_sees_the_same_rank_status() -> None:
     status_table, handle = RankStatusTable.create(3)
     path = f"/proc/{os.getpid()}/fd/{handle}"
     child = os.fork()
@@ -367,7 +367,7 @@ def test_another_process_sees_the_same_words() -> None:
     os.close(handle)
 
 
-def test_a_board_is_refused_when_it_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_rank_status_table_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(bytes(8192))
     with pytest.raises(ValueError, match="not a rank status table of this version"):
@@ -380,7 +380,7 @@ def test_a_board_is_refused_when_it_is_none(tmp_path: Path) -> None:
         status_table.record(1)
 
 
-def test_stop_and_deadline_are_told() -> None:
+def test_announce_stop_sets_stop_and_deadline() -> None:
     status_table, handle = RankStatusTable.create(1)
     os.close(handle)
     assert (status_table.stopping, status_table.deadline) == (False, None)
@@ -390,8 +390,8 @@ def test_stop_and_deadline_are_told() -> None:
     assert (status_table.stopping, status_table.deadline) == (True, None)
 
 
-def test_a_boundary_costs_next_to_nothing() -> None:
-    """Two stores and a load, no collective, no lock: microseconds even on a busy machine."""
+def test_a_step_boundary_takes_microseconds() -> None:
+    """Two stores and one load, no collective, no lock: microseconds even on a busy machine."""
     status_table, handle = RankStatusTable.create(1)
     os.close(handle)
     (record,) = status_table.records()
@@ -403,4 +403,4 @@ def test_a_boundary_costs_next_to_nothing() -> None:
         for step in range(count):
             record.finish_step(step)
         best = min(best, (time.perf_counter() - begun) / count)
-    assert best < 20e-6, f"{best * 1e6:.1f} µs for a boundary"
+    assert best < 20e-6, f"{best * 1e6:.1f} µs per step boundary"

@@ -1,4 +1,4 @@
-"""Durable files: a reader sees the old bytes or the new, and a name is taken by one alone."""
+"""Durable files: a reader sees the old bytes or the new, and one process alone creates a name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def names(directory: Path) -> list[str]:
     return sorted(entry.name for entry in directory.iterdir())
 
 
-def test_bytes_are_replaced_whole_with_the_mode_asked_for(tmp_path: Path) -> None:
+def test_write_bytes_replaces_the_whole_file_and_sets_the_mode(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_bytes(path, b"old")
     write_bytes(path, b"new", mode=0o600)
@@ -35,7 +35,7 @@ def test_bytes_are_replaced_whole_with_the_mode_asked_for(tmp_path: Path) -> Non
     assert names(tmp_path) == ["file"]
 
 
-def test_what_cannot_be_made_durable_leaves_the_old_file(
+def test_a_failed_fsync_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
@@ -78,7 +78,7 @@ def rewrite_for_ever(path: Path) -> None:
         write_bytes(path, bytes([number % 251]) * 200_000)
 
 
-def test_a_writer_killed_at_any_moment_leaves_old_or_new(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_bytes(path, b"\0" * 200_000)
     chance = random.Random(3)
@@ -117,7 +117,7 @@ def test_one_of_eight_processes_creates_the_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["claim0", "claim1", "claim2"]
 
 
-def test_missing_folders_are_made_durable_in_their_parents(
+def test_make_directory_syncs_the_parents_of_missing_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
@@ -144,7 +144,7 @@ def test_a_document_is_read_back_and_created_once(tmp_path: Path) -> None:
     assert read_document(Claim, path / "below a file") is None
 
 
-def test_a_document_of_a_newer_version_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:
+def test_a_document_with_unknown_keys_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:
     path = tmp_path / "claim.json"
     path.write_bytes(to_json(CLAIM.model_dump() | {"mood": "calm"}))
     assert read_document(Claim, path) == CLAIM
@@ -153,7 +153,7 @@ def test_a_document_of_a_newer_version_is_read_and_a_damaged_one_refused(tmp_pat
         read_document(Claim, path)
 
 
-def test_a_second_name_that_stays_is_reported(
+def test_a_temporary_name_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: object, **_: object) -> None:

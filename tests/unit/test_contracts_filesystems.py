@@ -1,4 +1,4 @@
-"""Which file system holds a path, who shares it, and how late it shows what others write."""
+"""Which file system holds a path, whether hosts share it, and how late it shows other writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from holdfast.contracts.filesystems import CACHE_MARGIN_S, CACHE_S, LOCAL_DELAY_
         ("fuse.something_new", "rw", CACHE_S + CACHE_MARGIN_S),
     ],
 )
-def test_how_late_file_systems_can_be(kind: str, options: str, seconds: float) -> None:
+def test_the_visibility_delay_depends_on_the_file_system(
+    kind: str, options: str, seconds: float
+) -> None:
     assert FileSystem(kind, options).delay_s == seconds
 
 
@@ -58,12 +60,12 @@ def test_the_file_system_of_a_path_is_its_innermost_mount(
         ("", False, False),
     ],
 )
-def test_who_shares_a_file_system(kind: str, is_network: bool, may_be_shared: bool) -> None:
+def test_which_file_systems_may_be_shared(kind: str, is_network: bool, may_be_shared: bool) -> None:
     found = FileSystem(kind)
     assert (found.is_network, found.may_be_shared) == (is_network, may_be_shared)
 
 
-def test_revalidation_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_revalidate_leaves_no_files_behind(tmp_path: Path) -> None:
     filesystems.revalidate(tmp_path)
     filesystems.revalidate(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
