@@ -73,7 +73,7 @@ def test_the_name_appears_only_after_the_bytes_are_durable(
     assert order == ["fsync", "replace", "fsync", "fsync", "link", "fsync"]
 
 
-def rewrite_for_ever(path: Path) -> None:
+def rewrite_endlessly(path: Path) -> None:
     for number in range(1_000_000):
         write_bytes(path, bytes([number % 251]) * 200_000)
 
@@ -83,7 +83,7 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new_file(tmp_path: 
     write_bytes(path, b"\0" * 200_000)
     chance = random.Random(3)
     for _ in range(8):
-        process = FORK.Process(target=rewrite_for_ever, args=(path,))
+        process = FORK.Process(target=rewrite_endlessly, args=(path,))
         process.start()
         time.sleep(0.02 + chance.random() * 0.05)
         assert process.pid is not None

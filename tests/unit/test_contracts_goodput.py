@@ -1,4 +1,4 @@
-"""Where the time of a run went, by table."""
+"""The goodput account: which part of a run each second belongs to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from holdfast.contracts.timeline import KINDS, Mark, launches_of
 
 
 def account(spans: list[Span], **fields: Any) -> dict[str, Any]:
-    """The account as plain data, as people are shown it."""
+    """The account as plain data, as users see it."""
     return asdict(goodput.account(spans, **fields))
 
 
 def parts_of(found: dict[str, Any]) -> list[float]:
-    """The durations that the total is cut into."""
+    """The durations that add up to the total."""
     return [found[f"{part}_s"] for part in PARTS]
 
 
@@ -28,7 +28,7 @@ def span(**fields: Any) -> Span:
     return Span(**{"world_size": 4, **fields})
 
 
-def test_one_quiet_attempt() -> None:
+def test_the_goodput_of_one_attempt_without_faults() -> None:
     launch = Launch(
         started_at=12,
         loads_from=18,
@@ -58,7 +58,7 @@ def test_one_quiet_attempt() -> None:
     assert found["currency"] == "EUR"
 
 
-def test_what_preemptions_cost() -> None:
+def test_the_cost_of_preemptions() -> None:
     first = span(
         submitted_at=0,
         started_at=0,
@@ -75,14 +75,14 @@ def test_what_preemptions_cost() -> None:
     )
     prices = Prices(gpu_hour=1.0, on_demand_per_gpu_hour=3.0)
     found = account([first, second], created_at=0, until=200, prices=prices)
-    # A flush of 10 s and 10 lost steps of a second on 4 GPUs, a start of 5 and a load of 10 on 2.
+    # 4 GPUs: a flush of 10 s and 10 lost steps of 1 s. 2 GPUs: a start of 5 s and a load of 10 s.
     wasted = (4 * (10 + 10) + 2 * (5 + 10)) / 3600
     assert found["preemption_gpu_hours"] == pytest.approx(wasted)
     assert found["preemption_cost"] == pytest.approx(wasted)
     assert found["on_demand_cost"] == pytest.approx(3 * ((4 * 110 + 2 * 85) / 3600 - wasted))
 
 
-def test_a_hang_is_no_training() -> None:
+def test_a_hang_does_not_count_as_training() -> None:
     launches = (
         Launch(started_at=5, trained_from=10, hangs_from=50, trained_until=80, ended_at=82),
         Launch(started_at=85, trained_from=90, ended_at=100),
@@ -98,7 +98,7 @@ def marks(*told: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, .
     return launches_of(Mark(1, kind, time, data) for kind, time, data in told)
 
 
-def test_launches_from_journal_lines() -> None:
+def test_launches_are_read_from_journal_lines() -> None:
     silent = [{"rank": 0, "silent_s": 12.0}, {"rank": 1, "silent_s": 10.0}, "nonsense"]
     first, second = marks(
         ("launch_started", 1, {"launch": 1}),
@@ -122,7 +122,7 @@ def test_launches_from_journal_lines() -> None:
     )  # fmt: skip
 
 
-def test_steps_trained_again_are_lost_and_so_is_their_time() -> None:
+def test_repeated_steps_and_their_time_count_as_lost() -> None:
     first = span(
         submitted_at=0,
         started_at=0,
@@ -170,7 +170,7 @@ def test_steps_lost(legs: tuple[tuple[int | None, int | None], ...], lost: int) 
     assert steps_lost(*legs) == lost
 
 
-def test_attempts_without_launches_count_by_their_own_steps() -> None:
+def test_attempts_without_launches_use_their_own_steps() -> None:
     first = span(started_at=0, ended_at=10, resumed_step=0, last_step=40)
     second = span(started_at=20, ended_at=30, resumed_step=25, last_step=50)
     found = account([first, second], created_at=0, until=30)
@@ -183,7 +183,7 @@ def test_attempts_without_launches_count_by_their_own_steps() -> None:
     ("safe_step", "ended_at", "lost"),
     [(0, 30, 25), (40, 30, 10), (50, 30, 0), (None, 30, 0), (0, None, 0)],
 )
-def test_steps_that_no_checkpoint_kept_are_lost_once_the_attempt_has_ended(
+def test_uncommitted_steps_are_lost_once_the_attempt_has_ended(
     safe_step: int | None, ended_at: float | None, lost: int
 ) -> None:
     only = span(started_at=5, ended_at=ended_at, resumed_step=25, last_step=50)
@@ -193,14 +193,14 @@ def test_steps_that_no_checkpoint_kept_are_lost_once_the_attempt_has_ended(
     assert found["training_s"] == pytest.approx(25 - lost)
 
 
-def test_a_program_that_reports_no_step_is_credited_with_no_training() -> None:
+def test_a_program_that_reports_no_step_has_no_training_time() -> None:
     launch = Launch(started_at=2, ended_at=24)
     found = account([span(started_at=1, ended_at=25, launches=(launch,))], created_at=0, until=25)
     assert (found["training_s"], found["ettr"]) == (0, 0)
     assert found["starting_s"] == pytest.approx(23)
 
 
-def test_nothing_has_happened_yet() -> None:
+def test_a_run_without_a_started_attempt_has_no_goodput() -> None:
     found = account([], created_at=5, until=5)
     assert found["total_s"] == 0
     assert found["ettr"] == 0
@@ -238,7 +238,7 @@ spans = st.builds(
 
 
 def is_whole(found: dict[str, Any]) -> bool:
-    """No part negative, and the parts the whole."""
+    """True when no part is negative and the parts add up to the total."""
     parts = parts_of(found)
     assert all(part >= 0 for part in parts)
     assert sum(parts) == pytest.approx(found["total_s"], abs=1e-3)
@@ -249,9 +249,7 @@ def is_whole(found: dict[str, Any]) -> bool:
 
 
 @given(st.lists(spans, max_size=4), st.floats(min_value=0, max_value=1e6))
-def test_every_second_has_one_part_whatever_the_clocks_say(
-    attempts: list[Span], until: float
-) -> None:
+def test_the_parts_add_up_for_any_timestamps(attempts: list[Span], until: float) -> None:
     found = account(attempts, created_at=0, until=until)
     assert is_whole(found)
     drawn = dict.fromkeys(PARTS, 0.0)
@@ -261,7 +259,7 @@ def test_every_second_has_one_part_whatever_the_clocks_say(
     assert drawn | {"stopped": told["stopped"]} == pytest.approx(told, abs=1e-3)
 
 
-def test_segments_show_what_was_lost_at_the_end_of_the_leg_that_trained_it() -> None:
+def test_segments_show_lost_time_at_the_end_of_the_launch_that_trained_it() -> None:
     first = Launch(
         started_at=5, trained_from=10, trained_until=110, ended_at=112, resumed_step=0, last_step=50
     )
@@ -300,10 +298,10 @@ lines = st.tuples(
 
 
 @given(st.lists(lines, max_size=12), times, st.floats(min_value=0, max_value=1e6))
-def test_every_second_has_one_part_whatever_the_journal_says(
+def test_the_parts_add_up_for_any_journal_lines(
     told: list[tuple[str, float, dict[str, Any]]], started_at: float | None, until: float
 ) -> None:
-    """Lines in any order, torn away, of clocks that jump, with values that cannot be meant."""
+    """Lines in any order, with some missing, with clocks that jump and with invalid values."""
     found = marks(*told).get(1, ())
     assert is_whole(
         account([span(started_at=started_at, launches=found)], created_at=0, until=until)
@@ -317,7 +315,7 @@ def test_parts_add_up_to_the_total() -> None:
     assert found["flushing_s"] == 10
 
 
-def test_an_outcome_of_an_older_attempt_takes_no_time_twice() -> None:
+def test_an_outcome_of_an_older_attempt_counts_no_time_twice() -> None:
     first = span(submitted_at=0, started_at=10, ended_at=60, last_step=9)
     stale = span(submitted_at=70, started_at=80, ended_at=60, last_step=9)
     found = account([first, stale], created_at=0, until=100)

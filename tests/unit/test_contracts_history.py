@@ -1,4 +1,4 @@
-"""The fold of a run's history: from documents and journal lines to one state."""
+"""A run's history: documents and journal lines give one state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def view(state: AttemptState, cause: Cause | None = None, number: int = 1) -> At
     return AttemptView(number=number, state=state, request=None, job_id="7", cause=cause)
 
 
-GO_ON = {"action": "relaunch", "gpus": 2}
+RELAUNCH = {"action": "relaunch", "gpus": 2}
 STOP = {"action": "stop"}
 WAIT = {"action": "wait"}
 
@@ -52,15 +52,15 @@ WAIT = {"action": "wait"}
         (view(A.PENDING), None, None, R.QUEUED),
         (view(A.RUNNING), None, None, R.RUNNING),
         (view(A.STOPPING), None, None, R.RUNNING),
-        # While an attempt lives, the operator's word is a stop request and not yet the state.
+        # While an attempt is live, the operator's request stops it and does not set the state yet.
         (view(A.STOPPING), "pause", None, R.RUNNING),
         (view(A.PENDING), "cancel", None, R.QUEUED),
         (view(A.COMPLETED), None, None, R.COMPLETED),
-        # It was done before the word arrived.
+        # It completed before the request arrived.
         (view(A.COMPLETED), "cancel", None, R.COMPLETED),
         (view(A.COMPLETED), "pause", STOP, R.COMPLETED),
         (view(A.PREEMPTED, Cause.PREEMPTION), None, None, R.WAITING),
-        (view(A.PREEMPTED, Cause.PREEMPTION), None, GO_ON, R.WAITING),
+        (view(A.PREEMPTED, Cause.PREEMPTION), None, RELAUNCH, R.WAITING),
         (view(A.PREEMPTED, Cause.PREEMPTION), None, WAIT, R.WAITING),
         (view(A.PREEMPTED, Cause.PREEMPTION), "pause", None, R.PAUSED),
         (view(A.PREEMPTED, Cause.PREEMPTION), "stop", None, R.CANCELLED),
@@ -76,7 +76,7 @@ WAIT = {"action": "wait"}
         (view(A.CANCELLED, Cause.OPERATOR), "resume", None, R.WAITING),
     ],
 )
-def test_where_a_run_stands(
+def test_the_run_state_follows_from_attempt_request_and_decision(
     last: AttemptView | None,
     action: str | None,
     decision: dict[str, Any] | None,
@@ -86,7 +86,7 @@ def test_where_a_run_stands(
     assert fold_run_state([last] if last else [], request, decision) is expected
 
 
-def test_a_request_from_before_the_completion_relaunches_nothing() -> None:
+def test_a_relaunch_request_older_than_the_completion_is_ignored() -> None:
     last = view(A.COMPLETED)
     asked = {"action": "relaunch", "gpus": 4}
     assert fold_run_state([last], {**asked, "of_completed": False}, STOP) is R.COMPLETED
@@ -94,7 +94,7 @@ def test_a_request_from_before_the_completion_relaunches_nothing() -> None:
     assert fold_run_state([last], {"action": "stop", "of_completed": True}, STOP) is R.COMPLETED
 
 
-def test_the_last_attempt_alone_decides() -> None:
+def test_only_the_last_attempt_decides_the_run_state() -> None:
     first = view(A.FAILED, Cause.USER_ERROR)
     assert fold_run_state([first, view(A.RUNNING, number=2)], None, STOP) is R.RUNNING
 
@@ -151,12 +151,12 @@ def claim(run: RunPaths, number: int) -> None:
     write_document(run.attempt(number).claim, document)
 
 
-def say(run: RunPaths, kind: EventKind, **data: Any) -> None:
+def append_event(run: RunPaths, kind: EventKind, **data: Any) -> None:
     with JournalWriter(run.journal_of("flow")) as writer:
         writer.append(kind, **data)
 
 
-def test_a_job_that_its_scheduler_takes_down_is_stopping_whoever_claimed_it(
+def test_a_claimed_job_that_the_scheduler_stops_is_stopping(
     tmp_path: Path,
 ) -> None:
     run = make_run(tmp_path)
@@ -164,11 +164,11 @@ def test_a_job_that_its_scheduler_takes_down_is_stopping_whoever_claimed_it(
     claim(run, 1)
     assert load_history(run).attempts[0].state is A.RUNNING
     for state in ("running", "stopping"):
-        say(run, EventKind.ATTEMPT_STATE, attempt=1, state=state)
+        append_event(run, EventKind.ATTEMPT_STATE, attempt=1, state=state)
     assert load_history(run).attempts[0].state is A.STOPPING
 
 
-def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
+def test_the_run_state_from_reservation_to_the_final_decision(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert load_history(run).state is R.QUEUED
     reserve(run, 1)
@@ -176,7 +176,7 @@ def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
     submission = Submission(job_id="7", executor="local", submitted_at=3.0)
     write_document(run.attempt(1).submission, submission)
     assert load_history(run).attempts[0].state is A.SUBMITTED
-    say(run, EventKind.ATTEMPT_STATE, attempt=1, state="pending")
+    append_event(run, EventKind.ATTEMPT_STATE, attempt=1, state="pending")
     assert load_history(run).attempts[0].state is A.PENDING
     claim(run, 1)
     assert load_history(run).state is R.RUNNING
@@ -197,7 +197,7 @@ def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
         traceback="boom",
     )
     write_document(run.attempt(1).outcome, outcome)
-    say(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="preemption")
+    append_event(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="preemption")
     history = load_history(run)
     last = history.last_attempt
     assert last is not None
@@ -207,17 +207,19 @@ def test_a_run_grows_from_reserved_to_completed(tmp_path: Path) -> None:
     assert (last.first_step, last.last_step) == (41, 55)
     assert (last.submitted_at, last.started_at, last.ended_at) == (3.0, 4.0, 9.0)
     assert history.state is R.WAITING
-    say(run, EventKind.DECISION, after_attempt=1, action="stop", reason="no budget")
+    append_event(run, EventKind.DECISION, after_attempt=1, action="stop", reason="no budget")
     assert load_history(run).state is R.FAILED
 
 
-def test_an_operators_word_holds_until_an_attempt_answers_it(tmp_path: Path) -> None:
+def test_an_operator_request_is_pending_until_the_next_attempt(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     reserve(run, 1)
-    say(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="operator")
-    say(run, EventKind.OPERATOR_REQUEST, action="pause", by="me", after_attempt=1)
+    append_event(run, EventKind.ATTEMPT_ENDED, attempt=1, state="preempted", cause="operator")
+    append_event(run, EventKind.OPERATOR_REQUEST, action="pause", by="me", after_attempt=1)
     assert load_history(run).state is R.PAUSED
-    say(run, EventKind.OPERATOR_REQUEST, action="relaunch", by="me", after_attempt=1, gpus=2)
+    append_event(
+        run, EventKind.OPERATOR_REQUEST, action="relaunch", by="me", after_attempt=1, gpus=2
+    )
     history = load_history(run)
     assert history.state is R.WAITING
     assert (history.pending_request or {})["gpus"] == 2
@@ -227,25 +229,25 @@ def test_an_operators_word_holds_until_an_attempt_answers_it(tmp_path: Path) -> 
     assert (history.pending_request, history.state) == (None, R.RUNNING)
 
 
-def test_a_decision_speaks_of_the_attempt_it_names(tmp_path: Path) -> None:
+def test_a_decision_applies_only_to_the_attempt_that_it_names(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     reserve(run, 1)
-    say(run, EventKind.DECISION, after_attempt=1, action="stop")
+    append_event(run, EventKind.DECISION, after_attempt=1, action="stop")
     reserve(run, 2)
-    say(run, EventKind.ATTEMPT_ENDED, attempt=2, state="failed", cause="node_failure")
+    append_event(run, EventKind.ATTEMPT_ENDED, attempt=2, state="failed", cause="node_failure")
     history = load_history(run)
     assert history.last_decision is None
     assert history.state is R.WAITING
 
 
-def test_an_attempt_that_was_reserved_and_never_asked_for_is_seen(tmp_path: Path) -> None:
+def test_an_attempt_that_was_reserved_but_not_submitted_is_listed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.attempt(1).directory.mkdir(parents=True)
     (attempt,) = load_history(run).attempts
     assert (attempt.state, attempt.request, attempt.world_size) == (A.CREATED, None, 0)
 
 
-def test_pins_and_rollbacks_are_folded_from_events(tmp_path: Path) -> None:
+def test_pins_and_rollbacks_are_read_from_journal_events(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for kind, name in [
         (EventKind.PINNED, "a"),
@@ -254,13 +256,13 @@ def test_pins_and_rollbacks_are_folded_from_events(tmp_path: Path) -> None:
         (EventKind.UNPINNED, "b"),
         (EventKind.PINNED, "b"),
     ]:
-        say(run, kind, checkpoint=name, by="me")
-    say(run, EventKind.ROLLED_BACK, to="x", excluded=["y", "z"])
+        append_event(run, kind, checkpoint=name, by="me")
+    append_event(run, EventKind.ROLLED_BACK, to="x", excluded=["y", "z"])
     events = load_history(run).events
     assert pinned_checkpoints(events) == {"b"}
     assert excluded_checkpoints(events) == {"y", "z"}
 
 
-def test_no_run_is_said_with_what_to_do_next(tmp_path: Path) -> None:
+def test_a_missing_run_error_says_what_to_do_next(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="holdfast runs"):
         load_history(RunPaths(tmp_path / "none"))

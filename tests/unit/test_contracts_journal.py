@@ -1,4 +1,4 @@
-"""The journal: whole lines only, numbered without gaps or duplicates, with several writers."""
+"""The journal: whole lines only, numbered without gaps or duplicates, with several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(path: Path, *texts: str) -> None:
             writer.append(EventKind.NOTE, text=text)
 
 
-def test_lines_are_numbered_by_opening_and_place(tmp_path: Path) -> None:
+def test_lines_are_numbered_by_opening_and_sequence(tmp_path: Path) -> None:
     path = tmp_path / "journal" / "flow.jsonl"
     write(path, "a", "b")
     write(path, "c")
@@ -41,7 +41,7 @@ def test_lines_are_numbered_by_opening_and_place(tmp_path: Path) -> None:
     assert abs(events[0].time - time.time()) < JOIN_S
 
 
-def test_reading_goes_on_from_an_offset(tmp_path: Path) -> None:
+def test_reading_continues_from_an_offset(tmp_path: Path) -> None:
     path = tmp_path / "flow.jsonl"
     write(path, "a")
     _, offset = read_journal(path)
@@ -54,7 +54,7 @@ def test_reading_goes_on_from_an_offset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 2, 10, 60])
-def test_a_torn_line_is_passed_over_and_the_next_stands_alone(
+def test_a_torn_line_is_skipped_and_the_next_starts_a_new_line(
     cut_bytes: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "flow.jsonl"
@@ -65,13 +65,13 @@ def test_a_torn_line_is_passed_over_and_the_next_stands_alone(
     assert [event.data["text"] for event in events] == ["a"]
     with pytest.warns(UserWarning, match=r"flow.jsonl: a crash cut off the last line"):
         write(path, "c")
-    # A line that lost its newline alone was whole after all.
+    # A line that lost only its newline is complete.
     expected = ["b", "c"] if cut_bytes == 1 else ["c"]
     assert [event.data["text"] for event in read_journal(path, offset)[0]] == expected
     assert numbers(path)[-1] == (2, 0)
 
 
-def test_numbers_go_on_after_torn_lines_longer_than_the_tail(
+def test_numbering_continues_after_torn_lines_longer_than_the_tail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "TAIL_BYTES", 64)
@@ -85,7 +85,7 @@ def test_numbers_go_on_after_torn_lines_longer_than_the_tail(
     assert numbers(path) == [(1, 0), (2, 0), (3, 0)]
 
 
-def test_a_line_over_the_bound_is_said_and_not_believed(
+def test_a_line_over_the_size_limit_is_skipped_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "flow.jsonl"
@@ -103,14 +103,14 @@ def test_a_line_over_the_bound_is_said_and_not_believed(
     with path.open("ab") as stream:
         stream.write(b"x" * (2 * bound))
     with pytest.warns(UserWarning, match="was skipped"):
-        assert read_journal(path)[1] == offset, "it may still get its end"
+        assert read_journal(path)[1] == offset, "the line may still be completed"
     size = path.stat().st_size
     with JournalWriter(path) as writer, pytest.raises(ValueError, match="shorten its data"):
         writer.append(EventKind.NOTE, text="b" * bound)
     assert path.stat().st_size == size
 
 
-def test_foreign_lines_are_no_events(tmp_path: Path) -> None:
+def test_lines_in_other_formats_are_not_events(tmp_path: Path) -> None:
     path = tmp_path / "flow.jsonl"
     path.write_bytes(b'null\n\n  \n{"kind": "note"}\n[1]\n\xff\n{"a": \n')
     assert read_journal(path) == ([], path.stat().st_size)
@@ -124,7 +124,7 @@ def append_many(path: Path, name: str, count: int) -> None:
             writer.append(EventKind.NOTE, durable=False, text=f"{name}{number}", filler="x" * 200)
 
 
-def test_processes_that_share_a_writer_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_processes_that_share_a_journal_lose_and_duplicate_no_line(tmp_path: Path) -> None:
     path, count = tmp_path / "cli.jsonl", 150
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=append_many, args=(path, n, count)) for n in "abc"]
@@ -141,7 +141,7 @@ def test_processes_that_share_a_writer_lose_and_double_nothing(tmp_path: Path) -
         assert own == [f"{name}{number}" for number in range(count)]
 
 
-def append_for_ever(path: Path) -> None:
+def append_endlessly(path: Path) -> None:
     with JournalWriter(path) as writer:
         for number in range(1_000_000):
             writer.append(EventKind.NOTE, durable=False, text=str(number), filler="y" * 5000)
@@ -151,7 +151,7 @@ def test_a_killed_writer_leaves_whole_lines_and_no_lock(tmp_path: Path) -> None:
     path = tmp_path / "node-0000.jsonl"
     context = multiprocessing.get_context("fork")
     for _ in range(3):
-        process = context.Process(target=append_for_ever, args=(path,))
+        process = context.Process(target=append_endlessly, args=(path,))
         process.start()
         give_up = time.monotonic() + JOIN_S
         before = path.stat().st_size if path.exists() else 0
@@ -166,7 +166,7 @@ def test_a_killed_writer_leaves_whole_lines_and_no_lock(tmp_path: Path) -> None:
     assert numbers(path)[-1] == (4, 0)
 
 
-def test_an_append_that_failed_is_told_and_the_next_is_whole(
+def test_a_failed_append_raises_and_the_next_line_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "flow.jsonl"
@@ -182,7 +182,7 @@ def test_an_append_that_failed_is_told_and_the_next_is_whole(
     assert numbers(path) == [(1, 0), (2, 0)]
 
 
-def test_every_value_that_json_has_comes_back(tmp_path: Path) -> None:
+def test_every_json_value_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "flow.jsonl"
     data: dict[str, Any] = {
         "text": "zwölf\nlines\u2028",
@@ -195,7 +195,7 @@ def test_every_value_that_json_has_comes_back(tmp_path: Path) -> None:
     assert event.data == data
 
 
-def test_a_journal_that_stays_locked_is_not_waited_for_without_end(
+def test_waiting_for_a_locked_journal_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal_module, "OWN_LOCK_S", 0.2)

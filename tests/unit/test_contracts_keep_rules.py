@@ -1,4 +1,4 @@
-"""The keep rules, by table: what each keeps and how it says so."""
+"""The keep rules: which checkpoints each rule keeps, and the reason that it gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOW = 100 * HOUR_S
 
 
 @dataclass(frozen=True)
-class One:
+class Entry:
     step: int
     committed_at: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -27,9 +27,9 @@ class One:
 
 
 LOSSES = {100: 0.9, 200: 0.5, 300: 0.7, 400: 0.5, 500: 0.6}
-# One an hour, the newest of them just now; that of step 600 has no loss.
+# One checkpoint per hour, the newest just now. The one of step 600 has no loss.
 BRANCH = [
-    One(step, NOW - (600 - step) / 100 * HOUR_S, {"loss": LOSSES[step]} if step < 600 else {})
+    Entry(step, NOW - (600 - step) / 100 * HOUR_S, {"loss": LOSSES[step]} if step < 600 else {})
     for step in (100, 200, 300, 400, 500, 600)
 ]
 ALL = [100, 200, 300, 400, 500, 600]
@@ -52,10 +52,10 @@ ALL = [100, 200, 300, 400, 500, 600]
         ({"best": {"metric": "loss", "mode": "max"}}, {100: "best 1 of 1 by loss (0.9)"}),
         ({"best": {"metric": "accuracy"}}, {}),
         ({"every_steps": 200}, dict.fromkeys((200, 400, 600), "every 200 steps")),
-        # Saves by the clock seldom meet a multiple: the first one past it stands for it.
+        # Saves by time rarely hit a multiple exactly: the first save past it is kept instead.
         ({"every_steps": 250}, {300: "every 250 steps", 500: "every 250 steps"}),
         ({"every_steps": 1}, dict.fromkeys(ALL, "every step")),
-        # Stretches of two hours end at even hours.
+        # Windows of two hours end at even hours.
         ({"every_hours": 2}, dict.fromkeys((100, 200, 400, 600), "every 2 h")),
         ({"every_hours": 0.5}, dict.fromkeys(ALL, "every 0.5 h")),
         ({"ttl": "90m"}, {500: "younger than 90m", 600: "younger than 90m"}),
@@ -72,21 +72,21 @@ def test_what_each_rule_keeps(keep: dict[str, Any], kept: dict[int, str]) -> Non
     }
 
 
-def test_what_a_rule_keeps_stays_when_the_others_are_gone() -> None:
+def test_kept_checkpoints_stay_kept_after_the_others_are_deleted() -> None:
     keep = Keep.model_validate({"every_steps": 150, "every_hours": 2, "best": {"metric": "loss"}})
     names = set(kept_by_rules(BRANCH, keep, now=NOW))
     rest = [one for one in BRANCH if one.name in names]
     assert set(kept_by_rules(rest, keep, now=NOW)) == names
 
 
-def test_numbers_that_are_none_are_not_best() -> None:
-    branch = [One(1, metrics={"loss": float("nan")}), One(2, metrics={"loss": 3.0})]
+def test_a_nan_metric_is_never_best() -> None:
+    branch = [Entry(1, metrics={"loss": float("nan")}), Entry(2, metrics={"loss": 3.0})]
     keep = Keep.model_validate({"best": {"metric": "loss", "n": 5}})
     assert list(kept_by_rules(branch, keep, now=NOW)) == ["s2"]
     assert kept_by_rules([], keep, now=NOW) == {}
 
 
-def test_what_no_rule_keeps_is_told_by_every_rule() -> None:
+def test_why_not_kept_names_every_rule() -> None:
     keep = Keep.model_validate(
         {
             "last": 3,
@@ -96,11 +96,11 @@ def test_what_no_rule_keeps_is_told_by_every_rule() -> None:
             "ttl": "7d",
         }
     )
-    assert why_not_kept(One(10, metrics={"loss": 1.0}), keep) == (
+    assert why_not_kept(Entry(10, metrics={"loss": 1.0}), keep) == (
         "not among the last 3, not among the best 2 by loss, not the first of 50 steps, "
         "not the first of 6 h, older than 7d"
     )
-    assert why_not_kept(One(10), keep).startswith("not among the last 3, without loss,")
+    assert why_not_kept(Entry(10), keep).startswith("not among the last 3, without loss,")
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_budgets_in_bytes(given: int | str, size: int) -> None:
         ({"keep": {"every_hours": 0}}, "greater than 0"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: dict[str, Any], expected: str) -> None:
+def test_invalid_keep_rules_and_budgets_are_refused(given: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValidationError, match=expected):
         Checkpointing.model_validate(given)

@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_checkpoint_is_held_as_long_as_any_reader_reads(directory: Path) -> None:
+def test_a_checkpoint_is_held_while_any_reader_reads_it(directory: Path) -> None:
     other = directory.with_name("step-00000100.a0001.l01")
     other.mkdir()
     with reading(directory) as holds:
@@ -31,13 +31,13 @@ def test_a_checkpoint_is_held_as_long_as_any_reader_reads(directory: Path) -> No
             assert len(readers(directory)) == 2
         assert is_being_read(directory)
         assert not is_being_read(other)
-        # What lists checkpoints does not take a lease for one.
+        # A listing of checkpoints does not include leases.
         assert RunPaths(directory.parent.parent).list_checkpoints() == [directory, other]
     assert not is_being_read(directory)
     assert {path.name for path in directory.parent.iterdir()} == {NAME, other.name}
 
 
-def test_a_lease_is_renewed_and_expires_without_it(
+def test_a_lease_is_renewed_and_expires_without_renewal(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "RENEW_S", 0.01)
@@ -50,7 +50,7 @@ def test_a_lease_is_renewed_and_expires_without_it(
             assert time.monotonic() < give_up
             time.sleep(0.005)
         assert is_being_read(directory)
-    # A reader that was killed leaves one behind; it goes when its time is over.
+    # A killed reader leaves a lease behind, which is deleted after it expires.
     left = lease_path(directory, "node7-4711-1")
     left.touch()
     assert readers(directory) == ["node7-4711-1"]
@@ -59,7 +59,7 @@ def test_a_lease_is_renewed_and_expires_without_it(
     assert not left.exists()
 
 
-def test_where_no_lease_can_be_written_one_reads_without(tmp_path: Path) -> None:
+def test_reading_continues_when_no_lease_can_be_written(tmp_path: Path) -> None:
     with reading(tmp_path / "gone" / NAME) as holds:
         assert not holds
     with pytest.raises(KeyError), reading(tmp_path / "gone" / NAME):

@@ -1,4 +1,4 @@
-"""Manifests: what was committed is believed, and whatever differs from it is found."""
+"""Manifests: a committed checkpoint verifies, and every difference from it is found."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENTS = {".metadata": b"m" * 100, "__0_0.distcp": bytes(range(256)) * 64, "pp
 
 
 def commit(under: Path, **changes: Any) -> tuple[Path, Manifest]:
-    """A committed checkpoint of step 7 in the folder `under`, with real files."""
+    """Write a committed checkpoint of step 7 into the folder `under`, with real files."""
     name = str(CheckpointName(7, 1, 1))
     directory = under / name
     for path, content in CONTENTS.items():
@@ -75,18 +75,18 @@ def flip_a_bit(directory: Path) -> None:
     path.write_bytes(content)
 
 
-def cut(directory: Path) -> None:
+def truncate(directory: Path) -> None:
     path = directory / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def lead_outside(directory: Path) -> None:
+def link_outside(directory: Path) -> None:
     outside = directory.parent / "outside"
     (directory / ".metadata").rename(outside)
     (directory / ".metadata").symlink_to(outside)
 
 
-def make_a_folder_of_it(directory: Path) -> None:
+def replace_with_folder(directory: Path) -> None:
     (directory / "pp0/a.json").unlink()
     (directory / "pp0/a.json").mkdir()
 
@@ -95,13 +95,13 @@ def make_a_folder_of_it(directory: Path) -> None:
     ("damage", "line"),
     [
         (flip_a_bit, "__0_0.distcp: checksum "),
-        (cut, "__0_0.distcp: 16383 bytes, expected 16384"),
+        (truncate, "__0_0.distcp: 16383 bytes, expected 16384"),
         (lambda d: (d / "pp0/a.json").unlink(), "pp0/a.json: missing"),
-        (lead_outside, ".metadata: a link that leads outside its folder"),
-        (make_a_folder_of_it, "pp0/a.json: "),
+        (link_outside, ".metadata: a link that leads outside its folder"),
+        (replace_with_folder, "pp0/a.json: "),
     ],
 )
-def test_damage_is_found_and_named(
+def test_damage_is_detected_and_the_file_named(
     damage: Callable[[Path], None], line: str, tmp_path: Path
 ) -> None:
     directory, manifest = commit(tmp_path)
@@ -111,30 +111,30 @@ def test_damage_is_found_and_named(
     assert found[0].startswith(line)
 
 
-def test_sizes_alone_do_not_see_a_flipped_bit(tmp_path: Path) -> None:
+def test_checking_sizes_alone_does_not_detect_a_flipped_bit(tmp_path: Path) -> None:
     directory, manifest = commit(tmp_path)
     flip_a_bit(directory)
     assert find_damage(directory, manifest, contents=False) == []
-    cut(directory)
+    truncate(directory)
     assert len(find_damage(directory, manifest, contents=False)) == 1
 
 
 @pytest.mark.parametrize(
     "path", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a/.", "a\\b", "a/"]
 )
-def test_a_path_that_leads_out_is_refused(path: str) -> None:
+def test_a_file_path_outside_the_checkpoint_is_refused(path: str) -> None:
     with pytest.raises(ValidationError, match="expected a relative path inside"):
         FileEntry(path=path, bytes=1, checksum="0")
 
 
-def test_a_manifest_in_another_directory_is_not_believed(tmp_path: Path) -> None:
+def test_a_manifest_moved_to_another_directory_is_refused(tmp_path: Path) -> None:
     directory, _ = commit(tmp_path)
     moved = directory.rename(tmp_path / str(CheckpointName(8, 1, 1)))
     with pytest.raises(DamagedCheckpointError, match="expected the directory's own"):
         read_manifest(moved)
 
 
-def test_a_manifest_whose_step_is_another_is_not_believed(tmp_path: Path) -> None:
+def test_a_manifest_of_another_step_is_refused(tmp_path: Path) -> None:
     directory, _ = commit(tmp_path, step=8)
     with pytest.raises(DamagedCheckpointError) as raised:
         read_manifest(directory)
@@ -142,14 +142,14 @@ def test_a_manifest_whose_step_is_another_is_not_believed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"[]", b"\xff\xfe", b'{"format": 1}'])
-def test_a_torn_manifest_is_damage_and_not_absence(content: bytes, tmp_path: Path) -> None:
+def test_a_torn_manifest_counts_as_damaged_not_as_missing(content: bytes, tmp_path: Path) -> None:
     directory, _ = commit(tmp_path)
     (directory / MANIFEST).write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match="not a manifest of format 1"):
         read_manifest(directory)
 
 
-def test_a_newer_format_is_refused_and_newer_keys_are_not(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused_and_newer_keys_are_ignored(tmp_path: Path) -> None:
     directory, manifest = commit(tmp_path)
     document = json.loads((directory / MANIFEST).read_bytes())
     (directory / MANIFEST).write_text(json.dumps({**document, "colour": "blue"}))
@@ -159,7 +159,7 @@ def test_a_newer_format_is_refused_and_newer_keys_are_not(tmp_path: Path) -> Non
         read_manifest(directory)
 
 
-def test_a_metric_that_is_not_a_number_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+def test_a_nan_or_infinite_metric_is_dropped_from_the_manifest(tmp_path: Path) -> None:
     directory, _ = commit(tmp_path, metrics={"loss": math.nan, "norm": math.inf, "lr": 0.5})
     manifest = read_manifest(directory)
     assert manifest is not None
@@ -175,7 +175,7 @@ def test_equal_checksums_mean_equal_contents(tmp_path: Path) -> None:
     assert first.checksum == second.checksum == turned.checksum != changed.checksum
 
 
-def test_a_file_checksum_is_that_of_its_bytes_in_any_pieces(tmp_path: Path) -> None:
+def test_a_file_checksum_does_not_depend_on_the_chunk_sizes(tmp_path: Path) -> None:
     for size in (0, 5, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 77):
         content = (bytes(range(251)) * (size // 251 + 1))[:size]
         path = tmp_path / "file"
@@ -191,7 +191,7 @@ def test_a_file_checksum_is_that_of_its_bytes_in_any_pieces(tmp_path: Path) -> N
             assert (entry.checksum, entry.blocks) == (digest_of(content), "")
 
 
-def test_blocks_grow_so_that_a_manifest_stays_small() -> None:
+def test_the_block_size_grows_so_that_a_manifest_stays_small() -> None:
     for size in (BLOCK_BYTES + 1, 2**30, 2**30 + 1, 2**40):
         blocks = -(-size // block_bytes_of(size))
         assert (2 if size < 2**30 else BLOCKS_MAX // 2) <= blocks <= BLOCKS_MAX
@@ -199,7 +199,7 @@ def test_blocks_grow_so_that_a_manifest_stays_small() -> None:
 
 
 def commit_long(under: Path) -> tuple[Path, Manifest]:
-    """A checkpoint whose one file has three blocks, the last one shorter."""
+    """Write a checkpoint whose only file has three blocks, the last one shorter."""
     content = bytes(range(256)) * (9 * 1024 * 1024 // 256)
     running = FileChecksum(len(content))
     running.update(content)
@@ -208,7 +208,7 @@ def commit_long(under: Path) -> tuple[Path, Manifest]:
     return directory, manifest
 
 
-def test_damage_inside_a_long_file_is_placed(tmp_path: Path) -> None:
+def test_damage_inside_a_long_file_is_located_by_block(tmp_path: Path) -> None:
     directory, manifest = commit_long(tmp_path)
     seen: list[int] = []
     assert find_damage(directory, manifest, progress=seen.append) == []
@@ -232,7 +232,7 @@ def test_a_long_file_of_an_older_manifest_still_verifies(tmp_path: Path) -> None
     assert find_damage(directory, manifest)[0].startswith("long: checksum ")
 
 
-def test_block_digests_that_are_not_the_checksum_s_are_not_believed(tmp_path: Path) -> None:
+def test_block_digests_that_do_not_match_the_checksum_are_refused(tmp_path: Path) -> None:
     directory, manifest = commit_long(tmp_path)
     document = json.loads((directory / MANIFEST).read_bytes())
     blocks = document["files"][0]["blocks"]

@@ -1,4 +1,4 @@
-"""What the processes of a node share: staging slots, packets with descriptors, the channel."""
+"""How processes exchange data: staging slots, packets with descriptors, and the channel."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_slot_outlives_the_process_that_filled_it() -> None:
     slot.close()
 
 
-def test_a_slot_taken_again_is_not_sealed_until_it_is() -> None:
+def test_a_reused_slot_is_not_sealed_until_it_is_filled_again() -> None:
     slot = Slot(Slot.create(1))
     assert slot.state is SlotState.EMPTY
     slot.begin(1)
@@ -58,7 +58,7 @@ def test_a_slot_taken_again_is_not_sealed_until_it_is() -> None:
     assert (slot.state, slot.table) == (SlotState.SEALED, {})
 
 
-def test_a_failure_carries_its_reason_however_long() -> None:
+def test_a_failed_slot_keeps_its_reason_of_any_length() -> None:
     slot = Slot(Slot.create(1))
     slot.fail("No space left on device")
     assert (slot.state, slot.error) == (SlotState.FAILED, "No space left on device")
@@ -77,7 +77,7 @@ def test_a_table_that_does_not_fit_is_refused_and_the_slot_stays_unsealed() -> N
     assert slot.state is SlotState.COPYING
 
 
-def test_memory_that_is_no_slot_is_refused() -> None:
+def test_memory_that_is_not_a_slot_is_refused() -> None:
     handle = os.memfd_create("other")
     os.write(handle, struct.pack("q", 12345) + bytes(2 * TABLE_BYTES))
     with pytest.raises(ValueError, match="not a staging slot of this version"):
@@ -88,7 +88,7 @@ def test_memory_that_is_no_slot_is_refused() -> None:
 # --- wire -------------------------------------------------------------------------------------
 
 
-def test_a_packet_brings_its_descriptors_as_ours_to_close() -> None:
+def test_a_packet_delivers_descriptors_that_the_receiver_owns() -> None:
     left, right = wire.pair()
     with left, right:
         handle = os.memfd_create("content")
@@ -104,7 +104,7 @@ def test_a_packet_brings_its_descriptors_as_ours_to_close() -> None:
         os.close(theirs)
 
 
-def test_packets_keep_their_borders_and_order() -> None:
+def test_packets_keep_their_boundaries_and_order() -> None:
     left, right = wire.pair()
     with left, right:
         for number in range(20):
@@ -115,7 +115,7 @@ def test_packets_keep_their_borders_and_order() -> None:
             assert received[0]["step"] == number
 
 
-def test_the_end_is_none_and_silence_a_time_out() -> None:
+def test_a_closed_socket_returns_none_and_a_silent_one_times_out() -> None:
     left, right = wire.pair()
     with right:
         right.settimeout(0.05)
@@ -136,7 +136,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent() -> None:
         assert wire.receive(right) is not None
 
 
-def test_a_listener_is_found_by_the_file_that_has_its_name(tmp_path: Path) -> None:
+def test_a_listener_is_found_by_its_address_file(tmp_path: Path) -> None:
     place = tmp_path / "address"
     with pytest.raises(FileNotFoundError):
         wire.connect(place, 1.0)
@@ -192,7 +192,7 @@ def test_every_node_joins_and_answers(tmp_path: Path) -> None:
         member.close()
 
 
-def test_the_address_is_the_users_own_secret(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_channel_address(tmp_path: Path) -> None:
     host = ChannelHost(tmp_path / "channel.json", nodes=1)
     assert (tmp_path / "channel.json").stat().st_mode & 0o777 == 0o600
     host.wait_for_peers(0.0)
@@ -218,7 +218,7 @@ def test_a_wrong_token_is_refused_at_both_ends(tmp_path: Path) -> None:
     host.close()
 
 
-def test_a_host_that_does_not_know_the_token_is_not_believed(tmp_path: Path) -> None:
+def test_a_host_that_does_not_know_the_token_is_refused(tmp_path: Path) -> None:
     impostor, genuine = ChannelHost(tmp_path / "a.json", 2), ChannelHost(tmp_path / "b.json", 2)
     path = rewrite(tmp_path / "b.json", port=impostor.port)
     with pytest.raises(AgreementError, match="could not join node 0"):
@@ -227,7 +227,7 @@ def test_a_host_that_does_not_know_the_token_is_not_believed(tmp_path: Path) -> 
     genuine.close()
 
 
-def test_strangers_neither_end_nor_hold_up_the_host(tmp_path: Path) -> None:
+def test_unknown_connections_neither_stop_nor_delay_the_host(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     host = ChannelHost(path, nodes=2)
     address = ("127.0.0.1", host.port)
@@ -247,7 +247,7 @@ def test_strangers_neither_end_nor_hold_up_the_host(tmp_path: Path) -> None:
         stranger.close()
 
 
-def test_a_member_waits_until_the_host_is_there(tmp_path: Path) -> None:
+def test_a_member_waits_until_the_host_listens(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     hosts: list[ChannelHost] = []
 
@@ -267,7 +267,7 @@ def test_a_member_waits_until_the_host_is_there(tmp_path: Path) -> None:
         ChannelMember(tmp_path / "none.json", {"node": 1}, timeout_s=0.2)
 
 
-def test_a_lost_node_is_told_at_the_call(tmp_path: Path) -> None:
+def test_a_call_to_a_lost_node_raises(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     host = ChannelHost(path, nodes=3)
     gone, silent = ChannelMember(path, {"node": 1}), ChannelMember(path, {"node": 2})
@@ -281,7 +281,7 @@ def test_a_lost_node_is_told_at_the_call(tmp_path: Path) -> None:
     host.close()
 
 
-def test_a_second_agent_for_a_node_is_not_let_in_while_the_first_is_there(tmp_path: Path) -> None:
+def test_a_second_agent_for_a_node_is_refused_while_the_first_is_connected(tmp_path: Path) -> None:
     path = tmp_path / "channel.json"
     host = ChannelHost(path, nodes=2)
     first = ChannelMember(path, {"node": 1, "pid": 7})
@@ -295,7 +295,7 @@ def test_a_second_agent_for_a_node_is_not_let_in_while_the_first_is_there(tmp_pa
     assert host.peers[1].call("report")["echo"]["kind"] == "report"
     thread.join(JOIN_S)
     first.close()
-    # One that has hung up may come again, before anybody has asked it anything.
+    # After a disconnect the node may join again, even before its next request.
     second = ChannelMember(path, {"node": 1, "pid": 9})
     assert host.peers[1].hello["pid"] == 9
     second.close()

@@ -1,4 +1,4 @@
-"""Names on disk: what is written is what is read back, and strangers are passed over."""
+"""Names on disk: every written name is read back, and unknown names are skipped."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_checkpoint_name_is_read_back(step: int, attempt: int, launch: int) ->
         "xstep-00000001.a0001.l01",
     ],
 )
-def test_another_name_is_no_checkpoint(name: str) -> None:
+def test_names_in_other_formats_are_not_checkpoints(name: str) -> None:
     assert CheckpointName.parse(name) is None
 
 
-def test_listings_are_in_order_of_number_and_pass_over_strangers(tmp_path: Path) -> None:
+def test_listings_are_sorted_by_number_and_skip_unknown_names(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "run")
     steps = [(12, 1, 1), (9, 2, 1), (9, 1, 2), (9, 1, 1), (123_456_789, 1, 1)]
     for parts in steps:
@@ -75,7 +75,7 @@ def test_journals_of_the_run_and_of_its_attempts_are_all_listed(tmp_path: Path) 
     assert run.list_journals() == expected
 
 
-def test_nothing_is_listed_where_nothing_is(tmp_path: Path) -> None:
+def test_a_missing_folder_lists_nothing(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "none")
     assert (run.list_attempts(), run.list_checkpoints(), run.list_journals()) == ([], [], [])
     assert list_runs(tmp_path / "none") == []
@@ -90,19 +90,19 @@ def test_runs_are_the_folders_with_a_spec(tmp_path: Path) -> None:
     assert [run.name for run in list_runs(tmp_path)] == ["a", "b"]
 
 
-def test_every_file_of_a_run_lies_in_it(tmp_path: Path) -> None:
+def test_every_path_of_a_run_is_inside_its_folder(tmp_path: Path) -> None:
     run, attempt = RunPaths(tmp_path), AttemptPaths(tmp_path / "attempts" / "0003")
     own = [getattr(run, n) for n, v in vars(RunPaths).items() if isinstance(v, property)]
     own += [getattr(attempt, n) for n, v in vars(AttemptPaths).items() if isinstance(v, property)]
     paths = [path for path in own if isinstance(path, Path)]
     assert len(paths) > 15
-    assert len(set(paths)) == len(paths), "two names for one file"
+    assert len(set(paths)) == len(paths), "two properties return the same path"
     assert all(path.is_relative_to(tmp_path) for path in paths)
     assert attempt.number == 3
     assert attempt.rank_log(1, 2, 3).name == "rank-00003.stdout.log"
 
 
-def test_home_and_root_are_as_the_environment_says(
+def test_home_and_root_follow_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Files that another user may have written are opened without waiting, links or surprises."""
+"""Files of other users are opened without blocking and without following links outside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = os.O_RDONLY | os.O_NONBLOCK
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A folder with ordinary files, links of every kind, and what is no file at all."""
+    """A folder with regular files, links of every kind, and special files."""
     run = tmp_path / "run"
     (run / "a").mkdir(parents=True)
     (run / "a" / "file").write_bytes(b"inside")
@@ -74,7 +74,7 @@ def by_walk(run: Path, name: str, follow: bool) -> int:
         ("loop", False, False),
     ],
 )
-def test_no_link_leads_out_of_a_folder(
+def test_no_link_opens_a_file_outside_the_folder(
     run: Path, opener: Callable[[Path, str, bool], int], name: str, plainly: bool, following: bool
 ) -> None:
     for follow, may in ((False, plainly), (True, following)):
@@ -90,7 +90,7 @@ def test_no_link_leads_out_of_a_folder(
 @pytest.mark.parametrize(
     "name", ["pipe", "socket", "sparse", "near", "up", "absolute", "loop", "kernel", "a"]
 )
-def test_what_is_no_ordinary_file_is_refused_at_once(run: Path, name: str) -> None:
+def test_anything_but_a_regular_file_is_refused_at_once(run: Path, name: str) -> None:
     began = time.monotonic()
     for below in (None, run):
         with pytest.raises((ForeignFileError, OSError), match=name):
@@ -101,7 +101,7 @@ def test_what_is_no_ordinary_file_is_refused_at_once(run: Path, name: str) -> No
     assert time.monotonic() - began < 1
 
 
-def test_a_file_is_read_whole_and_a_missing_one_is_missing(run: Path) -> None:
+def test_read_bounded_returns_the_whole_file_or_raises(run: Path) -> None:
     assert read_bounded(run / "a" / "file", 6, below=run) == b"inside"
     assert read_bounded(run / "near", 6, below=run, follow=True) == b"inside"
     with pytest.raises(ForeignFileError, match="6 bytes, expected 5 or less"):
@@ -110,8 +110,8 @@ def test_a_file_is_read_whole_and_a_missing_one_is_missing(run: Path) -> None:
         read_bounded(run / "none", 5, below=run)
 
 
-def test_a_link_that_is_swapped_while_it_is_read_never_leads_out(run: Path) -> None:
-    """The target changes ten thousand times; each reading is of the inside or is refused."""
+def test_a_link_swapped_while_it_is_read_never_leads_outside(run: Path) -> None:
+    """The target changes all the time; each read returns the inside file or is refused."""
     link, other = run / "a" / "swapped", run / "a" / "next"
     over = threading.Event()
 
@@ -137,7 +137,7 @@ def test_a_link_that_is_swapped_while_it_is_read_never_leads_out(run: Path) -> N
     assert set(seen) == {b"inside", b""}
 
 
-def test_a_held_folder_stays_the_one_that_was_opened(run: Path, tmp_path: Path) -> None:
+def test_a_held_folder_is_still_the_opened_one_after_a_rename(run: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     with held_folder(run / "a", below=run) as held:
@@ -150,11 +150,11 @@ def test_a_held_folder_stays_the_one_that_was_opened(run: Path, tmp_path: Path) 
         pass
 
 
-def test_whose_a_folder_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_mine_accepts_own_and_root_folders(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = run.stat().st_uid
     assert is_mine(run)
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    # What is root's can be trusted by everybody; another user's cannot.
+    # Everybody can trust files of root, but not those of another user.
     assert is_mine(run) == (owner == 0)
     assert is_mine(Path("/"))
 

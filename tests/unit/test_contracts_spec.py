@@ -1,4 +1,4 @@
-"""`RunSpec`: what is accepted, what is refused, and digests that stay what they are."""
+"""`RunSpec`: what is accepted, what is refused, and stable digests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_intervals_are_steps_or_seconds(
 @pytest.mark.parametrize(
     "interval", [0, -1, "0s", "0.0m", "often", "50", "5 days", True, 1.5, None]
 )
-def test_intervals_that_mean_nothing_are_refused(interval: Any) -> None:
+def test_invalid_intervals_are_refused(interval: Any) -> None:
     with pytest.raises(ValidationError):
         Checkpointing(interval=interval)
 
@@ -50,12 +50,14 @@ def test_intervals_that_mean_nothing_are_refused(interval: Any) -> None:
     ("gpus", "per_node", "expected"),
     [(1, 8, (1, 1)), (8, 8, (1, 8)), (16, 8, (2, 8)), (3, 4, (1, 3)), (12, 4, (3, 4))],
 )
-def test_gpus_are_cut_into_whole_nodes(gpus: int, per_node: int, expected: tuple[int, int]) -> None:
+def test_gpus_are_split_into_whole_nodes(
+    gpus: int, per_node: int, expected: tuple[int, int]
+) -> None:
     assert split_gpus(gpus, per_node) == expected
 
 
 @given(gpus=st.integers(1, 4096), per_node=st.integers(1, 16))
-def test_a_cut_has_all_the_gpus_or_is_refused(gpus: int, per_node: int) -> None:
+def test_a_split_uses_all_gpus_or_is_refused(gpus: int, per_node: int) -> None:
     if gpus > per_node and gpus % per_node:
         with pytest.raises(ValueError, match="do not fill nodes"):
             split_gpus(gpus, per_node)
@@ -93,7 +95,7 @@ SLURM = {"executor": "slurm", "nodes": 2, "gpus_per_node": 4}
         ({"cost": {"gpu_hour": -1}}, "greater than or equal to 0"),
     ],
 )
-def test_specs_that_cannot_be_meant_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_specs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         make_spec(**changes)
 
@@ -109,7 +111,7 @@ def test_a_spec_cannot_be_changed_after_construction() -> None:
         make_spec().name = "other"  # type: ignore[misc]
 
 
-def test_a_digest_survives_the_way_to_disk_and_back() -> None:
+def test_a_digest_is_the_same_after_writing_and_reading() -> None:
     spec = make_spec(config={"b": 1, "a": {"z": 0.5, "y": None}}, environment={"B": "2", "A": "1"})
     again = RunSpec.model_validate_json(spec.model_dump_json())
     turned = make_spec(
@@ -135,12 +137,12 @@ def test_digests_are_the_same_in_every_process() -> None:
         ).stdout.strip()
         for seed in ("1", "2")
     }
-    # Written down: a digest that changed would make every run of an earlier version another.
+    # A fixed value: if the digest changed, every run of an earlier version would be a new run.
     expected = "bf9c4ffde20bec5a7833342a003ad177f1e47f071da8f8326e87a7dd238c0678"
     assert seen == {expected} == {command_digest(("train.py", "--lr", "3e-4"), "/home/me")}
 
 
-def test_a_command_is_its_words_and_its_directory() -> None:
+def test_a_command_digest_depends_on_arguments_and_directory() -> None:
     base = command_digest(["train.py", "a b"], "/home/me")
     assert base != command_digest(["train.py", "a", "b"], "/home/me")
     assert base != command_digest(["train.py", "a b"], "/home/you")
@@ -168,15 +170,13 @@ def test_equal_documents_have_equal_digests(document: dict[str, int | str]) -> N
         ("--job-name", "the long name"),
     ],
 )
-def test_an_option_that_holdfast_sets_is_refused_with_what_to_write(
-    option: str, advice: str
-) -> None:
+def test_an_option_that_holdfast_sets_is_refused_with_advice(option: str, advice: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(advice)):
         Resources(executor="slurm", extra={option: "x"})
 
 
 @pytest.mark.parametrize("option", ["reservation", "wckey", "nodelist", "begin", "gres-flags"])
-def test_other_options_of_sbatch_are_taken(option: str) -> None:
+def test_other_options_of_sbatch_are_accepted(option: str) -> None:
     assert Resources(executor="slurm", extra={option: "x"}).extra == {option: "x"}
 
 

@@ -1,4 +1,4 @@
-"""The transition tables: every state is in them, every move is legal or raises."""
+"""The transition tables: they contain every state, and each transition is legal or raises."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LIVE_ORDER = [
 ENDED = set(AttemptState) - set(LIVE_ORDER)
 
 
-def test_every_state_has_its_row() -> None:
+def test_every_state_is_in_the_transition_table() -> None:
     assert set(ATTEMPT_MOVES) == set(AttemptState)
     assert set(RUN_MOVES) == set(RunState)
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(AttemptState, AttemptState)))
-def test_every_move_of_an_attempt(old: AttemptState, new: AttemptState) -> None:
+def test_each_attempt_transition_is_legal_or_raises(old: AttemptState, new: AttemptState) -> None:
     if old in ENDED:
         is_legal = old is new
     elif new in ENDED:
@@ -58,7 +58,7 @@ ILLEGAL_RUN_MOVES = {(RunState.COMPLETED, state) for state in RunState} | {
 
 
 @pytest.mark.parametrize(("old", "new"), list(product(RunState, RunState)))
-def test_every_move_of_a_run(old: RunState, new: RunState) -> None:
+def test_each_run_transition_is_legal_or_raises(old: RunState, new: RunState) -> None:
     if old is not new and (old, new) in ILLEGAL_RUN_MOVES:
         with pytest.raises(IllegalTransitionError, match=f"cannot go from {old} to {new}"):
             check_run_move(old, new)
@@ -67,7 +67,7 @@ def test_every_move_of_a_run(old: RunState, new: RunState) -> None:
         assert old is new or new in RUN_MOVES[old]
 
 
-def test_terminal_and_live_are_what_the_tables_say() -> None:
+def test_terminal_and_live_states_match_the_tables() -> None:
     assert {state for state in AttemptState if state.is_terminal} == ENDED
     assert {state for state in RunState if not state.is_live} == {
         RunState.COMPLETED,
@@ -76,6 +76,6 @@ def test_terminal_and_live_are_what_the_tables_say() -> None:
     }
 
 
-def test_the_refusal_of_an_ended_attempt_says_so() -> None:
+def test_the_error_for_an_ended_attempt_says_that_it_has_ended() -> None:
     with pytest.raises(IllegalTransitionError, match="no other state, because it has ended"):
         check_attempt_move(AttemptState.LOST, AttemptState.RUNNING)

@@ -1,4 +1,4 @@
-"""Data order: a permutation per epoch, the same at every rank count, and for ever."""
+"""Data order: one permutation per epoch, the same at every rank count and in every version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_epoch_visits_every_sample_once(samples: int, seed: int, epoch: int) 
     step=st.integers(1, 10**9),
     ranks=st.sampled_from([1, 2, 3, 4, 6, 12]),
 )
-def test_ranks_together_see_the_same_samples_at_every_count(
+def test_all_ranks_together_see_the_same_samples_at_every_rank_count(
     samples: int, seed: int, step: int, ranks: int
 ) -> None:
     order = DataOrder(samples=samples, global_batch=12, seed=seed)
@@ -47,20 +47,20 @@ def test_ranks_together_see_the_same_samples_at_every_count(
 
 
 @given(st.integers(1, 200), st.integers(0, 1000), st.integers(1, 300))
-def test_a_stretch_is_the_sum_of_its_parts(samples: int, start: int, count: int) -> None:
+def test_a_range_of_ids_equals_the_ids_read_singly(samples: int, start: int, count: int) -> None:
     whole = ids_at(start, count, samples, 5)
     singly = [int(ids_at(start + i, 1, samples, 5)[0]) for i in range(count)]
     assert whole.tolist() == singly
 
 
-def test_the_order_never_changes_between_versions() -> None:
+def test_the_data_order_does_not_change_between_versions() -> None:
     assert ids_at(0, 20, 10, 0).tolist() == [
         *(5, 2, 8, 6, 0, 4, 9, 7, 1, 3),
         *(7, 3, 5, 1, 0, 4, 6, 8, 2, 9),
     ]
 
 
-def test_seeds_and_epochs_give_orders_of_their_own() -> None:
+def test_each_seed_and_epoch_has_a_different_order() -> None:
     orders = {tuple(ids_at(0, 1000, 1000, seed)) for seed in range(20)}
     orders |= {tuple(ids_at(epoch * 1000, 1000, 1000, 0)) for epoch in range(1, 20)}
     assert len(orders) == 39
@@ -71,11 +71,11 @@ def test_an_order_looks_random() -> None:
     correlation = np.corrcoef(np.arange(20_000), ids)[0, 1]
     fixed = int((ids == np.arange(20_000)).sum())
     assert abs(correlation) < 0.03
-    # A random permutation has one fixed point on average, whatever its length.
+    # A random permutation of any length has one fixed point on average.
     assert fixed < 10
 
 
-def test_a_skip_window_passes_data_over_from_its_step_on() -> None:
+def test_a_skip_window_skips_data_from_its_step_on() -> None:
     plain = DataOrder(samples=1000, global_batch=4)
     skipping = DataOrder(samples=1000, global_batch=4, skips=(SkipWindow(10, 5),))
     assert np.array_equal(skipping.step_ids(9), plain.step_ids(9))
@@ -105,7 +105,7 @@ def test_micro_batches_are_equal_and_small_enough(samples: int, samples_max: int
     assert np.array_equal(np.concatenate(parts), np.arange(samples))
 
 
-def test_micro_batches_of_nothing_are_refused() -> None:
+def test_a_micro_batch_size_of_0_is_refused() -> None:
     with pytest.raises(SpecError, match="expected 1 or more"):
         micro_parts(4, 0)
 

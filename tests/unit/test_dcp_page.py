@@ -1,4 +1,4 @@
-"""The page of compatibility has a row for each public name of DCP's reference, and its test."""
+"""The DCP compatibility page has a row and a test for each public name of DCP's reference."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def rows() -> list[tuple[bool, str, str, str, str]]:
     return [(bool(row[1]), row[2], row[3], row[4], row[5]) for row in found if row is not None]
 
 
-def test_every_name_has_one_row() -> None:
+def test_every_dcp_name_has_one_row() -> None:
     assert sorted(name for is_example, name, *_ in rows() if not is_example) == sorted(REFERENCE)
     assert sorted(name for is_example, name, *_ in rows() if is_example) == sorted(EXAMPLES)
     assert {verdict for _, _, verdict, _, _ in rows()} <= VERDICTS
 
 
 @pytest.mark.parametrize("name", sorted({name.split(".")[0] for name in REFERENCE}))
-def test_the_names_are_those_of_torch(name: str) -> None:
+def test_the_dcp_names_exist_in_torch(name: str) -> None:
     parts = [importlib.import_module(f"torch.distributed.checkpoint{part}") for part in MODULES]
     assert any(hasattr(part, name) for part in parts)
 

@@ -1,4 +1,4 @@
-"""Every page is found from the indexes, by readers of the repository and of the site."""
+"""Every page is listed in an index, in the repository and on the site."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_the_index_names_every_decision() -> None:
 
 
 def test_an_index_lists_every_page() -> None:
-    """In its table, for readers of the repository, and in its toctree, for the site."""
+    """Each page is in a table, for the repository, and in a toctree, for the site."""
     texts = {name: (DOCS / f"{name}.md").read_text() for name in INDEXES}
     trees = {name: "\n".join(TREE.findall(text)) for name, text in texts.items()}
     unlisted = []
     for page in sorted(DOCS.glob("*.md")):
         if page.stem in {"README", "index"}:
             continue
-        # A page that includes a file is linked to by the name of the file.
+        # A page that includes a file is linked by the name of that file.
         included = INCLUDED.findall(page.read_text())
         link = f"(../{included[0]}" if included else f"({page.name}"
         is_listed = any(link in text for text in texts.values())

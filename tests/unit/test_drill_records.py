@@ -1,4 +1,4 @@
-"""What a drill reads of the run that it disturbs: journals and records of steps."""
+"""What a drill reads of its target run: journals and step records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.flows.drills.steps import Place, Records, Step
 from holdfast.flows.drills.target_run import TargetRun
 
 
-def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
+def test_records_are_read_incrementally_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
     path = tmp_path / "a0002.l03.rank1.jsonl"
     line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])
@@ -24,14 +24,14 @@ def test_records_are_read_on_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
     assert records.read_new() == []
 
 
-def test_where_a_step_began_from_is_known_when_the_step_is(
+def test_the_resumed_step_is_known_together_with_the_step(
     tmp_path: Path,
 ) -> None:
     story = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
     line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
 
     class Late(Records):
-        """A launch and its first step come after the journals were read and before the steps."""
+        """A launch and its first step appear after the journals were read and before the steps."""
 
         def read_new(self) -> list[Step]:
             if not list(tmp_path.glob("*.jsonl")):
