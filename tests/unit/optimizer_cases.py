@@ -334,7 +334,7 @@ def trained(net: nn.Module) -> list[nn.Parameter]:
     return [p for p in net.parameters() if p.requires_grad]
 
 
-FOREIGN = [
+THIRD_PARTY = [
     Case("hoarder", lambda net: Hoarder(trained(net))),
     Case("eager", lambda net: Eager(trained(net))),
     Case("noisy", lambda net: Noisy(trained(net))),

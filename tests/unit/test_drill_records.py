@@ -27,7 +27,7 @@ def test_records_are_read_incrementally_and_a_torn_line_is_no_step(tmp_path: Pat
 def test_the_resumed_step_is_known_together_with_the_step(
     tmp_path: Path,
 ) -> None:
-    story = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
+    scripted_run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
     line = {"time": 1.0, "step": 151, "loss": 0.5, "ids": "a", "weights": "b"}
 
     class Late(Records):
@@ -35,11 +35,11 @@ def test_the_resumed_step_is_known_together_with_the_step(
 
         def read_new(self) -> list[Step]:
             if not list(tmp_path.glob("*.jsonl")):
-                story.launch(3, 2, 150, "gpt:step-00000150.a0003.l01")
+                scripted_run.launch(3, 2, 150, "gpt:step-00000150.a0003.l01")
                 (tmp_path / "a0003.l02.rank0.jsonl").write_text(json.dumps(line) + "\n")
             return super().read_new()
 
-    target = TargetRun(story.paths, Late(tmp_path))
+    target = TargetRun(scripted_run.paths, Late(tmp_path))
     target.look()
     assert target.newest is not None
     assert target.newest.place == Place(3, 2)

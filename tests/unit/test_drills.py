@@ -1,4 +1,4 @@
-"""Drills: which faults are drawn, and that each invariant is seen to fail where it is broken."""
+"""Drills: which faults are drawn, and that each violated invariant is reported."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ NEWEST = "step-00000200.a0003.l01"
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> RunFolder:
+def scripted_run(tmp_path: Path) -> RunFolder:
     """A run with a preemption, a crash, a lost node, a rollback and a deletion."""
     (tmp_path / "runs").mkdir()
     return next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
 
 
-def broken_of(run: RunFolder) -> list[Broken]:
-    """What the checks of disk find."""
+def find_violations(run: RunFolder) -> list[Broken]:
+    """The violations that the checks on disk find."""
     paths, events = run.paths, load_events(run.paths)
     return [
         *invariants.check_checkpoints(paths, events),
@@ -58,8 +58,8 @@ def broken_of(run: RunFolder) -> list[Broken]:
     ]
 
 
-def test_a_run_that_lost_nothing_breaks_nothing(story: RunFolder) -> None:
-    assert broken_of(story) == []
+def test_a_sound_run_violates_no_invariant(scripted_run: RunFolder) -> None:
+    assert find_violations(scripted_run) == []
 
 
 def lose_manifest(run: RunFolder) -> None:
@@ -75,13 +75,13 @@ def flip_a_byte(run: RunFolder) -> None:
     path.write_bytes(path.read_bytes().swapcase())
 
 
-def delete_without_a_word(run: RunFolder) -> None:
+def delete_without_an_event(run: RunFolder) -> None:
     directory = run.paths.checkpoint(NEWEST)
     shutil.copy(directory / "manifest.json", run.paths.tombstone(NEWEST))
     shutil.rmtree(directory)
 
 
-def resume_from_the_uncommitted(run: RunFolder) -> None:
+def resume_from_an_uncommitted_one(run: RunFolder) -> None:
     run.launch(3, 2, 200, "gpt:step-00000110.a0001.l02")
 
 
@@ -102,7 +102,7 @@ def claim_twice(run: RunFolder) -> None:
         run.tell(writer, EventKind.CLAIMED, attempt=2, job_id="102")
 
 
-def hand_over_twice(run: RunFolder) -> None:
+def submit_to_two_jobs(run: RunFolder) -> None:
     logs = run.paths.attempt(1).logs
     logs.mkdir()
     for job in (101, 102):
@@ -143,13 +143,13 @@ def change_the_command(run: RunFolder) -> None:
         (lose_manifest, invariants.COMMITTED_STAYS),
         (lose_directory, invariants.COMMITTED_STAYS),
         (flip_a_byte, invariants.COMMITTED_STAYS),
-        (delete_without_a_word, invariants.COMMITTED_STAYS),
-        (resume_from_the_uncommitted, invariants.BELIEVED_IS_WHOLE),
+        (delete_without_an_event, invariants.COMMITTED_STAYS),
+        (resume_from_an_uncommitted_one, invariants.BELIEVED_IS_WHOLE),
         (resume_from_an_older_one, invariants.RESUME_IS_RIGHT),
         (resume_from_nothing, invariants.RESUME_IS_RIGHT),
         (submit_twice, invariants.ONE_SUBMISSION),
         (claim_twice, invariants.ONE_SUBMISSION),
-        (hand_over_twice, invariants.ONE_SUBMISSION),
+        (submit_to_two_jobs, invariants.ONE_SUBMISSION),
         (share_a_job, invariants.ONE_SUBMISSION),
         (claim_another_job, invariants.ONE_SUBMISSION),
         (skip_a_number, invariants.ONE_SUBMISSION),
@@ -158,28 +158,30 @@ def change_the_command(run: RunFolder) -> None:
         (change_the_command, invariants.ONE_COMMAND),
     ],
 )
-def test_what_is_broken_is_seen(
-    story: RunFolder, harm: Callable[[RunFolder], None], invariant: str
+def test_each_violation_is_reported_under_its_invariant(
+    scripted_run: RunFolder, harm: Callable[[RunFolder], None], invariant: str
 ) -> None:
-    harm(story)
-    assert {one.invariant for one in broken_of(story)} == {invariant}
+    harm(scripted_run)
+    assert {one.invariant for one in find_violations(scripted_run)} == {invariant}
 
 
-def test_a_row_that_disk_does_not_have_is_seen(story: RunFolder, tmp_path: Path) -> None:
+def test_an_index_row_that_differs_from_disk_is_reported(
+    scripted_run: RunFolder, tmp_path: Path
+) -> None:
     url = f"sqlite:///{tmp_path}/index.db"
-    assert invariants.check_index(url, story.paths) == []
+    assert invariants.check_index(url, scripted_run.paths) == []
     with sqlite3.connect(tmp_path / "index.db") as connection:
         connection.execute("update attempts set cause = 'hang' where number = 2")
-    broken, *_ = invariants.check_index(url, story.paths)
+    broken, *_ = invariants.check_index(url, scripted_run.paths)
     assert broken.invariant == invariants.INDEX_IS_DISK
     assert "the index has hang at .attempts[1].cause, disk node_failure" in broken.detail
 
 
-def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
-    story: RunFolder,
+def test_a_job_without_a_recorded_process_is_controlled_by_its_agents_leader(
+    scripted_run: RunFolder,
 ) -> None:
-    target, attempt = TargetRun(story.paths), story.paths.list_attempts()[-1]
-    # A session of its own: what leads this process's may live where /proc does not show it.
+    target, attempt = TargetRun(scripted_run.paths), scripted_run.paths.list_attempts()[-1]
+    # In a new session: /proc may not show the leader of this process's own session.
     with _process_under_a_leader() as (leader, pid):
         agent = name_process(pid)
         assert agent is not None
@@ -192,7 +194,7 @@ def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
             claimed_at=0.0,
         )
         write_document(attempt.claim, claim)
-        # What an executor finds by the claim names no process.
+        # A submission that an executor finds by the claim has no process id.
         submission = Submission(job_id="9", executor="local", submitted_at=0.0)
         write_document(attempt.submission, submission)
         found = target.controller()
@@ -204,7 +206,7 @@ def test_the_leader_of_a_job_whose_submission_was_cut_short_is_its_agents(
 
 @contextlib.contextmanager
 def _process_under_a_leader() -> Iterator[tuple[int, int]]:
-    """The ids of a session's leader and of a child of it, for as long as the block lasts."""
+    """Yield the process ids of a session leader and of its child."""
     with subprocess.Popen(
         ["sh", "-c", "sleep 300 & echo $!; wait"],
         stdout=subprocess.PIPE,
@@ -232,14 +234,14 @@ STEP = Step(place=Place(1, 1), rank=0, step=5, time=0.0, loss=0.5, ids="a" * 32,
         ({"weights": "c" * 32}, "weights differ"),
     ],
 )
-def test_a_step_is_compared_with_the_uninterrupted_runs(
+def test_a_step_is_compared_with_that_of_the_uninterrupted_run(
     changed: dict[str, object], words: str | None
 ) -> None:
     found = difference(replace(STEP, **changed), {(0, 5): STEP})  # type: ignore[arg-type]
     assert (found is None) if words is None else (found is not None and words in found)
 
 
-def test_steps_of_an_launch_follow_one_another() -> None:
+def test_gaps_in_the_steps_of_a_launch_are_reported() -> None:
     later = replace(STEP, step=6)
     assert gaps([STEP, later, replace(STEP, place=Place(1, 2))]) == []
     assert gaps([STEP, replace(STEP, step=7)]) == ["a0001.l01 rank 0: step 7 after 5"]
@@ -247,7 +249,7 @@ def test_steps_of_an_launch_follow_one_another() -> None:
 
 
 def changed(kind: EventKind, place: Place, skip: list[list[int]]) -> Event:
-    """A rank's word on a loss that was no number."""
+    """The event of a rank about a loss that was not finite."""
     data = {"attempt": place.attempt, "launch": place.launch, "skip": skip}
     return Event(writer="rank0", opening=1, sequence=0, time=0.0, kind=kind, data=data)
 
@@ -275,7 +277,7 @@ def steps_of(place: Place, first: int, last: int, weights: str) -> list[Step]:
     ]
 
 
-def test_after_a_rollback_steps_are_those_of_a_run_with_the_same_window() -> None:
+def test_steps_after_a_rollback_match_a_run_with_the_same_skip_window() -> None:
     event = changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]])
     before = steps_of(Place(1, 1), 1, 12, "b")
     right = [*steps_of(Place(1, 2), 5, 7, "b"), *steps_of(Place(1, 2), 8, 15, "w")]
@@ -284,13 +286,13 @@ def test_after_a_rollback_steps_are_those_of_a_run_with_the_same_window() -> Non
     assert found == ["a0001.l02 rank 0 step 8: weights differ from the uninterrupted run's"]
 
 
-def test_a_skip_counts_in_its_own_launch() -> None:
+def test_a_skip_applies_in_its_own_launch() -> None:
     event = changed(EventKind.NUMERICS, Place(1, 1), [[8, 10]])
     right = [*steps_of(Place(1, 1), 1, 7, "b"), *steps_of(Place(1, 1), 8, 12, "w")]
     assert compare_steps(right, [event]) == ([], 0)
 
 
-def test_steps_that_a_second_rollback_gave_up_have_nothing_to_be_compared_with() -> None:
+def test_steps_discarded_by_a_second_rollback_are_not_compared() -> None:
     events = [
         changed(EventKind.ROLLED_BACK, Place(1, 1), [[8, 10]]),
         changed(EventKind.ROLLED_BACK, Place(1, 2), [[20, 10]]),
@@ -304,7 +306,7 @@ def test_steps_that_a_second_rollback_gave_up_have_nothing_to_be_compared_with()
     assert compare_steps(steps, events) == ([], 3)
 
 
-def test_each_kind_is_drawn_as_often_as_any_other_and_by_the_seed() -> None:
+def test_fault_kinds_are_drawn_equally_often_and_by_the_seed() -> None:
     kinds = list(KINDS.values())
     drawn = draw_faults(kinds, 3 * len(kinds), seed=5)
     assert {sum(one is kind for one in drawn) for kind in kinds} == {3}
@@ -312,11 +314,11 @@ def test_each_kind_is_drawn_as_often_as_any_other_and_by_the_seed() -> None:
     assert drawn != draw_faults(kinds, 3 * len(kinds), seed=6)
 
 
-def test_each_kind_can_be_done() -> None:
+def test_each_fault_kind_has_an_implementation() -> None:
     assert set(FAULTS) == set(KINDS)
 
 
-def test_what_cannot_be_rehearsed_is_refused_by_name() -> None:
+def test_unknown_or_unavailable_fault_kinds_are_refused_by_name() -> None:
     assert {k.name for k in select_kinds((), is_live=True, missing=())} == {
         kind.name for kind in KINDS.values() if kind.is_for_live
     }
@@ -333,7 +335,7 @@ CALIBRATION = Calibration(costs=COSTS, queued_s=1.0, relaunch_s=1.5, flow_s=3.0)
 
 
 def trained(*faults: tuple[str, Recovery]) -> Trained:
-    """A run of 1000 steps, 50 s of training and as many of everything else."""
+    """A run of 1000 steps: 50 s of training and 50 s of other time."""
     span = Span(
         world_size=2,
         submitted_at=0.0,
@@ -359,7 +361,7 @@ def trained(*faults: tuple[str, Recovery]) -> Trained:
         ((("node-loss", Recovery.NEW_ATTEMPT),), 54.0 + 0.5 + 20 / 2 * 0.05 + 1.5 + 2.5),
     ],
 )
-def test_what_a_drilled_run_should_train_follows_from_its_faults(
+def test_the_predicted_ettr_follows_from_the_faults(
     faults: tuple[tuple[str, Recovery], ...], wall_s: float
 ) -> None:
     found = compare(CALIBRATION, [trained(*faults)])
@@ -368,7 +370,7 @@ def test_what_a_drilled_run_should_train_follows_from_its_faults(
     assert found.paced == pytest.approx(0.5)
 
 
-def test_calibrations_of_several_runs_are_one() -> None:
+def test_calibrations_of_several_runs_are_averaged() -> None:
     slow = replace(CALIBRATION, flow_s=5.0, costs=replace(COSTS, start_s=4.0))
     found = mean_of([CALIBRATION, slow])
     assert (found.flow_s, found.costs.start_s) == (4.0, 3.0)
@@ -376,20 +378,20 @@ def test_calibrations_of_several_runs_are_one() -> None:
 
 
 def campaign(count: int, *, within_s: float = 60.0, names: Sequence[str] = ()) -> Campaign:
-    """Two runs at a time; nothing of it is started."""
+    """A campaign of two runs at a time that starts no process."""
     kinds = [kind for kind in KINDS.values() if not names or kind.name in names]
     plan = Plan(kinds=kinds, count=count, seed=3, within_s=within_s, at_once=2)
     return Campaign(plan, DrillResult(seed=3), lambda _: None, Path("nowhere"))
 
 
-def test_runs_take_each_fault_once_and_in_order() -> None:
+def test_each_fault_is_taken_once_and_in_order() -> None:
     one = campaign(20)
     taken = [one.take(0) for _ in range(20)]
     assert [found and found[0] for found in taken] == list(range(20))
     assert one.take(0) is None
 
 
-def test_a_fault_that_a_run_has_no_steps_left_for_waits_for_another_run() -> None:
+def test_a_fault_that_needs_more_steps_waits_for_another_run() -> None:
     one = campaign(4, names=["prefect-down"])
     room = one.steps_max - KINDS["prefect-down"].steps
     assert room > 0
@@ -399,7 +401,7 @@ def test_a_fault_that_a_run_has_no_steps_left_for_waits_for_another_run() -> Non
     assert taken[0] == 0
 
 
-def test_no_fault_is_begun_once_time_is_up_or_too_much_broke_or_the_drill_is_cut() -> None:
+def test_no_fault_starts_after_the_time_limit_too_many_failures_or_a_stop() -> None:
     assert campaign(5, within_s=0.0).take(0) is None
     cut = campaign(5)
     cut.is_cut.set()
@@ -410,18 +412,18 @@ def test_no_fault_is_begun_once_time_is_up_or_too_much_broke_or_the_drill_is_cut
     assert wrong.take(0) is None
 
 
-def test_a_drill_that_is_cut_waits_for_nothing(story: RunFolder) -> None:
-    target = TargetRun(story.paths, is_cut=lambda: True)
+def test_an_interrupted_drill_does_not_wait(scripted_run: RunFolder) -> None:
+    target = TargetRun(scripted_run.paths, is_cut=lambda: True)
     with pytest.raises(Cut):
         target.wait_for("what never comes", lambda: None, 60.0)
 
 
-def test_a_run_that_was_disturbed_calibrates_nothing(story: RunFolder) -> None:
+def test_a_run_with_faults_is_refused_for_calibration(scripted_run: RunFolder) -> None:
     with pytest.raises(ServiceError, match="expected two attempts"):
-        calibrate(load_history(story.paths))
+        calibrate(load_history(scripted_run.paths))
 
 
-def test_the_report_tells_what_broke() -> None:
+def test_the_report_lists_violated_invariants() -> None:
     fault = FaultResult(
         kind="kill-rank",
         ok=False,
@@ -449,7 +451,7 @@ def test_the_report_tells_what_broke() -> None:
     assert DIGEST not in page
 
 
-def test_the_report_tells_of_several_drills_as_of_one() -> None:
+def test_the_report_combines_several_drills() -> None:
     fault = FaultResult(
         kind="hang", ok=True, detail="", run="r", step=3, recovery=Recovery.IN_PLACE
     )

@@ -1,4 +1,4 @@
-"""How often to save and to keep: the formula with its bounds, the meter, the run's own failures."""
+"""How often to save and to take snapshots: the formula, its bounds, and the measured inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOUR_S = 3600.0
         (Failures(0, 0.0), 10.0, 5000.0, 5000.0, "the maximum interval"),
     ],
 )
-def test_the_interval_is_the_formulas_within_its_bounds(
+def test_the_save_interval_follows_the_formula_within_its_bounds(
     seen: Failures, cost_s: float, flush_s: float, interval_s: float, bound: str
 ) -> None:
     choice = choose_interval(seen, 1, cost_s=cost_s, flush_s=flush_s)
@@ -56,13 +56,13 @@ def test_the_interval_is_the_formulas_within_its_bounds(
         (Failures(1, 0.0), 1, 1.0),
     ],
 )
-def test_the_time_between_failures_is_the_runs_own_or_the_prior(
+def test_the_mean_time_between_failures_is_measured_or_the_prior(
     seen: Failures, nodes: int, expected: float
 ) -> None:
     assert mean_failure_s(seen, nodes) == expected
 
 
-def test_only_a_noticeable_change_is_told() -> None:
+def test_only_a_large_change_of_the_interval_counts_as_different() -> None:
     first = choose_interval(Failures(2, 10 * HOUR_S), 1, cost_s=0.5, flush_s=5.0)
     near = choose_interval(Failures(2, 10 * HOUR_S), 1, cost_s=0.6, flush_s=5.0)
     far = choose_interval(Failures(2, 10 * HOUR_S), 1, cost_s=1.5, flush_s=5.0)
@@ -89,7 +89,7 @@ def test_snapshots_are_as_frequent_as_the_budget_allows(
     assert choose_every(copy_us, step_us) == every
 
 
-def test_the_rhythm_is_as_asked_for() -> None:
+def test_the_snapshot_rhythm_follows_the_option() -> None:
     fixed, none, auto = SnapshotRhythm("3"), SnapshotRhythm("off"), SnapshotRhythm("auto")
     assert [step for step in range(1, 10) if fixed.is_due(step)] == [3, 6, 9]
     assert not any(rhythm.is_due(step) for rhythm in (none, auto) for step in range(1, 10))
@@ -103,7 +103,7 @@ def test_the_rhythm_is_as_asked_for() -> None:
             SnapshotRhythm(wrong)
 
 
-def test_steps_beside_a_flush_are_told_apart() -> None:
+def test_steps_during_a_flush_are_measured_separately() -> None:
     meter = StepMeter(100.0)
     assert (meter.step_s, meter.slowed_s) == (0.0, 0.0)
     meter.leave(101.0, is_flushing=False)
@@ -118,7 +118,7 @@ def test_steps_beside_a_flush_are_told_apart() -> None:
     assert meter.step_s == 0.0
 
 
-def test_early_meetings_come_at_growing_distances_and_miss_no_save() -> None:
+def test_early_decisions_come_at_growing_distances_and_miss_no_save() -> None:
     cadence = Cadence(Interval(steps=100), step=40, now=0.0, looks_early=True)
     meetings, saves = [], []
     for step in range(41, 401):
@@ -131,7 +131,7 @@ def test_early_meetings_come_at_growing_distances_and_miss_no_save() -> None:
     assert saves == [100, 200, 300, 400]
 
 
-def test_an_interval_that_was_chosen_later_is_kept() -> None:
+def test_an_adopted_interval_is_followed() -> None:
     cadence = Cadence(Interval(seconds=600, is_auto=True), step=0, now=0.0)
     saves = []
     for step in range(1, 3000):
@@ -149,7 +149,7 @@ def event(kind: EventKind, time: float, **data: Any) -> Event:
     return Event(writer="w", opening=1, sequence=0, time=time, kind=kind, data=data)
 
 
-def test_unannounced_failures_are_those_of_the_journals() -> None:
+def test_unannounced_failures_are_counted_from_the_journals() -> None:
     def span(attempt: int, launch: int, first: float, last: float) -> list[Event]:
         facts = {"attempt": attempt, "launch": launch}
         return [
@@ -167,19 +167,19 @@ def test_unannounced_failures_are_those_of_the_journals() -> None:
         *span(1, 2, 110.0, 150.0),
         ended(1, 2, 160.0, "stopped"),
         event(EventKind.ATTEMPT_ENDED, 161.0, attempt=1, cause="preemption"),
-        # The node went, and with it who would have told the launch's end.
+        # The node was lost, and with it the agent that would have journaled the end of the launch.
         *span(2, 1, 200.0, 250.0),
         event(EventKind.ATTEMPT_ENDED, 300.0, attempt=2, cause="node_failure"),
         *span(3, 1, 400.0, 430.0),
         event(EventKind.ATTEMPT_ENDED, 431.0, attempt=3, cause="time_limit"),
-        # The one that runs now.
+        # The current launch.
         *span(4, 1, 500.0, 600.0),
     ]
     assert observe_failures(events, (4, 1)) == Failures(2, 100.0 + 50.0 + 50.0 + 30.0)
     assert observe_failures([], (0, 1)) == Failures(0, 0.0)
 
 
-def test_without_an_agent_the_program_itself_says_that_it_left() -> None:
+def test_without_an_agent_a_note_marks_a_launch_that_left() -> None:
     left = {"attempt": 0, "launch": 1, "has_left": True, "text": "left after step 9"}
     events = [
         event(EventKind.RESUMED, 0.0, attempt=0, launch=1),

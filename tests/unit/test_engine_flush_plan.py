@@ -1,4 +1,4 @@
-"""Which staged steps are written, waited for or given up: the whole table."""
+"""Which staged steps are written, waited for or given up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def outline(views: list[SlotView], departures: Departures) -> tuple[list[int], l
         ),
     ],
 )
-def test_steps_are_sorted_into_ready_and_dead(
+def test_staged_steps_are_ready_waiting_or_given_up(
     views: list[SlotView], departures: Departures, expected: tuple[list[int], list[int]]
 ) -> None:
     assert outline(views, departures) == expected
@@ -79,5 +79,5 @@ def test_the_reason_names_the_rank_and_the_step() -> None:
     assert reason == "local rank 1 ended before it sealed step 5"
 
 
-def test_equal_steps_of_two_launches_are_not_mixed() -> None:
+def test_equal_steps_of_two_launches_are_kept_apart() -> None:
     assert outline([view(0, 5), view(1, 5, launch=2)], Departures()) == ([], [])

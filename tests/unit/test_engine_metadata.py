@@ -1,4 +1,4 @@
-"""Reading `.metadata`: stock pickles are understood, hostile ones run nothing."""
+"""Reading `.metadata`: stock pickles are read, and hostile pickles run no code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.trainer.planning.metadata import parse_metadata, read_metadata
 
 
 class Hostile:
-    """Unpickled without care, it leaves a file behind."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, target: Path) -> None:
         self._command = f"touch {target}"
@@ -49,21 +49,21 @@ def make_metadata(path: str = "__0_0.distcp") -> Metadata:
     )
 
 
-def test_dcp_s_own_metadata_comes_back_as_it_was() -> None:
+def test_metadata_of_dcp_round_trips() -> None:
     metadata = make_metadata()
     metadata.storage_meta = StorageMeta(checkpoint_id="/somewhere", save_id="1")
     for protocol in (2, 4, 5):
         assert parse_metadata(pickle.dumps(metadata, protocol), "here") == metadata
 
 
-def test_a_path_that_older_writers_noted_comes_back_as_text() -> None:
+def test_a_checkpoint_id_saved_as_a_path_is_read_as_text() -> None:
     metadata = make_metadata()
     parsed = parse_metadata(pickle.dumps(metadata), "here")
     assert parsed.storage_meta is not None
     assert parsed.storage_meta.checkpoint_id == "/somewhere"
 
 
-def test_properties_of_before_torch_2_3_are_read_as_stock_reads_them() -> None:
+def test_tensor_properties_from_before_torch_2_3_are_read_like_stock_dcp() -> None:
     metadata, older = make_metadata(), make_metadata()
     entry = older.state_dict_metadata["a"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -74,7 +74,7 @@ def test_properties_of_before_torch_2_3_are_read_as_stock_reads_them() -> None:
     )
 
 
-def test_what_stock_dcp_wrote_is_read_as_stock_reads_it(tmp_path: Path) -> None:
+def test_metadata_that_stock_dcp_wrote_is_read_like_stock_dcp(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3, dtype=torch.float64), "n": 4, "q": torch.zeros(1).to(torch.int8)}
     save(state, checkpoint_id=tmp_path)
     ours, stock = read_metadata(tmp_path), FileSystemReader(tmp_path).read_metadata()
@@ -106,7 +106,7 @@ def test_a_hostile_pickle_runs_no_code(tmp_path: Path) -> None:
         b"ctorch\nload\n.",
     ],
 )
-def test_anything_else_is_refused(content: bytes) -> None:
+def test_content_that_is_not_dcp_metadata_is_refused(content: bytes) -> None:
     with pytest.raises(DamagedCheckpointError, match="here"):
         parse_metadata(content, "here")
 
@@ -118,7 +118,7 @@ def test_files_outside_the_directory_are_refused(tmp_path: Path) -> None:
         load_state(tmp_path, {"a": torch.zeros(2, 3)}, group=None)
 
 
-def test_a_byte_entry_that_is_no_plain_value_is_not_unpickled(tmp_path: Path) -> None:
+def test_a_byte_entry_that_is_not_a_plain_value_is_not_unpickled(tmp_path: Path) -> None:
     target = tmp_path / "ran"
     save({"a": Hostile(target)}, checkpoint_id=tmp_path / "c")
     with pytest.raises(Exception, match="which a plain value does not need"):
@@ -126,6 +126,6 @@ def test_a_byte_entry_that_is_no_plain_value_is_not_unpickled(tmp_path: Path) ->
     assert not target.exists()
 
 
-def test_a_directory_without_metadata_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_without_metadata_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match="expected the directory of a DCP checkpoint"):
         read_metadata(tmp_path)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: newest first, past what cannot be believed, aloud."""
+"""Which checkpoint a run resumes from: the newest that verifies; skipped ones are reported."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "r")
 
 
-def test_a_run_without_checkpoints_begins_from_nothing(run: RunPaths) -> None:
+def test_a_run_without_checkpoints_resumes_from_nothing(run: RunPaths) -> None:
     choice = choose(run)
     assert (choice.directory, choice.manifest, choice.skipped) == (None, None, ())
 
@@ -83,7 +83,7 @@ def test_the_newest_step_wins_then_attempt_then_launch(run: RunPaths) -> None:
     assert choice.manifest.step == 30
 
 
-def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_reason_and_kept(run: RunPaths) -> None:
     good = commit(run, 10)
     (commit(run, 20) / "__0_0.distcp").write_bytes(b"short")
     flipped = commit(run, 30) / "__0_0.distcp"
@@ -100,14 +100,14 @@ def test_what_cannot_be_believed_is_passed_over_aloud_and_kept(run: RunPaths) ->
     for word in ("missing", "never committed", "manifest", "checksum", "5 bytes"):
         assert word in said
     assert len(run.list_checkpoints()) == 6
-    # A check of the sizes misses the flipped bit; the load finds it and chooses again.
+    # A check of sizes alone misses the flipped bit; the load finds it and chooses again.
     assert choose(run).directory == flipped.parent
     again = choose(run, passing_over={str(flipped.parent): "damaged: as read"})
     assert again.directory == good
     assert f"{flipped.parent.name}: damaged: as read" in again.skipped
 
 
-def test_the_last_one_to_fall_back_to_is_read_before_it_is_chosen(run: RunPaths) -> None:
+def test_the_last_fallback_checkpoint_is_fully_read_before_it_is_chosen(run: RunPaths) -> None:
     flipped = commit(run, 10) / "__0_0.distcp"
     flipped.write_bytes(b"X" + flipped.read_bytes()[1:])
     (commit(run, 5) / "__0_0.distcp").write_bytes(b"short")
@@ -119,7 +119,7 @@ def test_the_last_one_to_fall_back_to_is_read_before_it_is_chosen(run: RunPaths)
     ]
 
 
-def test_a_manifest_of_another_run_is_not_believed(run: RunPaths) -> None:
+def test_a_manifest_of_another_run_is_skipped(run: RunPaths) -> None:
     good = commit(run, 10)
     write_record(run, uid="0" * 32)
     assert choose(run).directory == good
@@ -129,7 +129,7 @@ def test_a_manifest_of_another_run_is_not_believed(run: RunPaths) -> None:
     assert choice.skipped == (f"{strange.name}: damaged: its manifest belongs to another run, r",)
 
 
-def test_what_a_rollback_excluded_is_passed_over(run: RunPaths) -> None:
+def test_checkpoints_that_a_rollback_excluded_are_skipped(run: RunPaths) -> None:
     good = commit(run, 10)
     bad = commit(run, 20)
     with JournalWriter(run.journal_of("cli")) as journal:
@@ -139,7 +139,9 @@ def test_what_a_rollback_excluded_is_passed_over(run: RunPaths) -> None:
     assert choice.skipped == (f"{bad.name}: excluded by a rollback",)
 
 
-def test_a_fork_begins_from_its_origin_until_it_has_its_own(run: RunPaths, tmp_path: Path) -> None:
+def test_a_fork_resumes_from_its_origin_until_it_has_its_own_checkpoint(
+    run: RunPaths, tmp_path: Path
+) -> None:
     origin = commit(RunPaths(tmp_path / "origin"), 70)
     fork_from(run, origin)
     assert choose(run).directory == origin
@@ -147,7 +149,7 @@ def test_a_fork_begins_from_its_origin_until_it_has_its_own(run: RunPaths, tmp_p
     assert choose(run).directory == own
 
 
-def test_a_fork_whose_origin_is_damaged_does_not_begin_from_nothing(
+def test_a_fork_whose_origin_is_damaged_fails_instead_of_starting_over(
     run: RunPaths, tmp_path: Path
 ) -> None:
     origin = commit(RunPaths(tmp_path / "origin"), 70)

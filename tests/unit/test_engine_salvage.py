@@ -1,4 +1,4 @@
-"""Which snapshot is worth committing, and which slot a rank fills next: the whole tables."""
+"""Which snapshot is salvaged after a crash, and which slot a rank fills next."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def view(local_rank: int, step: int, state: SlotState = SNAPSHOT, *, launch: int
         ([view(0, 7, launch=2), view(1, 7)], -1, []),
     ],
 )
-def test_complete_snapshots_after_the_newest_commit_are_worth_something(
+def test_complete_snapshots_newer_than_the_last_commit_are_salvaged(
     views: list[SlotView], committed: int, expected: list[int]
 ) -> None:
     found = find_salvage(views, 1, committed)
@@ -82,7 +82,7 @@ def test_nodes_commit_the_newest_step_that_all_list(
         ([(SlotState.FAILED, 5), (DONE, 4)], 1),
     ],
 )
-def test_a_slot_of_no_more_use_is_filled_before_the_older_snapshot(
+def test_a_free_slot_is_chosen_before_the_one_with_the_older_snapshot(
     slots: list[tuple[SlotState, int]], expected: int | None
 ) -> None:
     made = []

@@ -1,4 +1,4 @@
-"""What a node leaves of its shards, and how their loss is reported."""
+"""The lists of shards that nodes write, and how a loss of shards is reported."""
 
 from __future__ import annotations
 
@@ -22,33 +22,37 @@ def told(folder: Path, rank: int, *keys: str, total: int = 0, ranks: int = 1) ->
     }
 
 
-def leave(folder: Path, *messages: dict[str, Any]) -> None:
+def write_list(folder: Path, *messages: dict[str, Any]) -> None:
     lists, found = ShardLists(), None
     for rank, message in enumerate(messages):
-        assert found is None, "not before all ranks have told"
+        assert found is None, "the list is complete before all ranks reported"
         found = lists.hear(rank, {**message, "local_ranks": len(messages)})
     assert found is not None
     found.leave()
 
 
-def test_files_and_keys_are_named_and_what_is_too_much_is_counted(tmp_path: Path) -> None:
-    leave(tmp_path, told(tmp_path, 0, "a", "b"), told(tmp_path, 1, "c", total=9), told(tmp_path, 2))
+def test_files_and_keys_are_named_and_the_rest_is_counted(tmp_path: Path) -> None:
+    write_list(
+        tmp_path, told(tmp_path, 0, "a", "b"), told(tmp_path, 1, "c", total=9), told(tmp_path, 2)
+    )
     assert name_shards(tmp_path, [1]) == (
         "__0_0.distcp with a, b; __1_0.distcp with c and 8 more keys; no file of rank 2"
     )
     many = RANKS_NAMED_MAX + 3
-    leave(tmp_path, *(told(tmp_path, rank, "a") for rank in range(many)))
+    write_list(tmp_path, *(told(tmp_path, rank, "a") for rank in range(many)))
     assert name_shards(tmp_path, [1]).endswith("__3_0.distcp with a; and those of 3 more ranks")
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"node": 1}', b"not JSON"])
-def test_without_a_list_there_are_no_names(tmp_path: Path, content: bytes | None) -> None:
+def test_a_missing_or_damaged_shard_list_gives_no_names(
+    tmp_path: Path, content: bytes | None
+) -> None:
     if content is not None:
         (tmp_path / "shards-node-0001.json").write_bytes(content)
     assert name_shards(tmp_path, [1]) == ""
 
 
-def test_a_new_launch_begins_a_list_of_its_own(tmp_path: Path) -> None:
+def test_a_new_launch_starts_a_new_list(tmp_path: Path) -> None:
     lists = ShardLists()
     assert lists.hear(0, told(tmp_path / "01", 0, "a", ranks=2)) is None
     assert lists.hear(1, told(tmp_path / "02", 1, "a", ranks=2)) is None
@@ -57,9 +61,9 @@ def test_a_new_launch_begins_a_list_of_its_own(tmp_path: Path) -> None:
     assert sorted(found.shards) == [0, 1]
 
 
-def test_storage_that_refuses_the_list_costs_the_names_alone(
+def test_a_shard_list_that_cannot_be_written_is_only_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    leave(tmp_path / "file" / "01", told(tmp_path / "file" / "01", 0, "a"))
+    write_list(tmp_path / "file" / "01", told(tmp_path / "file" / "01", 0, "a"))
     assert "the list of shards was not written" in capfd.readouterr().err

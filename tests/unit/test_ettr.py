@@ -1,4 +1,4 @@
-"""The predicted share of productive time, by table."""
+"""The predicted ETTR for given costs and faults."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from holdfast.contracts.ettr import Costs, Fault, Stall, predict_ettr
 
 COSTS = Costs(step_s=1.0, blocked_s=0.5, flush_s=4.0, start_s=5.0, load_s=3.0)
-# 1,000 productive seconds; a start, a load, ten saves and the last flush.
+# 1,000 productive seconds, one start, one load, ten saves and the last flush.
 QUIET_S = 1000 + 5 + 3 + 10 * 0.5 + 4
 
 
@@ -22,7 +22,7 @@ QUIET_S = 1000 + 5 + 3 + 10 * 0.5 + 4
         ([Stall(held_s=6), Fault(is_announced=True)], 6 + 0.5 + 4 + 8),
     ],
 )
-def test_each_fault_costs_its_time(faults: list[Fault | Stall], more_s: float) -> None:
+def test_each_fault_lowers_the_predicted_ettr(faults: list[Fault | Stall], more_s: float) -> None:
     found = predict_ettr(COSTS, faults, steps=1000, save_steps=100)
     assert found == pytest.approx(1000 / (QUIET_S + more_s))
 

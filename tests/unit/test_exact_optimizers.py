@@ -1,6 +1,6 @@
-"""Training under a session is training without one, to the bit, whatever the optimizer is.
+"""Training in a session equals training without one, bit for bit, with every optimizer.
 
-One session has all optimizers at once, each with a net of its own, so that each is tried from its
+One session has all optimizers, each with its own net, so that each one is tested from its
 first step and over a resume without a process for each of them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.optimizer_cases import (
-    FOREIGN,
+    THIRD_PARTY,
     Case,
     Net,
     is_runnable,
@@ -29,8 +29,8 @@ from holdfast.trainer import Session
 
 STEPS = 6
 STOPS = (1, 3)
-CASES = [*torch_cases(), *FOREIGN]
-# Plain torch refuses them on a CPU, so there is nothing to compare with.
+CASES = [*torch_cases(), *THIRD_PARTY]
+# Plain torch does not run these on a CPU, so there is nothing to compare with.
 REFUSED = {case.name for case in CASES if not is_runnable(case)}
 RUNNABLE = [case for case in CASES if case.name not in REFUSED]
 
@@ -57,7 +57,7 @@ class Program:
 
 
 def train_in_session(directory: Path, seed: int, last: int) -> Program:
-    """One launch, which begins or goes on, and stops after the step `last`."""
+    """One launch, which starts or resumes the run and stops after the step `last`."""
     program = Program(seed)
     with Session(
         program.nets, list(program.optimizers.values()), directory=directory, interval=1000
@@ -75,22 +75,22 @@ def plain() -> Program:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> list[Program]:
-    """Three launches of one run, each with other first weights, which no resume may see."""
+    """Three launches of one run, each with different initial weights, which a resume replaces."""
     directory = tmp_path_factory.mktemp("exact") / "run"
     stops = [*STOPS, STEPS]
     return [train_in_session(directory, number, last) for number, last in enumerate(stops)]
 
 
-def test_every_optimizer_of_torch_is_tried_with_every_option() -> None:
+def test_every_torch_optimizer_is_covered_with_every_option() -> None:
     tried = {case.name.partition("_")[0] for case in RUNNABLE}
     assert {kind.__name__ for kind in torch_classes()} <= tried
-    # What needs an accelerator, a kernel that the class does not have, or weights without leaves.
+    # These need an accelerator, a kernel that the class lacks, or parameters that are not leaves.
     needs = ("capturable", "fused", "differentiable")
     assert [name for name in REFUSED if not any(each in name for each in needs)] == []
 
 
 @pytest.mark.parametrize("case", RUNNABLE, ids=lambda case: case.name)
-def test_training_is_that_of_plain_torch_from_the_first_step_and_over_resumes(
+def test_training_equals_plain_torch_from_the_first_step_and_over_resumes(
     case: Case, plain: Program, launches: list[Program]
 ) -> None:
     trace = [row for program in launches for row in program.trace[case.name]]
@@ -107,7 +107,7 @@ def state_of(program: Program, name: str) -> Any:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Equal values of equal types, all the way down."""
+    """Assert that all nested values and their types are equal."""
     assert type(one) is type(other), (one, other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype

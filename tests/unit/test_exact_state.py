@@ -1,4 +1,4 @@
-"""The state that is captured is the state there is: nothing stale, nothing lost, nothing mixed."""
+"""The captured state equals the program's state: nothing stale, lost or mixed up."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Counter:
 
 
 class Custom(nn.Linear):
-    """Says itself what its state is."""
+    """A module with extra state."""
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.tensor([5])
@@ -76,7 +76,7 @@ def copied(value: Any) -> Any:
 
 
 def save(state: TrainState) -> Saved:
-    """A capture as a checkpoint keeps it: bytes of their own, and JSON."""
+    """A capture as a checkpoint stores it: copied tensors, and JSON."""
     tensors, document = state.capture(PROGRESS)
     return copied(tensors), json.loads(json.dumps(document))
 
@@ -130,14 +130,14 @@ def assert_as_stock(state: TrainState, model: nn.Module, optimizer: Any) -> None
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of every parameter, each by some gradient."""
+    """Step every parameter with a gradient of ones."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
-def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
+def test_every_change_of_the_program_is_in_the_next_capture() -> None:
     model = nn.Sequential(Block(), Block())
     state, optimizer = make(model)
     step(optimizer)
@@ -151,7 +151,7 @@ def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
     assert_as_stock(state, model, optimizer)
     model.append(Block())
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.3})
-    # What was never stepped has no state, here as in stock DCP.
+    # A parameter that was never stepped has no state, as in stock DCP.
     assert_as_stock(state, model, optimizer)
     step(optimizer)
     assert_as_stock(state, model, optimizer)
@@ -159,12 +159,12 @@ def test_every_change_of_the_program_is_seen_at_the_next_capture() -> None:
     model[1].register_buffer("scratch", torch.ones(2), persistent=False)
     assert_as_stock(state, model, optimizer)
     model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
-    # The optimizer still has the parameters that were replaced: that is the program's mistake.
+    # The optimizer still has the replaced parameters, which is an error of the program.
     with pytest.raises(CheckpointError, match="12 parameters that are not in the model"):
         state.capture(PROGRESS)
 
 
-def test_a_module_that_says_itself_what_its_state_is_is_asked() -> None:
+def test_the_extra_state_of_a_module_is_saved_and_restored() -> None:
     model: Any = nn.Sequential(Custom(3, 3), nn.Linear(3, 3))
     state, _ = make(model)
     saved = save(state)
@@ -175,7 +175,7 @@ def test_a_module_that_says_itself_what_its_state_is_is_asked() -> None:
     assert torch.equal(other[1].weight, model[1].weight)
 
 
-def test_state_goes_on_whatever_was_frozen_when() -> None:
+def test_optimizer_state_is_restored_when_the_frozen_layers_differ() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     state, optimizer = make(model)
@@ -185,7 +185,7 @@ def test_state_goes_on_whatever_was_frozen_when() -> None:
     saved = save(state)
     moments = saved[0]["optimizer"]["state.0.weight.exp_avg"]
     assert moments.abs().sum() > 0
-    # The program freezes its layer as it is built, and may unfreeze it later.
+    # The program freezes its layer when it builds it, and may unfreeze it later.
     again: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     again[0].requires_grad_(False)
     state, optimizer = make(again)
@@ -198,7 +198,7 @@ def test_state_goes_on_whatever_was_frozen_when() -> None:
     assert not again[0].weight.requires_grad
 
 
-def test_several_models_have_one_space_of_names() -> None:
+def test_several_models_share_one_namespace() -> None:
     whole: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     parts = [nn.ModuleDict({name: whole[name]}) for name in ("a", "b")]
     optimizers = [torch.optim.AdamW(part.parameters()) for part in parts]
@@ -220,7 +220,7 @@ def test_several_models_have_one_space_of_names() -> None:
 
 
 @pytest.mark.parametrize("is_extra", [False, True])
-def test_an_optimizer_that_needs_a_closure_goes_on_given_either_way(is_extra: bool) -> None:
+def test_lbfgs_resumes_as_an_optimizer_or_as_an_extra(is_extra: bool) -> None:
     def build(value: float) -> tuple[nn.Linear, Any, TrainState]:
         model = nn.Linear(2, 1)
         nn.init.constant_(model.weight, value)
@@ -244,7 +244,7 @@ def test_an_optimizer_that_needs_a_closure_goes_on_given_either_way(is_extra: bo
     assert torch.equal(model.weight, other.weight)
 
 
-def test_c15_a_scaler_that_was_not_saved_begins_anew() -> None:
+def test_a_scaler_that_was_not_saved_keeps_its_initial_state() -> None:
     model = nn.Linear(2, 2)
     without = save(make(model)[0])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -256,7 +256,7 @@ def test_c15_a_scaler_that_was_not_saved_begins_anew() -> None:
     assert scaler.get_scale() == 8.0
 
 
-def test_c16_averaged_weights_are_named_without_their_wrappers() -> None:
+def test_averaged_weights_are_named_without_wrapper_prefixes() -> None:
     def average(model: Any) -> AveragedModel:
         averaged = AveragedModel(model)
         averaged.update_parameters(nn.Linear(2, 2))
@@ -271,7 +271,7 @@ def test_c16_averaged_weights_are_named_without_their_wrappers() -> None:
     assert other.n_averaged == 1
 
 
-def test_per_rank_objects_come_back_on_their_rank_alone() -> None:
+def test_per_rank_objects_are_restored_only_on_their_rank() -> None:
     model = nn.Linear(2, 2)
     saved: list[Saved] = []
     for rank in range(2):
@@ -282,7 +282,7 @@ def test_per_rank_objects_come_back_on_their_rank_alone() -> None:
         }
         saved.append(save(make(model, per_rank=things, rank=rank, world_size=2)[0]))
     assert set(saved[1][0]["extra"]) == {f"{name}.rank00001" for name in things}
-    # The document is rank 0's on every rank.
+    # Every rank reads the document of rank 0.
     counter, torch_rng, numpy_rng = Counter(), torch.Generator(), np.random.default_rng()
     mine = {"counter": counter, "torch": torch_rng, "numpy": numpy_rng}
     state, _ = make(model, per_rank=mine, rank=1, world_size=2)
@@ -308,7 +308,7 @@ def test_per_rank_objects_are_refused_at_another_world_size() -> None:
     assert "extra.counter" not in (*restored.parts, *restored.unused)
 
 
-def test_a_row_keeps_its_length_until_it_is_outgrown() -> None:
+def test_a_per_rank_row_keeps_its_length_until_it_is_too_short() -> None:
     counter = Counter(1)
     state, _ = make(nn.Linear(2, 2), per_rank={"counter": counter})
     row = save(state)[0]["extra"]["counter.rank00000"]
@@ -325,19 +325,19 @@ def test_a_row_keeps_its_length_until_it_is_outgrown() -> None:
         DataLoader(range(4)),  # type: ignore[arg-type]
     ],
 )
-def test_c13_a_loader_that_has_no_state_is_refused_with_what_to_use(thing: Any) -> None:
+def test_a_loader_without_state_is_refused_with_the_alternative(thing: Any) -> None:
     with pytest.raises(CheckpointError, match=r"Session\.distributed_sampler a sampler"):
         make(nn.Linear(2, 2), extra={"data": thing})
 
 
-def test_what_an_extra_refuses_is_named() -> None:
+def test_the_error_names_the_extra_that_refused_its_state() -> None:
     saved = save(make(nn.Linear(2, 2), extra={"count": Counter(3)})[0])
     saved[1]["objects"]["extra.count"] = {"other": 3}
     with pytest.raises(CheckpointError, match=r"extra\.count: Counter\.load_state_dict refused"):
         load(make(nn.Linear(2, 2), extra={"count": Counter()})[0], saved)
 
 
-def test_excluded_parts_stay_as_they_were_made() -> None:
+def test_excluded_parts_keep_their_initial_state() -> None:
     saved = save(make(nn.Linear(2, 2), extra={"count": Counter(3)})[0])
     counter = Counter(9)
     fit = Fit(exclude=["extra", "optimizer"])
@@ -349,7 +349,7 @@ def test_excluded_parts_stay_as_they_were_made() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.7
 
 
-def test_what_was_left_out_once_is_not_left_out_of_what_is_saved_afterwards() -> None:
+def test_a_part_excluded_from_one_load_is_saved_and_loaded_afterwards() -> None:
     saved = save(make(nn.Linear(2, 2), extra={"count": Counter(3)})[0])
     fit = Fit.of(strict=True, rename={"model.old": "model.new"}, exclude="extra.count")
     counter = Counter(9)
@@ -359,13 +359,13 @@ def test_what_was_left_out_once_is_not_left_out_of_what_is_saved_afterwards() ->
     assert counter.value == 9
     saved = save(state)
     counter.value = 1
-    # The identical command, after a preemption.
+    # The identical command after a preemption.
     assert state.fit_for(saved[1]) == Fit()
     load(state, saved)
     assert counter.value == 9
 
 
-def test_generators_go_back_to_where_the_resume_left_them_once() -> None:
+def test_generators_are_rewound_once_to_their_state_after_the_resume() -> None:
     state, _ = make(nn.Linear(2, 2))
     saved = save(state)
     expected = torch.randn(2)
@@ -378,13 +378,13 @@ def test_generators_go_back_to_where_the_resume_left_them_once() -> None:
 
 
 @pytest.mark.parametrize("value", [{"a": torch.ones(()), "b": [torch.zeros(0, 3), (1, b"x")]}, 5])
-def test_state_as_one_piece_comes_back(value: Any) -> None:
+def test_state_serialized_as_bytes_round_trips(value: Any) -> None:
     back = plain.from_bytes(plain.to_bytes(value, "x"))
     assert repr(back) == repr(value)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_of_torchdata_goes_on_at_the_same_world_size_alone(workers: int) -> None:
+def test_a_torchdata_loader_resumes_only_at_the_same_world_size(workers: int) -> None:
     def loader() -> Any:
         sampler = StatefulDistributedSampler(range(40), num_replicas=2, rank=1)
         return StatefulDataLoader(range(40), batch_size=4, sampler=sampler, num_workers=workers)
@@ -393,7 +393,7 @@ def test_a_loader_of_torchdata_goes_on_at_the_same_world_size_alone(workers: int
     model, first = nn.Linear(2, 2), loader()
     batches = iter(first)
     trained = [next(batches).tolist() for _ in range(2)]
-    # Given as an extra, it is still known for one rank's own.
+    # A loader given as an extra is still saved per rank.
     saved = save(make(model, extra={"loader": first}, rank=1, world_size=2)[0])
     assert set(saved[0]["extra"]) == {"loader.rank00001"}
     again = loader()

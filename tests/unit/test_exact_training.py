@@ -1,7 +1,7 @@
-"""Schedulers, scalers, averages and frozen parameters: a session changes nothing, nor a resume.
+"""Schedulers, scalers, averages, frozen parameters: sessions and resumes do not change training.
 
-Each program is trained by plain torch, and in a session in several launches whose first weights
-are others, which a resume replaces.
+Each program is trained by plain torch, and in a session in several launches whose initial weights
+differ; a resume replaces them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @dataclass
 class Parts:
-    """A program: what a session is given, and what is done besides a step."""
+    """A program: the arguments of its session, and hooks before and after each step."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class Parts:
 
 
 class Net(nn.Module):
-    """Layers of which the third is used from the fourth step on."""
+    """A net that uses its third layer from the fourth step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def make(seed: int, **options: Any) -> Parts:
     return Parts(net, torch.optim.Adam(groups, lr=0.02, **options))
 
 
-def one_of_each(seed: int, kind: Callable[[Any], Any]) -> Parts:
+def with_scheduler(seed: int, kind: Callable[[Any], Any]) -> Parts:
     parts = make(seed)
     scheduler = kind(parts.optimizer)
     parts.schedulers = [scheduler]
@@ -109,8 +109,8 @@ def scaled(seed: int) -> Parts:
     return parts
 
 
-def thawed(seed: int) -> Parts:
-    """Its second layer is trained from the fourth step on, its fourth no longer from the sixth."""
+def unfrozen(seed: int) -> Parts:
+    """Unfreezes its second layer at step 4 and freezes its fourth at step 6."""
     parts = make(seed)
 
     def before(step: int) -> None:
@@ -121,7 +121,7 @@ def thawed(seed: int) -> Parts:
     return parts
 
 
-def a_tensor_as_rate(seed: int) -> Parts:
+def tensor_learning_rate(seed: int) -> Parts:
     parts = make(seed, weight_decay=0.1)
     for group in parts.optimizer.param_groups:
         group["lr"] = torch.tensor(0.05)
@@ -130,7 +130,7 @@ def a_tensor_as_rate(seed: int) -> Parts:
     return parts
 
 
-def an_empty_group(seed: int) -> Parts:
+def empty_group(seed: int) -> Parts:
     parts = make(seed)
     parts.optimizer.add_param_group({"params": [], "lr": 0.4, "betas": (0.5, 0.6)})
     scheduler = lr_scheduler.ExponentialLR(parts.optimizer, 0.9)
@@ -139,12 +139,12 @@ def an_empty_group(seed: int) -> Parts:
 
 
 PROGRAMS: dict[str, Callable[[int], Parts]] = {
-    **{name: partial(one_of_each, kind=kind) for name, kind in SCHEDULERS.items()},
+    **{name: partial(with_scheduler, kind=kind) for name, kind in SCHEDULERS.items()},
     "averaged": averaged,
     "scaled": scaled,
-    "thawed": thawed,
-    "a_tensor_as_rate": a_tensor_as_rate,
-    "an_empty_group": an_empty_group,
+    "unfrozen": unfrozen,
+    "tensor_learning_rate": tensor_learning_rate,
+    "empty_group": empty_group,
 }
 
 
@@ -159,7 +159,7 @@ def train(parts: Parts, steps: Iterable[int]) -> None:
             loss.backward()
             parts.optimizer.step()
         else:
-            # The first steps overflow: they make no state of the optimizer.
+            # The first steps overflow, so they create no optimizer state.
             scaler.scale(loss * (float("inf") if step <= OVERFLOWS_AT else 1)).backward()
             scaler.step(parts.optimizer)
             scaler.update()
@@ -168,7 +168,7 @@ def train(parts: Parts, steps: Iterable[int]) -> None:
 
 
 def seen(parts: Parts) -> Any:
-    """All that a step can have changed, as text of exact numbers; the order of keys is none."""
+    """Everything that a step can change, as exact numbers; the order of keys does not matter."""
     states = [thing.state_dict() for thing in (parts.net, parts.optimizer, *parts.extra.values())]
     rates = [group["lr"] for group in parts.optimizer.param_groups]
     last = [scheduler.get_last_lr() for scheduler in parts.schedulers]
@@ -199,10 +199,12 @@ def in_session(parts: Parts, directory: Path, last: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_the_same_with_a_session_and_over_resumes(name: str, tmp_path: Path) -> None:
+def test_training_equals_plain_torch_in_a_session_and_over_resumes(
+    name: str, tmp_path: Path
+) -> None:
     plain = PROGRAMS[name](0)
     train(plain, range(1, STEPS + 1))
-    stops = STOPS if name in {"scaled", "thawed"} else STOPS[1:2]
+    stops = STOPS if name in {"scaled", "unfrozen"} else STOPS[1:2]
     trace: list[Any] = []
     for seed, last in enumerate([*stops, STEPS]):
         trace += in_session(PROGRAMS[name](seed), tmp_path / "run", last)
@@ -210,15 +212,15 @@ def test_a_program_is_the_same_with_a_session_and_over_resumes(name: str, tmp_pa
 
 
 def test_pytorch_143828_a_group_without_parameters_keeps_its_options(tmp_path: Path) -> None:
-    in_session(an_empty_group(0), tmp_path, 4)
-    again = an_empty_group(1)
+    in_session(empty_group(0), tmp_path, 4)
+    again = empty_group(1)
     in_session(again, tmp_path, 5)
     group = again.optimizer.param_groups[2]
     assert group["lr"] == pytest.approx(0.4 * 0.9**5)
     assert (group["betas"], group["initial_lr"]) == ((0.5, 0.6), 0.4)
 
 
-def test_pytorch_140900_a_scheduler_made_after_the_resume_finds_its_initial_rates(
+def test_pytorch_140900_a_scheduler_made_after_a_resume_has_its_initial_rates(
     tmp_path: Path,
 ) -> None:
     for last in (3, 6):
@@ -234,13 +236,13 @@ def test_pytorch_140900_a_scheduler_made_after_the_resume_finds_its_initial_rate
     assert [group["lr"] for group in parts.optimizer.param_groups] == [0.05 / 8, 0.02 / 8]
 
 
-def test_pytorch_144657_what_changes_during_a_save_is_not_in_it(tmp_path: Path) -> None:
+def test_pytorch_144657_changes_during_a_save_are_not_saved(tmp_path: Path) -> None:
     parts = make(0)
     with Session(parts.net, parts.optimizer, directory=tmp_path, interval=2) as session:
         wanted = {}
         for step in session.steps(4):
             if step == 3:
-                # The save of step 2 is under way.
+                # The save of step 2 is in progress.
                 wanted = {k: v.clone() for k, v in parts.net.state_dict().items()}
                 with torch.no_grad():
                     for tensor in parts.net.state_dict().values():

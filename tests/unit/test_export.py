@@ -1,4 +1,4 @@
-"""Exports: what each form holds, what of a checkpoint goes into it, what is refused."""
+"""Exports: what each format contains, which keys are selected, and what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def export(saved: Path, form: str, output: Path, *arguments: str) -> None:
     assert main([str(saved), "--to", form, "--output", str(output), *arguments]) == 0
 
 
-def test_torch_has_all_as_it_was_nested(
+def test_torch_export_has_the_whole_nested_state(
     saved: Path, state: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(saved, "torch", tmp_path / "deep" / "all.pt", "--json")
@@ -64,7 +64,7 @@ def test_torch_has_all_as_it_was_nested(
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["all.pt"]
 
 
-def test_safetensors_has_the_weights_by_their_own_names(
+def test_safetensors_export_has_the_weights_under_their_own_names(
     saved: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
     place = tmp_path / "weights.safetensors"
@@ -78,7 +78,7 @@ def test_safetensors_has_the_weights_by_their_own_names(
         assert file.metadata() == {"format": "pt"}
 
 
-def test_hf_is_cut_into_shards_with_an_index(
+def test_hf_export_is_split_into_shards_with_an_index(
     saved: Path, state: dict[str, Any], tmp_path: Path
 ) -> None:
     export(saved, "hf", tmp_path / "hf", "--shard-bytes", "1700")
@@ -96,7 +96,7 @@ def test_hf_is_cut_into_shards_with_an_index(
 
 
 @pytest.mark.parametrize("narrowed", [False, True])
-def test_dcp_is_read_by_stock(
+def test_dcp_export_is_readable_by_stock_dcp(
     saved: Path, state: dict[str, Any], tmp_path: Path, narrowed: bool
 ) -> None:
     export(saved, "dcp", tmp_path / "dcp", *(("--include", "model") if narrowed else ()))
@@ -115,7 +115,7 @@ def test_dcp_is_read_by_stock(
         (("--to", "hf", "--rename", "model.nothing=model.x"), "model.nothing"),
     ],
 )
-def test_what_cannot_be_written_leaves_nothing(
+def test_a_failed_export_leaves_no_files(
     saved: Path,
     tmp_path: Path,
     arguments: tuple[str, ...],
@@ -127,7 +127,7 @@ def test_what_cannot_be_written_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_stands_in_the_way_is_kept(
+def test_an_existing_output_file_is_not_overwritten(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "mine.pt"

@@ -1,4 +1,4 @@
-"""What the package offers by name: its exports, its version, its errors, its commands."""
+"""The public names of the package: its exports, version, errors and commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TREE_LINE = re.compile(r"^([│├└─ ]*)(\w+)(?: \((\w+)\))? ", re.MULTILINE
 
 def modules() -> list[str]:
     found = pkgutil.walk_packages(holdfast.__path__, "holdfast.")
-    # A program's entry point runs when it is imported.
+    # `__main__` modules run their program when they are imported.
     return sorted(module.name for module in found if not module.name.endswith("__main__"))
 
 
@@ -33,7 +33,7 @@ def test_every_module_imports_and_exports_what_it_names(name: str) -> None:
     assert not missing
 
 
-def test_what_programs_use_is_reached_by_its_public_name() -> None:
+def test_the_public_trainer_names_are_importable() -> None:
     from holdfast.trainer import ElasticSampler, Session, load_checkpoint
 
     assert inspect.isclass(Session)
@@ -43,7 +43,7 @@ def test_what_programs_use_is_reached_by_its_public_name() -> None:
         getattr(importlib.import_module("holdfast.trainer"), "Sesion")  # noqa: B009
 
 
-def test_there_is_one_version() -> None:
+def test_the_package_version_matches_pyproject() -> None:
     assert holdfast.__version__ == PROJECT["version"] == metadata("holdfast")["Version"]
 
 
@@ -52,7 +52,7 @@ def test_the_command_is_installed() -> None:
     assert callable(script.load())
 
 
-def test_the_error_tree_is_as_drawn() -> None:
+def test_the_error_classes_match_the_drawn_tree() -> None:
     """The drawing at the top of errors.py names every class, its parent and its builtin."""
     drawn: dict[str, tuple[str, str | None]] = {}
     path = ["HoldfastError"]

@@ -65,7 +65,7 @@ def test_fixed_dimensions_decide_which_counts_fit(
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """Of a run on four ranks, two by two, that was stopped."""
+    """A stopped run of four ranks in a mesh of two by two."""
     made = RunFolder(tmp_path, "kelp", "1" * 32, spec_fields=ELASTIC)
     made.submit(1, 4, T0)
     made.commit(10, 1, topology=TENSOR_PARALLEL)
@@ -73,7 +73,9 @@ def run(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_a_relaunch_in_an_impossible_shape_is_refused_and_nothing_is_asked(run: RunFolder) -> None:
+def test_a_relaunch_at_a_count_that_does_not_fit_is_refused_and_not_journaled(
+    run: RunFolder,
+) -> None:
     expected = r"3 GPUs cannot hold the mesh dp_shard 2 × tp 2 .* counts that can: 2, 4.*fork"
     with pytest.raises(SpecError, match=expected):
         operator.request(run.paths, "relaunch", by="me", gpus=3)
@@ -82,7 +84,7 @@ def test_a_relaunch_in_an_impossible_shape_is_refused_and_nothing_is_asked(run: 
     assert "continues at 2 GPUs" in operator.request(run.paths, "relaunch", by="me", gpus=2)
 
 
-def test_what_a_rollback_excluded_and_what_is_damaged_has_no_say(run: RunFolder) -> None:
+def test_excluded_and_damaged_checkpoints_do_not_limit_the_counts(run: RunFolder) -> None:
     name = run.commit(20, 1, topology={"mesh": {"tp": 4}})
     assert not Feasibility.of(load_history(run.paths)).allows(6)
     run.tell("cli", EventKind.ROLLED_BACK, to="step-00000010.a0001.l01", excluded=[name])
@@ -92,12 +94,12 @@ def test_what_a_rollback_excluded_and_what_is_damaged_has_no_say(run: RunFolder)
     assert newest_of_branch(run.paths, load_history(run.paths)).step == 10
 
 
-def test_what_is_not_known_is_allowed_and_doubted(run: RunFolder) -> None:
+def test_a_checkpoint_without_a_recorded_mesh_is_allowed_with_a_warning(run: RunFolder) -> None:
     run.commit(20, 1)
     found = Feasibility.of(load_history(run.paths))
     assert found.problem(3) is None
     assert "does not record its mesh" in (found.doubt(3) or "")
-    assert found.doubt(2) is None, "as many as saved it"
+    assert found.doubt(2) is None, "the same count as at the save"
     assert Feasibility(saved_by(4, **TENSOR_PARALLEL)).doubt(3) is None
 
 

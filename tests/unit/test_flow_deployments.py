@@ -1,4 +1,4 @@
-"""What the command says to Prefect's API, and what it makes of its answers."""
+"""What the command asks of Prefect's API, and how it handles the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUSY_TIMES = 1
 
 
 class BusyApi(BaseHTTPRequestHandler):
-    """Healthy, without a deployment, and too busy to say so at once."""
+    """A healthy API without the deployment, which first answers that it is busy."""
 
     asked: list[str]
 
@@ -29,13 +29,13 @@ class BusyApi(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
-        # Prefect's client waits for so long before it asks again.
+        # Prefect's client waits this long before it retries.
         self.send_header("Retry-After", "0.1")
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing of it goes to the tests' output."""
+        """Print nothing to the test output."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def busy() -> Iterator[str]:
             thread.join(30)
 
 
-def test_an_api_that_is_busy_for_a_moment_is_asked_again(busy: str) -> None:
+def test_a_request_to_a_briefly_busy_api_is_retried(busy: str) -> None:
     with (
         temporary_settings({PREFECT_API_URL: busy}),
         pytest.raises(ServiceError, match="has no deployment train/holdfast"),

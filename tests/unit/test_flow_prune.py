@@ -20,7 +20,7 @@ from holdfast.workers.retention import Verdict
 pytestmark = pytest.mark.usefixtures("home")
 
 
-def test_a_commit_while_others_are_deleted_is_judged_by_the_next_turn(
+def test_a_commit_during_a_prune_is_considered_by_the_next_prune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path, "kelp", "u" * 32, {"checkpoint": {"keep": {"last": 2}}})
@@ -39,7 +39,7 @@ def test_a_commit_while_others_are_deleted_is_judged_by_the_next_turn(
         deleted = real(paths, **options)
         applied.append([one.name for one in deleted])
         if len(applied) == 1:
-            # As a run does whose last save is durable at this moment.
+            # As when the last save of a run becomes durable at this moment.
             names.append(folder.commit(35, 1))
         return deleted
 
@@ -47,4 +47,6 @@ def test_a_commit_while_others_are_deleted_is_judged_by_the_next_turn(
     for _ in range(4):
         supervisor._prune(load_history(folder.paths))
     assert committed_names(folder.paths) == set(names[2:])
-    assert applied == [names[:1], names[1:2]], "with nothing new there is nothing to look at"
+    assert applied == [names[:1], names[1:2]], (
+        "the keep rules were applied again without a new commit"
+    )
