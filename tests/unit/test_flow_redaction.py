@@ -1,4 +1,4 @@
-"""Secrets in a program's last words reach no log, journal, index row or state of a flow."""
+"""Secrets in a program's error output reach no log, journal, index row or flow state."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from holdfast.flows.supervise import Supervisor
 from holdfast.lineage import queries
 from holdfast.lineage.index import Index
 
-# By a name, by a reference, and by a form.
-PLAIN: Final = "plain-Zq8vR3mK1x"
-REFERRED: Final = "file-Lp2tB9sD4yHc"
-FORMED: Final = "hf_abcdefghijklmnopqrstuvwxyz"
-SAID: Final = f"RuntimeError: refused with {PLAIN}, {REFERRED} and {FORMED}"
-TRACEBACK: Final = f"Traceback (most recent call last):\n  File x\n{SAID}\n"
+# Secrets that are recognized by their name, by a reference, and by their form.
+BY_NAME: Final = "plain-Zq8vR3mK1x"
+BY_REFERENCE: Final = "file-Lp2tB9sD4yHc"
+BY_FORM: Final = "hf_abcdefghijklmnopqrstuvwxyz"
+MESSAGE: Final = f"RuntimeError: refused with {BY_NAME}, {BY_REFERENCE} and {BY_FORM}"
+TRACEBACK: Final = f"Traceback (most recent call last):\n  File x\n{MESSAGE}\n"
 SHOWN: Final = f"RuntimeError: refused with {HIDDEN}, {HIDDEN} and {HIDDEN}"
 
 
 def assert_hidden(text: str) -> None:
-    assert [word for word in (PLAIN, REFERRED, FORMED) if word in text] == []
+    assert [word for word in (BY_NAME, BY_REFERENCE, BY_FORM) if word in text] == []
 
 
 class UnseenRun(RunFolder):
-    """A run whose supervisor has not seen how its attempt ended."""
+    """A run whose supervisor has not recorded how its attempt ended."""
 
     def tell_ended(self, *_: Any) -> None:
         """Leave it to the supervisor."""
@@ -52,15 +52,15 @@ class UnseenRun(RunFolder):
 
 @pytest.fixture
 def failed(tmp_path: Path, home: Path) -> RunFolder:
-    """A run whose only attempt ended by the program's own error, beside an index of its own."""
+    """A run whose only attempt failed by an error of the program, and a separate index."""
     file = tmp_path / "token"
-    file.write_text(REFERRED)
+    file.write_text(BY_REFERENCE)
     file.chmod(0o600)
-    environment = {"HF_TOKEN": PLAIN, "OTHER": {"from_file": str(file)}}
+    environment = {"HF_TOKEN": BY_NAME, "OTHER": {"from_file": str(file)}}
     folder = UnseenRun(tmp_path / "root", "kelp", "u" * 32, {"environment": environment})
     folder.submit(1, 1, T0)
     folder.claim(1, T0 + 1)
-    ending: dict[str, Any] = {"evidence": (SAID,), "traceback": TRACEBACK}
+    ending: dict[str, Any] = {"evidence": (MESSAGE,), "traceback": TRACEBACK}
     folder.finish(1, AttemptState.FAILED, Cause.USER_ERROR, 5, T0 + 2, **ending)
     return folder
 
@@ -85,7 +85,7 @@ def test_a_failed_run_shows_its_reason_without_secrets(
     reasons = [e.data["reason"] for e in history.events if e.kind in kinds]
     assert reasons == [f"user_error: {SHOWN}"] * 2
     assert SHOWN in end_reason(history)
-    # What was recorded for a run is gone when it has ended, and what was seen is still known.
+    # The secret file is gone after the run; the redactor still knows its value.
     (failed.root.parent / "token").unlink()
     with pytest.raises(RunFailedError) as raised:
         train.conclude(history, log, redactor)
@@ -98,19 +98,19 @@ def test_a_failed_run_shows_its_reason_without_secrets(
 
 def test_a_reason_in_an_old_journal_is_shown_without_secrets(failed: RunFolder) -> None:
     facts = {"action": "stop", "gpus": 0, "exclude": [], "delay_s": 0.0, "after_attempt": 1}
-    failed.tell("flow", EventKind.DECISION, reason=SAID, **facts)
+    failed.tell("flow", EventKind.DECISION, reason=MESSAGE, **facts)
     history = load_history(failed.paths)
     assert end_reason(history).startswith(SHOWN)
 
 
-def test_what_supervision_logs_has_no_secrets(
+def test_the_supervisors_log_has_no_secrets(
     failed: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     redactor = Redactor()
     redactor.learn(failed.spec.model_dump(mode="json"), failed.paths)
     log = redactor.log(redactor.log(logging.getLogger("tests")))
-    log.warning("the scheduler does not answer: %s", SchedulerError(SAID))
-    log.warning(SAID)
+    log.warning("the scheduler does not answer: %s", SchedulerError(MESSAGE))
+    log.warning(MESSAGE)
     log.warning("50% done")
     assert_hidden(caplog.text)
     assert "50% done" in caplog.text
@@ -119,24 +119,24 @@ def test_what_supervision_logs_has_no_secrets(
 
 def _chained() -> None:
     try:
-        raise OSError(5, SAID)
+        raise OSError(5, MESSAGE)
     except OSError as error:
-        raise SubmissionRefusedError(f"sbatch: {SAID}") from error
+        raise SubmissionRefusedError(f"sbatch: {MESSAGE}") from error
 
 
 def _grouped() -> None:
-    raise ExceptionGroup(SAID, [ValueError(SAID), KeyError(SAID)])
+    raise ExceptionGroup(MESSAGE, [ValueError(MESSAGE), KeyError(MESSAGE)])
 
 
 def _noted() -> None:
-    error = SpecError("no plan", [SAID])
-    error.add_note(SAID)
+    error = SpecError("no plan", [MESSAGE])
+    error.add_note(MESSAGE)
     raise error
 
 
 class _OwnTextError(Exception):
     def __str__(self) -> str:
-        return SAID
+        return MESSAGE
 
 
 def _own_text() -> None:
@@ -153,11 +153,11 @@ def test_errors_that_leave_a_flow_have_no_secrets(failed: RunFolder, fail: Any) 
     assert HIDDEN in words
     assert_hidden(words)
     if fail is _chained:
-        # The supervisor goes by the type.
+        # The supervisor decides by the type.
         assert type(raised.value) is SubmissionRefusedError
 
 
-def test_an_error_without_secrets_leaves_as_it_is() -> None:
+def test_an_error_without_secrets_is_raised_unchanged() -> None:
     error = FileNotFoundError(2, "No such file or directory", "/x")
     with pytest.raises(FileNotFoundError) as raised, Redactor().errors():
         raise error
@@ -165,11 +165,11 @@ def test_an_error_without_secrets_leaves_as_it_is() -> None:
     assert raised.value.filename == "/x"
 
 
-def test_an_attempt_that_is_refused_says_so_without_secrets(
+def test_the_error_of_a_refused_attempt_has_no_secrets(
     failed: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> AttemptPaths:
-        raise SchedulerError(f"sbatch refused: {SAID}")
+        raise SchedulerError(f"sbatch refused: {MESSAGE}")
 
     monkeypatch.setattr(train, "submit_next", refuse)
     with pytest.raises(SchedulerError) as raised:

@@ -1,4 +1,4 @@
-"""How long the last flush will take, when a stop begins for it, and whether a grace suffices."""
+"""How long the last flush will take, when a stop starts, and whether a grace is long enough."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def saves(*pairs: tuple[Any, Any]) -> list[Event]:
     return lines
 
 
-def test_a_snapshot_that_a_crash_committed_is_no_slow_save() -> None:
+def test_a_snapshot_committed_after_a_crash_is_not_in_the_forecast() -> None:
     lines = [*saves((1.0, 5.0)), line(EventKind.COMMITTED, checkpoint="crash", flush_s=35.9)]
     assert forecast_flush(lines) == FlushForecast(seconds=6.0, saves=1)
 
@@ -56,7 +56,7 @@ def test_a_snapshot_that_a_crash_committed_is_no_slow_save() -> None:
         ([("x", None), (None, float("nan")), (True, -3.0)], None),
     ],
 )
-def test_the_slowest_of_the_recent_saves_is_expected(
+def test_the_forecast_is_the_slowest_recent_save(
     pairs: list[tuple[Any, Any]], expected: FlushForecast | None
 ) -> None:
     assert forecast_flush(saves(*pairs)) == expected
@@ -66,7 +66,9 @@ def test_the_slowest_of_the_recent_saves_is_expected(
     ("seconds", "step_s", "expected"),
     [(None, 0.0, 40.0), (8.0, 0.0, 20.0), (80.0, 0.0, 110.0), (8.0, 5.0, 30.0), (8.0, 1e6, 620.0)],
 )
-def test_when_a_stop_begins(seconds: float | None, step_s: float, expected: float) -> None:
+def test_the_stop_lead_time_follows_the_forecast(
+    seconds: float | None, step_s: float, expected: float
+) -> None:
     forecast = None if seconds is None else FlushForecast(seconds=seconds, saves=1)
     assert stop_lead_s(forecast, grace_s=30.0, step_s=step_s) == expected
 
@@ -82,7 +84,7 @@ def test_when_a_stop_begins(seconds: float | None, step_s: float, expected: floa
         (1.0, 60.0, []),
     ],
 )
-def test_what_is_said_of_a_grace(
+def test_a_grace_that_is_too_short_gives_warnings(
     seconds: float | None, given_s: float | None, words: list[str]
 ) -> None:
     forecast = None if seconds is None else FlushForecast(seconds=seconds, saves=3)
@@ -91,7 +93,7 @@ def test_what_is_said_of_a_grace(
     assert all(part in text for part, text in zip(words, said, strict=True))
 
 
-def test_which_partition_gives_what() -> None:
+def test_the_grace_of_a_partition() -> None:
     partitions = [
         {"PartitionName": "prod", "PreemptMode": "OFF", "GraceTime": "0", "Default": "YES"},
         {"PartitionName": "spot", "PreemptMode": "CANCEL", "GraceTime": "30", "Default": "NO"},
@@ -101,7 +103,7 @@ def test_which_partition_gives_what() -> None:
     assert grace_of_partition(partitions, "night") == ("", None)
 
 
-def test_which_qos_gives_what() -> None:
+def test_the_grace_of_a_qos() -> None:
     known = {
         "high": ("00:10:00", "low,none,odd"),
         "low": ("00:00:30", ""),
@@ -138,14 +140,14 @@ def context_of(root: Path, limit_min: int) -> AgentContext:
     )
 
 
-def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Path) -> None:
+def test_the_stop_time_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Path) -> None:
     context = context_of(tmp_path, limit_min=60)
     stops = StopWatch(context, lambda: 1.0)
     assert stops.end_at is not None
     with JournalWriter(context.run.attempt(1).rank_journal) as journal:
         journal.append(EventKind.STAGED, attempt=1, checkpoint="c")
         journal.append(EventKind.COMMITTED, attempt=1, checkpoint="c", flush_s=40.0)
-    # 1.25 x 40 s, two steps, the margin, and the time between two looks.
+    # 1.25 x 40 s, two steps, the margin, and the time between two polls.
     lead_s = 50.0 + 2.0 + 10.0 + LIMIT_POLL_S
     assert stops.from_limit(stops.end_at - lead_s - 1.0) is None
     with JournalWriter(context.attempt.rank_journal) as journal:
@@ -166,7 +168,7 @@ def test_the_stop_follows_the_flushes_of_this_and_earlier_attempts(tmp_path: Pat
         ({"SLURM_JOB_START_TIME": "900", "SLURM_JOB_END_TIME": "2000"}, 1000.0),
     ],
 )
-def test_the_end_is_known_in_a_container_without_slurms_commands(
+def test_the_time_limit_is_known_without_slurm_commands(
     variables: dict[str, str], end_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -181,7 +183,7 @@ def test_the_end_is_known_in_a_container_without_slurms_commands(
     assert judgement.deadline == stops.end_at
 
 
-def test_a_torn_line_is_passed_over_and_read_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_is_skipped_and_read_once_it_is_complete(tmp_path: Path) -> None:
     context = context_of(tmp_path, limit_min=60)
     log = FlushLog(context.run, context.attempt)
     path = context.attempt.rank_journal

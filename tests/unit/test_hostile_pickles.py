@@ -1,7 +1,7 @@
-"""Pickles made to harm the reader of a checkpoint: no code, no class changed, no time, no memory.
+"""Hostile pickles run no code, change no class, and use little time and memory.
 
-Each is read in a forked child with bounded memory and processor time, which looks at every
-attribute of the classes involved before and after, and says how much memory it took.
+Each is read in a forked child with bounded memory and CPU time. The child compares every
+attribute of the classes involved before and after, and reports how much memory it used.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def text(content: str) -> bytes:
 
 
 def whole(planner_data: bytes = b"N") -> bytes:
-    """A sound and empty `.metadata`, but for what its planner kept."""
+    """A valid, empty `.metadata` with the given planner data."""
     attributes = text("state_dict_metadata") + b"}" + text("planner_data") + planner_data
     return named(DCP, "Metadata") + b")\x81}(" + attributes + text("storage_data") + b"}ub."
 
@@ -100,7 +100,7 @@ def attributes_on(name: tuple[str, str], made: bytes = b"") -> bytes:
 
 
 def nested(levels: int) -> bytes:
-    """A tuple of the same tuple twice, and so on: short to write, endless to hash."""
+    """A tuple that contains the same tuple twice, and so on: short to write, endless to hash."""
     return b"K\x01\x85\x940" + b"".join(
         b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x940" for n in range(levels)
     )
@@ -167,7 +167,7 @@ def storage(count: int) -> bytes:
 
 
 def entry(pickled: bytes, *more: tuple[str, bytes]) -> bytes:
-    """A zip as `torch.save` makes it, around any pickle."""
+    """A zip in the layout of `torch.save` around any pickle."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as made:
         said = (("version", b"3\n"), ("byteorder", b"little"))
@@ -240,7 +240,7 @@ def inflating() -> bytes:
 
 
 def facts() -> list[tuple[str, list[tuple[str, int]]]]:
-    """Every attribute of what a pickle could have got hold of, by identity."""
+    """Every attribute, by identity, of the objects that a pickle can reach."""
     return [
         (repr(each), sorted((name, id(value)) for name, value in vars(each).items()))
         for each in WATCHED
@@ -249,7 +249,7 @@ def facts() -> list[tuple[str, list[tuple[str, int]]]]:
 
 
 def in_child(read: Callable[[], object]) -> str:
-    """What came of `read` in a forked child: "refused", "read", or what went wrong."""
+    """The result of `read` in a forked child: "refused", "read", or what went wrong."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -264,7 +264,7 @@ def in_child(read: Callable[[], object]) -> str:
 
 
 def _outcome(read: Callable[[], object]) -> str:
-    # What the tests before have left is not the reader's to look through, again and again.
+    # Exclude the objects of earlier tests from garbage collection.
     gc.freeze()
     before, grown = facts(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -277,7 +277,7 @@ def _outcome(read: Callable[[], object]) -> str:
     except DamagedCheckpointError:
         said = "refused"
     except BaseException as error:
-        # Whatever came is what the test judges.
+        # The test judges any error.
         said = f"raised {type(error).__name__}: {error}"
     taken = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown) * 1024
     if taken > GROWTH_BYTES_MAX:
@@ -293,7 +293,7 @@ def test_no_pickle_sets_an_attribute_of_a_class(content: bytes) -> None:
 
 
 @pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
-def test_no_pickle_takes_long_or_much(
+def test_no_pickle_uses_much_time_or_memory(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -302,7 +302,7 @@ def test_no_pickle_takes_long_or_much(
 
 
 @pytest.mark.parametrize("content", ENTRIES.values(), ids=ENTRIES)
-def test_no_entry_takes_long_or_much(
+def test_no_entry_uses_much_time_or_memory(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -310,43 +310,43 @@ def test_no_entry_takes_long_or_much(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_entry_that_inflates_is_refused() -> None:
+def test_an_entry_that_decompresses_to_a_large_size_is_refused() -> None:
     content = inflating()
     assert in_child(lambda: load_plain(content)) == "refused"
 
 
-def test_a_zip_that_two_readers_see_differently_is_read_as_it_was_looked_at() -> None:
+def test_an_ambiguous_zip_is_read_as_it_was_checked() -> None:
     content = bytearray(entry(b"cos\nsystem\n" + text("touch ran") + b"\x85R"))
     plain = entry(b"K\x07")
-    # The first archive is hidden behind the end of the second, which alone is looked at.
+    # The first archive is hidden before the second, and only the second is checked and read.
     assert load_plain(bytes(content) + plain) == 7
 
 
-def test_a_sound_metadata_after_an_attempt_is_still_refused_and_alone_is_read() -> None:
+def test_sound_metadata_after_a_hostile_prefix_is_refused_and_alone_is_read() -> None:
     assert in_child(lambda: parse_metadata(whole(), "here")) == "read"
     attempt = attributes_on(("pathlib", "PosixPath")) + whole()
     assert in_child(lambda: parse_metadata(attempt, "here")) == "refused"
 
 
-def test_a_metadata_of_holes_is_not_read_into_memory(tmp_path: Path) -> None:
+def test_a_huge_sparse_metadata_file_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / ".metadata", "wb") as stream:
         stream.write(b"\x80\x04\x8d" + struct.pack("<Q", 7 << 30))
         stream.truncate(7 << 30)
     assert in_child(lambda: read_metadata(tmp_path)) == "refused"
 
 
-def test_what_python_s_own_unpickler_does_with_these_is_worth_the_trouble() -> None:
-    """The first of them harms a reader that only asks which names may be looked up."""
+def test_the_unpickler_of_python_lets_a_pickle_change_a_class() -> None:
+    """It harms even a reader that restricts which names may be looked up."""
     content = attributes_on((DCP, "StorageMeta")) + whole()
 
-    def carelessly() -> None:
+    def unpickle() -> None:
         pickle.loads(content)
 
-    assert in_child(carelessly) == "read, and a class changed"
+    assert in_child(unpickle) == "read, and a class changed"
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_the_collector_waits_while_a_pickle_is_read(is_on: bool) -> None:
+def test_garbage_collection_is_off_while_a_pickle_is_read(is_on: bool) -> None:
     seen = []
 
     def find(module: str, name: str) -> None:
@@ -366,7 +366,7 @@ def test_the_collector_waits_while_a_pickle_is_read(is_on: bool) -> None:
     assert seen == [False]
 
 
-def test_reading_is_not_much_slower_for_being_careful() -> None:
+def test_safe_reading_of_large_metadata_is_fast_enough() -> None:
     size = torch.Size([2, 3])
     chunks = [records.ChunkStorageMetadata(torch.Size([n, 0]), size) for n in range(20_000)]
     properties = records.TensorProperties(dtype=torch.float32)

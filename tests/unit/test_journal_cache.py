@@ -1,4 +1,4 @@
-"""What is read of journals that this process has read before, by the bytes that are read."""
+"""The journal cache: how many bytes of a known journal are read again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def texts(cache: JournalCache, path: Path) -> list[str]:
     return [event.data["text"] for event in found]
 
 
-def test_one_more_line_of_a_long_run_is_all_that_is_read(
+def test_only_the_new_line_of_a_long_journal_is_read(
     tmp_path: Path, parsed: Callable[[], int]
 ) -> None:
     folder = RunFolder(tmp_path / "runs", "kelp", "u" * 32)
@@ -71,10 +71,10 @@ def test_one_more_line_of_a_long_run_is_all_that_is_read(
         told = list_events(database, "kelp", limit=LINES)
         assert told[-1]["data"] == {"text": "one more"}
         ingest_run(database, folder.paths, fresh=True)
-        assert parsed() >= path.stat().st_size, "a reindex believes nothing"
+        assert parsed() >= path.stat().st_size, "a reindex reads every line again"
 
 
-def test_nothing_is_parsed_twice(tmp_path: Path, parsed: Callable[[], int]) -> None:
+def test_no_line_is_parsed_twice(tmp_path: Path, parsed: Callable[[], int]) -> None:
     path, cache = tmp_path / "journal" / "cli.jsonl", JournalCache()
     assert texts(cache, path) == []
     write(path, "a", "b")
@@ -84,7 +84,7 @@ def test_nothing_is_parsed_twice(tmp_path: Path, parsed: Callable[[], int]) -> N
     assert parsed() == 0
 
 
-def test_a_torn_line_is_read_again_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_torn_line_is_read_again_when_it_is_complete(tmp_path: Path) -> None:
     path, cache = tmp_path / "journal" / "cli.jsonl", JournalCache()
     write(path, "a", "b")
     whole = path.read_bytes()
@@ -116,7 +116,7 @@ def test_a_journal_that_was_replaced_is_read_from_the_start(
     assert texts(cache, path) == []
 
 
-def test_a_journal_that_is_gone_or_foreign_has_no_events(tmp_path: Path) -> None:
+def test_a_missing_journal_has_no_events_and_a_link_is_refused(tmp_path: Path) -> None:
     path, cache = tmp_path / "cli.jsonl", JournalCache()
     write(path, "a")
     assert texts(cache, path) == ["a"]
@@ -127,7 +127,9 @@ def test_a_journal_that_is_gone_or_foreign_has_no_events(tmp_path: Path) -> None
         cache.read(path)
 
 
-def test_what_is_kept_has_a_bound(tmp_path: Path, parsed: Callable[[], int]) -> None:
+def test_the_size_of_the_journal_cache_is_limited(
+    tmp_path: Path, parsed: Callable[[], int]
+) -> None:
     paths = [tmp_path / f"{number}.jsonl" for number in range(4)]
     for path in paths:
         write(path, "x" * 1000)
@@ -142,4 +144,4 @@ def test_what_is_kept_has_a_bound(tmp_path: Path, parsed: Callable[[], int]) -> 
     write(paths[0], "y" * 10_000)
     assert texts(cache, paths[0]) == ["x" * 1000, "y" * 10_000]
     assert cache._bytes <= journal_cache.KEPT_BYTES_MAX
-    assert (cache._bytes, cache._kept) == (0, {}), "what is larger than the bound is not kept"
+    assert (cache._bytes, cache._kept) == (0, {}), "a journal larger than the limit is not kept"

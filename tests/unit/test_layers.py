@@ -1,4 +1,4 @@
-"""Who may import whom: import-linter's contracts, and where each large library may appear."""
+"""Import rules: import-linter's contracts, and which parts may import each large library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Part → its folder. The three that stand at the top level are links inside the package.
+# Part → its folder. The three at the top level are links inside the package.
 PARTS = {
     "contracts": "src/holdfast/contracts",
     "lineage": "src/holdfast/lineage",
@@ -79,21 +79,21 @@ def test_the_import_contracts_are_kept() -> None:
 
 
 @pytest.mark.parametrize("library", sorted(LIBRARIES))
-def test_a_library_stays_in_its_parts(library: str) -> None:
-    strays = [
+def test_a_library_is_imported_only_in_its_parts(library: str) -> None:
+    violations = [
         f"{place} imports {module}"
         for part in PARTS
         if part not in LIBRARIES[library]
         for place, module in imports_of(part)
         if top(module) == library
     ]
-    assert not strays, "\n".join(strays)
+    assert not violations, "\n".join(violations)
 
 
 @pytest.mark.parametrize("part", sorted(CLOSED))
-def test_a_closed_part_needs_nothing_more(part: str) -> None:
+def test_a_closed_part_imports_only_its_allowed_libraries(part: str) -> None:
     allowed = CLOSED[part] | set(sys.stdlib_module_names)
-    strays = [f"{place} imports {m}" for place, m in imports_of(part) if top(m) not in allowed]
+    violations = [f"{place} imports {m}" for place, m in imports_of(part) if top(m) not in allowed]
     others = [
         f"{place} imports {module}"
         for place, module in imports_of(part)
@@ -101,28 +101,28 @@ def test_a_closed_part_needs_nothing_more(part: str) -> None:
         and not f"{module}.".startswith((f"holdfast.{part}.", "holdfast.contracts."))
         and module != "holdfast.__version__"
     ]
-    assert not strays + others, "\n".join(strays + others)
+    assert not violations + others, "\n".join(violations + others)
 
 
-def test_nobody_but_programs_and_tests_imports_the_trainer() -> None:
-    strays = [
+def test_only_programs_and_tests_import_the_trainer() -> None:
+    violations = [
         f"{place} imports {module}"
         for part in PARTS
         if part != "trainer"
         for place, module in imports_of(part)
         if f"{module}.".startswith("holdfast.trainer.")
     ]
-    assert not strays, "\n".join(strays)
+    assert not violations, "\n".join(violations)
 
 
-def test_the_parts_have_one_import_name() -> None:
-    strays = [
+def test_each_part_has_one_import_name() -> None:
+    violations = [
         f"{place} imports {module}: expected holdfast.{module}"
         for part in PARTS
         for place, module in imports_of(part)
         if top(module) in {"flows", "workers", "trainer"}
     ]
-    assert not strays, "\n".join(strays)
+    assert not violations, "\n".join(violations)
     done = subprocess.run(
         [sys.executable, "-c", "import trainer"],
         cwd=CHECKOUT,
@@ -149,7 +149,9 @@ def test_the_parts_have_one_import_name() -> None:
         ("holdfast.cli.main", {"torch", "prefect", "sqlalchemy"}),
     ],
 )
-def test_what_must_start_quickly_loads_little(module: str, absent: set[str]) -> None:
+def test_modules_that_start_quickly_import_no_large_libraries(
+    module: str, absent: set[str]
+) -> None:
     program = f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120

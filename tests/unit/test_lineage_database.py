@@ -1,4 +1,4 @@
-"""Which database, whether it may be used, and its schema against the models and the words."""
+"""The database: its URL, whether it may be used, and its schema against models and enums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         yield address
 
 
-def test_migrations_give_the_models_and_go_back(url: str) -> None:
+def test_migrations_create_the_models_and_can_be_reverted(url: str) -> None:
     assert current_revision(url) is None
     assert upgrade(url) == head_revision() == current_revision(url)
     with connect_for_migration(url) as connection:
@@ -52,8 +52,8 @@ def test_migrations_give_the_models_and_go_back(url: str) -> None:
     assert downgrade(url, "base") is None
     with connect_for_migration(url) as connection:
         assert set(inspect(connection).get_table_names()) <= {"alembic_version"}
-    assert upgrade(url) == head_revision(), "and up again"
-    assert upgrade(url) == head_revision(), "twice is no harm"
+    assert upgrade(url) == head_revision(), "the upgrade can be repeated after a downgrade"
+    assert upgrade(url) == head_revision(), "a second upgrade changes nothing"
 
 
 WORDS: list[tuple[str, str, Iterable[StrEnum]]] = [
@@ -66,7 +66,7 @@ WORDS: list[tuple[str, str, Iterable[StrEnum]]] = [
 ]
 
 
-def test_the_database_knows_every_word_and_no_other(url: str) -> None:
+def test_the_check_constraints_match_the_enums(url: str) -> None:
     upgrade(url)
     with connect_for_migration(url) as connection:
         found = {
@@ -91,7 +91,7 @@ def test_an_unknown_state_is_refused_by_the_database(url: str) -> None:
             connection.execute(text(f"INSERT INTO runs ({columns}) VALUES ({row})"))
 
 
-def test_sqlite_is_made_on_first_use_by_many_at_once(tmp_path: Path) -> None:
+def test_concurrent_first_uses_create_the_sqlite_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'deep' / 'down' / 'index.db'}"
     failures: list[BaseException] = []
 
@@ -122,7 +122,7 @@ def test_postgresql_is_upgraded_by_the_command_only(postgres: PostgresServer) ->
             assert database.is_postgresql
 
 
-def test_a_newer_schema_is_not_touched(url: str) -> None:
+def test_a_newer_schema_is_refused(url: str) -> None:
     upgrade(url)
     with connect_for_migration(url) as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
@@ -145,22 +145,24 @@ def test_a_newer_schema_is_not_touched(url: str) -> None:
         ("sqlite:////proc/nowhere/index.db", "cannot be created"),
     ],
 )
-def test_a_database_that_cannot_be_used_says_what_to_do(given: str, words: str) -> None:
+def test_the_error_for_an_unusable_database_says_what_to_do(given: str, words: str) -> None:
     with pytest.raises(LineageError, match=words) as caught:
         open_database(given)
     assert "HOLDFAST_DATABASE_URL" in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
-def test_a_file_that_is_no_database_is_said_to_be_an_index_only(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_kept_and_reindex_suggested(tmp_path: Path) -> None:
     path = tmp_path / "index.db"
     path.write_bytes(b"something else entirely" * 100)
     with pytest.raises(LineageError, match="holdfast reindex"):
         open_database(f"sqlite:///{path}")
-    assert path.read_bytes().startswith(b"something else"), "it is not ours to overwrite"
+    assert path.read_bytes().startswith(b"something else"), "the file was overwritten"
 
 
-def test_the_default_lies_under_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_database_is_in_the_holdfast_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     assert database_url() == f"sqlite:///{tmp_path}/holdfast.db"
@@ -171,7 +173,9 @@ def test_the_default_lies_under_the_home(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert database_url() == "postgresql://team/holdfast"
 
 
-def test_a_network_home_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sqlite_on_a_network_file_system_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     table = tmp_path / "mountinfo"
     table.write_text("22 1 0:7 / / rw,relatime shared:1 - lustre mds@tcp:/x rw\n")
     monkeypatch.setattr(filesystems, "MOUNTS", table)
@@ -180,7 +184,9 @@ def test_a_network_home_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not (tmp_path / "index.db").exists()
 
 
-def test_the_migrations_are_inside_the_package() -> None:
+def test_the_migrations_are_in_the_package() -> None:
     assert (MIGRATIONS / "env.py").is_file()
     assert MIGRATIONS.parent.name == "lineage"
-    assert not (MIGRATIONS / "__init__.py").exists(), "it would hide the library"
+    assert not (MIGRATIONS / "__init__.py").exists(), (
+        "a package here would hide the alembic library"
+    )

@@ -1,4 +1,4 @@
-"""The index as a flow uses it: one that was removed or damaged is made again."""
+"""The index as a flow uses it: a deleted or damaged index is rebuilt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.lineage.heal import MAGIC, quarantine
 from holdfast.lineage.index import Index
 
 
-def test_a_file_that_was_removed_under_an_open_index_is_made_anew(
+def test_an_index_deleted_while_open_is_rebuilt(
     testbed: tuple[RunFolder, Path],
 ) -> None:
     run, path = testbed
@@ -30,7 +30,7 @@ def test_a_file_that_was_removed_under_an_open_index_is_made_anew(
     assert shown["run"]
 
 
-def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
+def test_an_index_damaged_while_open_is_quarantined_and_rebuilt(
     testbed: tuple[RunFolder, Path],
 ) -> None:
     run, path = testbed
@@ -38,7 +38,7 @@ def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
         index.update(run.paths)
         other.update(run.paths)
         damage(path)
-        # What the connections have in memory is as sound as it was.
+        # Drop the connections, which still have the undamaged pages in memory.
         index.open().engine.dispose()
         with pytest.warns(UserWarning, match="the index was damaged. It was moved to"):
             index.update(run.paths)
@@ -47,10 +47,10 @@ def test_a_file_that_is_damaged_under_open_indices_is_set_aside_and_made_anew(
         for one in (index, other):
             assert queries.show_run(one.open(), str(run.paths.directory), now=0.0)["run"]
     assert path.with_name("index.db.damaged").is_file()
-    assert quarantine(path) is None, "the new one is sound, and stays"
+    assert quarantine(path) is None, "the rebuilt index is sound and is kept"
 
 
-def test_many_processes_meet_a_damaged_file(testbed: tuple[RunFolder, Path]) -> None:
+def test_many_processes_rebuild_a_damaged_index_once(testbed: tuple[RunFolder, Path]) -> None:
     run, path = testbed
     path.write_bytes(MAGIC + b"and then nothing that fits" * 4096)
     words = f"from pathlib import Path; from holdfast.lineage.index import Index; \
@@ -65,14 +65,14 @@ Index().update(RunPaths(Path({str(run.paths.directory)!r})))"
     assert quarantine(path) is None
 
 
-def test_what_cannot_be_set_aside_is_said(tmp_path: Path) -> None:
+def test_a_damaged_index_that_cannot_be_moved_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LineageError, match="the index is damaged and cannot be moved away"):
         quarantine(tmp_path / "gone" / "index.db")
 
 
 @pytest.fixture
 def testbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunFolder, Path]:
-    """A run with a story, and where its index is."""
+    """A run with a full history, and the path of its index."""
     (tmp_path / "runs").mkdir()
     run = next(run for run in list(storied_run(tmp_path / "runs")) if run.name == "gpt")
     path = tmp_path / "index.db"

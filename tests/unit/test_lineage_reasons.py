@@ -1,4 +1,4 @@
-"""Why a checkpoint is kept, and whose checkpoint an id means, by table."""
+"""Why a checkpoint is kept, and which run's checkpoint an id means."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = [
 ]
 
 
-def test_every_reason_that_holds_is_given() -> None:
+def test_every_reason_that_applies_is_given() -> None:
     assert explain(ROWS, {"s30": ["in use as the parent of run b"]}, Keep(last=2)) == [
         "deleted: keep.last 2",
         "pinned",
@@ -56,7 +56,7 @@ def test_every_reason_that_holds_is_given() -> None:
         (Keep(last=3), "kept by rule: last 3"),
     ],
 )
-def test_rules(keep: Keep, reason: str) -> None:
+def test_the_reason_names_the_keep_rules(keep: Keep, reason: str) -> None:
     assert explain([row(30), row(50), row(60)], {}, keep, now=32_000)[0] == reason
 
 
@@ -71,13 +71,15 @@ def test_rules(keep: Keep, reason: str) -> None:
         ("", (None, None, None)),
     ],
 )
-def test_ids_are_resolved(identity: str | None, found: tuple[str | None, ...]) -> None:
+def test_checkpoint_ids_are_resolved_to_runs(
+    identity: str | None, found: tuple[str | None, ...]
+) -> None:
     assert (
         Origins(record("base:step-9"), {"step-1": CheckpointName(1, 1, 1)}).find(identity) == found
     )
 
 
-def test_a_fork_of_a_namesake_in_another_root() -> None:
+def test_a_fork_of_a_run_with_the_same_name_in_another_root() -> None:
     origins = Origins(record("gpt:step-9"), {"step-1": CheckpointName(1, 1, 1)})
     assert origins.find("gpt:step-9") == ("origin", "gpt", "step-9")
     assert origins.find("gpt:step-1") == ("own", "gpt", "step-1")
@@ -97,7 +99,7 @@ def record(forked_from: str) -> RunRecord:
     )
 
 
-def test_clean_keeps_what_is_plain_and_mends_what_is_not() -> None:
+def test_clean_keeps_plain_json_and_replaces_invalid_values() -> None:
     plain = {"a": [1, 2.5, None, True, "text"], "b": {"c": 10**30}}
     assert clean(plain) == plain
     assert clean({"x\0": (float("-inf"), "\0")}) == {"x\ufffd": ["-inf", "\ufffd"]}

@@ -1,4 +1,4 @@
-"""Times as the index tells them, against the calendar of Python's own library."""
+"""ISO times of the index, compared with Python's `datetime`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.lineage.views import iso
 
 MILLISECOND_S = 1e-3
-# Numbers of this size know no time more exactly.
+# Floats of this size are not more precise.
 MARGIN_S = 2e-6
 
 
@@ -18,7 +18,7 @@ MARGIN_S = 2e-6
 @example(-0.25)
 @example(951782399.9999)
 @example(951782400.0)
-def test_a_time_is_told_to_the_millisecond_it_is_in(time: float) -> None:
+def test_a_time_is_rounded_down_to_the_millisecond(time: float) -> None:
     told = iso(time)
     assert told is not None
     moment = datetime.fromisoformat(told)

@@ -1,4 +1,4 @@
-"""Byte ranges of a load, against plain slicing of arrays; who reads what, by table."""
+"""Byte ranges of a load, compared with array slicing, and which rank reads which unit."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Chunk, Chunk]:
 
 
 def take(array: np.ndarray, chunk: Chunk) -> np.ndarray:
-    """The box of `array` as memory of its own."""
+    """A copy of the box of `array`."""
     where = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
     return np.array(array[where], order="C")
 
 
 def move(series: list[Series], source: bytes, target: np.ndarray) -> int:
-    """Do what a plan says, one stretch at a time; returns the bytes moved."""
+    """Copy the ranges of a plan one at a time; return the number of bytes."""
     moved = 0
     for one in series:
         for index in range(one.count):
@@ -62,7 +62,7 @@ def move(series: list[Series], source: bytes, target: np.ndarray) -> int:
 
 @settings(deadline=None, max_examples=300)
 @given(case=boxes(), unit_bytes=st.integers(1, 40), gap=st.integers(0, 30))
-def test_what_is_read_is_what_slicing_gives(
+def test_the_bytes_read_equal_array_slicing(
     case: tuple[tuple[int, ...], Chunk, Chunk], unit_bytes: int, gap: int
 ) -> None:
     shape, saved, wanted = case
@@ -88,7 +88,7 @@ def test_what_is_read_is_what_slicing_gives(
     assert bytes_moved == (int(np.prod(box.sizes)) * ITEM_BYTES if box else 0)
 
 
-def test_a_series_that_a_range_does_not_touch_is_empty_there() -> None:
+def test_clipping_a_series_to_a_range() -> None:
     comb = Series(source=100, target=0, length=10, count=3, source_stride=50, target_stride=10)
     assert clip(comb, 0, 100) == clip(comb, 110, 150) == clip(comb, 210, 999) == []
     assert clip(comb, 105, 205) == [
@@ -98,13 +98,13 @@ def test_a_series_that_a_range_does_not_touch_is_empty_there() -> None:
     ]
 
 
-def test_columns_of_a_matrix_are_one_series_however_many_rows() -> None:
+def test_columns_of_a_matrix_are_one_series_for_any_number_of_rows() -> None:
     rows = Chunk((0, 0), (5000, 64))
     (series,) = series_between(rows, Chunk((0, 16), (5000, 16)), 4)
     assert series == Series(64, 0, 64, 5000, 256, 64)
     (series,) = series_between(rows, Chunk((1000, 0), (9, 64)), 4)
     assert series == Series(1000 * 256, 0, 9 * 256)
-    # A middle dimension is cut: two outer loops, of which one is enumerated at most.
+    # A cut in the middle dimension gives two outer loops, of which at most one is enumerated.
     blocks = series_between(Chunk((0, 0, 0), (4, 8, 8)), Chunk((0, 2, 2), (4, 4, 4)), 1)
     assert [one.count for one in blocks] == [4] * 4
 
@@ -129,7 +129,7 @@ def test_a_unit_is_read_in_pieces_that_cover_it() -> None:
     [
         ([[1, 1, 0, 0]], [0, 0, NOBODY, NOBODY]),
         ([[1, 1, 0], [0, 0, 1]], [0, 0, 1]),
-        # Two are wanted by both: the rank that reads least of its own takes them.
+        # Both ranks want two units: the rank with fewer units of its own reads them.
         ([[1, 1, 1, 1, 0], [0, 0, 1, 1, 0]], [0, 0, 1, 1, NOBODY]),
         ([[1, 1, 1, 1], [1, 1, 1, 1]], [0, 1, 0, 1]),
         # A rank that wants nothing reads for the others.

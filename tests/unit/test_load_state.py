@@ -1,4 +1,4 @@
-"""Loading in one process: keys, stages, foreign entries, planners, and bytes that are not right."""
+"""Loading in one process: keys, stages, entries of other writers, planners and damaged bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def commit(directory: Path, *, blocks: bool = True) -> None:
-    """Write the manifest of the files that are there; without `blocks` as of long ago."""
+    """Write the manifest of the existing files; without `blocks`, in the older form."""
     entries = []
     for path in sorted(p for p in directory.rglob("*") if p.is_file()):
         content, name = path.read_bytes(), path.relative_to(directory).as_posix()
@@ -63,7 +63,7 @@ def commit(directory: Path, *, blocks: bool = True) -> None:
 
 
 def make_state(fill: float | None = None) -> dict[str, Any]:
-    """Two blocks of a file and some, one tensor that lies by columns, one empty, one scalar."""
+    """A tensor of more than two blocks, one stored by columns, one empty, one scalar."""
     torch.manual_seed(1)
     tensors = {
         "wide": torch.randn(1024, 2500),
@@ -103,7 +103,9 @@ def test_entries_of_any_form_are_loaded(tmp_path: Path, blocks: bool | None) -> 
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_a_flipped_bit_is_found_whatever_the_manifest_s_age(tmp_path: Path, blocks: bool) -> None:
+def test_a_flipped_bit_is_detected_with_and_without_block_digests(
+    tmp_path: Path, blocks: bool
+) -> None:
     directory = saved(tmp_path)
     commit(directory, blocks=blocks)
     content = bytearray((directory / "__0_0.distcp").read_bytes())
@@ -117,7 +119,9 @@ def test_a_flipped_bit_is_found_whatever_the_manifest_s_age(tmp_path: Path, bloc
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_a_file_that_is_gone_or_cut_is_damage(tmp_path: Path, with_manifest: bool) -> None:
+def test_a_missing_or_truncated_file_is_reported_as_damage(
+    tmp_path: Path, with_manifest: bool
+) -> None:
     directory = saved(tmp_path)
     if with_manifest:
         commit(directory)
@@ -130,13 +134,13 @@ def test_a_file_that_is_gone_or_cut_is_damage(tmp_path: Path, with_manifest: boo
         load_state(directory, make_state(7.0), group=None)
 
 
-def test_an_entry_of_another_writer_is_opened_by_torch(tmp_path: Path) -> None:
-    """A zip as torch of another version might write it: other parts, the same tensor."""
+def test_an_entry_in_an_unknown_zip_layout_is_read_by_torch(tmp_path: Path) -> None:
+    """A zip as another torch version might write it: other records, the same tensor."""
     directory = saved(tmp_path)
     path = directory / "__0_0.distcp"
     whole = path.read_bytes()
     state = make_state(7.0)
-    # The header of the scalar's zip says another name of its storage's alignment record.
+    # Change the name of the storage alignment record in the header of the scalar's zip.
     assert whole.count(b".storage_alignment") >= 8
     at = whole.index(b"archive/.storage_alignment")
     path.write_bytes(whole[: at + 9] + b"storage_alignmenX" + whole[at + 26 :])
@@ -144,13 +148,13 @@ def test_an_entry_of_another_writer_is_opened_by_torch(tmp_path: Path) -> None:
     assert_loaded(state)
 
 
-def test_a_planner_of_the_caller_s_own_loads_through_stock(tmp_path: Path) -> None:
+def test_a_custom_planner_loads_through_stock_dcp(tmp_path: Path) -> None:
     directory = saved(tmp_path)
     commit(directory)
     planner, state = DefaultLoadPlanner(), make_state(7.0)
     report = load_state(directory, state, group=None, planner=planner)
     assert_loaded(state)
-    # What the planner asked for is counted; of the empty tensor there is nothing to ask.
+    # Only what the planner reads is counted, and it reads nothing of the empty tensor.
     assert (report.restored, report.bytes_read) == (5, 0)
     with pytest.raises(CheckpointError, match="a planner and a selection of keys"):
         load_state(directory, state, group=None, planner=planner, exclude=["model"])
@@ -161,8 +165,8 @@ def test_a_planner_of_the_caller_s_own_loads_through_stock(tmp_path: Path) -> No
         load_state(directory, state, group=None, planner=DefaultLoadPlanner())
 
 
-def test_stages_of_a_pipeline_load_as_one(tmp_path: Path) -> None:
-    """Each stage wrote a folder; a tied tensor is in both."""
+def test_the_stages_of_a_pipeline_load_as_one_checkpoint(tmp_path: Path) -> None:
+    """Each stage wrote its own folder; a tied tensor is in both."""
     directory, whole = tmp_path / NAME, make_state()
     stages = [("wide", "scalar"), ("turned", "empty", "scalar")]
     for stage, keys in enumerate(stages):
@@ -182,7 +186,7 @@ def test_stages_of_a_pipeline_load_as_one(tmp_path: Path) -> None:
     assert torch.equal(one_stage["model"]["wide"], whole["model"]["wide"])
 
 
-def test_metadata_that_reaches_outside_its_files_is_refused(tmp_path: Path) -> None:
+def test_metadata_with_ranges_outside_its_files_is_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path)
     commit(directory)
     metadata = read_metadata(directory)
@@ -201,7 +205,7 @@ def test_metadata_that_reaches_outside_its_files_is_refused(tmp_path: Path) -> N
             load_state(directory, make_state(7.0), group=None)
 
 
-def test_chunks_that_do_not_cover_a_tensor_are_damage(tmp_path: Path) -> None:
+def test_chunks_that_do_not_cover_a_tensor_are_reported_as_damage(tmp_path: Path) -> None:
     directory = saved(tmp_path)
     metadata = read_metadata(directory)
     entry = metadata.state_dict_metadata["model.wide"]
@@ -212,7 +216,7 @@ def test_chunks_that_do_not_cover_a_tensor_are_damage(tmp_path: Path) -> None:
         load_state(directory, make_state(7.0), group=None)
 
 
-def test_a_tensor_without_memory_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_tensor_on_the_meta_device_is_refused(tmp_path: Path) -> None:
     state = make_state(7.0)
     state["model"]["wide"] = torch.empty(1024, 2500, device="meta")
     with pytest.raises(CheckpointError, match=r"model\.wide: it is on the meta device"):
@@ -235,7 +239,7 @@ SAVED = ("model.a.w", "model.a.b", "model.ab.w", "optimizer.state.a.w.step", "rn
         ({"rng.rank00000.cpu": "other"}, {4: "other"}),
     ],
 )
-def test_saved_keys_get_wanted_names(rename: dict[str, str], changed: dict[int, str]) -> None:
+def test_saved_keys_are_renamed(rename: dict[str, str], changed: dict[int, str]) -> None:
     expected = {key: changed.get(index, key) for index, key in enumerate(SAVED)}
     assert Selection(rename=rename).rename_all(SAVED) == expected
 
@@ -248,7 +252,7 @@ def test_saved_keys_get_wanted_names(rename: dict[str, str], changed: dict[int, 
         ({"model.a.*": "model.x"}, r"only one of them ends with \.\*"),
     ],
 )
-def test_a_rename_that_cannot_be_done_is_refused(rename: dict[str, str], words: str) -> None:
+def test_an_impossible_rename_is_refused(rename: dict[str, str], words: str) -> None:
     with pytest.raises(KeyMismatchError, match=words):
         Selection(rename=rename).rename_all(SAVED)
 
@@ -263,7 +267,7 @@ def test_a_rename_that_cannot_be_done_is_refused(rename: dict[str, str], words: 
         (("model",), ("model.a.w",), {1, 2}),
     ],
 )
-def test_what_is_included_and_not_excluded_is_taken(
+def test_keys_that_are_included_and_not_excluded_are_selected(
     include: tuple[str, ...], exclude: tuple[str, ...], taken: set[int]
 ) -> None:
     pick = Selection(include, exclude)
@@ -271,7 +275,7 @@ def test_what_is_included_and_not_excluded_is_taken(
 
 
 @pytest.mark.parametrize(("name", "is_held"), [(NAME, True), ("of-our-own", False)])
-def test_a_run_s_checkpoint_is_held_while_it_is_loaded(
+def test_a_checkpoint_of_a_run_has_a_lease_while_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_held: bool
 ) -> None:
     directory = tmp_path / "r" / "checkpoints" / name
@@ -291,7 +295,7 @@ def test_a_run_s_checkpoint_is_held_while_it_is_loaded(
     assert [path.name for path in directory.parent.iterdir()] == [name]
 
 
-def test_a_save_of_a_run_without_a_manifest_is_not_taken_for_stock_dcp_s(tmp_path: Path) -> None:
+def test_an_uncommitted_checkpoint_of_a_run_is_not_loaded_as_stock_dcp(tmp_path: Path) -> None:
     directory = tmp_path / "r" / "checkpoints" / NAME
     model = torch.nn.Linear(6, 4)
     save_with_dcp({"model": get_model_state_dict(model)}, checkpoint_id=directory)
@@ -303,10 +307,10 @@ def test_a_save_of_a_run_without_a_manifest_is_not_taken_for_stock_dcp_s(tmp_pat
     assert load_checkpoint(directory, model).restored == 2
 
 
-def test_a_model_is_loaded_outside_of_a_run(
+def test_load_checkpoint_loads_a_stock_dcp_model_by_path_and_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stock DCP wrote of a model and its optimizer, by path and by id."""
+    """Stock DCP wrote the model and its optimizer."""
     torch.manual_seed(0)
     trained = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.5)
@@ -348,7 +352,7 @@ def test_a_model_is_loaded_outside_of_a_run(
         (torch.nn.Linear(2, 2), {"state": {}}, "optimizer is an object of type dict"),
     ],
 )
-def test_a_target_of_another_type_is_refused_with_what_loads_it(
+def test_a_target_of_another_type_is_refused_with_the_function_to_use(
     tmp_path: Path, model: Any, optimizer: Any, words: str
 ) -> None:
     with pytest.raises(TypeError, match=words) as refused:

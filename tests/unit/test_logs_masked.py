@@ -1,4 +1,4 @@
-"""`holdfast logs` masks secrets, also where a file is cut, still grows, or is no text."""
+"""`holdfast logs` masks secrets, also in files that are truncated, growing or binary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Read = Callable[..., str]
 
 @pytest.fixture
 def read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Read]:
-    """A log, and what a reader that knows `VALUE` prints of it since the last call."""
+    """A log, and a function that returns what a reader that knows `VALUE` newly prints of it."""
     reader, path = logs._Reader((VALUE,)), tmp_path / "rank.log"
 
     def read_on(*, is_last: bool) -> str:
@@ -38,11 +38,11 @@ def test_a_secret_that_is_written_in_two_parts_is_masked(read: tuple[Path, Read]
     assert VALUE[:1] not in first
     path.write_text(f"token: {VALUE} is it\nloss Zq8")
     assert first + read_on(is_last=False) == f"token: {STARS} is it\nloss "
-    # What was no secret after all is printed with what follows it, or at the end.
+    # A prefix that turns out to be no secret is printed with the next text, or at the end.
     assert read_on(is_last=True) == "Zq8"
 
 
-def test_a_secret_across_two_stretches_is_masked(
+def test_a_secret_across_two_reads_is_masked(
     read: tuple[Path, Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, read_on = read
@@ -62,13 +62,13 @@ def test_a_tail_that_begins_inside_a_secret_is_masked(
     assert logs._masked_tail(path, path.parent, (VALUE,)) == "****** two"
 
 
-def test_what_looks_like_a_secret_is_masked_without_being_known(read: tuple[Path, Read]) -> None:
+def test_text_that_looks_like_a_secret_is_masked(read: tuple[Path, Read]) -> None:
     path, read_on = read
     path.write_text("HF_TOKEN=abcdef123456 python train.py\n")
     assert read_on(is_last=True) == f"HF_TOKEN={'*' * 12} python train.py\n"
 
 
-def test_output_that_is_no_text_and_large_is_printed_in_bounded_time(
+def test_large_binary_output_is_printed_in_bounded_time(
     read: tuple[Path, Read],
 ) -> None:
     path, read_on = read

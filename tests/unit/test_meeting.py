@@ -1,4 +1,4 @@
-"""Ranks of a node agree on numbers in shared memory: the right ones, at any pace, or an
+"""Ranks of a node agree on the largest numbers in shared memory, at any pace, or raise an
 error."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.trainer.meeting import NodeMeeting
 MEETINGS = 300
 
 
-def test_every_rank_learns_the_largest_numbers_at_any_pace(tmp_path: Path) -> None:
+def test_every_rank_gets_the_largest_numbers_at_any_pace(tmp_path: Path) -> None:
     status_table, handle = RankStatusTable.create(3)
 
     def act() -> None:
@@ -38,7 +38,7 @@ def test_every_rank_learns_the_largest_numbers_at_any_pace(tmp_path: Path) -> No
     os.close(handle)
 
 
-def test_a_rank_that_has_ended_is_named_instead_of_waited_for() -> None:
+def test_a_meeting_with_an_ended_rank_raises_and_names_the_rank() -> None:
     status_table, handle = RankStatusTable.create(2)
     child = os.fork()
     if child == 0:
@@ -58,7 +58,7 @@ def test_a_rank_that_has_ended_is_named_instead_of_waited_for() -> None:
     os.close(handle)
 
 
-def test_values_of_a_rank_that_then_ended_count() -> None:
+def test_values_of_a_rank_count_after_it_ended() -> None:
     status_table, handle = RankStatusTable.create(2)
     child = os.fork()
     if child == 0:

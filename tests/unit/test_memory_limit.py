@@ -1,4 +1,4 @@
-"""What a job may still take: by the least limit of its control groups, version 1 and 2."""
+"""The memory that a job may still use, by the least limit of its cgroups (v1 and v2)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def group(folder: Path, version: int, limit: str, usage: int, cache: int) -> Non
     (folder / "memory.stat").write_text(stat)
 
 
-def test_version_2_takes_the_least_of_all_groups_above(tmp_path: Path) -> None:
+def test_cgroup_v2_room_is_the_least_of_all_parent_groups(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/job/step\n")
     group(tmp_path / "fs" / "job", 2, str(8 * GIB), 5 * GIB, GIB)
@@ -38,7 +38,7 @@ def test_version_2_takes_the_least_of_all_groups_above(tmp_path: Path) -> None:
     assert group_room(own, tmp_path / "fs") == 4 * GIB
 
 
-def test_version_1_has_a_hierarchy_for_memory(tmp_path: Path) -> None:
+def test_cgroup_v1_room_is_read_from_the_memory_hierarchy(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("5:cpu,cpuacct:/x\n3:memory:/slurm/job_7\n0::/\n")
     group(tmp_path / "fs" / "memory" / "slurm" / "job_7", 1, str(6 * GIB), 5 * GIB, 3 * GIB)
@@ -46,14 +46,14 @@ def test_version_1_has_a_hierarchy_for_memory(tmp_path: Path) -> None:
     assert group_room(own, tmp_path / "fs") == 4 * GIB
 
 
-def test_without_a_limit_there_is_none(tmp_path: Path) -> None:
+def test_room_is_none_without_a_memory_limit(tmp_path: Path) -> None:
     own = tmp_path / "own"
     assert group_room(own, tmp_path / "fs") is None
     own.write_text("0::/job\n")
     assert group_room(own, tmp_path / "fs") is None
 
 
-def test_slots_must_fit_the_job_and_those_they_replace_count_as_free(
+def test_slots_must_fit_the_limit_and_replaced_slots_count_as_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ranks, "group_room", lambda: 1000)
@@ -64,7 +64,7 @@ def test_slots_must_fit_the_job_and_those_they_replace_count_as_free(
     check_memory(tree, 0, 1000, 1000 * SLOTS_PER_RANK)
 
 
-def test_a_state_that_grows_counts_the_sessions_own_slots_as_free(
+def test_the_old_slots_count_as_free_when_the_state_grows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight_bytes = 512 * 512 * 4

@@ -1,4 +1,4 @@
-"""Boxes that are not exactly the whole are found, however many, in any order and dimensions."""
+"""The check that boxes cover a tensor exactly once, in any number, order and dimensions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from holdfast.trainer.planning.metadata_check import tile
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def painted_once(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """The same by brute force."""
+def covered_once(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """The same check by brute force."""
     canvas = np.zeros(shape, dtype=int)
     for offsets, sizes in boxes:
         canvas[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
@@ -22,7 +22,7 @@ def painted_once(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 
 
 def cut(chance: random.Random, box: Box) -> list[Box]:
-    """A box in two along a random dimension, if that is long enough."""
+    """Split a box in two along a random dimension; one part may be empty."""
     offsets, sizes = box
     dimension = chance.randrange(len(sizes))
     at = chance.randint(0, sizes[dimension])
@@ -34,7 +34,7 @@ def cut(chance: random.Random, box: Box) -> list[Box]:
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
-def test_it_says_what_painting_says(dimensions: int) -> None:
+def test_tile_agrees_with_brute_force(dimensions: int) -> None:
     chance = random.Random(dimensions)
     seen = []
     for _ in range(400):
@@ -44,18 +44,18 @@ def test_it_says_what_painting_says(dimensions: int) -> None:
         for _ in range(chance.randint(0, 4)):
             boxes += cut(chance, boxes.pop(chance.randrange(len(boxes))))
         if chance.random() < 0.5:
-            # The number of elements stays, and yet some lie in two boxes and some in none.
+            # The number of elements is the same, but some are in two boxes and some in none.
             moved = chance.randrange(len(boxes))
             sizes = boxes[moved][1]
             room = [w - s for w, s in zip(shape, sizes, strict=True)]
             boxes[moved] = (tuple(chance.randint(0, r) for r in room), sizes)
         chance.shuffle(boxes)
         seen.append(tile(boxes, whole))
-        assert seen[-1] is painted_once(boxes, shape), boxes
+        assert seen[-1] is covered_once(boxes, shape), boxes
     assert 50 < sum(seen) < 395
 
 
-def test_a_grid_is_whole_until_one_of_its_boxes_is_twice_there() -> None:
+def test_a_grid_with_a_missing_or_repeated_box_is_incomplete() -> None:
     whole = ((0, 0), (80, 60))
     grid = [((4 * i, 3 * j), (4, 3)) for i in range(20) for j in range(20)]
     assert tile(grid, whole)
@@ -66,7 +66,7 @@ def test_a_grid_is_whole_until_one_of_its_boxes_is_twice_there() -> None:
     assert not tile([], ((), ()))
 
 
-def test_forty_thousand_boxes_that_no_dimension_tells_apart_take_a_moment() -> None:
+def test_checking_forty_thousand_boxes_takes_at_most_seconds() -> None:
     boxes = [((i, j, 0), (1, 1, 2)) for i in range(200) for j in range(200)]
     began = time.monotonic()
     assert tile(boxes, ((0, 0, 0), (200, 200, 2)))

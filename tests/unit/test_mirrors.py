@@ -1,4 +1,4 @@
-"""Mirrors, the pure part: URLs, tiers, retries, and the check of bytes that go by."""
+"""Mirrors without a store: URLs, tiers, retries, and the check of streamed bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from holdfast.workers.agent.flusher_supervisor import build_environment
         ("s3://bucket?versions=1", "expected no `?`"),
     ],
 )
-def test_a_mirror_is_named_by_a_url_without_secrets(url: str, problem: str | None) -> None:
+def test_a_mirror_url_must_be_valid_and_without_secrets(url: str, problem: str | None) -> None:
     found = problem_with_mirror(url)
     assert (found is None) == (problem is None)
     assert problem is None or problem in str(found)
@@ -45,12 +45,12 @@ def test_a_mirror_is_named_by_a_url_without_secrets(url: str, problem: str | Non
     "wrong",
     [{"local": "/scratch"}, {"local": "scratch", "mirror": "s3://b"}, {"mirror": "here"}],
 )
-def test_tiers_that_cannot_be_meant_are_refused(wrong: dict[str, str]) -> None:
+def test_invalid_tiers_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(ValidationError, match=r"local|expected"):
         Checkpointing.model_validate(wrong)
 
 
-def test_tiers_reach_the_job_by_environment_and_runs_do_not_meet() -> None:
+def test_tiers_round_trip_through_the_environment_and_runs_are_separate() -> None:
     tiers = Tiers(mirror="s3://bucket/", local="/scratch")
     assert Tiers.from_environment(tiers.to_environment()) == tiers
     assert Tiers.from_environment({}) == Tiers()
@@ -62,7 +62,7 @@ def test_tiers_reach_the_job_by_environment_and_runs_do_not_meet() -> None:
     assert Tiers(mirror="s3://b").node_folder("r", "a" * 32) is None
 
 
-def test_the_flusher_is_told_of_the_store_and_its_time_and_of_nothing_else_in_the_spec() -> None:
+def test_the_flusher_gets_only_store_settings_and_its_timeout() -> None:
     spec = {"AWS_ENDPOINT_URL": "http://store", "LD_PRELOAD": "x.so"}
     told = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"), 90.0)
     assert told == {
@@ -73,7 +73,7 @@ def test_the_flusher_is_told_of_the_store_and_its_time_and_of_nothing_else_in_th
     }
 
 
-def test_what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() -> None:
+def test_transient_errors_are_retried_and_permanent_ones_raised_at_once() -> None:
     asked: list[int] = []
     slept: list[float] = []
 
@@ -99,7 +99,7 @@ def test_what_may_pass_is_tried_again_and_what_may_not_is_told_at_once() -> None
 
 
 @given(st.data())
-def test_bytes_are_believed_only_when_all_are_the_entrys(data: st.DataObject) -> None:
+def test_a_streamed_file_passes_only_with_exactly_the_entrys_bytes(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digests, "BLOCK_BYTES", 16)
         content = data.draw(st.binary(max_size=80))
@@ -126,13 +126,13 @@ def test_bytes_are_believed_only_when_all_are_the_entrys(data: st.DataObject) ->
                 feed(bad)
 
 
-def test_no_file_needs_more_parts_than_a_store_takes() -> None:
+def test_no_file_needs_more_parts_than_a_store_accepts() -> None:
     for size in (0, 1 << 20, 160 * 10**9, 5 * 2**40):
         part = part_bytes_for(size)
         assert -(-size // part) <= 10_000
 
 
-def test_a_place_that_another_user_made_first_is_not_believed(tmp_path: Path) -> None:
+def test_a_mirror_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     url = Tiers(mirror=f"file://{tmp_path}").location("r", "a" * 32)
     place = tmp_path / f"r.{'a' * 32}"
     place.mkdir()

@@ -1,4 +1,4 @@
-"""What supervisor and `show` say of silent nodes, hangs and slow ranks."""
+"""What the supervisor and `show` report of silent nodes, hangs and slow ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def beat(node: int) -> NodeBeat:
     return NodeBeat(attempt=1, launch=1, agent_pid=1, **facts)
 
 
-def test_a_silent_node_and_a_clock_from_the_future_are_told_once(
+def test_a_silent_node_and_a_wrong_clock_are_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempt = RunFolder(tmp_path, "tried", "u" * 32).submit(1, 2, 0.0)
@@ -54,7 +54,7 @@ def event(at: float, kind: EventKind, **data: Any) -> Event:
     return Event(writer="a", opening=1, sequence=int(at), time=at, kind=kind, data=facts)
 
 
-def test_a_rank_death_that_was_restarted_in_place_is_reported() -> None:
+def test_show_reports_a_crash_that_was_restarted_in_place() -> None:
     launches = [
         event(1, EventKind.LAUNCH_STARTED, launch=1),
         event(2, EventKind.LAUNCH_ENDED, launch=1, ending="crashed", last_step=186),
@@ -67,7 +67,7 @@ def test_a_rank_death_that_was_restarted_in_place_is_reported() -> None:
     ]
 
 
-def test_show_tells_what_was_noticed_and_a_hang_once() -> None:
+def test_show_reports_each_finding_and_a_hang_once() -> None:
     first, second = ["attempts/0002/dumps/node-0000-01"], ["attempts/0002/dumps/node-0000-02"]
     slow = {"rank": 3, "own_s": 0.9, "peers_s": 0.4, "step_s": 1.0}
     found = noticed(
