@@ -1,4 +1,4 @@
-"""The watchers of clouds' notices, against services in the clouds' formats and hostile ones."""
+"""The watchers of cloud notices, tested with services in the clouds' formats and hostile ones."""
 
 from __future__ import annotations
 
@@ -70,24 +70,24 @@ def watching(mode: str, url: str, notes: list[str]) -> Iterator[NoticeWatch]:
         ([], NOW + 99),
     ],
 )
-def test_deadlines(text: object, expected: float) -> None:
+def test_a_deadline_is_parsed_or_falls_back_to_the_lead_time(text: object, expected: float) -> None:
     assert deadline_of(text, now=NOW, lead_s=99.0) == expected
 
 
 @pytest.mark.parametrize("action", ["terminate", "stop", "hibernate"])
-def test_an_interruption_of_ec2(action: str) -> None:
+def test_an_ec2_interruption_asks_for_a_stop(action: str) -> None:
     text = f'{{"action": "{action}", "time": "2017-09-18T08:22:00Z"}}'
     notice = read_action(answer_of(text), NOW)
     assert (notice.wants, notice.deadline) == ("stop", NOW + 120)
     assert action in notice.detail
 
 
-def test_a_recommendation_of_ec2_wants_a_save() -> None:
+def test_an_ec2_rebalance_recommendation_asks_for_a_save() -> None:
     notice = read_rebalance(answer_of('{"noticeTime": "2020-10-27T08:22:00Z"}'))
     assert (notice.wants, notice.deadline) == ("save", None)
 
 
-NONSENSE = [
+INVALID = [
     "",
     "<html>captive portal</html>",
     "[]",
@@ -102,8 +102,8 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("text", NONSENSE)
-def test_nonsense_is_an_error_of_one_kind(text: str) -> None:
+@pytest.mark.parametrize("text", INVALID)
+def test_invalid_answers_raise_notice_errors(text: str) -> None:
     with pytest.raises(NoticeError):
         read_action(answer_of(text), NOW)
     with pytest.raises(NoticeError):
@@ -125,7 +125,7 @@ def test_nonsense_is_an_error_of_one_kind(text: str) -> None:
         ("Preempt", 0),
     ],
 )
-def test_events_of_azure(event: Any, count: int) -> None:
+def test_azure_events_become_notices_of_this_machine(event: Any, count: int) -> None:
     answer = Answer(200, json_reply({"DocumentLaunch": 1, "Events": [event]})[2], {})
     found = read_events(answer, machine="vm", now=NOW)
     assert len(found) == count
@@ -148,12 +148,12 @@ def test_ec2_is_watched_with_a_token_that_is_renewed(monkeypatch: pytest.MonkeyP
             assert [notice.wants for notice in found] == ["stop", "save"]
             asked = len(service.asked)
             wait_for(lambda: len(service.asked) > asked, "another look")
-            assert watch.take() == [], "each is reported once"
+            assert watch.take() == [], "a notice was reported twice"
     assert notes == []
 
 
-def test_google_is_watched_by_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A proxy that is not there: a request that went by it would fail.
+def test_gcp_is_watched_with_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The proxy does not exist, so a request through it would fail.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     notes: list[str] = []
     with serving(GcpService()) as service, watching("gcp", service.url, notes) as watch:
@@ -161,7 +161,7 @@ def test_google_is_watched_by_requests_that_wait(monkeypatch: pytest.MonkeyPatch
         assert watch.take() == []
         service.change("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")
         time.sleep(0.3)
-        assert watch.take() == [], "a live migration ends nothing"
+        assert watch.take() == [], "a live migration is no notice"
         before = time.time()
         service.change("preempted", "TRUE")
         (notice,) = wait_for(watch.take, "the notice")
@@ -173,13 +173,13 @@ def test_google_is_watched_by_requests_that_wait(monkeypatch: pytest.MonkeyPatch
     assert notes == []
 
 
-def test_azure_is_watched_and_acknowledged_when_told_to() -> None:
+def test_azure_is_watched_and_acknowledged_on_request() -> None:
     notes: list[str] = []
     with serving(AzureService()) as service:
         service.preempt("other", name="train_7")
         with watching("azure", service.url, notes) as watch:
             wait_for(lambda: len(service.asked) >= 2, "a look")
-            assert watch.take() == [], "another machine's event"
+            assert watch.take() == [], "an event of another machine was reported"
             service.preempt("mine", name=service.name)
             (notice,) = wait_for(watch.take, "the notice")
             assert (notice.wants, notice.event_id) == ("stop", "mine")
@@ -191,7 +191,7 @@ def test_azure_is_watched_and_acknowledged_when_told_to() -> None:
 
 
 @pytest.mark.parametrize("service", [AwsService(), GcpService(), AzureService()])
-def test_the_cloud_is_found_out_and_the_others_are_not_mentioned(service: Any) -> None:
+def test_auto_detects_the_cloud_without_notes_about_the_others(service: Any) -> None:
     notes: list[str] = []
     with serving(service), watching("auto", service.url, notes) as watch:
         if isinstance(service, AwsService):
@@ -205,7 +205,7 @@ def test_the_cloud_is_found_out_and_the_others_are_not_mentioned(service: Any) -
     assert notes == []
 
 
-def test_where_the_services_are() -> None:
+def test_the_metadata_service_addresses() -> None:
     def bases(mode: str, url: str = "", **variables: str) -> list[str]:
         clouds: list[Any] = list(build_clouds(mode, url, variables))
         return [f"{cloud.name} {cloud._service._base}" for cloud in clouds]
@@ -221,7 +221,7 @@ def test_where_the_services_are() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://a", "a:80", "http://", "http://a b", "file:///x"])
-def test_an_address_that_cannot_be_meant_is_refused(url: str) -> None:
+def test_an_invalid_notices_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="expected an HTTP address"):
         Supervision(notices_url=url)
 
@@ -255,17 +255,17 @@ def flood(connection: socket.socket, over: threading.Event) -> None:
         connection.sendall(b"x" * 65536)
 
 
-def babble(connection: socket.socket, over: threading.Event) -> None:
+def send_garbage(connection: socket.socket, over: threading.Event) -> None:
     connection.sendall(b"\x00\x01 I am no web server\r\n\r\n")
     over.wait(0.1)
 
 
-HOSTILE = [hang, close, drip, drip_head, flood, babble]
+HOSTILE = [hang, close, drip, drip_head, flood, send_garbage]
 
 
 @contextlib.contextmanager
 def listening(behave: Callable[[socket.socket, threading.Event], None]) -> Iterator[str]:
-    """The address of a service that does to every caller what `behave` does."""
+    """The address of a service that answers every connection with `behave`."""
     over = threading.Event()
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -289,7 +289,7 @@ def listening(behave: Callable[[socket.socket, threading.Event], None]) -> Itera
         listener.close()
 
 
-def test_hostile_services_harm_nothing_and_are_told_of_once(
+def test_hostile_services_do_no_harm_and_are_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Aws, "every_s", 0.2)
@@ -308,13 +308,13 @@ def test_hostile_services_harm_nothing_and_are_told_of_once(
         astray.answers["PUT " + aws.TOKEN] = (302, away, b"")
         notes = told.setdefault("redirected", [])
         watches.append(stack.enter_context(watching("aws", astray.url, notes)))
-        wait_for(lambda: all(told.values()), f"a word of each of {list(told)}")
+        wait_for(lambda: all(told.values()), f"a note about each of {list(told)}")
         looks = len(astray.asked)
         wait_for(lambda: len(astray.asked) > looks, "another look")
         assert {name: len(words) for name, words in told.items()} == dict.fromkeys(told, 1)
         assert [watch.take() for watch in watches] == [[]] * len(watches)
-        assert elsewhere.asked == [], "a redirection is not followed"
-        # A service that works again is believed again.
+        assert elsewhere.asked == [], "a redirect was followed"
+        # The watcher uses a service again when it works again.
         astray.answers["PUT " + aws.TOKEN] = text_reply("t")
         later = {"action": "terminate", "time": "2017-09-18T08:22:00Z"}
         astray.answers["GET " + aws.ACTION] = json_reply(later)
@@ -324,7 +324,7 @@ def test_hostile_services_harm_nothing_and_are_told_of_once(
         )
 
 
-def test_a_request_ends_in_its_time_and_when_hung_up_on() -> None:
+def test_a_request_ends_at_its_timeout_and_when_it_is_closed() -> None:
     for behave in (hang, drip, drip_head):
         with listening(behave) as url:
             with pytest.raises(NoticeError):

@@ -1,4 +1,4 @@
-"""Bad losses: what counts as one, and what is to come of it."""
+"""Bad losses: how they are detected, and the response to them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def names(*steps: int) -> list[CheckpointName]:
 
 
 def falling(step: int) -> float:
-    """A loss as it mostly is: falling, with noise of a tenth of it."""
+    """A typical loss: falling, with noise of 10 %."""
     return (1.0 + 3.0 * math.exp(-step / 80)) * random.Random(step).gauss(1.0, 0.1)
 
 
-def test_what_was_resumed_from_is_not_proven_by_itself() -> None:
+def test_a_bad_loss_at_the_first_step_excludes_the_resumed_checkpoint() -> None:
     first = Detector(Numerics(), after=40).look(41, math.nan)
     assert first is not None
     given = answer(first, Numerics(on_nan="stop"), Known(checkpoints=names(30, 40)))
@@ -37,14 +37,14 @@ def test_what_was_resumed_from_is_not_proven_by_itself() -> None:
 
 
 def found(losses: list[float], **numerics: Any) -> list[tuple[str, int]]:
-    """(problem, step) of all that is noticed; the first loss is that of step 1."""
+    """(problem, step) of each detected anomaly; the first loss is that of step 1."""
     detector = Detector(Numerics(**numerics))
     seen = [detector.look(step, loss) for step, loss in enumerate(losses, start=1)]
     return [(one.problem, one.step) for one in seen if one is not None]
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_noticed_from_the_first_step(loss: float) -> None:
+def test_a_non_finite_loss_is_detected_from_the_first_step(loss: float) -> None:
     assert found([loss]) == [("nan", 1)]
     assert found([1.0] * 40 + [loss]) == [("nan", 41)]
 
@@ -53,26 +53,26 @@ def test_a_falling_noisy_loss_has_no_spikes() -> None:
     assert found([falling(step) for step in range(2000)]) == []
 
 
-def test_a_loss_far_above_its_window_is_a_spike_and_one_below_is_none() -> None:
+def test_a_loss_far_above_its_window_is_a_spike_and_one_below_is_not() -> None:
     losses = [falling(step) for step in range(300)]
     assert found([*losses, 20.0]) == [("spike", 301)]
     assert found([*losses, 0.0]) == []
-    # Deviations of nothing: half above the median is the least that counts.
+    # Without any deviation, a loss must exceed the median by half to count.
     assert found([1.0] * 100 + [1.4]) == []
     assert found([1.0] * 100 + [1.6]) == [("spike", 101)]
 
 
-def test_too_few_losses_make_no_spike() -> None:
+def test_no_spike_is_reported_before_there_are_enough_losses() -> None:
     assert found([1.0] * 20 + [1e9], window=100) == []
 
 
-def test_one_problem_is_told_once_in_a_window() -> None:
+def test_one_problem_is_reported_once_per_window() -> None:
     losses = [1.0] * 100 + [math.nan] * 30 + [50.0, 60.0]
     assert found(losses, window=100) == [("nan", 101), ("spike", 131)]
     assert found([math.nan] * 25, window=8) == [("nan", 1), ("nan", 9), ("nan", 17), ("nan", 25)]
 
 
-def test_outliers_do_not_move_the_limit() -> None:
+def test_outliers_do_not_change_the_spike_limit() -> None:
     calm = [1.0 + 0.01 * (index % 7) for index in range(60)]
     middle, limit = spike_limit([*calm, *[1000.0] * 20], 20.0)
     assert middle == pytest.approx(1.04, abs=0.02)
@@ -94,56 +94,56 @@ def test_outliers_do_not_move_the_limit() -> None:
             Numerics(on_nan="stop"),
             Known(checkpoints=names(50, 98, 99, 100)),
             ("stop", 98, [99, 100], []),
-            id="after a stop nobody goes on from what no good loss has proven",
+            id="a stop excludes checkpoints that no later good loss confirms",
         ),
         pytest.param(
             SPIKE,
             Numerics(on_nan="stop", on_spike="warn"),
             Known(checkpoints=names(50)),
             ("warn", None, [], []),
-            id="a spike has a policy of its own",
+            id="a spike has its own policy",
         ),
         pytest.param(
             NAN,
             BACK,
             Known(checkpoints=names(50, 80, 89, 90, 99)),
             ("rollback", 89, [90, 99], [(97, 6)]),
-            id="back by the margin, and the data around the loss is passed over",
+            id="a rollback by the margin skips the data around the loss",
         ),
         pytest.param(
             Anomaly(problem="nan", step=100, loss=math.nan, good_step=80),
             Numerics(on_nan="stop"),
             Known(checkpoints=names(70, 79, 80, 90)),
             ("stop", 79, [80, 90], []),
-            id="with a loss every few steps only what came before a good one is proven",
+            id="with sparse losses a stop keeps only checkpoints before a good loss",
         ),
         pytest.param(
             Anomaly(problem="nan", step=100, loss=math.nan, good_step=80),
             BACK,
             Known(checkpoints=names(70, 79, 80, 89)),
             ("rollback", 79, [80, 89], [(97, 6)]),
-            id="so it is for a rollback",
+            id="with sparse losses a rollback goes before a good loss",
         ),
         pytest.param(
             NAN,
             BACK,
             Known(checkpoints=names(80), unfinished=names(70, 95)),
             ("rollback", 80, [95], [(97, 6)]),
-            id="what may yet be committed counts as newer, never as a target",
+            id="an unfinished checkpoint is excluded and never a target",
         ),
         pytest.param(
             Anomaly(problem="nan", step=4, loss=math.nan, good_step=3),
             BACK,
             Known(checkpoints=[]),
             ("rollback", None, [], [(1, 6)]),
-            id="without a checkpoint from the beginning",
+            id="without a checkpoint a rollback goes to the beginning",
         ),
         pytest.param(
             NAN,
             BACK,
             Known(checkpoints=names(95), has_deleted=True),
             ("stop", 95, [], []),
-            id="never to the beginning because the older ones were deleted",
+            id="no rollback to the beginning when older checkpoints were deleted",
         ),
         pytest.param(
             NAN,
@@ -171,21 +171,21 @@ def test_outliers_do_not_move_the_limit() -> None:
             LATER,
             Known(checkpoints=names(80), reached=104),
             ("skip", None, [], [(105, 6)]),
-            id="a skip begins where no rank has drawn data yet",
+            id="a skip starts where no rank has read data yet",
         ),
         pytest.param(
             NAN,
             LATER,
             Known(checkpoints=names(80), reached=104, is_finite=False),
             ("rollback", 80, [], [(97, 6)]),
-            id="weights that are not finite take a rollback",
+            id="weights that are not finite need a rollback",
         ),
         pytest.param(
             SPIKE,
             LATER,
             Known(checkpoints=names(80), skipped=[100], reached=102),
             ("warn", None, [], []),
-            id="a step that is trained again has its window already",
+            id="a repeated step already has its skip window",
         ),
         pytest.param(
             SPIKE,
@@ -196,7 +196,7 @@ def test_outliers_do_not_move_the_limit() -> None:
         ),
     ],
 )
-def test_what_comes_of_a_bad_loss(
+def test_the_response_to_a_bad_loss(
     anomaly: Anomaly, numerics: Numerics, known: Known, expected: tuple[Any, ...]
 ) -> None:
     given = answer(anomaly, numerics, known)
@@ -213,6 +213,6 @@ def summary(given: Answer) -> tuple[Any, ...]:
     )
 
 
-def test_the_window_begins_after_the_checkpoint_that_is_gone_back_to() -> None:
+def test_the_skip_window_starts_after_the_rollback_checkpoint() -> None:
     wide = BACK.model_copy(update={"skip_steps": 60})
     assert answer(NAN, wide, Known(checkpoints=names(85))).skip == (SkipWindow(86, 60),)

@@ -1,4 +1,4 @@
-"""Loading into tensors that are unlike most: each is loaded as stock does, or named."""
+"""Loading into unusual tensors: each is loaded like stock DCP, or refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of this process alone, which yet calls itself rank 0 of 2."""
+    """A process group with this process only, which is rank 0 of 2."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -43,7 +43,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_one_element_at_a_stride_is_loaded(saved: Path) -> None:
+def test_one_element_with_a_stride_is_loaded(saved: Path) -> None:
     state = {"w": torch.zeros(6), "one": torch.zeros(4)[::2][:1]}
     assert state["one"].stride() == (2,)
     load_state(saved, state, group=None)
@@ -51,13 +51,13 @@ def test_one_element_at_a_stride_is_loaded(saved: Path) -> None:
     load_with_dcp(state, checkpoint_id=saved, no_dist=True)
 
 
-def test_a_sparse_target_is_named(saved: Path) -> None:
+def test_a_sparse_target_is_refused_by_name(saved: Path) -> None:
     state = {"w": torch.zeros(6).to_sparse(), "one": torch.zeros(1)}
     with pytest.raises(CheckpointError, match=r"w: its layout is torch\.sparse_coo"):
         load_state(saved, state, group=None)
 
 
-def test_a_tensor_on_a_mesh_without_this_rank_is_left_alone(saved: Path, group: None) -> None:
+def test_a_tensor_on_a_mesh_without_this_rank_is_not_changed(saved: Path, group: None) -> None:
     mesh = DeviceMesh("cpu", [1], _init_backend=False)
     assert mesh.get_coordinate() is None
     away = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], shape=torch.Size([6]), stride=(1,))
@@ -78,8 +78,8 @@ def test_a_lone_strided_shard_is_refused_by_name(saved: Path, group: None) -> No
         describe_rank({"w": lone})
 
 
-def test_a_part_of_nothing_is_all_of_it(group: None) -> None:
-    """Places of such parts would run into those of the next key."""
+def test_a_shard_of_an_empty_tensor_has_the_full_shape(group: None) -> None:
+    """Otherwise its offsets would overlap those of the next key."""
     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
     empty = distribute_tensor(torch.zeros(5, 0, 3), mesh, [Shard(2)], src_data_rank=None)
     assert tuple(empty.to_local().shape) == (5, 0, 2)
@@ -87,7 +87,7 @@ def test_a_part_of_nothing_is_all_of_it(group: None) -> None:
     assert tuple(entry.shape) == (5, 0, 3)  # type: ignore[union-attr]
 
 
-def test_a_module_may_be_called_like_a_rank(tmp_path: Path) -> None:
+def test_a_module_may_be_named_like_a_rank(tmp_path: Path) -> None:
     model = nn.ModuleDict({"rank00001": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     without = {"model": {k: v for k, v in model.state_dict().items() if "rank" not in k}}
     save_with_dcp(without, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -96,7 +96,7 @@ def test_a_module_may_be_called_like_a_rank(tmp_path: Path) -> None:
     assert caught.value.missing == ("model.rank00001.bias", "model.rank00001.weight")
 
 
-def test_only_what_ranks_save_for_themselves_is_of_one_rank() -> None:
+def test_only_per_rank_keys_belong_to_one_rank() -> None:
     assert is_of_one_rank("rng.rank00003.cpu")
     assert is_of_one_rank("extra.loader.rank00012")
     for key in ("model.rank00001.weight", "optimizer.state.rank00001.exp_avg", "model.rank00001"):
@@ -112,7 +112,7 @@ def many_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_flusher_is_looked_at_above_the_thousandth_descriptor(many_descriptors: None) -> None:
+def test_a_hangup_is_detected_on_descriptors_above_1024(many_descriptors: None) -> None:
     own, other = socket.socketpair()
     with own, other:
         high = os.dup2(own.fileno(), 1500)

@@ -1,4 +1,4 @@
-"""Specs from files, tables and overrides, and how each mistake is answered."""
+"""Specs from files, tables and overrides, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ launch: {working_directory: ../code}
 
 
 @pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML)])
-def test_both_languages_say_the_same(tmp_path: Path, suffix: str, text: str) -> None:
+def test_toml_and_yaml_give_the_same_spec(tmp_path: Path, suffix: str, text: str) -> None:
     path = tmp_path / f"spec{suffix}"
     path.write_text(text)
     spec = load_spec(path)
@@ -38,12 +38,12 @@ def test_both_languages_say_the_same(tmp_path: Path, suffix: str, text: str) -> 
     assert load_spec(str(path)).digest == spec.digest
 
 
-def test_working_directory_of_a_table_counts_from_base(tmp_path: Path) -> None:
+def test_the_working_directory_of_a_table_is_relative_to_the_base(tmp_path: Path) -> None:
     spec = load_spec({**PLAIN, "launch": {"working_directory": "code"}}, base=tmp_path)
     assert spec.launch.working_directory == str((tmp_path / "code").resolve())
 
 
-def test_what_was_given_is_left_as_it_was() -> None:
+def test_the_given_table_is_not_changed() -> None:
     table = {**PLAIN, "resources": {"nodes": 1}}
     load_spec(table, ["resources.gpus_per_node=2"])
     assert table == {**PLAIN, "resources": {"nodes": 1}}
@@ -81,7 +81,7 @@ def test_an_override_without_key_or_value_is_refused(text: str) -> None:
         parse_override(text)
 
 
-def test_overrides_make_the_tables_they_need() -> None:
+def test_overrides_create_missing_tables() -> None:
     spec = load_spec(PLAIN, ["resources.gpus_per_node=4", "elastic.on_preemption=[2]"])
     assert (spec.gpus, spec.gpus_min) == (4, 2)
 
@@ -110,7 +110,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("change", "overrides", "expected"), MISTAKES)
-def test_each_mistake_is_answered(
+def test_each_mistake_has_its_own_message(
     change: dict[str, Any], overrides: list[str], expected: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
@@ -120,7 +120,7 @@ def test_each_mistake_is_answered(
     assert caught.value.problems[0] in str(caught.value)
 
 
-def test_all_mistakes_come_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     table = {"nam": "x", "command": [], "resources": {"nodes": "many", "gpu": 1}}
     with pytest.raises(SpecError) as caught:
         load_spec(table, ["nonsense"])

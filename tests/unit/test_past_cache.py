@@ -1,4 +1,4 @@
-"""Past the page cache: the same bytes, wherever they are and whatever the disk can do."""
+"""Reads and writes past the page cache: the same bytes on every disk, cached or not."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def is_direct(handle: int) -> bool:
 
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize(("start", "size"), [(0, SIZE), (ALIGNMENT, DIRECT_BYTES_MIN)])
-def test_the_bytes_are_the_file_s(
+def test_direct_and_cached_reads_return_the_bytes_of_the_file(
     handle: int, content: bytes, start: int, size: int, cold: bool
 ) -> None:
-    """Cold or not, to an end that is no page's too, and nothing is written behind the last page."""
+    """Also to an end inside a page, and nothing is written after the last page."""
     if cold:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     else:
@@ -52,7 +52,7 @@ def test_the_bytes_are_the_file_s(
         assert is_in_memory(handle, start, size)
     was_in_memory = is_in_memory(handle, start, size)
     went = go_past_cache(handle, start, size)
-    # Where the file system has no direct reads, none are promised.
+    # False where the file system has no direct reads.
     assert went == is_direct(handle)
     assert not (went and was_in_memory)
     memory = huge_memory(SIZE + 2 * ALIGNMENT)
@@ -62,7 +62,7 @@ def test_the_bytes_are_the_file_s(
     assert set(memory[size + ALIGNMENT :]) == {ord(".")}
 
 
-def test_a_short_range_and_one_within_a_page_go_through_the_cache(handle: int) -> None:
+def test_short_and_unaligned_ranges_go_through_the_cache(handle: int) -> None:
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     assert not go_past_cache(handle, 0, DIRECT_BYTES_MIN - 1)
     assert not go_past_cache(handle, 1, DIRECT_BYTES_MIN)
@@ -72,7 +72,7 @@ def test_a_short_range_and_one_within_a_page_go_through_the_cache(handle: int) -
 def test_a_direct_read_that_is_refused_goes_through_the_cache(
     handle: int, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the disk asks for other multiples than we took."""
+    """As when the disk requires another alignment."""
     read = os.preadv
 
     def refusing(opened: int, buffers: list[memoryview], offset: int) -> int:
@@ -98,8 +98,8 @@ def test_a_file_that_ends_early_is_an_error(handle: int) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_is_written_is_in_the_file(tmp_path: Path, first: int) -> None:
-    """In pieces, the last of which ends within a page; also from memory that begins within one."""
+def test_an_output_writes_all_bytes_to_the_file(tmp_path: Path, first: int) -> None:
+    """In pieces, the last of which ends inside a page; also from unaligned memory."""
     memory = huge_memory(SIZE + 1)
     memory[:] = os.urandom(len(memory))
     content = memory[first : first + SIZE]
@@ -115,13 +115,13 @@ def test_what_is_written_is_in_the_file(tmp_path: Path, first: int) -> None:
     assert (tmp_path / "written").read_bytes() == content
 
 
-def test_a_write_that_is_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, content = os.write, huge_memory(SIZE)
     content[:] = os.urandom(SIZE)
     lengths: list[int] = []
 
     def short(opened: int, piece: memoryview) -> int:
-        # As a signal, or a disk that is nearly full, may end one.
+        # As a signal or a nearly full disk may cause.
         lengths.append(write(opened, piece[: 2 * ALIGNMENT + 7 * (len(lengths) == 3)]))
         return lengths[-1]
 

@@ -1,4 +1,4 @@
-"""The comparison with other systems: which faults are drawn, and what their records say."""
+"""The comparison with other systems: the drawn faults, and the results in its table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = Job(steps=240, step_s=0.5)
 KINDS = ("kill-rank", "kill-rank", "sigterm")
 
 
-def test_a_seed_gives_the_same_faults_apart_from_each_other_and_after_the_first_save() -> None:
+def test_a_seed_gives_the_same_faults_spaced_out_after_the_first_save() -> None:
     for seed in range(50):
         faults = draw(seed, KINDS, JOB, ranks=2)
         assert faults == draw(seed, KINDS, JOB, ranks=2)
@@ -36,14 +36,14 @@ def test_a_seed_gives_the_same_faults_apart_from_each_other_and_after_the_first_
     assert drawn == {0, 1}
 
 
-def test_faults_without_room_are_refused() -> None:
+def test_faults_that_do_not_fit_into_the_job_are_refused() -> None:
     with pytest.raises(ValueError, match="--steps"):
         draw(1, KINDS, Job(steps=100), ranks=2)
     with pytest.raises(ValueError, match="last 90 s"):
         draw(1, KINDS, JOB, ranks=2, rest_s=90.0)
 
 
-def test_steps_lost_count_from_the_last_step_of_the_process_that_the_fault_met() -> None:
+def test_lost_steps_count_from_the_last_step_of_the_affected_process() -> None:
     text = "".join(
         json.dumps({"time": time, "pid": pid, "step": step}) + "\n"
         for time, pid, step in ((1.0, 5, 59), (2.0, 5, 60), (2.5, 5, 61), (9.0, 6, 51))
@@ -56,13 +56,13 @@ def test_steps_lost_count_from_the_last_step_of_the_process_that_the_fault_met()
     assert cost_of(fault, 2.1, 5, lines[:3], "why") == Cost(kind="sigterm", step=60, by_hand="why")
 
 
-def test_ettr_counts_a_step_once_and_needs_the_last_one() -> None:
+def test_ettr_counts_each_step_once_and_needs_the_last_step() -> None:
     lines = [Line(time=100.0 + step, pid=1, step=step) for step in range(1, 241)]
     assert ettr_of(JOB, 100.0, lines) == pytest.approx(0.5)
     assert ettr_of(JOB, 100.0, lines[:-1]) is None
 
 
-def test_a_row_says_what_came_back_and_what_did_not() -> None:
+def test_a_row_shows_which_faults_recovered() -> None:
     costs = [
         Cost(kind="kill-rank", step=60, steps_lost=10, seconds=2.54),
         Cost(kind="kill-rank", step=90, steps_lost=0, seconds=3.0, by_hand="it had ended"),

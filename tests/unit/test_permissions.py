@@ -1,4 +1,4 @@
-"""Who may read what Holdfast writes: in a run by the umask, elsewhere the owner alone."""
+"""File permissions: the umask decides in a run; other files are readable only by the owner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.lineage.database import open_database
 
 @pytest.fixture
 def umask() -> Iterator[int]:
-    """The umask of this process, which a test may change."""
+    """The umask of this process; restored after the test."""
     before = os.umask(0o022)
     yield before
     os.umask(before)
@@ -29,7 +29,7 @@ def mode_of(path: Path) -> int:
 
 @pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600), (0o007, 0o660)])
 @pytest.mark.usefixtures("umask")
-def test_the_umask_decides_who_reads_a_run(tmp_path: Path, mask: int, expected: int) -> None:
+def test_the_umask_decides_who_can_read_a_run(tmp_path: Path, mask: int, expected: int) -> None:
     os.umask(mask)
     run = RunFolder(tmp_path, "run", "a" * 32)
     run.submit(1, 1, 1.7e9)
@@ -45,14 +45,14 @@ def test_the_umask_decides_who_reads_a_run(tmp_path: Path, mask: int, expected: 
 
 
 @pytest.mark.usefixtures("umask")
-def test_a_file_that_is_to_be_private_is_so_whatever_the_umask(tmp_path: Path) -> None:
+def test_a_private_file_is_private_with_any_umask(tmp_path: Path) -> None:
     os.umask(0)
     write_bytes(tmp_path / "token", b"x", mode=0o600)
     assert mode_of(tmp_path / "token") == 0o600
 
 
 @pytest.mark.usefixtures("umask")
-def test_the_index_is_its_owner_s_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_the_index(tmp_path: Path) -> None:
     os.umask(0)
     with open_database(f"sqlite:///{tmp_path}/index.db"):
         found = {path.name: mode_of(path) for path in tmp_path.glob("index.db*")}

@@ -1,4 +1,4 @@
-"""The plan for all ranks: every box once, by one that holds it, evenly, at places of its own."""
+"""The plan for all ranks: each box is written once, by a rank that holds it, without overlap."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ HEADER_BYTES = 700
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's rows, as it would describe them."""
+    """The rows of one rank, as the rank describes them."""
 
     blocks: dict[bytes, Block]
     patterns: dict[bytes, Pattern]
@@ -77,7 +77,7 @@ def number_of(key: str, entry_bytes: int = 600) -> Row:
 
 
 def rank_of(rows: Sequence[Row], lacking: Sequence[Item] = ()) -> Rank:
-    """A rank with `rows`; of the items in `lacking` it has no part."""
+    """A rank with `rows` and without any part of the items in `lacking`."""
     blocks, patterns, tables, parts = {}, {}, {}, []
     for kind in KINDS:
         mine = [row for row in rows if kind_of(row) == kind]
@@ -97,7 +97,7 @@ def kind_of(row: Row) -> int:
 
 
 def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
-    """The plan, by the same steps as on a cluster."""
+    """The plan, made by the same steps as on a cluster."""
     every = range(len(ranks))
     nodes = [every[at : at + ranks_per_node] for at in every[::ranks_per_node]]
     indexes, have = [], []
@@ -121,7 +121,7 @@ def plan(ranks: Sequence[Rank], ranks_per_node: int = 2) -> GlobalPlan:
 
 
 def written_by(ranks: Sequence[Rank], made: GlobalPlan) -> list[list[Row]]:
-    """Each rank's rows in the order of its file, as the rank itself would pick them."""
+    """Each rank's rows in the order of its file."""
     return [
         [rank.rows[kind][row] for kind in KINDS for row in kept[kind].tolist()]
         for rank, kept in zip(ranks, made.kept, strict=True)
@@ -153,7 +153,7 @@ def stock_item(row: Row) -> WriteItem:
 
 
 def coverage(metadata: Metadata) -> dict[str, Any]:
-    """What a metadata says is there, in an order of its own."""
+    """The entries and sorted boxes of a metadata, for comparison."""
     found: dict[str, Any] = {}
     for key, entry in metadata.state_dict_metadata.items():
         found[key] = (type(entry), metadata.planner_data[key])
@@ -165,7 +165,7 @@ def coverage(metadata: Metadata) -> dict[str, Any]:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> list[Rank]:
-    """Ranks with tensors cut along a grid of their own each, a cell held by one rank or
+    """Ranks with tensors that are each cut along a grid; every cell is held by one rank or
     more."""
     count = draw(st.integers(1, 6))
     rows: list[list[Row]] = [[] for _ in range(count)]
@@ -186,7 +186,7 @@ def clusters(draw: st.DrawFn) -> list[Rank]:
                 if not any(row.item.key == f"model.t{number}" for row in rows[rank]):
                     lacking[rank].append(row_of(f"model.t{number}", shape, (), ()).item)
             continue
-        # More cells than ranks: one of them holds the whole instead.
+        # More cells than ranks: rank 0 holds the whole tensor instead.
         for rank in range(count):
             rows[rank] = [row for row in rows[rank] if row.item.key != f"model.t{number}"]
         rows[0].append(row_of(f"model.t{number}", shape, [0] * len(shape), shape))
@@ -198,9 +198,7 @@ def clusters(draw: st.DrawFn) -> list[Rank]:
 
 @settings(max_examples=150, deadline=None)
 @given(clusters(), st.integers(1, 3))
-def test_every_box_is_written_once_at_a_place_of_its_own(
-    ranks: list[Rank], ranks_per_node: int
-) -> None:
+def test_every_box_is_written_once_without_overlap(ranks: list[Rank], ranks_per_node: int) -> None:
     made = plan(ranks, ranks_per_node)
     written = written_by(ranks, made)
     boxes = Counter((row.item.key, row.offsets) for rows in written for row in rows)
@@ -225,14 +223,14 @@ def test_every_box_is_written_once_at_a_place_of_its_own(
         assert end <= made.file_bytes[rank] < end + ALIGNMENT
 
 
-def test_copies_are_spread_over_all_that_hold_them() -> None:
+def test_copies_are_spread_evenly_over_the_ranks_that_hold_them() -> None:
     whole = [row_of(f"model.{n}", (10 * n + 1, 3), (0, 0), (10 * n + 1, 3)) for n in range(40)]
     alone = row_of("rng.rank00000", (2000,), (0,), (2000,))
     ranks = [rank_of([*whole, *([alone] if rank == 0 else [])]) for rank in range(5)]
     made = plan(ranks)
     largest = max(-(-row.entry_bytes // ALIGNMENT) * ALIGNMENT for row in whole)
     assert made.file_bytes.max() - made.file_bytes.min() <= largest
-    # Two groups of copies that share ranks: the one with fewer holders is decided first.
+    # Two groups of copies share ranks: the group with fewer holders is assigned first.
     pair = [row_of(f"pair.{n}", (50, 3), (0, 0), (50, 3)) for n in range(20)]
     lacking = [row.item for row in pair]
     ranks = [
@@ -286,13 +284,13 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(
         plan([rank_of(own) for own in rows])
 
 
-def test_a_part_beyond_its_tensor_is_refused_where_it_is_described() -> None:
+def test_a_part_outside_its_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.w: a part of sizes \(2, 2\) at \(3, 0\) exceeds"):
         rank_of([row_of("model.w", (4, 2), (3, 0), (2, 2))])
 
 
-def test_many_ranks_and_boxes_in_an_order_that_is_not_theirs() -> None:
-    """A plan of 64 ranks in a shuffled grid: the sort by place, wide numbers, many columns."""
+def test_a_large_grid_in_shuffled_rank_order_is_planned() -> None:
+    """A plan of 64 ranks in a shuffled grid, with large offsets."""
     order = np.random.default_rng(3).permutation(64).tolist()
     shape = (8 * 1000, 8 * 300_000_000)
     ranks = [
@@ -311,7 +309,7 @@ def test_many_ranks_and_boxes_in_an_order_that_is_not_theirs() -> None:
     assert plain.storage_data == metadata.storage_data
 
 
-def test_a_state_is_flattened_as_stock_dcp_does_and_checked_by_what_a_plan_depends_on() -> None:
+def test_a_state_is_flattened_like_stock_dcp_and_compared_with_its_plan() -> None:
     nested: dict[Any, Any] = {
         "a": {"b": torch.zeros(2), "c": [1, 2]},
         "d": [torch.zeros(1), {"e": 1.5}],
@@ -332,7 +330,7 @@ def test_a_state_is_flattened_as_stock_dcp_does_and_checked_by_what_a_plan_depen
         layout.signature.check({**flat, "a.b": torch.zeros(3)})
 
 
-def test_only_what_a_rank_has_is_described() -> None:
+def test_a_rank_describes_only_what_it_has() -> None:
     rows = describe_rank({"m": {"w": torch.zeros(2, 3)}, "rng": {"rank00002": torch.zeros(4)}})
     assert [entry.key for entry in rows.entries[WHOLE]] == ["m.w"]
     assert [entry.key for entry in rows.entries[OWN]] == ["rng.rank00002"]

@@ -1,4 +1,4 @@
-"""The digests that a submission records: they change with what they are of, and with that alone."""
+"""The digests that a submission records: each changes only with its own subject."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
-    """A folder under git with one commit and nothing changed since."""
+    """A git folder with one commit and no changes."""
     (tmp_path / "train.py").write_text("print(1)\n")
     (tmp_path / ".gitignore").write_text("*.log\n")
     git(tmp_path, "init", "--quiet")
@@ -50,11 +50,11 @@ def changed(one: Provenance, other: Provenance) -> set[str]:
     return {name for name in DIGESTS if getattr(one, name) != getattr(other, name)}
 
 
-def test_a_clean_folder_is_its_commit(code: Path) -> None:
+def test_a_clean_git_folder_is_recorded_as_its_commit(code: Path) -> None:
     found = take_provenance(spec(), code)
     assert found.code_commit == git(code, "rev-parse", "HEAD")
     assert found.code_digest is None
-    assert found.data_digest is None, "the config names no data"
+    assert found.data_digest is None, "a data digest without data in the config"
 
 
 CHANGES: list[tuple[Callable[[Path], object], set[str]]] = [
@@ -67,17 +67,17 @@ CHANGES: list[tuple[Callable[[Path], object], set[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "expected"), CHANGES)
-def test_what_changes_in_the_code(
+def test_a_code_change_changes_the_code_digest_or_commit(
     code: Path, change: Callable[[Path], object], expected: set[str]
 ) -> None:
     before = take_provenance(spec(), code)
     change(code)
     after = take_provenance(spec(), code)
     assert changed(before, after) == expected
-    assert take_provenance(spec(), code) == after, "the same folder, the same digests"
+    assert take_provenance(spec(), code) == after, "the digests of an unchanged folder differ"
 
 
-def test_what_changes_in_the_spec(code: Path) -> None:
+def test_a_spec_change_changes_only_its_own_digest(code: Path) -> None:
     plain = take_provenance(spec(), code)
     assert changed(plain, take_provenance(spec(config={"lr": 1}), code)) == {"config_digest"}
     assert changed(plain, take_provenance(spec(environment={"A": "1"}), code)) == {
@@ -91,7 +91,7 @@ def test_what_changes_in_the_spec(code: Path) -> None:
     assert changed(first, take_provenance(with_data, code)) == {"data_digest"}
 
 
-def test_a_folder_without_git_is_its_files(tmp_path: Path) -> None:
+def test_a_folder_without_git_is_recorded_by_its_files(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     (tmp_path / "__pycache__").mkdir()
     first = take_provenance(spec(), tmp_path)
@@ -105,8 +105,10 @@ def test_a_folder_without_git_is_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_git", [False, True])
-def test_a_database_that_is_open_here_keeps_its_locks(tmp_path: Path, has_git: bool) -> None:
-    """Another process cannot write it while this one does; see `workers/code_files.py`."""
+def test_digests_do_not_release_the_locks_of_an_open_database(
+    tmp_path: Path, has_git: bool
+) -> None:
+    """Another process still cannot write to the database; see `workers/code_files.py`."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "train.py").write_text("print(1)\n")
@@ -127,7 +129,7 @@ def test_a_database_that_is_open_here_keeps_its_locks(tmp_path: Path, has_git: b
 
 
 def write_elsewhere(path: Path) -> str:
-    """The error of another process that writes the database at the same time."""
+    """The error of another process that writes to the database at the same time, or ""."""
     words = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
     done = subprocess.run(
         [sys.executable, "-c", words], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Runs that an older or a newer Holdfast recorded: they are read, and go on where that is safe."""
+"""Runs that an older or newer Holdfast recorded: they are read, and continue where it is safe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def older(document: dict[str, Any]) -> None:
-    """A spec or a request as a version wrote it that had fewer keys and fewer rules."""
+    """Change a spec or request to one of an older version with fewer keys and rules."""
     document["resources"]["extra"] = {"exclude": "n1", "comment": "first\nsecond"}
     document["launch"]["srun"] = ["--het-group=0"]
     for key in ("join_timeout_s", "ports"):
@@ -57,16 +57,16 @@ def older(document: dict[str, Any]) -> None:
 
 
 def newer(document: dict[str, Any]) -> None:
-    """A spec or a request of a version with more keys, all of them left at their defaults."""
+    """Change a spec or request to one of a newer version with more keys, all at their defaults."""
     document["resources"]["topology"] = {"racks": None}
     document["supervision"]["numerics"]["on_zero"] = "warn"
     document["priority"] = 5
 
 
-def a_run(
+def make_run(
     root: Path, change: Callable[[dict[str, Any]], None], given: Mapping[str, Any] | None = None
 ) -> RunPaths:
-    """A run with a live attempt, whose documents were then recorded by another version."""
+    """A run with a live attempt and documents of another version."""
     spec = spec_of(resources={"executor": "slurm"})
     paths, _ = runs.attach_or_create(spec, root, created_by="ann")
     attempt = submit(paths, spec)
@@ -108,13 +108,13 @@ def end_attempt(paths: RunPaths, number: int) -> None:
 
 
 @pytest.mark.parametrize("change", [older, newer])
-def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
+def test_a_run_of_another_version_can_be_shown_stopped_and_relaunched(
     change: Callable[[dict[str, Any]], None],
     tmp_path: Path,
     scheduler: Scheduler,
 ) -> None:
     given = spec_of(resources={"executor": "slurm"}).given
-    paths = a_run(tmp_path / "runs", change, None if change is older else given)
+    paths = make_run(tmp_path / "runs", change, None if change is older else given)
     shown = call("show", str(paths.directory), "--json").json
     assert shown["state"] == RunState.QUEUED
     assert "attempt 1" in operator.request(paths, "stop", by="ann")
@@ -127,7 +127,7 @@ def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
     assert (second.number, second.state) == (2, AttemptState.SUBMITTED)
     options = second.request.scheduler["additional_parameters"]
     assert options.get("exclude") == ("n1" if change is older else None)
-    # As Prefect's flow is given the run, and as a person gives the spec again.
+    # Prefect's flow passes the recorded run, and a user submits the spec again.
     record = runs.read_record(paths)
     recorded = carry.given_spec(record.spec, (), paths.directory.parent, paths.name)
     assert carry.take_up(recorded, paths.directory.parent, paths.name) == paths
@@ -136,10 +136,10 @@ def test_a_run_that_another_version_recorded_is_shown_stopped_and_relaunched(
         assert runs.attach_or_create(same, tmp_path / "runs", created_by="ann") == (paths, False)
 
 
-def test_an_attempt_that_an_older_version_requested_is_submitted_as_it_was(
+def test_a_request_of_an_older_version_is_submitted_unchanged(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
-    paths = a_run(tmp_path, older)
+    paths = make_run(tmp_path, older)
     attempt = paths.attempt(1)
     for document in (attempt.submission, attempt.submitting):
         document.unlink()
@@ -148,11 +148,11 @@ def test_an_attempt_that_an_older_version_requested_is_submitted_as_it_was(
     assert len(scheduler.jobs) == 1
 
 
-def test_a_run_with_keys_of_a_newer_version_is_not_relaunched_without_them(
+def test_a_run_with_set_keys_of_a_newer_version_is_not_relaunched(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     given = {**spec_of(resources={"executor": "slurm"}).given, "priority": 6}
-    paths = a_run(tmp_path, newer, given)
+    paths = make_run(tmp_path, newer, given)
     with pytest.raises(RunConflictError):
         runs.attach_or_create(spec_of(resources={"executor": "slurm"}), tmp_path, created_by="ann")
     assert "priority" in str(call("show", str(paths.directory), "--json").json["warnings"])
@@ -164,11 +164,11 @@ def test_a_run_with_keys_of_a_newer_version_is_not_relaunched_without_them(
         operator.request(paths, "relaunch", by="ann")
 
 
-def test_a_supervisor_leaves_keys_of_a_newer_version_to_one_that_knows_them(
+def test_a_supervisor_does_not_relaunch_a_run_with_newer_keys(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     given = {**spec_of(resources={"executor": "slurm"}).given, "priority": 6}
-    paths = a_run(tmp_path, newer, given)
+    paths = make_run(tmp_path, newer, given)
     end_attempt(paths, 1)
     supervise_once(paths)
     history = load_history(paths)
@@ -189,7 +189,7 @@ def test_a_supervisor_leaves_keys_of_a_newer_version_to_one_that_knows_them(
         ({"resources": {"extra": {"array": "0-3"}}}, "array"),
     ],
 )
-def test_what_would_harm_a_job_never_reaches_sbatch(
+def test_unsafe_recorded_options_are_refused_before_sbatch(
     part: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
@@ -220,7 +220,7 @@ def test_what_would_harm_a_job_never_reaches_sbatch(
         {"supervision": {"attempts_max": 10**18}},
     ],
 )
-def test_bounds_hold_for_recorded_specs_too(part: dict[str, Any]) -> None:
+def test_bounds_also_apply_to_recorded_specs(part: dict[str, Any]) -> None:
     document = spec_of().model_dump(mode="json")
     for key, value in part.items():
         document[key].update(value)

@@ -1,4 +1,4 @@
-"""What is taken for a secret, and what is not."""
+"""What redaction treats as a secret, and what it does not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRET_NAMES: Final = (
     *("passwords", "DB_PASSWORDS", "tokens", "HF_TOKENS", "api_tokens", "apiKeys", "access_keys"),
     *("passphrases", "clientSecrets", "--api-keys"),
 )
-PLAIN_NAMES: Final = (
+OTHER_NAMES: Final = (
     *("tokenizer", "--tokenizer", "TOKENIZERS_PARALLELISM", "max_tokens", "eos_token"),
     *("num_tokens", "tokens_per_step", "tokenizers", "total_tokens", "special_tokens"),
     *("MAX_TOKENS", "warmupTokens", "bad_tokens", "sort_keys", "monkeys", "--max-new-tokens"),
@@ -48,7 +48,7 @@ PLAIN_NAMES: Final = (
     ),
     *("eos_token_id", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "image_key"),
 )
-# Each holds S, or a token of a known form, which must go.
+# Each text contains S or a token of a known form, which must be redacted.
 SECRET_TEXTS: Final = (
     f"export HF_TOKEN={S}",
     f'export HF_TOKEN="{S}"; python train.py',
@@ -156,17 +156,17 @@ PLAIN_TEXTS: Final = (
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_names_of_secrets(name: str) -> None:
+def test_secret_names_are_recognized(name: str) -> None:
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", PLAIN_NAMES)
-def test_names_of_other_things(name: str) -> None:
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_other_names_are_not_secret(name: str) -> None:
     assert not is_secret(name)
 
 
 @pytest.mark.parametrize("text", SECRET_TEXTS)
-def test_secrets_in_texts(text: str) -> None:
+def test_secrets_in_texts_are_redacted_and_masked(text: str) -> None:
     told = redact_text(text)
     assert HIDDEN in told
     assert S not in told
@@ -175,12 +175,12 @@ def test_secrets_in_texts(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PLAIN_TEXTS)
-def test_texts_without_secrets_stay(text: str) -> None:
+def test_texts_without_secrets_are_unchanged(text: str) -> None:
     assert redact_text(text) == text
 
 
 @pytest.mark.parametrize(("text", "beside"), SHOWN_BESIDE)
-def test_what_stands_beside_a_secret_is_shown(text: str, beside: str) -> None:
+def test_the_text_beside_a_secret_is_shown(text: str, beside: str) -> None:
     assert beside in redact_text(text)
 
 
@@ -197,11 +197,11 @@ def test_what_stands_beside_a_secret_is_shown(text: str, beside: str) -> None:
         ("tokens", [S]),
         ("hf_tokens", S),
         ("api_keys", {"one": S}),
-        # Two keys are no reference.
+        # A table with two keys is not a reference.
         ("token", {"from_env": "NAME", "value": S}),
     ],
 )
-def test_no_kind_of_value_is_shown_under_a_secret_key(key: str, value: Any) -> None:
+def test_every_type_of_value_under_a_secret_key_is_hidden(key: str, value: Any) -> None:
     assert redact({"config": {key: value}}) == {"config": {key: HIDDEN}}
     assert S not in redact_text(f"it said {S}", secrets_of({key: [value, S]}))
 
@@ -220,12 +220,12 @@ def test_no_kind_of_value_is_shown_under_a_secret_key(key: str, value: Any) -> N
         {"token": {"from_file": "~/.token"}},
     ],
 )
-def test_settings_that_are_no_secrets_are_shown(shown: dict[str, Any]) -> None:
+def test_settings_that_are_not_secrets_are_shown(shown: dict[str, Any]) -> None:
     assert redact(shown) == shown
     assert secrets_of(shown) == ()
 
 
-def test_the_forms_of_references_are_those_of_specs() -> None:
+def test_redaction_knows_every_kind_of_secret_reference() -> None:
     assert frozenset(KINDS) == redaction._REFERENCES
 
 
@@ -240,11 +240,13 @@ def test_the_forms_of_references_are_those_of_specs() -> None:
         (["docker", "-u", "1000:1000", "x"], ["docker", "-u", "1000:1000", "x"]),
     ],
 )
-def test_values_of_options_in_a_command(command: list[Any], shown: list[Any]) -> None:
+def test_values_of_secret_options_in_a_command_are_hidden(
+    command: list[Any], shown: list[Any]
+) -> None:
     assert redact(command) == shown
 
 
-def test_a_spec_is_redacted_wherever_a_secret_stands() -> None:
+def test_secrets_in_every_part_of_a_spec_are_redacted() -> None:
     spec: dict[str, Any] = {
         "command": ["train.py", "--token", S, "--tokenizer", "gpt2", f"--api-key={S}"],
         "environment": {"DB_PASS": S, "MODE": "fast", "REF": {"from_file": "~/.token"}},
@@ -294,8 +296,8 @@ def test_a_spec_is_redacted_wherever_a_secret_stands() -> None:
         *("token=[", "tokens=[", "tokens={", "token={}", "tokens=['a',", "tokens=aaaaaaa"),
     ],
 )
-def test_a_long_text_takes_no_long_time(part: str) -> None:
-    """Twice the text may take twice the time, and little more."""
+def test_redaction_time_is_linear_in_the_length(part: str) -> None:
+    """A text of twice the length may take little more than twice the time."""
     times = []
     for size in (100_000, 200_000):
         text = (part * size)[:size]

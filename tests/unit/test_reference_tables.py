@@ -1,4 +1,4 @@
-"""The tables that the documentation is made from name what the code writes and reads."""
+"""The tables behind the reference documentation match what the code writes and reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.workers.agent import guard
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CODE = ("src/holdfast", "workers", "trainer", "flows")
-# A value of each type of the event book.
+# A value of each type in the event book.
 EXAMPLES = {
     event_book.INTEGER: 1,
     event_book.NUMBER: 1.5,
@@ -51,7 +51,7 @@ def kinds_in(node: ast.Call) -> list[EventKind]:
 
 def written_facts() -> Iterator[tuple[str, EventKind, str]]:
     """(place, kind, field) of every field that a call names for a kind of event."""
-    # What the calls hand over for the journal itself, and not for the line.
+    # Arguments for the journal itself, which are not fields of the line.
     not_facts = {"durable", "since"}
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -62,12 +62,12 @@ def written_facts() -> Iterator[tuple[str, EventKind, str]]:
                     yield from ((place, kind, name) for name in names if name not in not_facts)
 
 
-def test_every_kind_of_event_is_described() -> None:
+def test_every_event_kind_is_described() -> None:
     assert set(EVENTS) == set(EventKind)
     assert all(entry.meaning and entry.writer and entry.described for entry in EVENTS.values())
 
 
-def test_the_code_writes_no_field_that_the_book_lacks() -> None:
+def test_the_code_writes_only_described_event_fields() -> None:
     written = list(written_facts())
     assert len(written) > 100
     unknown = [
@@ -78,7 +78,7 @@ def test_the_code_writes_no_field_that_the_book_lacks() -> None:
     assert not unknown, "\n".join([f"describe them in {event_book.__name__}:", *unknown])
 
 
-def test_readers_believe_fields_of_the_types_in_the_book() -> None:
+def test_readers_accept_fields_of_the_described_types() -> None:
     wrong = []
     for kind, entry in EVENTS.items():
         facts = {name: EXAMPLES[one.type] for name, one in entry.described.items()}
@@ -90,9 +90,9 @@ def test_readers_believe_fields_of_the_types_in_the_book() -> None:
     assert not wrong
 
 
-def test_the_code_reads_no_variable_that_the_table_lacks() -> None:
+def test_the_code_reads_only_described_environment_variables() -> None:
     known = {one.name for one in VARIABLES}
-    # In the tests of the tests' own cluster.
+    # Used only in the tests of the test cluster.
     known |= {"HOLDFAST_TEST_NODE"}
     places = [*sources(), CHECKOUT / "setup.py", CHECKOUT / "Makefile"]
     places += [*CHECKOUT.glob("infra/**/*.py"), *CHECKOUT.glob("infra/**/*.sh")]
@@ -108,7 +108,7 @@ def test_the_code_reads_no_variable_that_the_table_lacks() -> None:
     assert {name for name in known if name not in text} == set()
 
 
-def test_the_statuses_in_the_table_are_those_of_the_programs() -> None:
+def test_the_exit_status_table_matches_the_programs() -> None:
     kinds = [one for one in vars(errors).values() if isinstance(one, type)]
     raised = [one for one in kinds if issubclass(one, errors.HoldfastError)]
     known = set(statuses.EXIT_STATUSES["holdfast"])

@@ -29,7 +29,7 @@ from holdfast.trainer.planning.signature import (
 
 
 class Quantised(torch.Tensor):
-    """Values as codes and a scale, as eight-bit moments have them."""
+    """A tensor subclass of codes and a scale, like eight-bit optimizer moments."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantised:
@@ -54,7 +54,7 @@ class Quantised(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # A DTensor makes such views of its local tensor.
+        # A DTensor creates such views of its local tensor.
         if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return Quantised(args[0].codes, args[0].scale)
         dense = tree_map_only(Quantised, Quantised.dense, args)
@@ -82,7 +82,7 @@ class EightBit(torch.optim.SGD):
     ],
     ids=["wrapper", "sparse", "mkldnn", "meta"],
 )
-def test_a_tensor_without_bytes_in_order_is_refused_by_its_key(
+def test_a_tensor_without_plain_storage_is_refused_by_its_key(
     value: torch.Tensor, said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(SaveError, match=rf"model\.odd: it is {said}"):
@@ -93,7 +93,7 @@ def test_a_tensor_without_bytes_in_order_is_refused_by_its_key(
         Session(model, torch.optim.Adam(model.parameters()), directory=tmp_path)
 
 
-def test_a_wrapper_in_the_optimizers_state_is_refused_after_the_first_step(tmp_path: Path) -> None:
+def test_a_tensor_subclass_in_the_optimizer_state_is_refused_after_a_step(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = EightBit(model.parameters(), momentum=0.9)
     session = Session(model, optimizer, directory=tmp_path)
@@ -104,7 +104,7 @@ def test_a_wrapper_in_the_optimizers_state_is_refused_after_the_first_step(tmp_p
         session.close()
 
 
-def test_nothing_is_loaded_into_a_wrapper() -> None:
+def test_loading_into_a_tensor_subclass_is_refused() -> None:
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -119,7 +119,7 @@ def test_nothing_is_loaded_into_a_wrapper() -> None:
         collect({"w": quantised()}, Metadata({"w": entry}))
 
 
-def test_a_list_of_numbers_may_grow_and_the_plan_with_it() -> None:
+def test_a_growing_list_of_numbers_gets_a_larger_plan() -> None:
     few, more = {"optimizer": {"losses": [0.5] * 3}}, [0.5] * 17
     signature = describe_rank(few).signature
     assert signature.fits({"optimizer.losses": [0.25] * 16})
@@ -176,7 +176,7 @@ def test_an_optimizers_text_grows_over_saves_and_a_resume(
     assert group["told"] == end
 
 
-def test_a_text_has_room_until_there_is_another_plan() -> None:
+def test_a_text_fits_its_reserved_room_and_no_more() -> None:
     for length in (0, 1, 255, 256, 257, 5000, 16_384, 16_385, 100_000):
         for kind in (str, list):
             value = "é" * (length // 2) + "x" * (length % 2)
@@ -194,7 +194,7 @@ def test_a_text_has_room_until_there_is_another_plan() -> None:
             assert line.startswith("optimizer.told: a ")
 
 
-def test_a_number_that_outgrows_its_place_is_named(tmp_path: Path) -> None:
+def test_a_number_that_outgrows_its_room_is_refused_by_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = optimizer.param_groups[0]
@@ -207,7 +207,7 @@ def test_a_number_that_outgrows_its_place_is_named(tmp_path: Path) -> None:
         session.close()
 
 
-def test_a_parameter_whose_gradient_has_another_type_is_trained_as_ever(tmp_path: Path) -> None:
+def test_a_gradient_of_another_dtype_trains_as_without_a_session(tmp_path: Path) -> None:
     weights = []
     for has_session in (False, True):
         torch.manual_seed(0)
