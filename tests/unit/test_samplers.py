@@ -1,4 +1,4 @@
-"""Samplers under torch's loaders and torchdata's: one order at every world size, nothing twice."""
+"""Samplers in torch and torchdata loaders: one order at every world size, no sample twice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Numbers(Dataset[int]):
 
 
 class Run:
-    """One rank's position, and the steps that it completed."""
+    """The position of one rank, and the steps that it completed."""
 
     def __init__(self, rank: int = 0, world_size: int = 1, step: int = 0, **more: Any) -> None:
         self.position = Position(
@@ -58,7 +58,7 @@ class Run:
         return seen
 
 
-def whole_order(first: int = 1) -> list[list[int]]:
+def full_order(first: int = 1) -> list[list[int]]:
     run = Run()
     order = run.position.order(SAMPLES, GLOBAL_BATCH)
     return [order.step_ids(step).tolist() for step in range(first, TOTAL + 1)]
@@ -78,7 +78,7 @@ LOADERS: list[Any] = [
 
 
 @pytest.mark.parametrize("load", LOADERS)
-def test_c13_what_was_fetched_ahead_is_neither_lost_nor_repeated(load: Any) -> None:
+def test_prefetched_batches_are_neither_lost_nor_repeated(load: Any) -> None:
     stopped_at, seen = 4, []
     for rank in range(2):
         run = Run(rank, 2)
@@ -90,18 +90,18 @@ def test_c13_what_was_fetched_ahead_is_neither_lost_nor_repeated(load: Any) -> N
         batches = load(run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL))
         assert len(batches) == TOTAL - stopped_at
         resumed.append(run.train(batches))
-    assert together(seen) + together(resumed) == whole_order()
+    assert together(seen) + together(resumed) == full_order()
 
 
-def test_a_second_iteration_begins_where_the_session_stands() -> None:
+def test_a_second_iteration_starts_after_the_last_completed_step() -> None:
     run = Run()
     loader = LOADERS[0](run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL))
-    assert run.train(loader, 3) + run.train(loader) == whole_order()
+    assert run.train(loader, 3) + run.train(loader) == full_order()
 
 
 @pytest.mark.parametrize("batch_size", [6, 3])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
-def test_single_ids_by_epoch_are_the_same_order(kind: Any, batch_size: int) -> None:
+def test_a_distributed_sampler_gives_the_same_order(kind: Any, batch_size: int) -> None:
     ranks = []
     parts = 6 // batch_size
     for rank in range(2):
@@ -118,31 +118,31 @@ def test_single_ids_by_epoch_are_the_same_order(kind: Any, batch_size: int) -> N
                 steps.append([*first.tolist(), *(i for part in rest for i in part)])
                 run.position.completed += 1
         ranks.append(steps[:TOTAL])
-    assert together(ranks) == whole_order()
+    assert together(ranks) == full_order()
 
 
-def test_an_epoch_resumed_in_its_middle_goes_on_there() -> None:
+def test_an_epoch_resumed_in_the_middle_continues_there() -> None:
     run = Run(step=2)
     sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
-    # Steps 1 to 5 begin in epoch 0: 50 samples are four steps and a bit.
+    # Steps 1 to 5 start in epoch 0: 50 samples are a little more than four steps.
     assert len(sampler) == 3 * GLOBAL_BATCH
-    assert list(sampler) == [i for step in whole_order(3)[:3] for i in step]
+    assert list(sampler) == [i for step in full_order(3)[:3] for i in step]
 
 
 @pytest.mark.parametrize(
-    ("step", "open_epoch", "told"), [(5, None, True), (4, None, False), (5, 0, False)]
+    ("step", "open_epoch", "reported"), [(5, None, True), (4, None, False), (5, 0, False)]
 )
-def test_a_resume_between_two_epochs_of_an_unknown_loop_is_told(
-    step: int, open_epoch: int | None, told: bool, capsys: pytest.CaptureFixture[str]
+def test_a_resume_at_an_epoch_end_without_session_epochs_is_reported(
+    step: int, open_epoch: int | None, reported: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(step=step, begins=lambda: None)
     run.position.open_epoch = open_epoch
     list(run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None))
-    assert ("step 5 was the last of epoch 0" in capsys.readouterr().out) == told
+    assert ("step 5 was the last of epoch 0" in capsys.readouterr().out) == reported
 
 
 def test_an_iteration_ends_with_the_open_epoch() -> None:
-    """Also where all of its steps are complete, and where some of the one before are left."""
+    """Also when all of its steps are complete, and when steps of the epoch before remain."""
     for step, lengths in ((5, (0, 4)), (3, (2, 6)), (0, (5, 9))):
         run = Run(step=step)
         batches = run.position.sampler(SAMPLES, GLOBAL_BATCH, TOTAL)
@@ -153,7 +153,7 @@ def test_an_iteration_ends_with_the_open_epoch() -> None:
             assert len(list(singles)) == len(singles) == length * GLOBAL_BATCH
 
 
-def test_an_epoch_that_is_not_this_one_is_refused() -> None:
+def test_set_epoch_with_another_epoch_is_refused() -> None:
     run = Run(step=5)
     sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
     sampler.set_epoch(1)
@@ -161,20 +161,20 @@ def test_an_epoch_that_is_not_this_one_is_refused() -> None:
         sampler.set_epoch(0)
 
 
-def test_epochs_end_where_windows_are_passed_over() -> None:
+def test_skip_windows_shorten_the_epoch() -> None:
     run = Run(skips=(SkipWindow(2, 3),))
     sampler = run.position.distributed_sampler(SAMPLES, GLOBAL_BATCH, None)
-    # Step 1 is in epoch 0; steps 2 to 4 of the order are passed over, so step 2 is the fifth.
+    # Step 1 is in epoch 0; steps 2 to 4 of the order are skipped, so step 2 is the fifth.
     assert len(sampler) == 2 * GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("batch_size", [0, 5, 24])
-def test_a_loaders_batch_that_does_not_make_up_a_step_is_refused(batch_size: int) -> None:
+def test_a_loader_batch_size_that_does_not_divide_the_step_is_refused(batch_size: int) -> None:
     with pytest.raises(SpecError, match="gives each of 2 ranks 6 samples per step"):
         Run(0, 2).position.distributed_sampler(SAMPLES, GLOBAL_BATCH, batch_size)
 
 
-def test_c12_the_epoch_is_known_before_the_data_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_epoch_is_known_before_the_data_order(capsys: pytest.CaptureFixture[str]) -> None:
     former = {"samples": SAMPLES, "global_batch": GLOBAL_BATCH, "seed": 3, "position": 60}
     run = Run(step=5, former=former)
     assert run.position.epoch == 1
@@ -208,7 +208,7 @@ WORKERS = """
 
 
 @pytest.mark.parametrize("kind", ["protected", "bare"])
-def test_workers_of_a_loader_outlive_a_stop_signal_to_the_group(kind: str) -> None:
+def test_loader_workers_survive_a_stop_signal_to_the_process_group(kind: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WORKERS), kind],
         stdin=subprocess.PIPE,
@@ -219,17 +219,17 @@ def test_workers_of_a_loader_outlive_a_stop_signal_to_the_group(kind: str) -> No
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    # As torchrun does, to the rank and all that it started.
+    # As torchrun does: to the rank and all processes that it started.
     os.killpg(process.pid, signal.SIGTERM)
     _, errors = process.communicate("go\n", timeout=120)
     if kind == "protected":
         assert process.returncode == 0, errors
     else:
-        # What the loader says of it depends on what it was doing.
+        # The loader's message depends on what it was doing.
         assert process.returncode != 0
 
 
-def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_already() -> None:
+def test_a_skip_window_added_later_does_not_change_prefetched_steps() -> None:
     run = Run()
     loader = iter(run.position.sampler(SAMPLES, 4, 20))
     drawn = [next(loader) for _ in range(5)]
@@ -243,8 +243,8 @@ def test_a_window_that_comes_while_a_loader_is_ahead_changes_no_step_drawn_alrea
     assert run.position.describe()["skips"] == [[6, 3]]
 
 
-def test_an_epoch_ends_where_a_window_comes_that_passes_over_the_rest_of_it() -> None:
-    """As it does for a resume, which knows of the window from the start."""
+def test_an_epoch_ends_when_a_new_skip_window_covers_its_rest() -> None:
+    """As after a resume, which knows the window from the start."""
     run = Run()
     run.position.open_epoch = 0
     for sampler in (

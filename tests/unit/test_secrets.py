@@ -1,4 +1,4 @@
-"""References to secrets: which are taken, where values come from, and who may read them."""
+"""Secret references: which are accepted, where values come from, and who may read them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_of(root: Path, environment: dict[str, Any]) -> RunPaths:
         (4, "type int"),
     ],
 )
-def test_what_is_no_reference_is_refused_without_its_value(given: Any, words: str) -> None:
+def test_an_invalid_reference_is_refused_without_showing_its_value(given: Any, words: str) -> None:
     with pytest.raises(SpecError, match=words) as caught:
         load_spec({"name": "r", "command": ["t.py"], "environment": {"TOKEN": given}})
     assert "environment.TOKEN" in str(caught.value)
@@ -82,7 +82,9 @@ def test_a_spec_keeps_references_as_they_were_given() -> None:
     assert again.model_dump(mode="json")["environment"] == {"A": {"from_env": "X"}, "B": "4"}
 
 
-def test_digests_are_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_depend_on_the_reference_and_not_on_the_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = spec_of({"TOKEN": {"from_env": "TESTS_TOKEN"}})
     found = []
     for value in (VALUE, "another"):
@@ -127,7 +129,7 @@ def private_file(folder: Path, content: bytes, mode: int = 0o600) -> Path:
         (VALUE.encode() * 6000, "expected at most 65536"),
     ],
 )
-def test_a_value_that_no_variable_can_have_is_refused(
+def test_a_value_that_a_variable_cannot_have_is_refused(
     tmp_path: Path, content: bytes, words: str
 ) -> None:
     with pytest.raises(SecretError, match=words) as caught:
@@ -136,7 +138,7 @@ def test_a_value_that_no_variable_can_have_is_refused(
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601, 0o666])
-def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_file_that_others_can_access_is_refused(tmp_path: Path, mode: int) -> None:
     path = private_file(tmp_path, VALUE.encode(), mode)
     with pytest.raises(SecretError, match=r"chmod 600") as caught:
         secrets.read_secret_file(str(path))
@@ -188,7 +190,7 @@ def test_the_record_is_private_and_each_value_belongs_to_its_reference(
     assert VALUE not in str(caught.value)
 
 
-def test_a_record_is_not_written_through_a_link_or_into_a_foreign_folder(
+def test_secrets_are_not_written_through_a_link_or_into_a_foreign_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESTS_TOKEN", VALUE)
@@ -208,7 +210,7 @@ def test_a_record_is_not_written_through_a_link_or_into_a_foreign_folder(
     assert list(elsewhere.iterdir()) == list(run.private.iterdir()) == []
 
 
-def test_a_later_submitter_replaces_the_value_and_a_supervisor_does_not(
+def test_a_later_submission_replaces_the_value_and_a_supervisor_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(tmp_path, {"TOKEN": {"from_env": "TESTS_TOKEN"}})
@@ -238,7 +240,7 @@ def test_a_later_submitter_replaces_the_value_and_a_supervisor_does_not(
         submitted.require(spec)
 
 
-def test_a_record_goes_when_the_run_has_ended_and_not_before(tmp_path: Path) -> None:
+def test_recorded_secrets_are_deleted_when_the_run_has_ended(tmp_path: Path) -> None:
     environment = {"TOKEN": {"from_env": "TESTS_TOKEN"}}
     folder = RunFolder(tmp_path, "r", "a" * 32, {"environment": environment})
     references = secrets.references_in(folder.spec.environment)
@@ -249,14 +251,14 @@ def test_a_record_goes_when_the_run_has_ended_and_not_before(tmp_path: Path) -> 
     folder.tell("cli", EventKind.OPERATOR_REQUEST, action="cancel", by="t", after_attempt=0)
     reconcile(folder.paths)
     assert not folder.paths.private.exists()
-    # A relaunch that was asked for meanwhile keeps what it records.
+    # A relaunch that was requested meanwhile keeps its recorded values.
     folder.tell("cli", EventKind.OPERATOR_REQUEST, action="relaunch", by="t", after_attempt=0)
     secrets.write_record(folder.paths, references, {"TOKEN": VALUE})
     submitted.forget(folder.paths)
     assert folder.paths.secrets.exists()
 
 
-def test_nothing_that_is_written_or_sent_has_the_value(
+def test_only_the_secrets_file_contains_the_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TESTS_TOKEN", VALUE)
@@ -270,7 +272,7 @@ def test_nothing_that_is_written_or_sent_has_the_value(
     assert holders == [run.secrets]
 
 
-def test_who_may_read_the_values_masks_them_and_nobody_else(
+def test_values_are_masked_only_for_the_owner_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = private_file(tmp_path, VALUE.encode())
@@ -279,12 +281,12 @@ def test_who_may_read_the_values_masks_them_and_nobody_else(
     run = run_of(tmp_path / "root", environment)
     document = read_record(run).spec
     assert secrets.known_secrets(document, run) == (VALUE,)
-    # Another user's spec names files of the reader: masks would reveal their contents.
+    # Another user's spec could name files of the reader, and masks would reveal their contents.
     os.chown(run.directory, NOT_ROOT, -1)
     assert secrets.known_secrets(document, run) == ()
 
 
-def test_a_secret_in_plain_text_is_named_and_not_shown() -> None:
+def test_a_plain_secret_in_a_spec_is_warned_about_without_its_value() -> None:
     spec = spec_of(
         {"HF_TOKEN": VALUE, "URL": f"postgresql://u:{VALUE}@h/d", "SHORT_TOKEN": "abc", "A": "b"},
         launch={"setup": (f"export WANDB_API_KEY={VALUE}",)},
@@ -298,7 +300,7 @@ def test_a_secret_in_plain_text_is_named_and_not_shown() -> None:
     assert VALUE not in "".join(warnings)
 
 
-def test_references_are_looked_up_before_anything_is_queued(
+def test_references_are_checked_before_anything_is_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TESTS_TOKEN", raising=False)
@@ -318,6 +320,6 @@ def test_references_are_looked_up_before_anything_is_queued(
     assert "the node must be able to read it" in warning
 
 
-def test_a_name_that_is_none_is_still_refused() -> None:
+def test_an_invalid_variable_name_with_a_reference_is_refused() -> None:
     with pytest.raises(ValidationError, match="OMP_NUM_THREADS"):
         spec_of({"A B": {"from_env": "A"}})

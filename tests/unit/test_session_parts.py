@@ -1,4 +1,4 @@
-"""The session's small pure parts: cadence, command line, folder, settings, metrics, errors."""
+"""Small parts of the session: cadence, command line, folder, settings, metrics, errors."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_intervals_are_read(given: int | str, expected: Interval) -> None:
 
 
 @pytest.mark.parametrize("given", [0, "soon", "0", "-5"])
-def test_an_interval_that_cannot_be_meant_is_refused(given: int | str) -> None:
+def test_an_invalid_interval_is_refused(given: int | str) -> None:
     with pytest.raises(SpecError, match="expected"):
         Interval.parse(given)
 
 
-def test_steps_are_due_at_multiples_whatever_was_resumed() -> None:
+def test_saves_are_due_at_multiples_after_any_resume() -> None:
     cadence = Cadence(Interval(steps=10), step=13, now=0.0)
     assert [step for step in range(14, 21) if cadence.is_due(step)] == [20]
     assert cadence.decide(20, 5.0) == (True, 30)
@@ -61,7 +61,7 @@ def test_steps_are_due_at_multiples_whatever_was_resumed() -> None:
 
 
 @pytest.mark.parametrize("slow_down", [1.0, 0.2, 7.0])
-def test_seconds_are_kept_though_steps_change_their_pace(slow_down: float) -> None:
+def test_an_interval_in_seconds_is_kept_when_the_step_time_changes(slow_down: float) -> None:
     cadence = Cadence(Interval(seconds=100), step=0, now=0.0)
     now, saves, meetings = 0.0, [], 0
     for step in range(1, 20_000):
@@ -74,7 +74,7 @@ def test_seconds_are_kept_though_steps_change_their_pace(slow_down: float) -> No
     gaps = [b - a for a, b in zip([0.0, *saves], saves, strict=False)]
     assert len(gaps) > 3
     assert all(90 <= gap <= 102 + 50 * slow_down for gap in gaps)
-    # Only the gap in which the pace changed may be off by much: half of it was planned before.
+    # Only the gap in which the step time changed may differ much: half of it was planned before.
     assert sorted(gaps)[len(gaps) // 2] == pytest.approx(100, abs=4)
     assert meetings <= 12 * len(saves) + 12
 
@@ -95,7 +95,7 @@ def test_the_programs_own_command_line(original: list[str], expected: list[str])
     assert program_argv(original) == expected
 
 
-def test_where_a_run_without_an_agent_lives(
+def test_the_folder_of_a_run_without_an_agent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -116,7 +116,7 @@ def test_settings_come_from_the_environment_before_the_spec(
 
 
 @pytest.mark.parametrize("given", ["[1]", "{", "3"])
-def test_settings_that_are_no_table_are_refused(
+def test_settings_that_are_not_a_table_are_refused(
     monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("HOLDFAST_CONFIG", given)
@@ -135,7 +135,7 @@ def test_settings_without_a_source_are_refused(
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "nan", "inf"])
-def test_a_time_for_flushes_that_cannot_be_meant_is_refused(given: str) -> None:
+def test_an_invalid_flush_timeout_is_refused(given: str) -> None:
     with pytest.raises(SpecError, match="expected a positive number of seconds"):
         flush_timeout_s({FLUSH_TIMEOUT: given})
     assert flush_timeout_s({FLUSH_TIMEOUT: "90.5"}) == 90.5
@@ -154,7 +154,7 @@ def test_the_recorder_writes_lines_and_metrics(tmp_path: Path) -> None:
     assert recorder.latest == {"loss": 1.5}
 
 
-def test_an_error_on_rank_0_is_raised_as_it_is() -> None:
+def test_an_error_on_rank_0_is_raised_unchanged() -> None:
     def fail() -> int:
         raise SpecError("no")
 
@@ -167,7 +167,7 @@ def test_an_error_on_rank_0_is_raised_as_it_is() -> None:
     assert ranks.largest([True, 5]) == [1, 5]
 
 
-def test_a_signal_is_one_word_on_the_board() -> None:
+def test_a_signal_is_stored_in_the_rank_status() -> None:
     status_table, handle = RankStatusTable.create(1)
     before = signal.getsignal(signal.SIGTERM)
     flags = SignalFlags(status_table.record(0))
@@ -179,7 +179,7 @@ def test_a_signal_is_one_word_on_the_board() -> None:
     os.close(handle)
 
 
-def test_a_signal_to_a_forked_helper_is_no_wish_to_stop() -> None:
+def test_a_signal_to_a_forked_process_is_not_a_stop_request() -> None:
     status_table, handle = RankStatusTable.create(1)
     flags = SignalFlags(status_table.record(0))
     context = multiprocessing.get_context("fork")
@@ -201,7 +201,7 @@ def test_a_signal_to_a_forked_helper_is_no_wish_to_stop() -> None:
     os.close(handle)
 
 
-def test_an_exception_is_written_where_torchrun_looks(
+def test_an_exception_is_written_to_the_torchrun_error_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -221,7 +221,7 @@ def test_an_exception_is_written_where_torchrun_looks(
     assert error.__traceback__ is trace
 
 
-def test_the_line_says_what_came_back_and_what_did_not() -> None:
+def test_the_resume_line_lists_restored_missing_and_skipped_parts() -> None:
     found = Resumed(step=40, checkpoint="gpt:step-00000040.a0001.l01")
     own = Restored(parts=("model", "optimizer"), missing=("extra.ema",), unused=("scheduler",))
     restored = [own, Restored(parts=("model",), reseeded=True)]
@@ -234,7 +234,7 @@ def test_the_line_says_what_came_back_and_what_did_not() -> None:
     )
 
 
-def test_skip_windows_come_from_the_rollbacks_on_disk() -> None:
+def test_skip_windows_are_read_from_journaled_rollbacks_and_skips() -> None:
     rollbacks: list[dict[str, Any]] = [{"skip": [[41, 10]]}, {"skip": None}, {"skip": [[90, 1]]}]
     events = [
         Event(writer="cli", opening=1, sequence=n, time=0, kind=EventKind.ROLLED_BACK, data=d)
@@ -251,7 +251,7 @@ def test_importing_the_trainer_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_an_evaluation_after_a_save_is_no_part_of_its_flush(tmp_path: Path) -> None:
+def test_an_evaluation_after_a_save_does_not_count_as_flush_time(tmp_path: Path) -> None:
     evaluation_s, seen = 1.0, []
     session = Session(torch.nn.Linear(2, 2), directory=tmp_path, interval=10**9, snapshots="off")
     for step in session.steps(3):

@@ -1,4 +1,4 @@
-"""Copies into staging slots: on which device and in which order a GPU's runtime is called."""
+"""Copies into staging slots: the devices and the order of the calls to the CUDA runtime."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ALL_S = 10.0
 
 
 @dataclass
-class PlayedStream:
-    """What is queued on a stream, in order; each entry knows what must have run before it."""
+class FakeStream:
+    """A CUDA stream that records the operations that have run before each point."""
 
     device: torch.device
     done: set[str] = field(default_factory=set)
@@ -30,42 +30,42 @@ class PlayedStream:
     def run(self, name: str) -> None:
         self.done = {*self.done, name}
 
-    def wait_event(self, event: PlayedEvent) -> None:
+    def wait_event(self, event: FakeEvent) -> None:
         self.done = self.done | event.seen
 
     def synchronize(self) -> None:
         RUNTIME.host |= self.done
 
 
-class PlayedEvent:
-    """An event has happened once everything queued on its stream before `record` has run."""
+class FakeEvent:
+    """A CUDA event: it remembers everything queued on its stream before `record`."""
 
     seen: frozenset[str] = frozenset()
 
-    def record(self, stream: PlayedStream) -> None:
+    def record(self, stream: FakeStream) -> None:
         self.seen = frozenset(stream.done)
 
 
 @dataclass
-class PlayedRuntime:
-    """`torch.cuda` as its documentation describes streams, events and the current device."""
+class FakeRuntime:
+    """A fake `torch.cuda` with the documented rules of streams, events and the current device."""
 
     host: set[str] = field(default_factory=set)
-    current: dict[torch.device, PlayedStream] = field(default_factory=dict)
+    current: dict[torch.device, FakeStream] = field(default_factory=dict)
     after: dict[str, frozenset[str]] = field(default_factory=dict)
-    streams: list[PlayedStream] = field(default_factory=list)
+    streams: list[FakeStream] = field(default_factory=list)
     thread: threading.local = field(default_factory=threading.local)
     registered: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def current_stream(self, device: torch.device) -> PlayedStream:
-        return self.current.setdefault(device, PlayedStream(device))
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current.setdefault(device, FakeStream(device))
 
-    def new_stream(self, device: torch.device) -> PlayedStream:
-        self.streams.append(PlayedStream(device))
+    def new_stream(self, device: torch.device) -> FakeStream:
+        self.streams.append(FakeStream(device))
         return self.streams[-1]
 
     @contextlib.contextmanager
-    def stream(self, stream: PlayedStream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         before = self.current_stream(stream.device)
         self.current[stream.device] = stream
         yield
@@ -79,19 +79,19 @@ class PlayedRuntime:
         return 0
 
 
-RUNTIME = PlayedRuntime()
+RUNTIME = FakeRuntime()
 
 
-class PlayedSource:
-    """A tensor on a GPU whose values a kernel on that device's current stream is still making."""
+class FakeSource:
+    """A GPU tensor that a kernel on its device's current stream is still computing."""
 
     def __init__(self, name: str, device: str) -> None:
         self.name, self.device = name, torch.device(device)
         RUNTIME.current_stream(self.device).run(f"kernel of {name}")
 
 
-class PlayedView:
-    """A place in a slot. A copy is queued on the current stream of its source's device."""
+class FakeView:
+    """A view of a slot. A copy is queued on the current stream of the source's device."""
 
     nbytes = 4
     dtype = torch.float32
@@ -99,7 +99,7 @@ class PlayedView:
     def data_ptr(self) -> int:
         return 0
 
-    def copy_(self, source: PlayedSource, *, non_blocking: bool) -> None:
+    def copy_(self, source: FakeSource, *, non_blocking: bool) -> None:
         assert non_blocking
         stream = RUNTIME.current_stream(source.device)
         RUNTIME.after[source.name] = frozenset(stream.done)
@@ -107,10 +107,10 @@ class PlayedView:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     global RUNTIME
-    RUNTIME = PlayedRuntime()
-    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    RUNTIME = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", RUNTIME.new_stream)
     monkeypatch.setattr(torch.cuda, "stream", RUNTIME.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", RUNTIME.current_stream)
@@ -121,24 +121,24 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> PlayedRuntime:
 
 
 def test_copies_from_every_device_follow_its_kernels_and_are_waited_for(
-    runtime: PlayedRuntime,
+    runtime: FakeRuntime,
 ) -> None:
     devices = ["cuda:1", "cuda:3", "cuda:1", "cuda:0"]
-    copier = Copier([PlayedView() for _ in devices], threads=1)  # type: ignore[misc]
+    copier = Copier([FakeView() for _ in devices], threads=1)  # type: ignore[misc]
     for save in range(2):
-        sources: list[Any] = [PlayedSource(f"{save}-{i}", d) for i, d in enumerate(devices)]
+        sources: list[Any] = [FakeSource(f"{save}-{i}", d) for i, d in enumerate(devices)]
         copier.copy(sources)
         for source in sources:
             assert f"kernel of {source.name}" in runtime.after[source.name]
             assert f"copy of {source.name}" in runtime.host
-    # One stream for each device, used again by the next save.
+    # One stream per device, reused by the next save.
     assert sorted(stream.device.index for stream in runtime.streams) == [0, 1, 3]
     copier.close()
 
 
-def test_copies_are_waited_for_when_one_of_them_cannot_be_made(runtime: PlayedRuntime) -> None:
-    source = PlayedSource("weight", "cuda:0")
-    views: list[Any] = [PlayedView(), torch.zeros(3)]
+def test_copies_are_waited_for_when_one_of_them_fails(runtime: FakeRuntime) -> None:
+    source = FakeSource("weight", "cuda:0")
+    views: list[Any] = [FakeView(), torch.zeros(3)]
     copier = Copier(views, threads=1)
     with pytest.raises(RuntimeError, match="size of tensor"):
         copier.copy([source, torch.zeros(5)])  # type: ignore[list-item]
@@ -147,7 +147,7 @@ def test_copies_are_waited_for_when_one_of_them_cannot_be_made(runtime: PlayedRu
 
 
 def test_slots_are_page_locked_by_a_thread_on_the_ranks_own_device(
-    runtime: PlayedRuntime,
+    runtime: FakeRuntime,
 ) -> None:
     staged = SimpleNamespace(
         slot=SimpleNamespace(allocated_bytes=1 << 40, map_pages=lambda a, b: 0)
@@ -162,7 +162,7 @@ def test_slots_are_page_locked_by_a_thread_on_the_ranks_own_device(
     assert runtime.registered == [(5, 100, 1)]
 
 
-def test_memory_for_a_slot_that_is_closed_meanwhile_is_no_error(
+def test_allocation_for_a_slot_closed_meanwhile_raises_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     raised: list[Any] = []

@@ -1,4 +1,4 @@
-"""A rank that was started ahead is the program that Python itself would have run."""
+"""A rank of a warm standby runs the program exactly as Python itself would."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.contracts import environment
 from holdfast.trainer.program import program_argv
 from holdfast.trainer.standby import changed_variables, set_up_interpreter
 
-# The libraries are left out: what is tested is the same with any.
+# Preload a small module instead of the large libraries, to save time.
 STANDBY = """
 import sys
 from holdfast.trainer import standby
 standby.PRELOADED = ("decimal",)
 standby.main(sys.argv[1:])
 """
-# Everything by which a program could tell how it was started. It ends by an error of its own.
+# Prints everything that depends on how a program was started, then fails with its own error.
 PROGRAM = """
 import json, os, sys
 def view():
@@ -40,7 +40,7 @@ raise LookupError("the program's own")
 
 
 def run(folder: Path, words: tuple[str, ...], standby_pipe: bytes | None) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of a program, started ahead with a
+    """(exit code, standard output, standard error) of a program, in a warm standby with a
     `standby_pipe`."""
     inherited = dict(os.environ)
     command = [sys.executable, "-u", *(("-c", STANDBY) if standby_pipe is not None else ()), *words]
@@ -60,7 +60,7 @@ def run(folder: Path, words: tuple[str, ...], standby_pipe: bytes | None) -> tup
 
 
 @pytest.mark.parametrize("words", [("sub/kelp.py", "--steps", "3"), ("-m", "sub.kelp", "-x")])
-def test_a_program_cannot_tell_that_it_was_started_ahead(
+def test_a_program_in_a_warm_standby_sees_a_normal_start(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (tmp_path / "sub").mkdir()
@@ -74,13 +74,15 @@ def test_a_program_cannot_tell_that_it_was_started_ahead(
     assert "LookupError: the program's own" in ahead[2]
 
 
-def test_a_rank_that_nobody_wants_leaves_without_having_been_the_program(tmp_path: Path) -> None:
+def test_an_unused_standby_rank_exits_without_running_the_program(tmp_path: Path) -> None:
     (tmp_path / "kelp.py").write_text("print('trained')")
     code, said, _ = run(tmp_path, ("kelp.py",), b"")
     assert (code, said) == (75, "")
 
 
-def test_the_command_line_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_standby_sets_the_command_line_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     started = ["python", "-u", "-m", "holdfast.trainer.standby", "train.py", "--lr", "1"]
     monkeypatch.setattr(sys, "orig_argv", [*started])
     monkeypatch.setattr(sys, "argv", [*started[3:]])
@@ -105,7 +107,7 @@ def test_the_command_line_is_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_p
         ({"OMP_NUM_THREADS": "1", "HOME": "/root", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}, []),
     ],
 )
-def test_what_a_program_sets_before_its_libraries_is_seen(
+def test_variables_that_the_standby_must_have_at_its_start_are_compared(
     now: dict[str, str], expected: list[str]
 ) -> None:
     assert changed_variables(now, {"OMP_NUM_THREADS": "1", "HOME": "/root"}) == expected

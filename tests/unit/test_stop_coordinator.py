@@ -21,19 +21,19 @@ from holdfast.trainer.stop_coordinator import StopCoordinator
 WAIT_S = 30.0
 
 
-def link_of(folder: Path, node: int, status_table: RankStatusTable) -> RankContext:
-    """As much of a link as a stop coordinator wants."""
-    link = SimpleNamespace(
+def context_of(folder: Path, node: int, status_table: RankStatusTable) -> RankContext:
+    """As much of a context as a stop coordinator wants."""
+    context = SimpleNamespace(
         identity=SimpleNamespace(node=node, nodes=2),
         attempt=SimpleNamespace(channel=folder / "channel.json"),
         run=SimpleNamespace(stop_file=folder / "stop"),
         status_table=status_table,
     )
-    return cast(RankContext, link)
+    return cast(RankContext, context)
 
 
 @pytest.mark.timeout(60)
-def test_a_node_that_was_held_up_for_a_while_stops_with_the_other(
+def test_a_node_that_answers_late_stops_with_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status_tables = []
@@ -55,7 +55,9 @@ def test_a_node_that_was_held_up_for_a_while_stops_with_the_other(
     monkeypatch.setattr(stop_coordinator, "LOOK_TIMEOUT_S", 0.2)
     noted: list[EventKind] = []
     both = [
-        StopCoordinator(link_of(tmp_path, node, status_table), lambda kind, **_: noted.append(kind))
+        StopCoordinator(
+            context_of(tmp_path, node, status_table), lambda kind, **_: noted.append(kind)
+        )
         for node, status_table in enumerate(status_tables)
     ]
     try:

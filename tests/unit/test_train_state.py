@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a program: plain state, random states, optimizer state."""
+"""What a checkpoint contains of a program: plain state, random states, optimizer state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.trainer.state.train_state import Progress, TrainState
 
 
 class Holder:
-    """An extra with any state at all."""
+    """An extra with any state."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -36,7 +36,7 @@ def round_trip(value: Any) -> Any:
     return plain.decode(json.loads(json.dumps(document, allow_nan=False)), tensors)
 
 
-def test_plain_state_comes_back_as_it_was() -> None:
+def test_plain_state_round_trips() -> None:
     state = {
         "list": [1, 2.5, True, None, "text"],
         "tuple": (1, (2, "b")),
@@ -50,14 +50,14 @@ def test_plain_state_comes_back_as_it_was() -> None:
     assert isinstance(back["tuple"], tuple)
 
 
-def test_numbers_that_json_lacks_come_back() -> None:
+def test_infinities_and_nan_round_trip() -> None:
     back = round_trip([float("inf"), float("-inf"), float("nan")])
     assert back[0] == float("inf")
     assert back[1] == float("-inf")
     assert back[2] != back[2]
 
 
-def test_tensors_and_arrays_travel_beside_the_document() -> None:
+def test_tensors_and_arrays_are_kept_outside_the_document() -> None:
     value = {"a": [torch.ones(3), np.arange(4)], 7: torch.zeros(2, dtype=torch.bfloat16)}
     document, tensors = plain.encode(value, "extra.x")
     assert set(tensors) == {"extra.x.a.0", "extra.x.a.1", "extra.x.7"}
@@ -71,12 +71,12 @@ def test_tensors_and_arrays_travel_beside_the_document() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, {"deep": [{"x": complex(1)}]}])
-def test_what_only_a_pickle_could_hold_is_refused_by_name(value: Any) -> None:
+def test_objects_that_need_a_pickle_are_refused_by_name(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"^extra\.x.* cannot be saved without a pickle"):
         plain.encode(value, "extra.x")
 
 
-def test_state_that_holds_itself_is_refused() -> None:
+def test_state_that_contains_itself_is_refused() -> None:
     knot: list[Any] = []
     knot.append(knot)
     with pytest.raises(CheckpointError, match="does it contain itself"):
@@ -93,9 +93,9 @@ def draw() -> tuple[Any, ...]:
     )
 
 
-def test_random_states_come_back_exactly() -> None:
+def test_random_states_are_restored_exactly() -> None:
     rng.reseed(3, 1, 100)
-    # One draw of each first, so that the second halves of Gaussian pairs are pending.
+    # Draw once first, so that the second number of each Gaussian pair is pending.
     draw()
     saved = rng.capture()
     expected = draw()
@@ -109,7 +109,7 @@ def test_random_states_come_back_exactly() -> None:
     assert draw() == expected
 
 
-def test_ranks_and_steps_are_seeded_apart() -> None:
+def test_ranks_and_steps_have_different_seeds() -> None:
     drawn = []
     for rank, step in [(0, 10), (1, 10), (0, 11), (0, 10)]:
         rng.reseed(0, rank, step)
@@ -148,7 +148,7 @@ def copy_into(target: dict[str, Any], source: dict[str, Any]) -> None:
             target[key] = source[key]
 
 
-def test_a_program_comes_back_whole() -> None:
+def test_the_whole_train_state_is_restored() -> None:
     ema = Holder({"weights": [torch.arange(3.0)], "decay": 0.99})
     state, model, scheduler = make_state(0, 1, {"ema": ema})
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_a_program_comes_back_whole() -> None:
         assert torch.equal(one, two)
 
 
-def test_a_new_rank_is_reseeded_and_a_lost_ranks_state_is_read() -> None:
+def test_new_ranks_are_reseeded_and_fewer_ranks_read_every_random_state() -> None:
     state, _, _ = make_state(0, 2, {})
     tensors, document = state.capture(Progress(step=0, seed=0))
     wider, _, _ = make_state(2, 4, {})
@@ -189,7 +189,7 @@ def test_a_new_rank_is_reseeded_and_a_lost_ranks_state_is_read() -> None:
     assert set(tensors["rng"]) == {"rank00000"}
 
 
-def test_extras_that_came_or_went_are_named() -> None:
+def test_added_and_removed_extras_are_named() -> None:
     state, _, _ = make_state(0, 1, {"gone": Holder({"x": torch.ones(2)})})
     tensors, document = state.capture(Progress(step=0, seed=0))
     again, _, _ = make_state(0, 1, {"new": Holder({})})

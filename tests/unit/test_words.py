@@ -1,4 +1,4 @@
-"""The vocabulary: words that were replaced by standard terms do not come back."""
+"""The vocabulary: words that standard terms replaced are not used again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tracked() -> list[Path]:
     return [path for path in files if path.suffix in SUFFIXES and path.is_file()]
 
 
-def test_retired_words_are_used_nowhere() -> None:
+def test_no_file_uses_a_retired_word() -> None:
     pattern, found = retired(), []
     for path in tracked():
         for number, line in enumerate(path.read_text().splitlines(), 1):
@@ -35,7 +35,7 @@ def test_retired_words_are_used_nowhere() -> None:
     assert not found, "\n".join(found)
 
 
-def test_a_retired_word_is_recognized() -> None:
+def test_every_retired_word_is_recognized() -> None:
     words = [line for line in LIST.read_text().splitlines() if line.replace(" ", "").isalpha()]
     assert len(words) > 5
     for word in words:
@@ -43,5 +43,5 @@ def test_a_retired_word_is_recognized() -> None:
 
 
 @pytest.mark.parametrize("text", ["bearer", "recommend", "the launch", "bookkeeping"])
-def test_words_that_contain_one_are_allowed(text: str) -> None:
+def test_longer_words_that_contain_a_retired_word_are_allowed(text: str) -> None:
     assert not retired().search(text)

@@ -1,4 +1,4 @@
-"""`classify`, `classify_crash` and the judgement of signals: tables over records."""
+"""Causes: `classify`, `classify_crash` and the judgement of signals, for many records."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outcome_of(cause: Cause | None, *evidence: str) -> Outcome:
 
 
 def heard(cause: Cause, preempted: str = "None") -> Outcome:
-    """The outcome of an agent that heard a signal and judged it."""
+    """The outcome of an agent that received a signal and judged it."""
     return outcome_of(cause, f"signal: SIGTERM (JobState=RUNNING PreemptTime={preempted})")
 
 
@@ -90,7 +90,7 @@ def test_every_cause_has_a_terminal_state(cause: Cause) -> None:
         (outcome_of(Cause.PREEMPTION), GONE, Cause.PREEMPTION),
     ],
 )
-def test_endings_with_an_outcome(
+def test_the_ending_of_an_attempt_with_an_outcome(
     outcome: Outcome, status: JobStatus | None, cause: Cause | None
 ) -> None:
     ending = classify(outcome=outcome, status=status, stop=STOP, claimed=True)
@@ -123,7 +123,7 @@ def test_endings_with_an_outcome(
         (None, [], None, True, "lost", Cause.UNKNOWN),
     ],
 )
-def test_endings_without_an_outcome(
+def test_the_ending_of_an_attempt_without_an_outcome(
     status: JobStatus | None,
     signals: list[dict[str, Any]],
     stop: StopFile | None,
@@ -136,7 +136,7 @@ def test_endings_without_an_outcome(
     assert ending.evidence
 
 
-def test_a_job_that_survivors_ended_failed_by_its_node() -> None:
+def test_a_job_cancelled_after_a_lost_node_is_a_node_failure() -> None:
     status = JobStatus(state=AttemptState.CANCELLED, raw="CANCELLED")
     ending = classify(outcome=None, status=status, claimed=True, lost_hosts=["n1"])
     assert (ending.state, ending.cause) == (AttemptState.NODE_FAILED, Cause.NODE_FAILURE)
@@ -151,9 +151,7 @@ def test_a_job_that_survivors_ended_failed_by_its_node() -> None:
         ("SIGTERM", "JobState=RUNNING PreemptTime=None", Cause.PREEMPTION),
     ],
 )
-def test_a_hang_up_on_a_node_that_is_lost_is_no_preemption(
-    name: str, detail: str, cause: Cause
-) -> None:
+def test_sighup_with_a_lost_node_is_a_node_failure(name: str, detail: str, cause: Cause) -> None:
     signals = [{"cause": "preemption", "name": name, "source": "signal", "detail": detail}]
     status = slurm("CANCELLED")
     ending = classify(outcome=None, status=status, signals=signals, claimed=True, lost_hosts=["n1"])
@@ -174,7 +172,7 @@ def test_a_hang_up_on_a_node_that_is_lost_is_no_preemption(
         ("", None),
     ],
 )
-def test_what_a_traceback_gives_away(text: str, cause: Cause | None) -> None:
+def test_a_cause_is_found_in_a_traceback(text: str, cause: Cause | None) -> None:
     found = find_cause(f"Traceback (most recent call last):\n{text}")
     assert (found.rule.cause if found else None) is cause
     assert found is None or found.quote in text
@@ -194,7 +192,7 @@ ValueError: the run is over
 """
 
 
-def test_the_root_of_a_chain_decides_and_source_lines_do_not() -> None:
+def test_the_first_exception_of_a_chain_decides_and_source_lines_do_not() -> None:
     assert messages(CHAINED)[1] == "ValueError: the run is over"
     found = find_cause(CHAINED)
     assert found is not None
@@ -217,7 +215,7 @@ RuntimeError: DataLoader worker (pid 31) is killed by signal: Segmentation fault
 """
 
 
-def test_a_complaint_that_was_explained_next_is_not_the_root() -> None:
+def test_a_secondary_error_followed_by_its_explanation_is_not_the_cause() -> None:
     found = find_cause(LOST_WORKER)
     assert found is not None
     assert (found.rule.cause, found.rule.secondary_error) == (Cause.UNKNOWN, False)
@@ -227,7 +225,7 @@ def test_a_complaint_that_was_explained_next_is_not_the_root() -> None:
     assert alone.rule.secondary_error
 
 
-def test_the_last_traceback_comes_with_its_chain_and_without_an_earlier_one() -> None:
+def test_the_last_traceback_includes_its_chain_but_no_earlier_one() -> None:
     earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
     assert last_traceback(earlier + CHAINED) == CHAINED
     prefixed = "".join(f"[rank1]: {line}\n" for line in CHAINED.splitlines())
@@ -251,7 +249,7 @@ IN_GROUP = """\
 """
 
 
-def test_the_members_of_a_group_are_read_like_other_exceptions() -> None:
+def test_exceptions_in_a_group_are_read_like_other_exceptions() -> None:
     earlier = "Traceback (most recent call last):\n  File x\nKeyError: 1\nretrying\n"
     prefixed = "".join(f"[rank1]: {line}\n" for line in IN_GROUP.splitlines())
     for text in (IN_GROUP, earlier + IN_GROUP, prefixed):
@@ -283,7 +281,7 @@ def test_the_members_of_a_group_are_read_like_other_exceptions() -> None:
         ("h5py.Error: short write of chunk 7", Cause.STORAGE_FULL),
     ],
 )
-def test_classes_and_words_that_libraries_share(words: str, cause: Cause | None) -> None:
+def test_causes_of_exceptions_from_many_libraries(words: str, cause: Cause | None) -> None:
     found = find_cause(f"{TRACEBACK}:\n  File x\n{words}\n")
     assert (found.rule.cause if found else None) is cause
 
@@ -300,7 +298,7 @@ FAILED_COMMAND = f"{TRACEBACK}:\n  File x\nsubprocess.CalledProcessError: Comman
         ("", Cause.UNKNOWN),
     ],
 )
-def test_of_a_command_that_failed_its_own_words_decide(said: str, cause: Cause) -> None:
+def test_the_output_of_a_failed_command_decides(said: str, cause: Cause) -> None:
     failure = RankFailure(
         rank=0, exit_code=1, traceback=FAILED_COMMAND, stderr_tail=said + FAILED_COMMAND
     )
@@ -309,7 +307,7 @@ def test_of_a_command_that_failed_its_own_words_decide(said: str, cause: Cause) 
     assert "CalledProcessError" in ending.evidence[0]
 
 
-def test_warnings_before_an_end_are_no_evidence() -> None:
+def test_log_warnings_before_a_failure_are_not_evidence() -> None:
     said = "[W1121 socket.cpp:7] connect failed: Connection refused\nusage: t.py [-h]\n"
     assert find_cause(said) is None
     assert find_cause("[rank0]:" + said) is None
@@ -336,7 +334,7 @@ def test_warnings_before_an_end_are_no_evidence() -> None:
         ),
     ],
 )
-def test_crashes(
+def test_the_cause_and_first_rank_of_a_crash(
     failures: list[RankFailure], fields: dict[str, Any], cause: Cause, rank: int | None
 ) -> None:
     ending, first = classify_crash(failures, **fields)
@@ -382,7 +380,7 @@ def job(state: str = "RUNNING", end_s: float = 3600, preempted: bool = False) ->
         ("SIGUSR2", None, None, Cause.PREEMPTION, 20),
     ],
 )
-def test_what_a_signal_means(
+def test_the_cause_and_deadline_of_a_signal(
     name: str,
     fields: dict[str, str] | None,
     end_in_s: float | None,
@@ -402,7 +400,7 @@ def test_what_a_signal_means(
     assert judgement.deadline == pytest.approx(NOW + deadline_in_s, abs=1)
 
 
-def test_ranks_that_hang_on_their_way_out_for_a_bad_loss_ended_by_it() -> None:
+def test_a_hang_or_crash_after_a_stop_for_a_bad_loss_has_cause_numerics() -> None:
     reason = "the loss of step 9 is nan; the policy is to stop"
     events = [
         Event(

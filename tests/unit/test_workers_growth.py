@@ -1,4 +1,4 @@
-"""Growing back: when room is seen, when it is taken, and what makes a run wait longer."""
+"""Growth: when free capacity is observed, when a run grows, and when it waits longer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def one(gpus: int = 2, *, grow: bool = True, state: AttemptState = RUNNING) -> R
         (one(), 3, CapacityObservation(gpus=4, since=1), CapacityObservation(gpus=3, since=NOW)),
     ],
 )
-def test_room_for_a_larger_attempt(
+def test_free_capacity_for_a_larger_attempt_is_observed(
     history: RunHistory,
     capacity: int | None,
     before: CapacityObservation | None,
@@ -55,7 +55,7 @@ def test_room_for_a_larger_attempt(
     assert observe_capacity(history, capacity, before, now=NOW, fits=fits_any) == seen
 
 
-def test_a_size_that_the_checkpoint_does_not_fit_is_no_room() -> None:
+def test_a_size_that_the_checkpoint_does_not_fit_is_not_observed() -> None:
     seen = observe_capacity(one(), 4, None, now=NOW, fits=lambda gpus: gpus != 4)
     assert seen == CapacityObservation(gpus=3, since=NOW)
 
@@ -68,7 +68,7 @@ def test_a_size_that_the_checkpoint_does_not_fit_is_no_room() -> None:
         (NOW - AFTER_S, NOW - AFTER_S + 1, False),
     ],
 )
-def test_room_is_taken_once_it_and_the_attempt_are_old_enough(
+def test_growth_is_due_when_capacity_and_attempt_are_old_enough(
     since: float, began: float, due: bool
 ) -> None:
     spec = growing_spec()
@@ -76,7 +76,7 @@ def test_room_is_taken_once_it_and_the_attempt_are_old_enough(
     assert is_due(history, CapacityObservation(gpus=4, since=since), now=NOW) is due
 
 
-def test_no_room_is_taken_twice_nor_against_an_operators_word() -> None:
+def test_no_growth_without_capacity_or_with_a_pending_request() -> None:
     spec = growing_spec()
     asked = history_of(spec, running(spec), asked={"action": "pause"})
     assert not is_due(asked, CapacityObservation(gpus=4, since=0), now=NOW)
@@ -93,7 +93,7 @@ def test_each_preemption_of_a_grown_attempt_doubles_the_wait() -> None:
 
 
 @pytest.mark.parametrize(("capacity", "gpus"), [(8, 4), (4, 4), (3, 3), (None, 4), (0, 2)])
-def test_what_is_free_by_then_decides_how_large_it_gets(capacity: int | None, gpus: int) -> None:
+def test_the_capacity_at_the_relaunch_decides_the_new_size(capacity: int | None, gpus: int) -> None:
     spec = growing_spec()
     ended = attempt_of(spec, 1, Cause.OPERATOR, gpus=2, committed=5)
     asked = {"action": "relaunch", "by": GROWER, "gpus": 4}
@@ -102,7 +102,7 @@ def test_what_is_free_by_then_decides_how_large_it_gets(capacity: int | None, gp
     assert GROWER in decision.reason
 
 
-def test_growing_gives_no_new_budget() -> None:
+def test_growth_does_not_reset_the_budgets() -> None:
     spec = growing_spec()
     asked = {"action": "relaunch", "by": GROWER, "gpus": 4, "after_attempt": 1}
     first = attempt_of(spec, 1, Cause.GPU_OOM, committed=5)

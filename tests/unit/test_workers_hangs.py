@@ -1,6 +1,6 @@
-"""The watch over silent ranks, minute by minute: what is slow goes on, what hangs is ended.
+"""The watch over silent ranks in simulated time: slow ranks continue, hanging ranks are ended.
 
-Nodes and clock are played; watch, judgement and journal are the real ones.
+Nodes and clock are simulated; watch, judgement and journal are real.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_S = 1000.0
 
 @dataclass
 class Rank:
-    """How a rank looks, and its stack, by seconds since it fell silent."""
+    """The status and stack of a rank, by seconds since it became silent."""
 
     phase: str = "train"
     times: PhaseTimes | None = STEP
@@ -41,8 +41,8 @@ class Rank:
 
 
 @dataclass
-class PlayedNode:
-    """One node whose ranks are silent from the beginning."""
+class FakeNode:
+    """One node whose ranks are silent from the start."""
 
     ranks: list[Rank]
     name: str = "n0"
@@ -81,8 +81,8 @@ class PlayedNode:
         return SimpleNamespace(ranks=self.statuses, sample=self.sample)
 
 
-class Play:
-    """A silence, played until the ranks are ended or `until_s`."""
+class Simulation:
+    """A simulated silence, until the ranks are ended or `until_s`."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = START_S
@@ -101,7 +101,7 @@ class Play:
 
         `pause`: (at, for) seconds in which this agent did not run.
         """
-        node = PlayedNode(ranks)
+        node = FakeNode(ranks)
         while node.silent_s < until_s:
             self.now += LOOK_S
             node.silent_s += LOOK_S
@@ -117,11 +117,11 @@ class Play:
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
-    return Play(tmp_path, monkeypatch)
+def simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    return Simulation(tmp_path, monkeypatch)
 
 
-WAITS = Rank()
+WAITING = Rank()
 QUICK = PhaseTimes(count=500, p50_s=0.05, p99_s=0.1)
 
 
@@ -132,72 +132,74 @@ def changing_every(seconds: float) -> Callable[[float], str]:
 @pytest.mark.parametrize(
     ("ranks", "first_s", "last_s"),
     [
-        ([WAITS, Rank()], 30.0, 40.0),
+        ([WAITING, Rank()], 30.0, 40.0),
         ([Rank(times=QUICK), Rank(times=QUICK)], 30.0, 40.0),
-        # It loops: computing is no sign of life where ranks train together.
-        ([WAITS, Rank(facts=lambda s: {"cpu_s": s})], 30.0, 40.0),
+        # An endless loop: CPU use is no sign of life where ranks train together.
+        ([WAITING, Rank(facts=lambda s: {"cpu_s": s})], 30.0, 40.0),
         ([Rank("eval"), Rank("eval")], 120.0, 150.0),
         ([Rank("eval"), Rank("eval", facts=lambda s: {"cpu_s": s})], 360.0, 420.0),
-        ([WAITS, Rank("compile", times=None)], 1800.0, 1900.0),
-        # Storage that never answers is given up on in the end.
-        ([WAITS, Rank(stack=lambda s: {"on_storage": True})], 1800.0, 1900.0),
-        ([WAITS, Rank(digest=lambda s: "")], 1800.0, 1900.0),
-        ([WAITS, Rank(facts=lambda s: {"is_alive": False, "is_unreaped": True})], 10.0, 25.0),
-        ([WAITS, Rank(facts=lambda s: {"is_alive": False}, digest=lambda s: "")], 30.0, 40.0),
+        ([WAITING, Rank("compile", times=None)], 1800.0, 1900.0),
+        # Storage that never answers is finally given up.
+        ([WAITING, Rank(stack=lambda s: {"on_storage": True})], 1800.0, 1900.0),
+        ([WAITING, Rank(digest=lambda s: "")], 1800.0, 1900.0),
+        ([WAITING, Rank(facts=lambda s: {"is_alive": False, "is_unreaped": True})], 10.0, 25.0),
+        ([WAITING, Rank(facts=lambda s: {"is_alive": False}, digest=lambda s: "")], 30.0, 40.0),
     ],
 )
 def test_a_hang_is_suspected_soon_and_ended_in_bounded_time(
-    play: Play, ranks: list[Rank], first_s: float, last_s: float
+    simulation: Simulation, ranks: list[Rank], first_s: float, last_s: float
 ) -> None:
-    ended_s = play.run(ranks, 3000.0)
+    ended_s = simulation.run(ranks, 3000.0)
     assert ended_s is not None
     assert first_s <= ended_s <= last_s
-    (suspected,) = play.events(EventKind.HANG_SUSPECTED)
+    (suspected,) = simulation.events(EventKind.HANG_SUSPECTED)
     if ranks[0].phase == "train":
-        # With stacks, within twice the step's time and five seconds.
+        # With stacks: within twice the step time plus five seconds.
         assert suspected.data["silent"][0]["silent_s"] <= 7.0
-    assert len(play.events(EventKind.HANG_CONFIRMED)) == 1
-    assert play.watch.evidence
+    assert len(simulation.events(EventKind.HANG_CONFIRMED)) == 1
+    assert simulation.watch.evidence
 
 
 @pytest.mark.parametrize(
     ("ranks", "silent_s"),
     [
-        # Ten times slower, in one call that shows nothing.
+        # Ten times slower, in one call with an unchanged stack.
         ([Rank(times=PhaseTimes(count=50, p50_s=9.0, p99_s=10.0))] * 2, 100.0),
         ([Rank("eval", times=PhaseTimes(count=1, p50_s=60.0, p99_s=60.0))] * 2, 600.0),
-        ([WAITS, Rank("eval", times=None)], 1700.0),
+        ([WAITING, Rank("eval", times=None)], 1700.0),
         ([Rank("load", times=None)] * 2, 1700.0),
-        # Long, in parts that each take almost as long as a hang would be given.
-        ([WAITS, Rank(digest=changing_every(13.0))], 3000.0),
-        ([WAITS, Rank("eval", digest=changing_every(50.0))], 3000.0),
-        # A load that reads 100 kB a second, a save that writes so much.
-        ([WAITS, Rank("load", facts=lambda s: {"io_bytes": int(s * 1e5)})], 3000.0),
+        # Slow work in parts, each almost as long as the limit of a hang.
+        ([WAITING, Rank(digest=changing_every(13.0))], 3000.0),
+        ([WAITING, Rank("eval", digest=changing_every(50.0))], 3000.0),
+        # A load that reads 100 kB per second, and a save that writes as much.
+        ([WAITING, Rank("load", facts=lambda s: {"io_bytes": int(s * 1e5)})], 3000.0),
         ([Rank("save", facts=lambda s: {"io_bytes": int(s * 1e5)})] * 2, 3000.0),
-        # Storage that stalls, for one rank while all others wait for it.
-        ([WAITS, Rank(stack=lambda s: {"on_storage": True})], 1700.0),
-        ([WAITS, Rank(stack=lambda s: {"on_storage": s % 20 < 8})], 1700.0),
-        # A compiler works below a rank, in the midst of training.
-        ([WAITS, Rank(stack=lambda s: {"helpers_cpu_s": 0.9 * s})], 1700.0),
-        # Nobody can look at a rank's stacks.
-        ([WAITS, Rank(digest=lambda s: "")], 1700.0),
-        # A rank has left without an error, its peer ends in its own time.
+        # Storage that stalls for one rank while all others wait for it.
+        ([WAITING, Rank(stack=lambda s: {"on_storage": True})], 1700.0),
+        ([WAITING, Rank(stack=lambda s: {"on_storage": s % 20 < 8})], 1700.0),
+        # A compiler works in a child process of a rank during training.
+        ([WAITING, Rank(stack=lambda s: {"helpers_cpu_s": 0.9 * s})], 1700.0),
+        # The stacks of a rank cannot be read.
+        ([WAITING, Rank(digest=lambda s: "")], 1700.0),
+        # A rank has exited without an error, and its peer exits slowly.
         ([Rank("done", times=None), Rank(facts=lambda s: {"is_alive": False})], 3500.0),
     ],
 )
-def test_what_is_slow_is_never_ended(play: Play, ranks: list[Rank], silent_s: float) -> None:
-    assert play.run(list(ranks), silent_s) is None
-    assert play.events(EventKind.HANG_CONFIRMED) == []
+def test_slow_ranks_are_never_ended(
+    simulation: Simulation, ranks: list[Rank], silent_s: float
+) -> None:
+    assert simulation.run(list(ranks), silent_s) is None
+    assert simulation.events(EventKind.HANG_CONFIRMED) == []
 
 
-def test_ranks_that_end_in_their_own_time_are_no_suspicion(play: Play) -> None:
+def test_ranks_that_exit_slowly_are_not_suspected(simulation: Simulation) -> None:
     gone = {"top": (), "problem": "no such process"}
     leaving = Rank("done", times=None, stack=lambda s: gone)
-    assert play.run([leaving, leaving], 60.0) is None
-    assert play.events(EventKind.HANG_SUSPECTED) == []
+    assert simulation.run([leaving, leaving], 60.0) is None
+    assert simulation.events(EventKind.HANG_SUSPECTED) == []
 
 
-def test_a_machine_that_slept_proves_nothing(play: Play) -> None:
-    ended_s = play.run([WAITS, Rank()], 3700.0, pause=(10.0, 3600.0))
+def test_time_in_which_the_agent_did_not_run_does_not_count(simulation: Simulation) -> None:
+    ended_s = simulation.run([WAITING, Rank()], 3700.0, pause=(10.0, 3600.0))
     assert ended_s is not None
     assert ended_s >= 3610.0 + 15.0
