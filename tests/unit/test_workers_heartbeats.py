@@ -1,4 +1,4 @@
-"""Heartbeats: small, bounded, and judged by no clock but one's own. GPUs by a driver made up."""
+"""Heartbeats: small, bounded, and judged only by the reader's clock; GPUs of a fake driver."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for(look: Callable[[], Any]) -> Any:
         if found := look():
             return found
         time.sleep(0.02)
-    raise AssertionError("it did not come")
+    raise AssertionError("the condition did not become true in time")
 
 
 def beat(**more: Any) -> NodeBeat:
@@ -53,7 +53,7 @@ def beat(**more: Any) -> NodeBeat:
     return NodeBeat(launch=1, agent_pid=1, **facts)
 
 
-def test_eight_ranks_fit_into_four_kilobytes_and_their_gpus_into_two_more() -> None:
+def test_a_heartbeat_of_eight_ranks_has_at_most_4_kb_plus_2_kb_for_gpus() -> None:
     big = 10**13
     rank = RankBeat(
         rank=99_999,
@@ -89,27 +89,27 @@ def test_eight_ranks_fit_into_four_kilobytes_and_their_gpus_into_two_more() -> N
     assert len(usual.model_dump_json(exclude_none=True)) < 4096
 
 
-def test_a_node_is_silent_when_its_file_stays_as_it_is_whatever_the_clocks_say(
+def test_a_node_is_silent_when_its_file_does_not_change_at_any_clock_time(
     tmp_path: Path,
 ) -> None:
     attempt = AttemptPaths(tmp_path / "0001")
     attempt.heartbeats.mkdir(parents=True)
 
-    def tell(node: int, **more: Any) -> None:
+    def write_heartbeat(node: int, **more: Any) -> None:
         path = attempt.heartbeat(node)
         new = path.with_suffix(".new")
         new.write_text(beat(node=node, **more).model_dump_json())
         os.replace(new, path)
 
     watch = HeartbeatWatch(attempt, heartbeat_s=2.0)
-    tell(0, time=1e12)
-    tell(1, time=-5.0)
+    write_heartbeat(0, time=1e12)
+    write_heartbeat(1, time=-5.0)
     assert watch.look(0.0) == ([], [])
-    tell(1, time=-5.0)
+    write_heartbeat(1, time=-5.0)
     assert watch.look(6.0) == ([], [])
     assert watch.look(6.1) == (["node-0000"], [])
     assert watch.look(7.0) == ([], [])
-    tell(0, time=1e12)
+    write_heartbeat(0, time=1e12)
     assert watch.look(8.0) == ([], ["node-0000"])
     attempt.heartbeat(1).write_text("torn {")
     assert [one.node for one in read_heartbeats(attempt)] == [0]
@@ -124,7 +124,7 @@ def context(tmp_path: Path) -> AgentContext:
     return load_context(run.submit(1, 2, 0.0).request, {})
 
 
-def test_silences_are_measured_told_and_known_to_the_next_attempt(
+def test_silences_are_measured_reported_and_known_to_the_next_attempt(
     context: AgentContext, tmp_path: Path
 ) -> None:
     status_table, handle = RankStatusTable.create(2)
@@ -145,25 +145,25 @@ def test_silences_are_measured_told_and_known_to_the_next_attempt(
     assert all(0.005 < one < 5 for one in record.recent_steps_s(36))
     wait_for(lambda: watch.summary().get("train"))
     heartbeat.close()
-    (told,) = read_heartbeats(attempt)
-    assert [rank.rank for rank in told.ranks] == [1]
-    assert told.ranks[0].threads
-    assert told.phases["eval"].p99_s >= 0.25
-    assert told.boot_id
+    (reported,) = read_heartbeats(attempt)
+    assert [rank.rank for rank in reported.ranks] == [1]
+    assert reported.ranks[0].threads
+    assert reported.phases["eval"].p99_s >= 0.25
+    assert reported.boot_id
     later = RunFolder(tmp_path / "other", "tried", "u" * 32)
     for number in (1, 2):
         later.submit(number, 2, 0.0)
     there = later.paths.attempt(1).heartbeat(0)
     there.parent.mkdir(parents=True, exist_ok=True)
-    there.write_text(told.model_copy(update={"world_size": 4}).model_dump_json())
+    there.write_text(reported.model_copy(update={"world_size": 4}).model_dump_json())
     known = earlier_times(load_context(later.paths.attempt(2).request, {}))
-    assert known["eval"].p99_s == pytest.approx(2 * told.phases["eval"].p99_s)
+    assert known["eval"].p99_s == pytest.approx(2 * reported.phases["eval"].p99_s)
     watch.close()
     status_table.close()
     os.close(handle)
 
 
-def test_a_clock_that_jumps_is_told_and_moves_no_silence(
+def test_a_clock_jump_is_journaled_and_changes_no_silence(
     context: AgentContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status_table, handle = RankStatusTable.create(2)
@@ -183,7 +183,7 @@ def test_a_clock_that_jumps_is_told_and_moves_no_silence(
     os.close(handle)
 
 
-def test_waiting_for_others_is_told_from_sleeping() -> None:
+def test_waiting_for_other_ranks_is_distinguished_from_sleeping() -> None:
     waiting = subprocess.Popen(
         [
             sys.executable,
@@ -212,7 +212,7 @@ def test_waiting_for_others_is_told_from_sleeping() -> None:
             process.communicate()
 
 
-# A parent that waits for its `vfork`ed child sleeps as one that waits for a disk.
+# A parent that waits for its `vfork` child is in the same state as one that waits for a disk.
 STALLS = """
 import ctypes, time
 while time.process_time() < 0.2: pass
@@ -222,7 +222,7 @@ if ctypes.PyDLL(None).vfork() == 0:
 """
 
 
-def test_a_helper_that_waits_for_storage_or_computes_is_seen() -> None:
+def test_child_processes_that_wait_for_storage_or_compute_are_detected() -> None:
     code = "import subprocess,sys;subprocess.Popen([sys.executable,'-c',sys.argv[1]]).wait()"
     rank = subprocess.Popen(
         [sys.executable, "-c", code, STALLS], stdout=subprocess.PIPE, start_new_session=True
@@ -254,7 +254,7 @@ stuck()
 """
 
 
-def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
+def test_stacks_come_from_faulthandler_when_tracing_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status_table, handle = RankStatusTable.create(1)
@@ -272,10 +272,10 @@ def test_stacks_come_from_the_rank_itself_where_tracing_is_refused(
         spied, _ = stacks.take_stack(target)
         assert (spied.source, spied.place.split()[0]) == ("py-spy", "stuck")
         monkeypatch.setattr(stacks, "_beside_python", lambda: str(tmp_path))
-        told, text = stacks.take_stack(target)
-        assert (told.source, told.place.split()[0]) == ("faulthandler", "stuck")
+        reported, text = stacks.take_stack(target)
+        assert (reported.source, reported.place.split()[0]) == ("faulthandler", "stuck")
         assert "in stuck" in text
-        assert stacks.take_stack(target)[0].digest == told.digest
+        assert stacks.take_stack(target)[0].digest == reported.digest
         none, _ = stacks.take_stack(stacks.Target(rank=0, pid=rank.pid))
         assert "Permission Denied" in none.problem
         assert "has no faulthandler" in none.problem
@@ -297,7 +297,7 @@ time.sleep(60)
 """
 
 
-def test_the_flight_record_is_asked_for_and_kept(tmp_path: Path) -> None:
+def test_the_flight_record_is_requested_and_copied(tmp_path: Path) -> None:
     folder = tmp_path / "dump"
     folder.mkdir()
     own = recorder_environment(tmp_path, {})
@@ -324,7 +324,7 @@ class NvmlFails(Exception):
 
 
 class Driver:
-    """`pynvml`'s functions over two made-up GPUs; the second one tells little."""
+    """The functions of `pynvml` for two fake GPUs; the second supports little."""
 
     NVMLError = NvmlFails
     NVML_TEMPERATURE_GPU, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
@@ -377,7 +377,7 @@ class Driver:
         return SimpleNamespace(device=0, eventType=8, eventData=self.xids.pop(0))
 
 
-def test_gpus_tell_what_they_can() -> None:
+def test_gpu_beats_contain_what_the_driver_supports() -> None:
     driver = Driver()
     watch = GpuWatch(driver)
     first, second = wait_for(watch.beats)
@@ -389,7 +389,7 @@ def test_gpus_tell_what_they_can() -> None:
     assert driver.is_down.is_set()
 
 
-def test_a_driver_that_fails_or_is_not_there_costs_the_figures_alone() -> None:
+def test_a_failing_or_missing_gpu_driver_only_loses_the_gpu_beats() -> None:
     broken = GpuWatch(Driver(is_broken=True))
     broken.close()
     assert broken.beats() == ()

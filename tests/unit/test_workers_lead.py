@@ -1,4 +1,4 @@
-"""Node 0's agent and the nodes that it leads, which are played."""
+"""The agent of node 0 with simulated other nodes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ LOOKS = 3
 WAIT_S = 30.0
 
 
-class PlayedNode:
-    """A node with one rank: it trains for some looks, then ends as the launch is to."""
+class FakeNode:
+    """A node with one rank that trains for some reports, then ends with the launch's exit code."""
 
     step_s = 1.0
 
@@ -66,7 +66,7 @@ class PlayedNode:
         self._killed = True
 
     def prepare(self, launch: int, address: str, port: int) -> None:
-        raise AssertionError("it does not train for so long")
+        raise AssertionError("a launch as short as this prepares no standby")
 
     def drain(self, timeout_s: float, lost: Any = (), *, mirror: bool = False) -> bool:
         return True
@@ -75,12 +75,12 @@ class PlayedNode:
         return CrashReport()
 
 
-class PlayedPeer:
-    """The wire to another node's agent."""
+class FakePeer:
+    """The connection to another node's agent."""
 
     waiting_s = 0.0
 
-    def __init__(self, node: PlayedNode) -> None:
+    def __init__(self, node: FakeNode) -> None:
         self.hello = {"node": 1, "host": node.name}
         self._node = node
 
@@ -95,36 +95,36 @@ class PlayedPeer:
 
 
 @dataclasses.dataclass
-class PlayedHost:
-    """The other agents that have come."""
+class FakeHost:
+    """A channel host with agents that have already joined."""
 
-    peers: dict[int, PlayedPeer]
+    peers: dict[int, FakePeer]
 
     def wait_for_peers(self, timeout_s: float, *, is_over: Any) -> None:
-        """They are there."""
+        """All peers have joined."""
 
 
 @pytest.mark.timeout(60)
-def test_what_a_node_said_before_a_restart_does_not_end_what_comes_after(tmp_path: Path) -> None:
+def test_a_node_report_from_before_a_restart_does_not_end_the_next_launch(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32)
     attempt = run.submit(1, 1, 0.0)
     context = dataclasses.replace(load_context(attempt.request), nodes=2)
-    here, there = (PlayedNode(name, {1: 1, 2: 0}) for name in ("n0", "n1"))
+    here, there = (FakeNode(name, {1: 1, 2: 0}) for name in ("n0", "n1"))
     with JournalWriter(attempt.node_journal(0)) as journal:
         lead = Lead(
             context,
             SignalBox(),
             journal,
             cast(NodeRuntime, here),
-            cast(ChannelHost, PlayedHost({1: PlayedPeer(there)})),
+            cast(ChannelHost, FakeHost({1: FakePeer(there)})),
         )
-        # Nothing takes time here: the other node was asked a moment before.
+        # The last report of the other node is from just before the restart.
         lead.run()
         lead.close()
     assert [one.ending for one in lead.launches] == ["crashed", "completed"]
 
 
-class SteadyNode(PlayedNode):
+class SteadyNode(FakeNode):
     """A node whose rank trains until it learns at which step to stop."""
 
     def __init__(self, name: str) -> None:
@@ -157,33 +157,33 @@ class SteadyNode(PlayedNode):
         self._leaves = self._leaves or state is Proposal.GO
 
     def prepare(self, launch: int, address: str, port: int) -> None:
-        """It needs none."""
+        """No standby."""
 
 
-class Follower:
-    """Another node's agent over a real channel. It falls silent after `silent_after` answers."""
+class MemberAgent:
+    """Another node's agent over a real channel; silent after `silent_after` answers."""
 
     def __init__(self, path: Path, node: SteadyNode, number: int, silent_after: float) -> None:
-        self.silent_after, self.speaks_again = silent_after, threading.Event()
+        self.silent_after, self.answers_again = silent_after, threading.Event()
         self._node, self._member = node, ChannelMember(path, {"node": number, "host": node.name})
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._is_over.set()
-        self.speaks_again.set()
+        self.answers_again.set()
         self._thread.join(WAIT_S)
         self._member.close()
 
-    def _follow(self) -> None:
+    def _serve(self) -> None:
         with contextlib.suppress(ConnectionError):
             while not self._is_over.is_set():
                 question = self._member.receive(0.05)
                 if question is None:
                     continue
                 if self.silent_after <= 0:
-                    self.speaks_again.wait(WAIT_S)
+                    self.answers_again.wait(WAIT_S)
                 self.silent_after -= 1
                 self._member.reply(**self._answer(question))
 
@@ -205,10 +205,10 @@ class Follower:
 
 
 @contextlib.contextmanager
-def led(
+def running_lead(
     folder: Path, silent_after: Sequence[float], grace_s: float
-) -> Iterator[tuple[Lead, list[Follower], Callable[[], None], Callable[[], list[Event]]]]:
-    """A lead in a thread and its followers; then how to signal it, and what it journaled."""
+) -> Iterator[tuple[Lead, list[MemberAgent], Callable[[], None], Callable[[], list[Event]]]]:
+    """A lead in a thread and its members; then how to signal it, and what it journaled."""
     run = RunFolder(folder, "quick", "1" * 32)
     attempt = run.submit(1, 1, 0.0)
     given = load_context(attempt.request)
@@ -217,8 +217,8 @@ def led(
     request = given.request.model_copy(update={"supervision": supervision, "world_size": nodes})
     context = dataclasses.replace(given, nodes=nodes, request=request)
     host, signals = ChannelHost(attempt.channel, nodes), SignalBox()
-    followers = [
-        Follower(attempt.channel, SteadyNode(f"n{i}"), i, after)
+    members = [
+        MemberAgent(attempt.channel, SteadyNode(f"n{i}"), i, after)
         for i, after in enumerate(silent_after, 1)
     ]
     with JournalWriter(attempt.node_journal(0)) as journal:
@@ -227,15 +227,15 @@ def led(
         thread.start()
         yield (
             lead,
-            followers,
+            members,
             lambda: void(os.write(signals._write, bytes([signal.SIGTERM]))),
             lambda: read_journal(attempt.node_journal(0))[0],
         )
         thread.join(WAIT_S)
         assert not thread.is_alive()
         lead.close()
-    for follower in followers:
-        follower.close()
+    for member in members:
+        member.close()
     host.close()
 
 
@@ -253,13 +253,13 @@ def wait_for(kind: EventKind, events: Callable[[], list[Event]], timeout_s: floa
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_is_heard_while_a_node_is_silent_and_the_outcome_is_in_time(
+def test_a_signal_is_handled_in_time_while_a_node_is_silent(
     tmp_path: Path,
 ) -> None:
-    # It answers `start` and its first reports, and then stands still.
-    with led(tmp_path, [4], grace_s=4.0) as (lead, followers, send_signal, events):
+    # It answers `start` and its first reports, and then becomes silent.
+    with running_lead(tmp_path, [4], grace_s=4.0) as (lead, members, send_signal, events):
         wait_for(EventKind.LAUNCH_STARTED, events, WAIT_S)
-        while followers[0].silent_after > 0:
+        while members[0].silent_after > 0:
             time.sleep(0.02)
         time.sleep(0.5)
         sent_at = time.time()
@@ -272,23 +272,28 @@ def test_a_signal_is_heard_while_a_node_is_silent_and_the_outcome_is_in_time(
 
 
 @pytest.mark.timeout(60)
-def test_a_node_that_wakes_up_in_time_stops_with_the_others(tmp_path: Path) -> None:
-    with led(tmp_path, [math.inf, 6], grace_s=30.0) as (lead, followers, send_signal, events):
+def test_a_silent_node_that_answers_in_time_stops_with_the_others(tmp_path: Path) -> None:
+    with running_lead(tmp_path, [math.inf, 6], grace_s=30.0) as (
+        lead,
+        members,
+        send_signal,
+        events,
+    ):
         wait_for(EventKind.LAUNCH_STARTED, events, WAIT_S)
-        while followers[1].silent_after > 0:
+        while members[1].silent_after > 0:
             time.sleep(0.02)
         send_signal()
-        # The proposal is given up meanwhile, and no rank is left waiting at it.
+        # The proposal is aborted meanwhile, and no rank keeps waiting for it.
         assert wait_for(EventKind.STOP_FAILED, events, WAIT_S) < AGREE_WAIT_S + 2
-        followers[1].speaks_again.set()
-        followers[1].silent_after = math.inf
+        members[1].answers_again.set()
+        members[1].silent_after = math.inf
         wait_for(EventKind.STOP_AGREED, events, WAIT_S)
     assert [one.ending for one in lead.launches] == ["left"] or lead.lost == []
     assert [one.ending for one in lead.launches][-1] in {"stopped", "left"}
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_ends_the_wait_for_nodes_that_do_not_come(tmp_path: Path) -> None:
+def test_a_signal_ends_the_wait_for_nodes_that_do_not_join(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32)
     attempt = run.submit(1, 1, 0.0)
     context = dataclasses.replace(load_context(attempt.request), nodes=3)
@@ -305,7 +310,7 @@ def test_a_signal_ends_the_wait_for_nodes_that_do_not_come(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(20)
-def test_nodes_are_waited_for_as_long_as_the_spec_says(tmp_path: Path) -> None:
+def test_the_join_timeout_of_the_spec_limits_the_wait_for_nodes(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32, {"supervision": {"join_timeout_s": 0.3}})
     attempt = run.submit(1, 1, 0.0)
     context = dataclasses.replace(load_context(attempt.request), nodes=2)
@@ -320,8 +325,8 @@ def test_nodes_are_waited_for_as_long_as_the_spec_says(tmp_path: Path) -> None:
     host.close()
 
 
-class SlowDrain(PlayedNode):
-    """A node whose flusher is not done before those of all other nodes have been asked too."""
+class SlowDrain(FakeNode):
+    """A node whose flusher finishes only after all other nodes have been asked too."""
 
     def __init__(self, name: str, everybody: threading.Barrier) -> None:
         super().__init__(name, {})
@@ -333,8 +338,8 @@ class SlowDrain(PlayedNode):
         return True
 
 
-class SlowPeer(PlayedPeer):
-    """The wire to a node whose agent takes its time for what is slow."""
+class SlowPeer(FakePeer):
+    """The connection to a node whose agent drains slowly."""
 
     def __init__(self, node: SlowDrain) -> None:
         super().__init__(node)
@@ -347,20 +352,20 @@ class SlowPeer(PlayedPeer):
 
 
 @pytest.mark.timeout(60)
-def test_slow_nodes_drain_in_the_time_of_one(tmp_path: Path) -> None:
+def test_slow_nodes_are_drained_in_parallel(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "quick", "1" * 32)
     attempt = run.submit(1, 1, 0.0)
     context = dataclasses.replace(load_context(attempt.request), nodes=4)
     everybody = threading.Barrier(4)
     here, *there = (SlowDrain(f"n{i}", everybody) for i in range(4))
-    peers: dict[int, PlayedPeer] = {i: SlowPeer(node) for i, node in enumerate(there, 1)}
+    peers: dict[int, FakePeer] = {i: SlowPeer(node) for i, node in enumerate(there, 1)}
     with JournalWriter(attempt.node_journal(0)) as journal:
         lead = Lead(
             context,
             SignalBox(),
             journal,
             cast(NodeRuntime, here),
-            cast(ChannelHost, PlayedHost(peers)),
+            cast(ChannelHost, FakeHost(peers)),
         )
         lead.run()
         lead.close()
@@ -369,10 +374,10 @@ def test_slow_nodes_drain_in_the_time_of_one(tmp_path: Path) -> None:
     assert lead.lost == []
 
 
-class BusyPeer(PlayedPeer):
-    """The wire to a node whose agent answers when it is let."""
+class BusyPeer(FakePeer):
+    """The connection to a node whose agent answers only when the test lets it."""
 
-    def __init__(self, node: PlayedNode) -> None:
+    def __init__(self, node: FakeNode) -> None:
         super().__init__(node)
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
@@ -383,8 +388,8 @@ class BusyPeer(PlayedPeer):
 
 
 @pytest.mark.timeout(20)
-def test_a_spare_is_asked_for_and_not_waited_for() -> None:
-    crew, peers = Crew(3), [BusyPeer(PlayedNode(f"n{i}", {})) for i in (1, 2)]
+def test_a_warm_standby_is_requested_without_waiting_for_it() -> None:
+    crew, peers = Crew(3), [BusyPeer(FakeNode(f"n{i}", {})) for i in (1, 2)]
     for peer in peers:
         node = RemoteNode(cast(Peer, peer), crew.post)
         node.prepare(2, "127.0.0.1", 1)
@@ -396,7 +401,7 @@ def test_a_spare_is_asked_for_and_not_waited_for() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_nodes_are_asked_at_once_and_not_in_turn(tmp_path: Path) -> None:
+def test_nodes_are_asked_in_parallel(tmp_path: Path) -> None:
     crew = Crew(65)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="n7"):
@@ -413,7 +418,7 @@ def answer_slowly(name: str, lost: set[str]) -> str:
     return name.upper()
 
 
-def test_an_agent_may_open_as_many_descriptors_as_its_job() -> None:
+def test_an_agent_raises_its_descriptor_limit_to_the_maximum() -> None:
     code = (
         "import resource as r; from holdfast.workers.agent.main import _raise_descriptor_limit;"
         "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most));"

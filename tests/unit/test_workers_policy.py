@@ -1,4 +1,4 @@
-"""`decide`: tables over causes, budgets, progress, operators' words and sizes."""
+"""`decide`: causes, budgets, progress, operator requests and sizes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def test_the_first_attempt_uses_the_specs_gpus() -> None:
 
 
 @pytest.mark.parametrize("state", [s for s in AttemptState if not s.is_terminal])
-def test_a_live_attempt_is_waited_for(state: AttemptState) -> None:
+def test_the_decision_for_a_live_attempt_is_to_wait(state: AttemptState) -> None:
     spec = spec_of()
     history = history_of(spec, attempt_of(spec, 1, None, state=state), asked={"action": "relaunch"})
     assert decide(history, 0, now=NOW).action == "wait"
 
 
-def test_a_completed_run_stops_whatever_was_asked() -> None:
+def test_a_completed_run_stops_after_any_request() -> None:
     spec = spec_of()
     history = history_of(spec, attempt_of(spec, 1, None), asked={"action": "relaunch", "gpus": 4})
     assert decide(history, None, now=NOW).reason == "completed"
 
 
 @pytest.mark.parametrize("cause", list(Cause))
-def test_every_cause_is_forgiven_as_often_as_its_budget_says(cause: Cause) -> None:
+def test_every_cause_relaunches_as_often_as_its_budget_allows(cause: Cause) -> None:
     spec, budget = spec_of(), BUDGETS[cause]
     within = 30 if budget == UNLIMITED else budget
     if within:
@@ -58,7 +58,7 @@ def test_every_cause_is_forgiven_as_often_as_its_budget_says(cause: Cause) -> No
         assert decision.reason
 
 
-def test_an_attempt_that_was_never_asked_for_changes_no_decision() -> None:
+def test_an_attempt_that_was_never_submitted_changes_no_decision() -> None:
     spec = spec_of(supervision={"budgets": {"infrastructure": 0}}, elastic={"on_preemption": [2]})
     preempted = attempt_of(spec, 1, Cause.PREEMPTION, committed=5)
     cut_short = [
@@ -87,7 +87,7 @@ def test_a_spec_may_set_its_own_budgets() -> None:
     assert decide(preempted, None, now=NOW).action == "stop"
 
 
-def test_an_operators_relaunch_begins_the_budgets_anew() -> None:
+def test_an_operators_relaunch_resets_the_budgets() -> None:
     spec = spec_of()
     first = attempt_of(spec, 1, Cause.USER_ERROR, committed=10)
     assert decide(history_of(spec, first), None, now=NOW).action == "stop"
@@ -107,7 +107,7 @@ def test_an_operators_relaunch_begins_the_budgets_anew() -> None:
         ({"action": "relaunch", "gpus": 2}, "relaunch", "2 GPUs"),
     ],
 )
-def test_an_operators_word_comes_before_every_rule(
+def test_an_operator_request_takes_precedence_over_every_rule(
     asked: dict[str, Any], action: str, words: str
 ) -> None:
     spec = spec_of()
@@ -119,7 +119,7 @@ def test_an_operators_word_comes_before_every_rule(
         assert decision.gpus == asked.get("gpus", 4)
 
 
-def test_a_run_cancelled_behind_our_back_is_not_relaunched() -> None:
+def test_a_run_cancelled_outside_holdfast_is_not_relaunched() -> None:
     spec = spec_of()
     decision = decide(history_of(spec, attempt_of(spec, 1, Cause.OPERATOR)), None, now=NOW)
     assert decision.action == "stop"
@@ -152,7 +152,7 @@ REFUSED = {"count": 1, "host": "login", "tried_at": NOW, "refused": "no", "refus
         ({"refusals": 3}, 0.0, None),
     ],
 )
-def test_a_refused_job_is_submitted_again_after_a_while(
+def test_a_refused_submission_is_retried_after_a_wait(
     facts: dict[str, Any], after_s: float, wait_s: float | None
 ) -> None:
     tried = SubmissionTry.model_validate({**REFUSED, **facts})
@@ -160,7 +160,7 @@ def test_a_refused_job_is_submitted_again_after_a_while(
 
 
 @pytest.mark.parametrize("cause", [Cause.TIME_LIMIT, Cause.NODE_FAILURE])
-def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> None:
+def test_the_breaker_stops_a_run_whose_attempts_commit_no_new_step(cause: Cause) -> None:
     spec = spec_of()
     began = attempt_of(spec, 1, cause, committed=50)
     stuck = [attempt_of(spec, n, cause, committed=c) for n, c in ((2, 50), (3, None), (4, 40))]
@@ -171,7 +171,7 @@ def test_the_breaker_stops_attempts_that_commit_nothing_new(cause: Cause) -> Non
     assert "3 attempts in a row committed no new step" in three.reason
 
 
-def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> None:
+def test_rolled_back_steps_do_not_count_for_or_against_progress() -> None:
     spec = spec_of()
     steps = ((1, 50), (2, 150), (3, 60), (4, 70), (5, 80))
     attempts = [attempt_of(spec, n, Cause.TIME_LIMIT, committed=step) for n, step in steps]
@@ -189,13 +189,13 @@ def test_steps_that_a_rollback_took_back_are_no_progress_and_hold_up_none() -> N
     assert decide(taken_back, None, now=NOW).action == "relaunch"
 
 
-def test_attempts_max_is_kept() -> None:
+def test_attempts_max_limits_the_attempts() -> None:
     spec = spec_of(supervision={"attempts_max": 3})
     history = history_of(spec, *growing(spec, Cause.PREEMPTION, 3))
     assert "attempts_max" in decide(history, None, now=NOW).reason
 
 
-def test_backoff_doubles_is_bounded_and_always_the_same() -> None:
+def test_backoff_doubles_up_to_a_maximum_and_is_deterministic() -> None:
     spec = spec_of(supervision={"budgets": {"infrastructure": 50}, "backoff_s": 10})
     delays = [
         decide(history_of(spec, *growing(spec, Cause.INFRASTRUCTURE, n)), None, now=NOW).delay_s
@@ -246,7 +246,7 @@ def test_sizes_over_several_nodes_fill_whole_nodes() -> None:
     assert "outside elastic 2 to 16" in (problem_with(spec, 32) or "")
 
 
-def test_failed_nodes_are_shut_out_for_a_while() -> None:
+def test_failed_nodes_are_excluded_for_a_while() -> None:
     spec = spec_of(resources={"executor": "slurm", "nodes": 2, "gpus_per_node": 4})
     lost = attempt_of(spec, 1, Cause.NODE_FAILURE, committed=1, hosts=("n1", "n2"), lost=("n2",))
     assert decide(history_of(spec, lost), None, now=NOW).exclude == ("n2",)
@@ -267,7 +267,7 @@ def test_failed_nodes_are_shut_out_for_a_while() -> None:
         ([Cause.INFRASTRUCTURE], "NVRM: Xid (PCI:0000:1b:00): 79, GPU has fallen", True),
     ],
 )
-def test_a_host_where_ranks_fail_first_again_is_shut_out_for_a_while(
+def test_a_host_where_ranks_fail_first_repeatedly_is_excluded_for_a_while(
     causes: list[Cause], evidence: str, shut_out: bool
 ) -> None:
     spec = spec_of()
@@ -279,7 +279,7 @@ def test_a_host_where_ranks_fail_first_again_is_shut_out_for_a_while(
     assert excluded_hosts(attempts, NOW + EXCLUDE_S) == ()
 
 
-def test_suspicions_of_several_hosts_shut_none_of_them_out() -> None:
+def test_suspicions_of_several_hosts_exclude_none_of_them() -> None:
     spec = spec_of()
     attempts = [
         attempt_of(spec, number, Cause.HANG, failed_host=f"n{number}") for number in (1, 2, 3)
@@ -328,7 +328,7 @@ FAULTY = RankFailure(
         ([ERROR], {"rolled_back": True}, "stop"),
     ],
 )
-def test_restarts_in_place(
+def test_the_decision_to_restart_in_place(
     failures: list[RankFailure], fields: dict[str, Any], action: str
 ) -> None:
     given: dict[str, Any] = {"restarts": 0, "restarts_max": 3, **fields}

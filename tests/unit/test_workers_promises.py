@@ -1,4 +1,4 @@
-"""What an exit status of 0 is worth: the program's own records are compared with what it said."""
+"""Exit status 0: the steps that a program completed are compared with those that it declared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNTOLD = (EventKind.NOTE, {"text": "left after step 40", "has_left": True, "is_w
         ([RESUMED, PROMISED], AttemptState.FAILED, "after step 40, without session.close()"),
     ],
 )
-def test_an_exit_status_of_0_is_compared_with_what_was_promised(
+def test_exit_status_0_is_compared_with_the_declared_steps(
     lines: list[Line], state: AttemptState, words: str
 ) -> None:
     before = [_event(0, 1, kind, data) for kind, data in (RESUMED, PROMISED, LEFT)]

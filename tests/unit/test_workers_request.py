@@ -1,4 +1,4 @@
-"""Requests: pure, printable, and with every option that keeps a job ours."""
+"""Requests: deterministic, printable, and with every option that a Holdfast job needs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def slurm(**resources: Any) -> dict[str, Any]:
     return {"resources": given}
 
 
-def test_the_job_bears_the_attempts_name() -> None:
+def test_the_job_name_contains_run_uid_and_attempt() -> None:
     assert request_of(attempt=12).job_name == "holdfast-r-uuuuuuuu-a0012"
 
 
-def test_requests_are_equal_for_equal_questions_and_survive_json() -> None:
+def test_requests_are_deterministic_and_round_trip_through_json() -> None:
     one = request_of(**slurm())
     assert one == request_of(**slurm())
     assert Request.model_validate_json(one.model_dump_json()) == one
 
 
-def test_a_slurm_job_is_never_requeued_and_outlives_a_node() -> None:
+def test_a_slurm_job_is_never_requeued_and_survives_a_node_failure() -> None:
     parameters = request_of(**slurm(time_limit_min=30)).scheduler
     options = parameters["additional_parameters"]
     assert options["no-requeue"] is True
@@ -50,14 +50,14 @@ def test_a_slurm_job_is_never_requeued_and_outlives_a_node() -> None:
 
 
 @pytest.mark.parametrize(("limit_min", "warning"), [(3, "USR2@0"), (4, "USR2@60")])
-def test_a_job_too_short_for_a_warning_that_comes_early_gets_none(
+def test_a_job_too_short_for_an_early_warning_signal_gets_none(
     limit_min: int, warning: str
 ) -> None:
     parameters = request_of(**slurm(time_limit_min=limit_min)).scheduler
     assert parameters["additional_parameters"]["signal"] == warning
 
 
-def test_without_a_limit_the_partition_decides() -> None:
+def test_without_a_time_limit_the_partitions_default_applies() -> None:
     assert request_of(**slurm()).scheduler["time"] is None
 
 
@@ -65,18 +65,20 @@ def test_without_a_limit_the_partition_decides() -> None:
     ("gres", "present", "absent"),
     [(None, "gpus_per_node", "gres"), ("gpu:h100:4", "gres", "gpus_per_node")],
 )
-def test_gpus_or_gres(gres: str | None, present: str, absent: str) -> None:
+def test_a_request_uses_either_gpus_per_node_or_gres(
+    gres: str | None, present: str, absent: str
+) -> None:
     parameters = request_of(**slurm(gres=gres)).scheduler
     assert present in parameters
     assert absent not in parameters
 
 
-def test_cpu_nodes_ask_for_no_gpus() -> None:
+def test_gres_none_requests_no_gpus() -> None:
     parameters = request_of(**slurm(gres="none")).scheduler
     assert not {"gres", "gpus_per_node"} & set(parameters)
 
 
-def test_everything_a_person_may_ask_of_slurm_arrives() -> None:
+def test_all_slurm_options_of_the_spec_are_in_the_request() -> None:
     fields = slurm(
         partition="spot",
         account="lab",
@@ -102,12 +104,12 @@ def test_everything_a_person_may_ask_of_slurm_arrives() -> None:
     assert got["additional_parameters"]["exclusive"] is True
 
 
-def test_a_local_job_has_practically_no_timeout() -> None:
+def test_a_local_job_has_the_longest_timeout() -> None:
     assert request_of().scheduler["timeout_min"] == LOCAL_TIMEOUT_MIN
 
 
 @pytest.mark.parametrize(("gpus", "nodes", "per_node"), [(8, 2, 4), (4, 1, 4), (2, 1, 2)])
-def test_fewer_gpus_are_cut_into_nodes(gpus: int, nodes: int, per_node: int) -> None:
+def test_fewer_gpus_are_split_into_nodes(gpus: int, nodes: int, per_node: int) -> None:
     request = request_of(gpus=gpus, **slurm())
     assert (request.nodes, request.gpus_per_node) == (nodes, per_node)
 
@@ -118,12 +120,12 @@ def test_the_command_is_the_same_at_every_size() -> None:
     assert sizes[0].command_digest == command_digest(("t.py",), ".")
 
 
-def test_a_snapshot_runs_from_the_runs_folder() -> None:
+def test_a_code_snapshot_runs_from_the_run_folder() -> None:
     request = request_of(launch={"code": "snapshot", "working_directory": "/somewhere"})
     assert request.working_directory == "/srv/r/code"
 
 
-def test_ranks_are_told_how_long_a_flush_may_take() -> None:
+def test_the_flush_timeout_is_in_the_environment_of_the_ranks() -> None:
     request = request_of(supervision={"flush_timeout_s": 90})
     run = SimpleNamespace(directory="/r")
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)

@@ -1,4 +1,4 @@
-"""Retention: every verdict has its reason, and deletion loses no race to a reader or a pin."""
+"""Retention: every verdict has a reason, and no race with a reader or pin deletes too much."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def said(step: int, reason: str = "") -> dict[str, str]:
             {"read": said(30, "node7-1-1")},
             [*["-not among the last 1"] * 2, "being read by node7-1-1", "the newest, last 1"],
         ),
-        # What was rolled back or is damaged counts for no rule; a damaged one stays.
+        # Rolled-back and damaged checkpoints count for no rule; a damaged one is kept.
         (
             Keep(last=1),
             {"excluded": [name_of(40)]},
@@ -89,9 +89,9 @@ def said(step: int, reason: str = "") -> dict[str, str]:
                 "damaged, kept for inspection: a: 0 bytes",
             ],
         ),
-        # A time to live leaves the newest, however old it is.
+        # A time to live keeps the newest checkpoint at any age.
         (Keep(ttl="1s"), {}, [*["-older than 1s"] * 3, "the newest"]),
-        # With a second copy asked for, what has no later one there stays.
+        # With a mirror, a checkpoint is kept until a newer one has a second copy.
         (
             Keep(last=1),
             {"mirrored": [name_of(10), name_of(20)]},
@@ -113,15 +113,17 @@ def said(step: int, reason: str = "") -> dict[str, str]:
         ),
     ],
 )
-def test_verdicts(folder: RunFolder, keep: Keep, facts: dict[str, Any], reasons: list[str]) -> None:
-    """A reason with a minus is one to delete."""
+def test_each_checkpoint_is_kept_or_deleted_with_its_reason(
+    folder: RunFolder, keep: Keep, facts: dict[str, Any], reasons: list[str]
+) -> None:
+    """A reason with a minus marks a checkpoint to delete."""
     manifests = committed_checkpoints(folder.paths)
     plan = retention.plan_prune(manifests, keep=keep, facts=Facts(**facts), now=T0 + 1000)
     assert [f"{'' if one.is_kept else '-'}{one.reason}" for one in plan] == reasons
     assert [(one.step, one.bytes) for one in plan] == [(m.step, m.bytes) for m in manifests]
 
 
-def test_pruning_tells_the_journal_and_leaves_a_tombstone(folder: RunFolder) -> None:
+def test_a_prune_is_journaled_and_leaves_tombstones(folder: RunFolder) -> None:
     paths = folder.paths
     operator.pin(paths, name_of(10), by="ann", note="paper")
     content = (paths.checkpoint(name_of(20)) / MANIFEST).read_bytes()
@@ -134,7 +136,7 @@ def test_pruning_tells_the_journal_and_leaves_a_tombstone(folder: RunFolder) -> 
     assert deletion.apply(paths, by="ann") == []
 
 
-def test_what_may_not_be_deleted_is_refused_with_the_reason(folder: RunFolder) -> None:
+def test_deletion_of_a_protected_checkpoint_is_refused_with_the_reason(folder: RunFolder) -> None:
     paths = folder.paths
     name = name_of(10)
     delete: Callable[..., int] = deletion.delete_checkpoint
@@ -170,7 +172,7 @@ def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
     exported = {"checkpoint": name_of(40), "format": "torch", "path": str(tmp_path / "out.pt")}
     folder.tell("cli", EventKind.EXPORTED, **exported)
     uses = retention.checkpoints_in_use(load_history(paths))
-    # The second launch went on from another one than the first.
+    # The second launch resumed from another checkpoint than the first.
     assert uses == {
         name_of(20): "the checkpoint that attempt 2 resumed from",
         name_of(30): "the parent of run b",
@@ -181,7 +183,7 @@ def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
     assert set(uses) == {name_of(30), name_of(40)}
 
 
-def test_damaged_checkpoints_stay_and_are_named(folder: RunFolder) -> None:
+def test_damaged_checkpoints_are_kept_and_named(folder: RunFolder) -> None:
     paths = folder.paths
     torn = next(p for p in paths.checkpoint(name_of(40)).iterdir() if p.suffix == ".distcp")
     torn.write_bytes(b"")
@@ -191,19 +193,19 @@ def test_damaged_checkpoints_stay_and_are_named(folder: RunFolder) -> None:
         "damaged, kept for inspection: __0_0.distcp: 0 bytes"
     )
     assert plan[name_of(20)].reason.startswith("damaged, kept for inspection: manifest.json")
-    # The torn one is not the newest, nor does it count among the last two.
+    # The torn checkpoint is not the newest and does not count among the last two.
     assert deletion.apply(paths, by="ann") == []
     assert plan[name_of(30)].reason == "the newest, last 2"
     assert len(paths.list_checkpoints()) == 4
 
 
-def test_a_deletion_that_was_cut_short_is_finished(
+def test_an_interrupted_deletion_is_finished_later(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = folder.paths
-    # Killed after the manifest became the tombstone: the deleter might still have put it back.
+    # Killed after the manifest became the tombstone: the deletion could still have been undone.
     os.rename(paths.checkpoint(name_of(10)) / MANIFEST, paths.tombstone(name_of(10)))
-    # Killed while it removed the files.
+    # Killed while it deleted the files.
     os.rename(paths.checkpoint(name_of(20)) / MANIFEST, paths.tombstone(name_of(20)))
     os.rename(paths.checkpoint(name_of(20)), paths.removing(name_of(20)))
     deletion.finish_deletions(paths)
@@ -217,7 +219,7 @@ def test_a_deletion_that_was_cut_short_is_finished(
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == [name_of(30), name_of(40)]
 
 
-def test_saves_of_ended_attempts_that_were_never_committed_give_way(
+def test_uncommitted_saves_of_ended_attempts_are_deleted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = folder.paths
@@ -228,16 +230,16 @@ def test_saves_of_ended_attempts_that_were_never_committed_give_way(
         torn.mkdir()
         (torn / "__0_0.distcp").write_bytes(b"x" * 5000)
     folder.tell_ended(1, AttemptState.FAILED, Cause.HANG, 50, T0)
-    assert deletion.remove_torn(paths) == 0, "somebody may be at work in it"
+    assert deletion.remove_torn(paths) == 0, "another process may still delete or write there"
     monkeypatch.setattr(deletion, "UNDECIDED_S", -1.0)
     assert deletion.remove_torn(paths) >= 5000
     assert not paths.checkpoint(name_of(50)).exists()
-    assert paths.checkpoint("step-00000060.a0002.l01").exists(), "that attempt still lives"
+    assert paths.checkpoint("step-00000060.a0002.l01").exists(), "attempt 2 is still live"
     assert len(names(paths)) == 4
 
 
-def test_a_full_disk_takes_no_line_and_is_freed_all_the_same(tmp_path: Path) -> None:
-    """On a real full file system: the line that had no room is written once there is some."""
+def test_a_full_disk_can_be_pruned_and_the_deletion_journaled(tmp_path: Path) -> None:
+    """On a really full file system: the journal line is written once there is space."""
     with small_storage(tmp_path, "256k") as root:
         run = RunFolder(root, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
         for made in (run.paths.journal, run.paths.tombstones):
@@ -259,7 +261,7 @@ def _delete_all(root: str, writer: str, ready: Barrier) -> None:
     deletion.apply(RunPaths(Path(root)), by=writer, writer=writer)
 
 
-def test_two_deleters_at_once_delete_each_checkpoint_once(tmp_path: Path) -> None:
+def test_two_concurrent_prunes_delete_each_checkpoint_once(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
     for step in range(1, 41):
         run.commit(step, 1)
@@ -285,8 +287,8 @@ def test_two_deleters_at_once_delete_each_checkpoint_once(tmp_path: Path) -> Non
 
 
 @contextlib.contextmanager
-def deleter_between_its_looks(run: RunFolder, name: str) -> Iterator[None]:
-    """Another process that deletes `name`, held after its first look for readers and pins.
+def paused_deletion(run: RunFolder, name: str) -> Iterator[None]:
+    """Another process that deletes `name`, paused after its first check for readers and pins.
 
     It waits for its journal, which is locked here until the block ends; then it goes on.
     """
@@ -294,7 +296,7 @@ def deleter_between_its_looks(run: RunFolder, name: str) -> Iterator[None]:
     context = multiprocessing.get_context("fork")
     ready = context.Barrier(2)
     deleter = context.Process(target=_delete_one, args=(str(run.paths.directory), name, ready))
-    # Started before the journal is opened, so that it holds no handle of this process's.
+    # Started before the journal is opened, so that it inherits no handle of it.
     deleter.start()
     with open(journal, "a") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -309,9 +311,9 @@ def deleter_between_its_looks(run: RunFolder, name: str) -> Iterator[None]:
 
 
 def _writes_to(process: int | None, path: Path) -> bool:
-    """Whether a process has a file open for writing."""
+    """True when a process has the file open for writing."""
     for link in Path(f"/proc/{process}/fd").iterdir():
-        # A handle may be closed while its link is looked at.
+        # A handle may be closed while its link is read.
         with contextlib.suppress(FileNotFoundError):
             if link.lstat().st_mode & stat.S_IWUSR and os.path.samefile(link, path):
                 return True
@@ -324,10 +326,10 @@ def _delete_one(directory: str, name: str, ready: Barrier) -> None:
     deletion.delete_checkpoint(paths, name, reason="a race", by="test", writer="deleter")
 
 
-def test_a_reader_that_comes_between_the_looks_keeps_the_checkpoint(folder: RunFolder) -> None:
+def test_a_reader_that_starts_during_a_deletion_keeps_the_checkpoint(folder: RunFolder) -> None:
     directory = folder.paths.checkpoint(name_of(10))
     with contextlib.ExitStack() as held:
-        with deleter_between_its_looks(folder, name_of(10)):
+        with paused_deletion(folder, name_of(10)):
             held.enter_context(reading(directory))
             manifest = read_manifest(directory)
             assert manifest is not None
@@ -337,19 +339,19 @@ def test_a_reader_that_comes_between_the_looks_keeps_the_checkpoint(folder: RunF
     notes = [e.data["text"] for e in load_history(folder.paths).events if e.kind == "note"]
     assert len(notes) == 1
     assert notes[0].startswith(f"{name_of(10)} was not deleted: it is being read by ")
-    with deleter_between_its_looks(folder, name_of(10)):
+    with paused_deletion(folder, name_of(10)):
         assert directory.is_dir()
     assert not directory.exists()
 
 
-def test_a_pin_that_comes_between_the_looks_keeps_the_checkpoint(folder: RunFolder) -> None:
-    with deleter_between_its_looks(folder, name_of(10)):
+def test_a_pin_during_a_deletion_keeps_the_checkpoint(folder: RunFolder) -> None:
+    with paused_deletion(folder, name_of(10)):
         operator.pin(folder.paths, name_of(10), by="ann")
     assert names(folder.paths) == [name_of(step) for step in STEPS]
 
 
-def _read_again_and_again(directory: str, ready: Barrier, answers: Any) -> None:
-    """A reader: whatever it found committed under its lease must stay whole until it lets go."""
+def _read_repeatedly(directory: str, ready: Barrier, answers: Any) -> None:
+    """A reader: a checkpoint found committed under its lease must stay whole until the release."""
     path = Path(directory)
     ready.wait(60)
     whole = 0
@@ -369,7 +371,7 @@ def _read_again_and_again(directory: str, ready: Barrier, answers: Any) -> None:
         time.sleep(0.005)
 
 
-def test_a_reader_and_a_deleter_never_both_win(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_deleted_while_it_is_read(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, "kept", "k" * 32, {"checkpoint": {"keep": {"last": 1}}})
     for step in range(1, 9):
         run.commit(step, 1)
@@ -378,9 +380,7 @@ def test_a_reader_and_a_deleter_never_both_win(tmp_path: Path) -> None:
     for step in range(1, 8):
         ready = context.Barrier(2)
         directory = run.paths.checkpoint(name_of(step))
-        reader = context.Process(
-            target=_read_again_and_again, args=(str(directory), ready, answers)
-        )
+        reader = context.Process(target=_read_repeatedly, args=(str(directory), ready, answers))
         reader.start()
         ready.wait(60)
         give_up = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Runs, attempts, operators' requests and retention on real folders; nothing is started."""
+"""Runs, attempts, operator requests and preflight on real folders; no process is started."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from holdfast.workers.request import build_request
 
 
 def end_run(paths: RunPaths, cause: Cause | None, *, decision: bool = True) -> None:
-    """Give the run an attempt that ended, and the decision to leave it at that."""
+    """Give the run an attempt that ended, and the decision to stop."""
     attempt = attempts.reserve(paths, len(paths.list_attempts()) + 1)
     assert attempt is not None
     state = AttemptState.COMPLETED if cause is None else AttemptState.FAILED
@@ -68,7 +68,7 @@ def test_the_same_spec_attaches_to_its_live_run(tmp_path: Path) -> None:
     assert (record.created_by, record.spec_digest) == ("ann", spec.digest)
 
 
-def test_a_key_that_an_upgrade_adds_changes_no_runs_identity(
+def test_a_key_added_by_an_upgrade_does_not_change_a_runs_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = spec_of(config={"a": 1})
@@ -81,7 +81,7 @@ def test_a_key_that_an_upgrade_adds_changes_no_runs_identity(
     after = upgraded.model_validate(before.given)
     assert after.digest != before.digest
     assert runs.attach_or_create(after, tmp_path, created_by="ann") == (paths, False)
-    # What the flow is given when it takes the run up again.
+    # The recorded spec that the flow gets when it takes up the run again.
     recorded = upgraded.model_validate(runs.read_record(paths).spec)
     assert carry.take_up(recorded, tmp_path, paths.name) == paths
     other = upgraded.model_validate({**before.given, "priority": 6})
@@ -91,7 +91,7 @@ def test_a_key_that_an_upgrade_adds_changes_no_runs_identity(
         carry.take_up(other, tmp_path, paths.name)
 
 
-def test_a_default_that_an_upgrade_changes_changes_no_runs_identity(
+def test_a_default_changed_by_an_upgrade_does_not_change_a_runs_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
@@ -115,7 +115,7 @@ def test_a_completed_run_of_the_same_spec_is_returned(tmp_path: Path) -> None:
     assert runs.attach_or_create(spec_of(), tmp_path, created_by="ann") == (paths, False)
 
 
-def test_a_failed_run_of_the_same_spec_wants_relaunch(tmp_path: Path) -> None:
+def test_a_failed_run_of_the_same_spec_needs_a_relaunch(tmp_path: Path) -> None:
     paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
     end_run(paths, Cause.USER_ERROR)
     with pytest.raises(RunConflictError, match="holdfast relaunch r"):
@@ -137,7 +137,7 @@ def test_another_spec_after_the_end_is_a_new_generation(tmp_path: Path) -> None:
     assert runs.find_run(tmp_path, "r").name == "r"
 
 
-def test_one_of_many_creators_wins_and_the_others_say_so(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_creations_succeeds(tmp_path: Path) -> None:
     spec, results = spec_of(), []
     barrier = threading.Barrier(6)
 
@@ -157,14 +157,14 @@ def test_one_of_many_creators_wins_and_the_others_say_so(tmp_path: Path) -> None
     assert sorted(results) == ["created"] + ["refused"] * 5
 
 
-def test_a_folder_that_a_crash_left_empty_is_taken_over(tmp_path: Path) -> None:
+def test_an_empty_folder_left_by_a_crash_is_reused(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     paths, created = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
     assert created
     assert read_document(RunRecord, paths.spec) is not None
 
 
-def test_an_unknown_run_is_answered_with_near_names(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_run_suggests_similar_names(tmp_path: Path) -> None:
     runs.attach_or_create(RunSpec(name="gpt-small", command=("t",)), tmp_path, created_by="ann")
     with pytest.raises(NotFoundError, match="did you mean gpt-small"):
         runs.find_run(tmp_path, "gpt-smal")
@@ -172,7 +172,7 @@ def test_an_unknown_run_is_answered_with_near_names(tmp_path: Path) -> None:
         runs.find_run(tmp_path, "../etc")
 
 
-def test_a_snapshot_holds_what_git_tracks(tmp_path: Path) -> None:
+def test_a_code_snapshot_contains_the_files_that_git_tracks(tmp_path: Path) -> None:
     code = tmp_path / "code"
     (code / "sub").mkdir(parents=True)
     for name in ("train.py", "sub/model.py", "secret.txt"):
@@ -191,7 +191,7 @@ def test_a_snapshot_holds_what_git_tracks(tmp_path: Path) -> None:
 
 
 class Scheduler(Executor):
-    """A scheduler at the outermost edge: it remembers names, and may be silent."""
+    """A fake scheduler: it remembers job names, and may be unavailable."""
 
     kind = "fake"
 
@@ -250,7 +250,7 @@ def test_an_attempt_is_reserved_by_one_process_alone(tmp_path: Path) -> None:
     assert attempts.reserve(paths, 1) is None
 
 
-def test_a_lost_answer_is_looked_up_and_nothing_is_submitted_twice(
+def test_a_lost_scheduler_answer_does_not_submit_the_job_twice(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
@@ -286,7 +286,7 @@ def test_a_reservation_without_a_job_is_submitted_later(
     assert kinds == [EventKind.ATTEMPT_SUBMITTED]
 
 
-def test_a_reservation_without_a_request_is_given_up_by_the_flow(tmp_path: Path) -> None:
+def test_a_reservation_without_a_request_is_abandoned(tmp_path: Path) -> None:
     paths, _ = runs.attach_or_create(spec_of(), tmp_path, created_by="ann")
     attempt = attempts.reserve(paths, 1)
     assert attempt is not None
@@ -297,7 +297,7 @@ def test_a_reservation_without_a_request_is_given_up_by_the_flow(tmp_path: Path)
     assert load_history(paths).attempts[0].state is AttemptState.LOST
 
 
-def test_a_silent_scheduler_changes_nothing(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_an_unavailable_scheduler_changes_no_state(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of()
     paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
     submit(paths, spec)
@@ -307,7 +307,7 @@ def test_a_silent_scheduler_changes_nothing(tmp_path: Path, scheduler: Scheduler
     assert reconcile(paths).attempts[0].state is AttemptState.PENDING
 
 
-def test_one_ending_is_written_however_many_look(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_concurrent_reconciles_write_one_ending(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of()
     paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
@@ -328,7 +328,7 @@ def test_one_ending_is_written_however_many_look(tmp_path: Path, scheduler: Sche
     assert load_history(paths).state == "completed"
 
 
-def test_an_older_attempts_outcome_ends_no_other_and_is_set_aside(
+def test_an_outcome_of_an_older_attempt_is_quarantined(
     tmp_path: Path, scheduler: Scheduler
 ) -> None:
     spec = spec_of()
@@ -358,7 +358,7 @@ def test_an_older_attempts_outcome_ends_no_other_and_is_set_aside(
     assert reconcile(paths).attempts[0].state is AttemptState.COMPLETED
 
 
-def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: Scheduler) -> None:
+def test_a_queued_job_is_cancelled_at_the_scheduler(tmp_path: Path, scheduler: Scheduler) -> None:
     spec = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
     paths, _ = runs.attach_or_create(spec, tmp_path, created_by="ann")
     attempt = submit(paths, spec)
@@ -384,7 +384,7 @@ def test_a_queued_job_is_taken_back_by_the_scheduler(tmp_path: Path, scheduler: 
         (Cause.USER_ERROR, "jump", None, "expected one of"),
     ],
 )
-def test_requests_that_make_no_sense(
+def test_invalid_operator_requests_are_refused(
     tmp_path: Path, ending: Cause | None, action: Any, gpus: int | None, words: str
 ) -> None:
     spec = spec_of(elastic={"choices": [2, 4]})
@@ -410,7 +410,7 @@ def test_a_failed_run_may_be_relaunched_at_another_size(tmp_path: Path) -> None:
 # --- preflight --------------------------------------------------------------------------------
 
 
-def test_preflight_tells_every_problem_at_once(tmp_path: Path) -> None:
+def test_preflight_reports_every_problem_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     spec = spec_of(launch={"working_directory": str(tmp_path), "python": "/no/such/python"})
     with pytest.raises(PreflightError) as caught:
@@ -438,7 +438,7 @@ def test_preflight_passes_a_run_that_can_start(tmp_path: Path) -> None:
     assert list((tmp_path / "root").iterdir()) == []
 
 
-def test_an_unknown_executor_is_answered_with_the_list() -> None:
+def test_the_error_for_an_unknown_executor_lists_the_known_ones() -> None:
     with pytest.raises(SpecError, match="expected one of local, slurm"):
         executor_for("kubernetes")
 
@@ -447,7 +447,7 @@ def test_an_unknown_executor_is_answered_with_the_list() -> None:
     ("module", "name", "words"),
     [(os, "link", "has no hard links"), (fcntl, "flock", "has no file locks")],
 )
-def test_preflight_refuses_a_root_that_cannot_keep_two_apart(
+def test_preflight_refuses_a_root_without_hard_links_or_file_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, words: str
 ) -> None:
     (tmp_path / "t.py").write_text("")
@@ -471,7 +471,7 @@ def test_preflight_refuses_a_root_that_cannot_keep_two_apart(
         ("ext4", "rw", ""),
     ],
 )
-def test_preflight_refuses_locks_that_hold_on_one_host_only(
+def test_preflight_refuses_file_locks_that_work_on_one_host_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, local: str
 ) -> None:
     monkeypatch.setattr(preflight, "filesystem_of", lambda _: FileSystem(kind, options))
