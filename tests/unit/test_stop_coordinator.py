@@ -22,7 +22,7 @@ WAIT_S = 30.0
 
 
 def context_of(folder: Path, node: int, status_table: RankStatusTable) -> RankContext:
-    """As much of a context as a stop coordinator wants."""
+    """The part of a rank context that a stop coordinator uses."""
     context = SimpleNamespace(
         identity=SimpleNamespace(node=node, nodes=2),
         attempt=SimpleNamespace(channel=folder / "channel.json"),

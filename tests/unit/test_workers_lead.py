@@ -208,7 +208,7 @@ class MemberAgent:
 def running_lead(
     folder: Path, silent_after: Sequence[float], grace_s: float
 ) -> Iterator[tuple[Lead, list[MemberAgent], Callable[[], None], Callable[[], list[Event]]]]:
-    """A lead in a thread and its members; then how to signal it, and what it journaled."""
+    """Yield a lead in a thread, its members, a function to signal it, and its journal."""
     run = RunFolder(folder, "quick", "1" * 32)
     attempt = run.submit(1, 1, 0.0)
     given = load_context(attempt.request)

@@ -1,4 +1,4 @@
-"""When ranks are suspected to hang and when they are ended, as tables; and who is to blame."""
+"""When silent ranks are suspected and ended, and which rank is blamed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any
         ("train", times(3.0), 8.0, 36.0),
         ("train", times(400.0, count=1), 2400.0, 4800.0),
         ("train", times(20.0), 42.0, 240.0),
-        # Evaluations that no phase was declared for: rare, and longer than any step.
+        # Evaluations without a declared phase: rare, and longer than any step.
         ("train", times(0.1, recurring_s=5.0), 2.2, 60.0),
         ("train", times(0.1, recurring_s=90.0), 2.2, 300.0),
         ("train", times(0.1, count=4), 300.0, 600.0),
@@ -61,14 +61,14 @@ def look(rank: int = 0, silent_s: float = 0.0, phase: str = "train", **more: Any
         ("compile", times(90.0, count=1), 182.0, 1080.0),
     ],
 )
-def test_limits_follow_the_runs_own_history_above_a_floor(
+def test_silence_limits_follow_the_runs_history_above_a_minimum(
     phase: str, known: PhaseTimes | None, suspect_s: float, end_s: float
 ) -> None:
     assert SILENCE_LIMITS.suspect_s(phase, known) == pytest.approx(suspect_s)
     assert SILENCE_LIMITS.end_s(phase, known) == pytest.approx(end_s)
 
 
-def test_a_spec_says_otherwise_and_history_still_counts() -> None:
+def test_a_limit_of_the_spec_replaces_the_default_but_not_the_history() -> None:
     limits = SilenceLimits({"train": 4.0})
     assert limits.end_s("train", None) == 4.0
     assert limits.end_s("train", times(0.1)) == 4.0
@@ -77,7 +77,7 @@ def test_a_spec_says_otherwise_and_history_still_counts() -> None:
 
 @pytest.mark.parametrize("phase", sorted(LIMITS))
 @pytest.mark.parametrize("usual_s", [0.5, 10.0, 400.0])
-def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usual_s: float) -> None:
+def test_a_phase_of_ten_times_its_usual_length_is_never_ended(phase: str, usual_s: float) -> None:
     assert SILENCE_LIMITS.end_s(phase, times(usual_s, count=1)) > 10 * usual_s
 
 
@@ -90,18 +90,18 @@ def test_a_tenfold_phase_is_never_ended_whatever_its_stacks_say(phase: str, usua
         ([look(0, 35.0), look(1, 35.0, "eval", times=times(6.0))], 85.0),
         ([look(0, 40.0), look(1, 12.0, is_alive=False, is_unreaped=True)], 0.0),
         ([look(0, 9.0), look(1, 9.0, is_alive=False, is_unreaped=True)], 21.0),
-        # One that left without an error is not dead: what its peers still do takes its time.
+        # A rank that exited without an error is not dead: its peers may need more time.
         ([look(0, 12.0), look(1, 12.0, is_alive=False)], 18.0),
         ([look(0, 40.0), look(1, 40.0, "done", is_alive=False, times=None)], 3560.0),
     ],
 )
-def test_all_ranks_must_be_silent_for_long_or_one_be_dead(
+def test_ranks_are_ended_when_all_are_silent_for_long_or_one_is_dead(
     statuses: list[RankStatus], left_s: float
 ) -> None:
     assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 1e6) == pytest.approx(left_s)
 
 
-def test_nothing_may_have_stirred_for_half_of_the_silence() -> None:
+def test_a_sign_of_life_extends_the_wait() -> None:
     statuses = [look(0, 50.0), look(1, 50.0)]
     assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 5.0) == 10.0
     assert silence.left_to_wait_s(statuses, SILENCE_LIMITS, 15.0) == 0.0
@@ -114,7 +114,7 @@ def sample(at: float, *statuses: RankStatus, digest: str = "a", **stack: Any) ->
     return Sample(at=at, statuses=statuses, stacks=stacks)
 
 
-def test_who_computes_by_itself_gets_more_time_but_not_in_training() -> None:
+def test_a_busy_rank_gets_more_time_except_in_training() -> None:
     before = [look(0, 10.0, "eval", cpu_s=5.0), look(1, 10.0, cpu_s=5.0)]
     after = [dataclasses.replace(one, cpu_s=14.0) for one in before]
     busy = silence.busy_ranks(sample(0.0, *before), sample(10.0, *after))
@@ -136,9 +136,9 @@ LONG_S = silence.FAINT_SIGNS_S
         (sample(0, look()), sample(10, look(phase="eval")), True),
         (sample(0, look()), sample(10, look(pid=5)), True),
         (sample(0, look()), sample(10, look(io_bytes=2 << 20)), True),
-        # Its own computing is none: loops and waits for a GPU compute as well.
+        # CPU use of the rank is no sign: endless loops and waits for a GPU use the CPU too.
         (sample(0, look()), sample(10, look(cpu_s=9.0)), False),
-        # A compiler below it, or a disk that does not answer: signs for a while.
+        # A compiler in a child process, or a disk that does not answer: signs for a while.
         (sample(0, look()), sample(10, look(), helpers_cpu_s=6.0), True),
         (sample(0, look()), sample(10, look(), helpers_cpu_s=1.0), False),
         (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_cpu_s=6.0), False),
@@ -146,7 +146,7 @@ LONG_S = silence.FAINT_SIGNS_S
         (sample(0, look()), sample(10, look(silent_s=LONG_S), helpers_io_bytes=1 << 20), False),
         (sample(0, look()), sample(10, look(), on_storage=True), True),
         (sample(0, look()), sample(10, look(silent_s=LONG_S), on_storage=True), False),
-        # What nobody can look at is not proven to hang; what is gone is.
+        # A rank whose stack cannot be read is not proven to hang; a rank that is gone is.
         (sample(0, look(), digest=""), sample(10, look(), digest=""), True),
         (sample(0, look(), digest=""), sample(10, look(silent_s=LONG_S), digest=""), False),
         (sample(0, look(), digest=""), sample(10, look(is_alive=False), digest=""), False),
@@ -156,19 +156,19 @@ def test_what_counts_as_a_sign_of_life(before: Sample, after: Sample, has_sign: 
     assert silence.signs_of_life(before, after) == ([0] if has_sign else [])
 
 
-def test_a_program_that_never_spoke_is_nobodys_to_judge() -> None:
+def test_a_program_without_a_session_is_never_suspected() -> None:
     mute = [look(rank, 9999.0, "start", pid=0, times=None) for rank in range(2)]
     assert silence.suspects(mute, SILENCE_LIMITS) == []
     half = [look(0, 9999.0, "rendezvous", times=None), mute[1]]
     assert {one.rank for one in silence.suspects(half, SILENCE_LIMITS)} == {0, 1}
 
 
-def test_a_look_survives_the_channel() -> None:
+def test_a_rank_status_round_trips_through_json() -> None:
     one = look(3, 1.5, cpu_s=2.0)
     assert RankStatus.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-def test_calibration_knows_earlier_attempts_until_it_knows_better() -> None:
+def test_calibration_uses_earlier_attempts_until_it_has_enough_steps() -> None:
     earlier = {"train": times(2.0), "eval": times(30.0)}
     calibration = Calibration(scaled(earlier, 2.0))
     assert calibration.times("train") == PhaseTimes(count=100, p50_s=2.0, p99_s=4.0)
@@ -185,7 +185,7 @@ def test_calibration_knows_earlier_attempts_until_it_knows_better() -> None:
     assert set(calibration.summary()) == {"train", "eval"}
 
 
-def test_what_befell_all_ranks_once_is_not_what_recurs() -> None:
+def test_a_pause_of_all_ranks_that_happened_once_is_not_recurring() -> None:
     calibration = Calibration(ranks=2)
     calibration.add("train", [0.1] * 6)
     calibration.add("train", [40.0, 41.0])
@@ -194,7 +194,7 @@ def test_what_befell_all_ranks_once_is_not_what_recurs() -> None:
     assert calibration.summary()["train"].recurring_s == 40.5
 
 
-def test_a_slow_rank_is_named_once_and_only_after_a_while() -> None:
+def test_a_slow_rank_is_reported_once_and_only_after_a_while() -> None:
     quick = [look(rank, step_s=1.0, own_s=0.4) for rank in range(3)]
     statuses = [*quick, look(3, step_s=1.0, own_s=0.9)]
     assert [slow.rank for slow in find_slow(statuses)] == [3]
@@ -219,7 +219,7 @@ def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(statuses: list[RankS
 
 
 def slow_ranks(statuses: Sequence[RankStatus]) -> list[Slow]:
-    """The definition, word by word, in time that grows with the square of the ranks."""
+    """The definition itself, in quadratic time."""
     timed = [one for one in statuses if one.phase == "train" and one.step_s > 0]
     found = []
     for one in timed if len(timed) > 1 else ():
@@ -230,7 +230,7 @@ def slow_ranks(statuses: Sequence[RankStatus]) -> list[Slow]:
     return found
 
 
-# Few values, so that ranks are often alike.
+# Few values, so that ranks often have equal times.
 SECONDS = st.sampled_from([0.0, 0.1, 0.1, 0.15, 0.3, 1.0]) | st.floats(0.0, 10.0)
 
 
@@ -240,7 +240,7 @@ SECONDS = st.sampled_from([0.0, 0.1, 0.1, 0.15, 0.3, 1.0]) | st.floats(0.0, 10.0
         max_size=12,
     )
 )
-def test_slow_ranks_are_those_beside_the_median_of_all_others(
+def test_find_slow_agrees_with_its_definition(
     given_looks: list[tuple[str, float, float]],
 ) -> None:
     statuses = [
@@ -250,14 +250,14 @@ def test_slow_ranks_are_those_beside_the_median_of_all_others(
     assert find_slow(statuses) == slow_ranks(statuses)
 
 
-def test_many_ranks_are_judged_in_little_time() -> None:
+def test_slow_ranks_among_thousands_are_found_quickly() -> None:
     def seconds(ranks: int) -> float:
         statuses = [look(n, step_s=1.0, own_s=0.4 + n % 97 / 1000) for n in range(ranks)]
         began = time.process_time()
         assert find_slow([*statuses, look(ranks, step_s=1.0, own_s=0.95)])[0].rank == ranks
         return time.process_time() - began
 
-    # 1,024 nodes of 8 ranks; the square of their number took 9 s.
+    # 1,024 nodes of 8 ranks; a quadratic search took 9 s.
     assert seconds(8192) < 1.0
 
 
@@ -298,7 +298,7 @@ COLLECTIVE = "all_reduce (torch/distributed.py:1)"
         ([RankStack(rank=0, problem="refused")], {0: 5}, "stack capture failed on every rank"),
     ],
 )
-def test_the_missing_rank_is_named(
+def test_the_missing_and_waiting_ranks_are_named(
     stacks: list[RankStack], steps: dict[int, int], words: str
 ) -> None:
     assert find_blame(stacks, steps) == words
@@ -319,7 +319,7 @@ def spied(i: int, helper_line: int = 1, *, active: bool = False) -> bytes:
     return json.dumps(threads).encode()
 
 
-def test_a_loops_variable_is_a_sign_of_life_and_never_written_down() -> None:
+def test_local_variables_change_the_digest_and_are_never_written() -> None:
     first, text = read_py_spy(0, 77, spied(424242))
     assert first.waits
     assert first.place == "train (p/t.py:3)"
@@ -332,12 +332,12 @@ def test_a_loops_variable_is_a_sign_of_life_and_never_written_down() -> None:
 
 
 @pytest.mark.parametrize("words", [b"", b"[]", b"{}", b"Error: no such process"])
-def test_what_is_not_py_spys_is_refused(words: bytes) -> None:
+def test_output_that_is_not_from_py_spy_is_refused(words: bytes) -> None:
     with pytest.raises((ValueError, LookupError)):
         read_py_spy(0, 77, words)
 
 
-def test_faulthandlers_words_are_read() -> None:
+def test_faulthandler_output_is_parsed() -> None:
     words = (
         'Thread 0x00007f (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\n'
         'Current thread 0x00007e (most recent call first):\n  File "/p/t.py", line 9 in stuck\n'

@@ -1,4 +1,4 @@
-"""Slurm's words, times and lists as captured from real clusters."""
+"""Slurm's states, times and lists as captured from real clusters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.workers.executors.slurm_capacity import (
 from holdfast.workers.request import build_request
 from holdfast.workers.slurm_states import SLURM_STATES, bare_state, translate
 
-# `squeue --helpstate` of 24.11 and, for the words it leaves out, slurm.h's base states and flags.
+# `squeue --helpstate` of 24.11, and the base states and flags of slurm.h that it leaves out.
 HELPSTATE = """
 BF   BOOT_FAIL          CA   CANCELLED         CD   COMPLETED         CF   CONFIGURING
 CG   COMPLETING         DL   DEADLINE          F    FAILED            LF   LAUNCH_FAILED
@@ -42,11 +42,11 @@ WORDS = HELPSTATE.split()[1::2]
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_no_word_of_slurm_is_missing(word: str) -> None:
+def test_every_slurm_state_is_mapped(word: str) -> None:
     assert translate(word) in set(AttemptState)
 
 
-def test_the_mapping_has_no_word_that_slurm_has_not() -> None:
+def test_the_mapping_has_only_slurm_states() -> None:
     assert set(SLURM_STATES) == set(WORDS)
 
 
@@ -60,11 +60,11 @@ def test_the_mapping_has_no_word_that_slurm_has_not() -> None:
         ("", None),
     ],
 )
-def test_what_slurm_adds_to_its_words(word: str, state: AttemptState | None) -> None:
+def test_suffixes_of_slurm_states_are_ignored(word: str, state: AttemptState | None) -> None:
     assert translate(word) is state
 
 
-def test_terminal_words_are_terminal_and_no_others() -> None:
+def test_which_slurm_states_are_terminal() -> None:
     ended = {word for word in WORDS if (translate(word) or AttemptState.CREATED).is_terminal}
     assert ended == {
         "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
@@ -82,7 +82,7 @@ SHOW_JOB = (
 )
 
 
-def test_fields_of_a_job() -> None:
+def test_job_fields_are_parsed() -> None:
     fields = slurm_client.parse_fields(SHOW_JOB)
     assert fields["JobState"] == "RUNNING"
     assert fields["NodeList"] == "n[1-2]"
@@ -102,7 +102,7 @@ def test_fields_of_a_job() -> None:
         ("", ()),
     ],
 )
-def test_host_lists(text: str, hosts: tuple[str, ...]) -> None:
+def test_host_lists_are_expanded(text: str, hosts: tuple[str, ...]) -> None:
     assert slurm_client.expand_hosts(text) == hosts
 
 
@@ -110,7 +110,7 @@ def test_host_lists(text: str, hosts: tuple[str, ...]) -> None:
     ("text", "minutes"),
     [("30:00", 30), ("1-00:00:00", 1440), ("02:30:00", 150), ("90", 90), ("UNLIMITED", None)],
 )
-def test_durations(text: str, minutes: float | None) -> None:
+def test_time_limits_are_parsed_to_minutes(text: str, minutes: float | None) -> None:
     assert slurm_client.parse_minutes(text) == minutes
 
 
@@ -129,7 +129,7 @@ def test_durations(text: str, minutes: float | None) -> None:
         ("", 0, 0),
     ],
 )
-def test_gpus_of_a_gres_string(text: str, gpus: int, of_kind: int) -> None:
+def test_the_gpus_of_a_gres_string_are_counted(text: str, gpus: int, of_kind: int) -> None:
     assert slurm_client.gpus_of(text) == gpus
     assert slurm_client.gpus_of(text, "h100") == of_kind
 
@@ -156,7 +156,9 @@ def test_gpus_of_a_gres_string(text: str, gpus: int, of_kind: int) -> None:
         ({"ActiveFeatures": "h100,ib"}, {"constraint": "h100&ib"}, 3),
     ],
 )  # fmt: skip
-def test_free_gpus_of_a_node(fields: dict[str, str], resources: dict[str, Any], free: int) -> None:
+def test_the_free_gpus_of_a_node(
+    fields: dict[str, str], resources: dict[str, Any], free: int
+) -> None:
     node = {
         "State": "MIXED",
         "Partitions": "spot,all",
@@ -190,7 +192,7 @@ def test_gpus_that_the_attempt_holds_count_as_free() -> None:
         ("(a100", True),
     ],
 )
-def test_constraints_of_a_node(constraint: str, is_satisfied: bool) -> None:
+def test_whether_a_node_satisfies_a_constraint(constraint: str, is_satisfied: bool) -> None:
     assert satisfies(constraint, {"a100", "ib"}) is is_satisfied
 
 
@@ -206,7 +208,9 @@ def test_constraints_of_a_node(constraint: str, is_satisfied: bool) -> None:
         ({"GrpTRES": "gres/gpu=2"}, 0, 0),
     ],
 )
-def test_gpus_that_a_qos_still_allows(limits: dict[str, str], held: int, gpus: int | None) -> None:
+def test_the_gpus_that_a_qos_still_allows(
+    limits: dict[str, str], held: int, gpus: int | None
+) -> None:
     in_use = [("me", "cpu=3,gres/gpu=3"), ("you", "cpu=2,node=1,gres/gpu=2"), ("you", "cpu=2")]
     assert gpus_under_qos(limits, in_use, "me", held) == gpus
 
@@ -216,17 +220,17 @@ def request_of(**fields: Any) -> Request:
     return build_request(record_of(spec), spec, attempt=1, gpus=spec.gpus, reason="test")
 
 
-def fake(directory: Path, name: str, script: str) -> str:
-    """A command of Slurm's that says what the test wants."""
+def fake_command(directory: Path, name: str, script: str) -> str:
+    """Write a fake Slurm command that runs `script`."""
     path = directory / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_a_late_command_is_unknown_and_not_absent(tmp_path: Path) -> None:
+def test_a_command_that_times_out_raises_unavailable(tmp_path: Path) -> None:
     with pytest.raises(SchedulerUnavailableError, match="did not answer within 1 s"):
-        slurm_client.call([fake(tmp_path, "squeue", "sleep 30")], timeout_s=1)
+        slurm_client.call([fake_command(tmp_path, "squeue", "sleep 30")], timeout_s=1)
 
 
 @pytest.mark.parametrize(
@@ -237,19 +241,23 @@ def test_a_late_command_is_unknown_and_not_absent(tmp_path: Path) -> None:
         ("slurm_load_jobs error: Invalid job id specified", SchedulerError),
     ],
 )
-def test_refusals_and_silences(tmp_path: Path, words: str, kind: type[SchedulerError]) -> None:
+def test_errors_of_slurm_are_told_apart_from_no_answer(
+    tmp_path: Path, words: str, kind: type[SchedulerError]
+) -> None:
     with pytest.raises(SchedulerError) as caught:
-        slurm_client.call([fake(tmp_path, "x", f"echo '{words}' >&2; exit 1")])
+        slurm_client.call([fake_command(tmp_path, "x", f"echo '{words}' >&2; exit 1")])
     assert type(caught.value) is kind
 
 
-def test_a_persons_own_settings_of_slurms_commands_change_no_answer(
+def test_slurm_settings_in_the_environment_do_not_reach_the_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_TIME_FORMAT", "SQUEUE_FORMAT", "SACCT_FORMAT", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "relative")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    seen = slurm_client.call([fake(tmp_path, "squeue", "env | grep -E '^(SLURM|SQUEUE|SACCT)_'")])
+    seen = slurm_client.call(
+        [fake_command(tmp_path, "squeue", "env | grep -E '^(SLURM|SQUEUE|SACCT)_'")]
+    )
     assert seen == "SLURM_CONF=/etc/slurm/other.conf\n"
 
 
@@ -257,8 +265,8 @@ def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = f'env > {tmp_path}/seen; cp "$1" {tmp_path}/script'
-    fake(tmp_path, "sbatch", f"{keep}; echo Submitted batch job 7")
-    fake(tmp_path, "srun", "exit 0")
+    fake_command(tmp_path, "sbatch", f"{keep}; echo Submitted batch job 7")
+    fake_command(tmp_path, "srun", "exit 0")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("SLURM_MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_ACCOUNT", "SBATCH_QOS"):
         monkeypatch.setenv(name, "theirs")
@@ -270,7 +278,7 @@ def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
     assert not any(name in seen for name in ("MEM_PER_NODE", "SBATCH_JOB_NAME", "SBATCH_QOS"))
     script = (tmp_path / "script").read_text()
     assert f"#SBATCH --job-name={request.job_name}\n" in script
-    # submitit has a wckey of its own, which sites that check them refuse.
+    # submitit sets its own wckey, which sites that check wckeys refuse.
     assert "wckey" not in script
 
 
@@ -278,12 +286,12 @@ def test_an_allocation_around_the_supervisor_does_not_reach_its_jobs(
     ("state", "held"),
     [("COMPLETING", {"n1": 2, "n2": 2}), ("COMPLETED", {}), ("RUNNING", {})],
 )
-def test_gpus_of_an_ended_attempt_count_while_its_nodes_are_cleaned_up(
+def test_gpus_of_an_ended_attempt_count_while_its_job_is_completing(
     state: str, held: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = request_of(resources={"executor": "slurm", "nodes": 2, "gpus_per_node": 2})
     line = f"JobId=7 JobName={request.job_name} JobState={state} NodeList=n[1-2]"
-    fake(tmp_path, "scontrol", f"echo '{line}'")
+    fake_command(tmp_path, "scontrol", f"echo '{line}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     submission = Submission(job_id="7", executor="slurm", submitted_at=1.0)
     assert SlurmExecutor().held_after_end(request, submission) == held
@@ -300,7 +308,7 @@ def test_gpus_of_an_ended_attempt_count_while_its_nodes_are_cleaned_up(
         "Connection reset by peer",
     ],
 )
-def test_an_answer_that_was_lost_is_no_refusal(words: str) -> None:
+def test_a_lost_answer_is_not_a_refusal(words: str) -> None:
     assert not slurm_client.is_refusal(f"sbatch: error: Batch job submission failed: {words}")
 
 
@@ -317,13 +325,13 @@ def test_an_answer_that_was_lost_is_no_refusal(words: str) -> None:
         ("User's group not permitted to use this partition", False),
     ],
 )
-def test_refusals_that_may_pass(words: str, may_pass: bool) -> None:
+def test_refusals_that_are_temporary_are_recognized(words: str, may_pass: bool) -> None:
     said = f"sbatch: error: Batch job submission failed: {words}"
     assert slurm_client.is_refusal(said)
     assert slurm_client.may_pass(said) is may_pass
 
 
-def test_a_missing_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_slurm_command_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: Any, **__: Any) -> None:
         raise FileNotFoundError
 
@@ -344,16 +352,16 @@ def test_a_missing_command_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], {"gpus_per_node": 2}, 0),
     ],
 )
-def test_ranks_that_fit_into_what_is_free(
+def test_the_number_of_ranks_that_fit_into_the_free_gpus(
     free: list[int], resources: dict[str, Any], ranks: int | None
 ) -> None:
     assert ranks_that_fit(free, Resources(executor="slurm", **resources)) == ranks
 
 
-def test_hidden_partitions_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_partitions_are_queried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = 'case "$*" in *--all*) echo "PartitionName=hidden NodeName=n1";; esac'
-    fake(tmp_path, "scontrol", hidden)
+    fake_command(tmp_path, "scontrol", hidden)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert [p["PartitionName"] for p in slurm_client.partitions()] == ["hidden"]
-    fake(tmp_path, "scontrol", hidden.replace("PartitionName=hidden ", ""))
+    fake_command(tmp_path, "scontrol", hidden.replace("PartitionName=hidden ", ""))
     assert [n["NodeName"] for n in slurm_client.show_nodes()] == ["n1"]

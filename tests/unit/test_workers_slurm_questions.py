@@ -1,4 +1,4 @@
-"""Slurm is asked before a run is queued or grown; the answers are in the form of Slurm 22.05."""
+"""Queries to Slurm before a run is queued or grown, with answers in the form of Slurm 22.05."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NODES: Final = "\n".join(
 
 
 def answers_of(enforce: str, federation: str) -> dict[str, str]:
-    """Each question's command line and its answer."""
+    """Each query's command line and its answer."""
     limits = "sacctmgr -n -P show qos name={} format=GrpTRES,MaxTRES,MaxTRESPU"
     jobs = "squeue -h -t R,CG,CF,S -q {} -O UserName:128,tres-alloc:1024"
     held = "\n".join(f"{user:<128}{tres:<1024}" for user, tres in JOBS)
@@ -80,7 +80,7 @@ def answers_of(enforce: str, federation: str) -> dict[str, str]:
 def set_up_slurm(
     place: Path, monkeypatch: pytest.MonkeyPatch, *, enforce: str = "none", federation: str = ""
 ) -> None:
-    """Put Slurm's commands before all others; they refuse what they have no answer to."""
+    """Put fake Slurm commands first in PATH; they fail for queries without an answer."""
     place.mkdir()
     cases = ""
     for number, (question, answer) in enumerate(answers_of(enforce, federation).items()):
@@ -97,7 +97,7 @@ def set_up_slurm(
 @pytest.mark.parametrize(
     ("resources", "enforce", "held", "gpus"),
     [
-        # n1 and n4 are wholly free, n2 lacks a GPU, and n3 is kept for a reservation.
+        # n1 and n4 are free, one GPU of n2 is in use, and n3 is reserved.
         ({}, "none", {}, 8),
         ({}, "none", {"n2": 1}, 12),
         ({"extra": {"reservation": "ours"}}, "none", {}, 4),
@@ -110,7 +110,7 @@ def set_up_slurm(
         ({"qos": "low"}, "associations", {}, 8),
     ],
 )
-def test_capacity_is_what_nodes_reservation_and_qos_leave(
+def test_capacity_respects_nodes_reservation_and_qos(
     resources: dict[str, Any],
     enforce: str,
     held: dict[str, int],

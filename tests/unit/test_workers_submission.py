@@ -1,4 +1,4 @@
-"""Submissions whose answer was lost, refusals, and absences that are not to be believed yet."""
+"""Submissions with lost answers, refusals, and jobs and outcomes that appear late."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPEC = spec_of(resources={"executor": "slurm", "gpus_per_node": 4})
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -55,7 +55,7 @@ class Clock:
 
 
 class Slurm(Executor):
-    """A scheduler at the outermost edge, which can lose an answer and show a job late."""
+    """A fake scheduler that can lose an answer and show a job late."""
 
     kind = "slurm"
     absence_s = ABSENCE_S
@@ -130,7 +130,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 class Flow:
-    """What the supervising process does with a run's attempts."""
+    """What the supervisor does with the attempts of a run."""
 
     def __init__(self, paths: RunPaths, clock: Clock) -> None:
         self.paths = paths
@@ -167,7 +167,7 @@ def flow(run: RunPaths, clock: Clock) -> Flow:
 
 
 def claim_as(attempt: AttemptPaths, job: str) -> bool:
-    """What node 0's agent of the job does first."""
+    """Claim the attempt as node 0's agent of the job."""
     os.environ["SLURM_JOB_ID"] = job
     with JournalWriter(attempt.node_journal(0)) as journal:
         return claim(load_context(attempt.request), journal)
@@ -178,7 +178,7 @@ def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "0")
 
 
-# --- answers that were lost -------------------------------------------------------------------
+# --- lost answers -------------------------------------------------------------------
 
 
 def test_a_job_that_appears_late_is_found_and_not_submitted_again(
@@ -197,7 +197,9 @@ def test_a_job_that_appears_late_is_found_and_not_submitted_again(
     assert (flow.job, len(slurm.states)) == ("100", 1)
 
 
-def test_a_flow_that_was_started_anew_waits_as_long(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+def test_a_restarted_flow_waits_the_whole_time_again(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
     slurm.loses_answer, slurm.late_s = True, 10**9
     with pytest.raises(SchedulerUnavailableError):
         flow.submit()
@@ -214,7 +216,7 @@ def test_a_flow_that_was_started_anew_waits_as_long(flow: Flow, slurm: Slurm, cl
 
 
 @pytest.mark.parametrize("claimant", ["", "100", "101"])
-def test_of_two_jobs_one_runs_and_the_other_is_cancelled(
+def test_of_two_jobs_of_an_attempt_one_is_cancelled(
     flow: Flow, slurm: Slurm, clock: Clock, claimant: str
 ) -> None:
     slurm.loses_answer, slurm.late_s = True, ABSENCE_S + 100.0
@@ -240,7 +242,7 @@ def test_of_two_jobs_one_runs_and_the_other_is_cancelled(
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 
-def test_the_end_of_a_second_job_does_not_end_the_attempt(
+def test_the_end_of_a_job_that_did_not_claim_does_not_end_the_attempt(
     flow: Flow, slurm: Slurm, clock: Clock
 ) -> None:
     flow.submit()
@@ -264,7 +266,7 @@ def test_an_attempt_that_ended_unclaimed_is_never_claimed(
     assert load_history(flow.paths).attempts[0].job_id == "100"
 
 
-def test_a_job_that_claims_in_the_last_moment_keeps_the_attempt(
+def test_a_job_that_claims_at_the_last_moment_keeps_the_attempt(
     flow: Flow, slurm: Slurm, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flow.submit()
@@ -281,7 +283,7 @@ def test_a_job_that_claims_in_the_last_moment_keeps_the_attempt(
     assert not flow.reconcile().attempts[0].state.is_terminal
 
 
-def test_a_reservation_that_another_process_gave_up_is_not_run(flow: Flow, run: RunPaths) -> None:
+def test_an_abandoned_reservation_cannot_be_claimed(flow: Flow, run: RunPaths) -> None:
     attempt = attempts.reserve(run, 1)
     assert attempt is not None
     with JournalWriter(run.journal_of("flow")) as journal:
@@ -296,9 +298,7 @@ def test_a_reservation_that_another_process_gave_up_is_not_run(flow: Flow, run: 
 # --- jobs that the scheduler does not know ----------------------------------------------------
 
 
-def test_a_job_is_lost_only_when_it_was_missed_for_long(
-    flow: Flow, slurm: Slurm, clock: Clock
-) -> None:
+def test_a_job_is_lost_only_after_a_long_absence(flow: Flow, slurm: Slurm, clock: Clock) -> None:
     flow.submit()
     clock.now += 10 * ABSENCE_S
     slurm.is_empty = True
@@ -332,8 +332,8 @@ def test_a_job_whose_agents_write_heartbeats_is_not_lost(
 
 
 class CachedAbsence:
-    """A client's cache at the edge to the kernel: `name` does not exist, for so many seconds, or
-    until its directory is opened where the client then asks the server again."""
+    """A file system client's cache: `name` does not exist for `seconds`, or
+    until its directory is opened if the client then asks the server (`asks`)."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, clock: Clock, name: str, seconds: float, *, asks: bool
@@ -377,7 +377,7 @@ def completed(attempt: AttemptPaths, clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("seconds", "asks"), [(CACHE_S, False), (10**9, True)], ids=["no close-to-open", "nfs"]
 )
-def test_an_outcome_that_the_file_system_hides_is_waited_for(
+def test_an_outcome_that_the_file_system_shows_late_is_waited_for(
     flow: Flow, slurm: Slurm, clock: Clock, seconds: float, asks: bool
 ) -> None:
     flow.submit()
@@ -396,7 +396,7 @@ def test_an_outcome_that_the_file_system_hides_is_waited_for(
 
 
 class CachedUntilChanged(CachedAbsence):
-    """The same for a mount with `nocto`: only a new name in the directory makes the client ask."""
+    """The same for a mount with `nocto`: only a new name in the directory refreshes the cache."""
 
     def __init__(self, patch: pytest.MonkeyPatch, clock: Clock, path: Path) -> None:
         self._directory = os.path.dirname(path)
@@ -415,13 +415,13 @@ class CachedUntilChanged(CachedAbsence):
 
 
 @pytest.mark.usefixtures("on_nfs")
-def test_an_outcome_that_appears_while_it_is_missed_is_found_by_the_last_look(
+def test_an_outcome_that_appears_late_is_found_by_the_last_check(
     flow: Flow, slurm: Slurm, clock: Clock
 ) -> None:
     flow.submit()
     assert claim_as(flow.attempt, "100")
     slurm.states["100"] = AttemptState.NODE_FAILED
-    # Another supervisor has looked before, and left its note and its lock.
+    # Another supervisor checked before, and left its note and its lock.
     assert not flow.reconcile().attempts[0].state.is_terminal
     assert flow.attempt.missing.exists()
     flow.attempt.ending_lock.touch()
@@ -435,7 +435,7 @@ def test_an_outcome_that_appears_while_it_is_missed_is_found_by_the_last_look(
 
 
 @pytest.mark.usefixtures("on_nfs")
-def test_an_outcome_that_is_there_counts_at_once(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+def test_a_visible_outcome_counts_at_once(flow: Flow, slurm: Slurm, clock: Clock) -> None:
     flow.submit()
     assert claim_as(flow.attempt, "100")
     completed(flow.attempt, clock)
@@ -445,7 +445,9 @@ def test_an_outcome_that_is_there_counts_at_once(flow: Flow, slurm: Slurm, clock
 # --- refusals ---------------------------------------------------------------------------------
 
 
-def test_a_refused_run_waits_and_shows_the_reason(flow: Flow, slurm: Slurm, clock: Clock) -> None:
+def test_a_run_with_a_refused_submission_waits_and_shows_the_reason(
+    flow: Flow, slurm: Slurm, clock: Clock
+) -> None:
     slurm.refuses = "Slurm refused holdfast-r: QOSMaxSubmitJobPerUserLimit"
     with pytest.raises(SubmissionRefusedError):
         flow.submit()
@@ -465,7 +467,7 @@ def test_a_refused_run_waits_and_shows_the_reason(flow: Flow, slurm: Slurm, cloc
     assert len(slurm.states) == 1
 
 
-def test_an_ending_that_the_operator_asks_for_closes_the_attempt(
+def test_an_attempt_that_the_operator_ends_before_submission_is_closed(
     flow: Flow, slurm: Slurm, run: RunPaths
 ) -> None:
     flow.submit()
