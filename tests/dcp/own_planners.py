@@ -1,4 +1,4 @@
-"""Custom planners plan Holdfast's own saves, and stock DCP reads what they made."""
+"""Custom save planners in Holdfast's engine; stock DCP reads the resulting checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from holdfast.trainer.planning.metadata import open_checkpoint
 
 
 def save_planner_examples(testbed: Testbed) -> None:
-    """The four examples of `SavePlanner`, planned again at every save of the engine."""
+    """The four examples of `SavePlanner`, which plan every save anew."""
     directory = save(testbed, "rename", RenameOnSave(), flat_state(0), flat_state(1))
     expect(testbed, directory, {f"foo_{key}": value for key, value in flat_state(1).items()})
     directory = save(testbed, "fp16", Fp16(), testbed.state()["model"])
@@ -40,7 +40,7 @@ def save_planner_examples(testbed: Testbed) -> None:
 
 
 def save_planner_options(testbed: Testbed) -> None:
-    """`DefaultSavePlanner` is the cached path; a planner derived from it is asked at every save."""
+    """`DefaultSavePlanner` uses cached plans; a derived planner is called at every save."""
     directory = save(testbed, "default", DefaultSavePlanner(), testbed.state())
     expect(testbed, directory, testbed.state())
     doubled = Doubled()
@@ -53,7 +53,7 @@ def save_planner_options(testbed: Testbed) -> None:
 
 
 def save_planner_refused(testbed: Testbed) -> None:
-    """What only a pickle could hold is refused on all ranks; nothing is written."""
+    """Objects that only a pickle could hold are refused on all ranks; nothing is written."""
     state = {"t": torch.ones(3), "when": datetime.date(2020, 1, 1)}
     with pytest.raises(SaveError, match="when"):
         save(testbed, "refused", RenameOnSave(), state)
@@ -61,7 +61,7 @@ def save_planner_refused(testbed: Testbed) -> None:
 
 
 def save(testbed: Testbed, name: str, planner: SavePlanner, *states: dict[str, Any]) -> Path:
-    """Save each state by an engine with `planner`; the directory of the last."""
+    """Save each state by an engine with `planner`; returns the last checkpoint's directory."""
     run = RunPaths(testbed.place(name))
     identity = make_identity(testbed.rank, testbed.world_size)
     engine = CheckpointEngine(

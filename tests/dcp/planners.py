@@ -1,4 +1,4 @@
-"""The planners that DCP's reference gives as examples, with the parts that do not run corrected."""
+"""The example planners of DCP's reference documentation, with their mistakes corrected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Fp16(DefaultSavePlanner):
 
 
 class DdpLoadBalancing(DefaultSavePlanner):
-    """Spreads rank 0's items over all ranks; every rank must have them."""
+    """Distributes rank 0's items over all ranks; every rank must have them."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         iters = [iter(all_plans[0].items)] * len(all_plans)
@@ -60,7 +60,7 @@ class DdpLoadBalancing(DefaultSavePlanner):
 
 
 class SaveExtraData(DefaultSavePlanner):
-    """Keeps something of each rank in the metadata, in place of the paths of nested keys."""
+    """Stores data of each rank in the metadata, in place of the paths of nested keys."""
 
     def create_local_plan(self) -> SavePlan:
         return replace(super().create_local_plan(), planner_data="per-rank-data")
@@ -86,7 +86,7 @@ class Doubled(DefaultSavePlanner):
 
 
 class RenameOnLoad(DefaultLoadPlanner):
-    """Reads the keys that have the prefix `foo_` into those that have not."""
+    """Loads keys with the prefix `foo_` into the keys without it."""
 
     def set_up_planner(
         self,
@@ -110,7 +110,7 @@ class RenameOnLoad(DefaultLoadPlanner):
 
 
 class MetaModelMaterialize(DefaultLoadPlanner):
-    """Gives tensors on the meta device memory when their bytes come."""
+    """Allocates memory for meta-device tensors when their data are read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = super().resolve_tensor(read_item)
@@ -122,7 +122,7 @@ class MetaModelMaterialize(DefaultLoadPlanner):
 
 
 class Halved(DefaultLoadPlanner):
-    """Overrides both extension points of the default planner: loads into doubles and halves."""
+    """Overrides both extension points of the default planner: loads doubled values, halves them."""
 
     looked_up: list[str]
 

@@ -1,8 +1,8 @@
-"""Two ranks that try stock DCP and Holdfast on each other's checkpoints, check after check.
+"""Two ranks that check stock DCP and Holdfast on each other's checkpoints.
 
     python -m tests.dcp.program GROUP RANK WORLD_SIZE FOLDER FLUSHER
 
-Each check that ends well is noted in `FOLDER/passed-RANK`; the first that does not ends the rank.
+Each check that passes is recorded in `FOLDER/passed-RANK`; the first that fails ends the rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUPS: Mapping[str, tuple[Check, ...]] = {
 
 
 def names(*groups: str) -> list[str]:
-    """The checks of some groups, as `group-check`."""
+    """The names of all checks of the given groups, as `group-check`."""
     return [f"{group}-{check.__name__}" for group in groups for check in GROUPS[group]]
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=store, rank=rank, world_size=world_size, timeout=timeout
     )
-    testbed = make_stand(rank, world_size, folder, flusher)
+    testbed = make_testbed(rank, world_size, folder, flusher)
     with open(folder / f"passed-{rank}", "w", buffering=1) as passed:
         for group in groups:
             for check in GROUPS[group]:
@@ -65,8 +65,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def make_stand(rank: int, world_size: int, folder: Path, flusher: str) -> Testbed:
-    """With a committed checkpoint that the checks share."""
+def make_testbed(rank: int, world_size: int, folder: Path, flusher: str) -> Testbed:
+    """A testbed with a committed checkpoint that all checks share."""
     group = dist.new_group(backend="gloo")
     run = RunPaths(folder / "r")
     identity = make_identity(rank, world_size)

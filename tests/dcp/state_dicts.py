@@ -1,4 +1,4 @@
-"""States by stock's helpers with each option, and FSDP1's: one side saves, the other reads."""
+"""State dicts from PyTorch's helpers with each option, and FSDP1's: one side saves, one loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def helpers(testbed: Testbed) -> None:
-    """All six helpers: what they give is read from ours, and what they set is what was saved."""
+    """All six helpers: their state is loaded from our checkpoint and set to the saved values."""
     expected = testbed.state()
     model, optimizer = make_state(testbed.world_size, steps=1, seed=5)
     own, moments = get_state_dict(model, optimizer, options=FLAT)
@@ -53,7 +53,7 @@ def helpers(testbed: Testbed) -> None:
 
 
 def whole_states(testbed: Testbed) -> None:
-    """`full_state_dict` and `cpu_offload`: on every rank, and on the first alone."""
+    """`full_state_dict` and `cpu_offload`: on every rank, and on the first rank only."""
     expected = whole({"model": testbed.state()["model"]})
     model, _ = make_state(testbed.world_size, steps=1, seed=5)
     for offload in (False, True):
@@ -75,7 +75,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def broadcast_from_rank_0(testbed: Testbed) -> None:
-    """`broadcast_from_rank0` and `strict`: rank 0 alone reads the whole of ours."""
+    """`broadcast_from_rank0` and `strict`: only rank 0 reads our checkpoint."""
     model, _ = make_state(testbed.world_size, steps=1, seed=5)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = {"model": get_model_state_dict(model, options=options)}
@@ -113,7 +113,7 @@ def frozen_and_submodules(testbed: Testbed) -> None:
 
 
 def unflattened_optimizer(testbed: Testbed) -> None:
-    """Without `flatten_optimizer_state_dict`: the state by names, the groups as a list."""
+    """Without `flatten_optimizer_state_dict`: state by parameter name, groups as a list."""
     model, optimizer = make_state(testbed.world_size, steps=2, seed=0)
     saved: dict[str, Any] = {"model": get_model_state_dict(model)}
     saved["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -131,7 +131,7 @@ def unflattened_optimizer(testbed: Testbed) -> None:
 
 
 def fsdp1(testbed: Testbed) -> None:
-    """FSDP1's sharded state, saved by stock: into FSDP1 again, and into fully_shard."""
+    """FSDP1's sharded state, saved by stock DCP: loaded into FSDP1 and into `fully_shard`."""
     model, optimizer = make_fsdp1(steps=2, seed=0)
     saved = fsdp1_state(model, optimizer)
     assert any(isinstance(value, ShardedTensor) for value in saved["model"].values())

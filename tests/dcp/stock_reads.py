@@ -1,4 +1,4 @@
-"""Stock DCP, by each of its names, reads what Holdfast wrote."""
+"""Every load function of stock DCP reads Holdfast's checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holdfast.contracts.errors import CheckpointError
 
 
 def load(testbed: Testbed) -> None:
-    """`load`: every kind of entry, in place; and with a process group of the caller's."""
+    """`load`: every kind of entry, in place; also with the caller's process group."""
     for group in (None, testbed.group):
         state = testbed.blank()
         state_dict_loader.load(state, checkpoint_id=testbed.ours, process_group=group)
@@ -55,7 +55,7 @@ def file_system_reader(testbed: Testbed) -> None:
 
 
 class OwnReader(StorageReader):
-    """A reader of one's own by the abstract interface alone; notes what is asked of it."""
+    """A custom reader that implements only the abstract interface and records its calls."""
 
     def __init__(self, directory: Path) -> None:
         self.inner, self.calls = FileSystemReader(directory), list[str]()
@@ -115,7 +115,7 @@ class AppState:
 
 
 def stateful(testbed: Testbed) -> None:
-    """Stock calls `Stateful` objects; so do planners through ours. Without, they are refused."""
+    """Stock DCP calls `Stateful` objects, and so do planners in Holdfast; else they are refused."""
     app = AppState(plain_state(5)["odd"])
     state_dict_loader.load({"odd": app}, checkpoint_id=testbed.ours)
     assert app.is_loaded
@@ -127,7 +127,7 @@ def stateful(testbed: Testbed) -> None:
 
 
 def planner_options(testbed: Testbed) -> None:
-    """Every option of `DefaultLoadPlanner`, by stock and through ours."""
+    """Every option of `DefaultLoadPlanner`, in stock DCP and in Holdfast."""
     state = plain_state(5) | {"absent": torch.ones(3)}
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: absent"):
         state_dict_loader.load(state, checkpoint_id=testbed.ours, planner=DefaultLoadPlanner())
@@ -174,7 +174,7 @@ def _load(testbed: Testbed, state: dict[str, Any], planner: LoadPlanner, through
 
 
 def torch_save_reader(testbed: Testbed) -> None:
-    """Converted to one file, it is broadcast to ranks by the reader and planner made for that."""
+    """A checkpoint converted to one file is read and broadcast by DCP's reader and planner."""
     path = testbed.place("converted.pt")
     testbed.by_rank_0(lambda: dcp_to_torch_save(testbed.ours, path))
     model = whole({"model": testbed.state()["model"]})
@@ -188,7 +188,7 @@ def torch_save_reader(testbed: Testbed) -> None:
 
 
 def dynamic_meta_planner(testbed: Testbed) -> None:
-    """Without metadata only chunks as they were saved are found; others are never read wrongly."""
+    """Without metadata only chunks with the saved layout load; others fail and are never wrong."""
     state: dict[str, Any] = {"model": testbed.blank()["model"]}
     testbed.load(testbed.ours, state, planner=DynamicMetaLoadPlanner())
     assert_same(state, {"model": testbed.state()["model"]})

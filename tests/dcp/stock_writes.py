@@ -1,4 +1,4 @@
-"""Holdfast reads what stock DCP wrote, by each of its names."""
+"""Holdfast reads checkpoints from every save function of stock DCP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.trainer import load_checkpoint
 
 
 def save(testbed: Testbed) -> None:
-    """`save`: every kind of entry, with a process group of the caller's too."""
+    """`save`: every kind of entry; also with the caller's process group."""
     for number, group in enumerate((None, testbed.group)):
         directory = testbed.place(f"save-{number}")
         state_dict_saver.save(testbed.state(), checkpoint_id=directory, process_group=group)
@@ -36,7 +36,7 @@ def save(testbed: Testbed) -> None:
 
 
 def expect_all(testbed: Testbed, directory: Path) -> None:
-    """Holdfast reads the whole state back, and says that nothing was left."""
+    """Holdfast loads the whole state and reports no unread keys."""
     state = testbed.blank()
     report = testbed.load(directory, state)
     assert_same(state, testbed.state())
@@ -47,7 +47,7 @@ def save_state_dict_deprecated(testbed: Testbed) -> None:
     directory = testbed.place("save_state_dict")
     with pytest.warns(FutureWarning, match="deprecated"):
         save_state_dict(testbed.state(), FileSystemWriter(directory))
-    # The deprecated function plans without the paths of nested keys; the keys are the same.
+    # The deprecated function saves no paths of nested keys; the keys are the same.
     expect_all(testbed, directory)
 
 
@@ -65,7 +65,7 @@ def writer_options(testbed: Testbed) -> None:
 
 
 class OwnWriter(FileSystemWriter):
-    """A writer of one's own, with metadata about its storage."""
+    """A custom writer with its own storage metadata."""
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(self.path, "mine")
@@ -82,7 +82,7 @@ def own_storage_writer(testbed: Testbed) -> None:
 
 
 class OwnStager(AsyncStager):
-    """Copies at once; notes that it was asked."""
+    """Copies synchronously; records its calls."""
 
     def __init__(self) -> None:
         self.staged = 0
@@ -92,14 +92,14 @@ class OwnStager(AsyncStager):
         return BlockingAsyncStager().stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """The copy is made at once."""
+        """`stage` has already copied."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def async_save(testbed: Testbed) -> None:
-    """`async_save` in a thread: the default stager, the blocking one, one of the caller's."""
+    """`async_save` in a thread: the default stager, the blocking one, and a custom one."""
     own = OwnStager()
     assert own.should_synchronize_after_execute
     # The cached copy is pinned memory, which needs an accelerator.
@@ -128,7 +128,7 @@ def async_save(testbed: Testbed) -> None:
 
 
 def async_save_process(testbed: Testbed) -> None:
-    """`async_save` in a process of its own."""
+    """`async_save` in a separate process."""
     directory = testbed.place("async-process")
     kind = AsyncCheckpointerType.PROCESS
     future = state_dict_saver.async_save(
@@ -140,7 +140,7 @@ def async_save_process(testbed: Testbed) -> None:
 
 
 class App:
-    """A `Stateful` such as tutorials have: model and optimizer under one name."""
+    """A `Stateful` as in tutorials: model and optimizer under one name."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -149,11 +149,11 @@ class App:
         return {"model": self.state["model"], "optim": self.state["optimizer"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise AssertionError("nothing is loaded into this one")
+        raise AssertionError("this object is never loaded into")
 
 
 def stateful(testbed: Testbed) -> None:
-    """A tutorial's `Stateful` becomes a model and its optimizer by a renaming."""
+    """A tutorial's `Stateful` is loaded as model and optimizer by renaming its keys."""
     directory = testbed.place("stateful")
     state_dict_saver.save({"app": App(testbed.state())}, checkpoint_id=directory)
     model, optimizer = make_state(testbed.world_size, steps=1, seed=5)
@@ -165,7 +165,7 @@ def stateful(testbed: Testbed) -> None:
 
 
 def planner_options(testbed: Testbed) -> None:
-    """Every option of `DefaultSavePlanner` on a nested state; without flattening, on a flat one."""
+    """Every option of `DefaultSavePlanner` on a nested state; without flattening, a flat state."""
     for number, options in enumerate(
         (
             {"dedup_save_to_lowest_rank": True, "dedup_replicated_tensors": True},
@@ -185,7 +185,7 @@ def planner_options(testbed: Testbed) -> None:
 
 
 def unflattened_refused(testbed: Testbed) -> None:
-    """A nested state saved without flattening is one pickle: its keys are not there to load."""
+    """A nested state saved without flattening is one pickle, so its keys cannot be loaded."""
     directory = testbed.place("unflattened")
     planner = DefaultSavePlanner(flatten_state_dict=False)
     state_dict_saver.save(
@@ -239,7 +239,7 @@ def save_planner_examples(testbed: Testbed) -> None:
 
 
 def converted_torch_save(testbed: Testbed) -> None:
-    """What `torch_save_to_dcp` makes of a file by `torch.save`, into sharded tensors."""
+    """A `torch.save` file converted by `torch_save_to_dcp` loads into sharded tensors."""
     path, directory = testbed.place("whole.pt"), testbed.place("from-torch-save")
     state = whole(testbed.state())
     testbed.by_rank_0(lambda: torch.save(state, path))
@@ -248,7 +248,7 @@ def converted_torch_save(testbed: Testbed) -> None:
 
 
 def objects_refused(testbed: Testbed) -> None:
-    """What only a pickle can hold is refused by its name on every rank, and not skipped."""
+    """Objects that only a pickle can hold are refused by name on every rank, not skipped."""
     directory = testbed.place("objects")
     odd = {"t": torch.ones(3), "when": datetime.date(2020, 1, 1)}
     state_dict_saver.save(odd, checkpoint_id=directory)

@@ -1,4 +1,4 @@
-"""What the checks of compatibility have in common: ranks, a checkpoint of ours, how to compare."""
+"""Shared parts of the DCP compatibility checks: ranks, a Holdfast checkpoint, comparisons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Testbed:
-    """One rank. `ours` is a checkpoint of `state()` that Holdfast committed."""
+    """One rank's helper. `ours` is a checkpoint of `state()` that Holdfast committed."""
 
     rank: int
     world_size: int
@@ -45,22 +45,22 @@ class Testbed:
         return self.state(seed=5)
 
     def place(self, name: str) -> Path:
-        """A directory for this check alone, the same on all ranks."""
+        """A directory for one check, the same on all ranks."""
         return self.folder / name
 
     def load(self, directory: Path, state: State, **options: Any) -> LoadReport:
-        """Load as Holdfast does."""
+        """Load with Holdfast."""
         return load_state(directory, state, group=self.group, **options)
 
     def by_rank_0(self, act: Callable[[], object]) -> None:
-        """Let rank 0 alone do something, the others wait."""
+        """Run `act` on rank 0 while the other ranks wait."""
         if self.rank == 0:
             act()
         dist.barrier()
 
 
 def plain_state(seed: int) -> State:
-    """What the sharded part has not: lists, tensors of unusual kinds, numbers, flat keys."""
+    """The unsharded part: lists, unusual tensors, numbers, flat keys."""
     make = partial(torch.arange, seed, seed + 12)
     return {
         "lists": [make(), {"deep": make().float()}, [make(), make()]],
@@ -88,19 +88,19 @@ def flat_state(seed: int) -> State:
 
 
 def zeros(state: State) -> State:
-    """A state of the same form, all tensors zero; numbers stay."""
+    """A state of the same structure with all tensors zero; numbers are kept."""
     zeroed: State = tree_map(lambda v: torch.zeros_like(v) if torch.is_tensor(v) else v, state)
     return zeroed
 
 
 def whole(state: Mapping[str, Any]) -> State:
-    """Flattened, with every sharded tensor gathered; all ranks call it."""
+    """Flatten the state and gather every sharded tensor; a collective call."""
     flat = flatten_state_dict(dict(state))[0]
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in flat.items()}
 
 
 def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Bit for bit the same on this rank, types included."""
+    """Both states are bit-identical on this rank, types included."""
     one, other = (flatten_state_dict(dict(state))[0] for state in (found, expected))
     assert one.keys() == other.keys(), sorted(one.keys() ^ other.keys())
     assert one

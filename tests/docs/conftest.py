@@ -1,4 +1,4 @@
-"""The builder of the site and its extension are importable."""
+"""Makes the site builder and its Sphinx extension importable."""
 
 from __future__ import annotations
 

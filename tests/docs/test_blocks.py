@@ -29,12 +29,12 @@ INLINE: Final = re.compile(r"`(holdfast [a-z][^`\n]*)`")
 # Blocks in these languages are checked by a parser of the language.
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "json": json.loads,
-    # A part of a program may be indented.
+    # An excerpt of a program may be indented.
     "python": lambda text: compile(textwrap.dedent(text), "block", "exec"),
     "toml": tomllib.loads,
     "yaml": lambda text: list(yaml.safe_load_all(text)),
 }
-# A block with an ellipsis leaves something out.
+# A block with an ellipsis is incomplete, so it may not parse.
 ELLIPSIS: Final = re.compile("…|\\.\\.\\.$", re.MULTILINE)
 
 
@@ -75,7 +75,7 @@ def all_commands() -> list[tuple[str, str]]:
 
 
 def problem_with(command: str) -> str | None:
-    """Why the command cannot be called like this; None if its names exist."""
+    """What is wrong with a command; None if the command and its options exist."""
     here: Any = typer.main.get_command(app)
     try:
         words = shlex.split(command)[1:]
@@ -83,7 +83,7 @@ def problem_with(command: str) -> str | None:
         return str(error)
     while words and not words[0].startswith("-") and hasattr(here, "commands"):
         if words[0] not in here.commands:
-            # A group that works without a command, or a placeholder such as COMMAND.
+            # A group that can be called without a subcommand, or a placeholder such as COMMAND.
             known = getattr(here, "invoke_without_command", False) or words[0].isupper()
             return None if known else f"no command {words[0]}"
         here = here.commands[words.pop(0)]
@@ -127,7 +127,7 @@ def test_commands_and_options_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_wrong_command_is_noticed() -> None:
+def test_unknown_commands_and_options_are_reported() -> None:
     assert problem_with("holdfast shwo run") == "no command shwo"
     assert problem_with("holdfast runs --newest") == "no option --newest"
     assert problem_with("holdfast db upgrade --all") == "no option --all"

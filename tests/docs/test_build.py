@@ -1,4 +1,4 @@
-"""The parts of the documentation's build: strictness, links between files, and versions."""
+"""Parts of the documentation build: strictness, link rewriting, generated pages and versions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_broken_link_or_marker_fails_the_build(tmp_path: Path) -> None:
         ("no-such-page.md", "faq.md", "no-such-page.md"),
     ],
 )
-def test_links_lead_to_pages_of_the_site(link: str, page: str, expected: str) -> None:
+def test_links_are_rewritten_to_pages_of_the_site(link: str, page: str, expected: str) -> None:
     assert links.rewrite(f"see [it]({link}).", page) == f"see [it]({expected})."
 
 
@@ -66,13 +66,13 @@ def test_links_of_an_included_file_are_relative_to_that_file() -> None:
     assert rewritten == "[a](spec.md) [b](#here) [c](source:examples/demo.py) [d](contributing.md)"
 
 
-def test_code_stays_as_it_is() -> None:
+def test_links_in_code_are_not_rewritten() -> None:
     text = "`[a](../README.md)`\n\n```md\n[b](../README.md)\n```\n[c](../README.md)\n"
     expected = text.replace("[c](../README.md)", "[c](overview.md)")
     assert links.rewrite(text, "faq.md") == expected
 
 
-def test_text_of_the_code_is_no_markup() -> None:
+def test_text_from_the_code_is_escaped_as_markdown() -> None:
     assert markdown.prose("gpu:<n> * `a_*` _b_ c_d") == r"gpu:\<n\> \* `a_*` \_b\_ c_d"
     assert markdown.sentence("`x` of\n the [list]") == r"`x` of the \[list\]."
     assert markdown.table(["a", "b"], [["`x|y`", "1"]]).splitlines()[-1] == r"| `x\|y` | 1 |"
@@ -85,7 +85,7 @@ def test_metrics_have_names_types_labels_and_help() -> None:
     assert all(one.help and one.kind != "unknown" for one in found.values())
 
 
-def test_the_newest_release_is_where_the_site_leads(tmp_path: Path) -> None:
+def test_site_root_redirects_to_the_newest_release(tmp_path: Path) -> None:
     for name in ("dev", "0.9.0", "0.10.0"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "searchindex.js").touch()
@@ -97,14 +97,14 @@ def test_the_newest_release_is_where_the_site_leads(tmp_path: Path) -> None:
     assert "0.10.0/index.html" in (tmp_path / "index.html").read_text()
 
 
-def test_the_page_of_a_specs_keys_has_all_of_them_and_no_other() -> None:
+def test_spec_page_lists_exactly_the_spec_keys() -> None:
     page = (CHECKOUT / "docs" / "spec.md").read_text() + spec_page.render()
     named = re.findall(r"(?m)^\| `([a-z_.]+)` \|", page)
-    # References to secrets have a table of their own.
+    # Secret references have a separate table.
     assert set(named) == spec_keys(RunSpec) | set(secrets.KINDS)
     assert len(named) == len(set(named))
 
 
-def test_every_key_of_a_spec_has_a_description() -> None:
+def test_every_spec_key_has_a_description() -> None:
     silent = [key.name for key in spec_page.keys_of(RunSpec) if not key.schema.get("description")]
     assert not silent

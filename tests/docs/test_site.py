@@ -1,4 +1,4 @@
-"""The documentation site, built as `make docs` builds it, and read as a browser reads it."""
+"""The documentation site, built as `make docs` builds it: links, search, completeness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from holdfast.contracts.variables import VARIABLES
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "infra" / "docs" / "build_site.py"
 BUILD_LIMIT_S = 300
-# Pages that Sphinx makes for the search box and the theme, which need no link.
+# Pages that Sphinx generates for the search box and the theme; they need no link.
 UNLINKED = {"genindex.html", "search.html", "py-modindex.html"}
 
 pytestmark = pytest.mark.timeout(BUILD_LIMIT_S)
@@ -41,7 +41,7 @@ def run_build(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all versions, in which one has been built without a warning."""
+    """The folder of all versions; one version has been built there without a warning."""
     folder = tmp_path_factory.mktemp("site")
     done = run_build(folder)
     assert done.returncode == 0, done.stderr
@@ -100,7 +100,7 @@ def links_between(folder: Path) -> Iterator[tuple[str, str, str]]:
             yield page, unquote(found if parts.path else page), unquote(parts.fragment)
 
 
-def test_every_link_leads_to_a_page_and_a_target_on_it(pages: Path) -> None:
+def test_every_link_has_an_existing_page_and_anchor(pages: Path) -> None:
     broken = []
     for page, found, target in links_between(pages):
         path = pages / found
@@ -110,7 +110,7 @@ def test_every_link_leads_to_a_page_and_a_target_on_it(pages: Path) -> None:
     assert not broken
 
 
-def test_every_page_is_reached_from_the_first_one(pages: Path) -> None:
+def test_every_page_is_reachable_from_the_first_one(pages: Path) -> None:
     below: dict[str, set[str]] = {}
     for page, found, _ in links_between(pages):
         below.setdefault(page, set()).add(found)
@@ -120,7 +120,7 @@ def test_every_page_is_reached_from_the_first_one(pages: Path) -> None:
         reached |= new
         waiting += new
     built = {path.relative_to(pages).as_posix() for path in pages.rglob("*.html")}
-    # The theme's own parts.
+    # Without the theme's own files.
     built = {one for one in built if not one.startswith("_static/")}
     assert built - UNLINKED - reached == set()
     sources = {path.relative_to(CHECKOUT / "docs") for path in (CHECKOUT / "docs").rglob("*.md")}
@@ -138,7 +138,7 @@ def test_pages_load_nothing_from_other_sites(pages: Path) -> None:
     assert not loaded
 
 
-def test_search_knows_every_page_and_words_of_generated_ones(pages: Path) -> None:
+def test_search_index_covers_every_page_and_generated_text(pages: Path) -> None:
     index = json.loads(
         (pages / "searchindex.js").read_text().removeprefix("Search.setIndex(").rstrip(");\n")
     )
@@ -210,8 +210,8 @@ def test_the_reference_has_the_public_names_of_the_trainer(pages: Path) -> None:
     assert methods <= documented | {"seed"}
 
 
-def test_versions_stay_beside_each_other(site: Path) -> None:
-    """The file that the switcher reads names each version; the site's address leads to one."""
+def test_version_switcher_lists_each_built_version(site: Path) -> None:
+    """The switcher's file lists each version, and the root page redirects to one."""
     listed = json.loads((site / "versions.json").read_text())
     assert [one["version"] for one in listed] == ["dev"]
     assert listed[0]["url"] == "/dev/"

@@ -1,7 +1,7 @@
-"""What only a GPU can show. Without one, all of it is one skipped test with one reason.
+"""Tests that need a GPU. Without one, they are a single skipped test with one reason.
 
-`HOLDFAST_TEST_DEVICE=cpu` runs the tests whose logic needs no GPU on the processor, which shows
-that they are written right and nothing more.
+`HOLDFAST_TEST_DEVICE=cpu` runs the tests whose logic needs no GPU on the CPU. That only checks
+the tests themselves.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 DEVICE = os.environ.get("HOLDFAST_TEST_DEVICE", "cuda")
 HAS_GPU = torch.cuda.is_available()
-# Collected alone where there is no GPU: its one test says so.
+# Without a GPU these files are not collected, and `test__device.py` reports the reason.
 ALONE = ["test_[!_]*.py"]
 collect_ignore_glob = [] if HAS_GPU or DEVICE == "cpu" else ALONE
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The first GPU; the processor where the tests are only tried out."""
+    """The first GPU, or the CPU with `HOLDFAST_TEST_DEVICE=cpu`."""
     return torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
 
 
 @pytest.fixture
 def gpu() -> torch.device:
-    """The first GPU, for what no processor can stand in for."""
+    """The first GPU, for tests that cannot run on a CPU."""
     if not HAS_GPU:
         pytest.skip("this test calls the CUDA driver, and there is no GPU")
     return torch.device("cuda", 0)

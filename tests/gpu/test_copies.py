@@ -1,4 +1,4 @@
-"""Copies from GPUs into staging slots: the values of the moment, from every device, page-locked."""
+"""Copies from GPUs into staging slots: consistent values, every device, page-locked memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.contracts.slots import Slot
 from holdfast.trainer.staging import stage
 from holdfast.trainer.staging.copying import Copier
 
-# Some 50 ms of a kernel that does nothing else, on any GPU since 2016.
+# About 50 ms of a kernel that only waits, on any GPU since 2016.
 BUSY_CYCLES = 100_000_000
 NUMBERS = 1 << 20
 SAVES = 20
@@ -30,7 +30,7 @@ def views_for(count: int) -> list[torch.Tensor]:
     return [torch.zeros(NUMBERS) for _ in range(count)]
 
 
-def test_a_copy_has_what_kernels_before_it_write_and_nothing_after(device: torch.device) -> None:
+def test_copy_sees_earlier_kernels_and_no_later_ones(device: torch.device) -> None:
     source = torch.zeros(NUMBERS, device=device)
     (view,) = views = views_for(1)
     copier = Copier(views, threads=1)
@@ -38,13 +38,13 @@ def test_a_copy_has_what_kernels_before_it_write_and_nothing_after(device: torch
         keep_busy(device)
         source.fill_(save)
         copier.copy([source])
-        # Queued at once, as the next optimizer step is.
+        # Queued immediately, like the next optimizer step.
         source.fill_(-1)
         assert bool((view == save).all()), f"save {save} has other values"
     copier.close()
 
 
-def test_a_copy_follows_the_programs_own_current_stream(gpu: torch.device) -> None:
+def test_copy_is_ordered_on_the_programs_current_stream(gpu: torch.device) -> None:
     own = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
     source = torch.zeros(NUMBERS, device=gpu)
     torch.cuda.synchronize(gpu)
@@ -59,7 +59,7 @@ def test_a_copy_follows_the_programs_own_current_stream(gpu: torch.device) -> No
     copier.close()
 
 
-def test_all_devices_of_one_process_are_waited_for(
+def test_copy_waits_for_all_devices_of_the_process(
     two_gpus: tuple[torch.device, torch.device],
 ) -> None:
     devices = [*two_gpus, torch.device("cpu")]
@@ -68,7 +68,7 @@ def test_all_devices_of_one_process_are_waited_for(
     copier = Copier(views, threads=2)
     for save in range(1, SAVES + 1):
         for device, source in zip(devices, sources, strict=True):
-            # The second device is behind the first.
+            # The devices finish at different times.
             keep_busy(device)
             source.fill_(save)
         copier.copy(sources)
@@ -79,7 +79,7 @@ def test_all_devices_of_one_process_are_waited_for(
     copier.close()
 
 
-def test_odd_tensors_are_copied_as_they_are(device: torch.device) -> None:
+def test_unusual_tensors_are_copied_exactly(device: torch.device) -> None:
     whole = torch.arange(64.0, device=device).view(8, 8)
     sources = [
         whole.t(),
@@ -97,7 +97,7 @@ def test_odd_tensors_are_copied_as_they_are(device: torch.device) -> None:
     copier.close()
 
 
-def test_a_slot_is_page_locked_and_let_go(gpu: torch.device) -> None:
+def test_slot_is_page_locked_and_released(gpu: torch.device) -> None:
     handle = Slot.create(NUMBERS * 4)
     slot = Slot(handle)
     os.close(handle)
@@ -114,10 +114,10 @@ def test_a_slot_is_page_locked_and_let_go(gpu: torch.device) -> None:
     assert not memory.is_pinned()
 
 
-def test_page_locking_in_a_thread_opens_no_context_on_another_gpu(
+def test_page_locking_in_a_thread_creates_no_context_on_another_gpu(
     two_gpus: tuple[torch.device, torch.device],
 ) -> None:
-    """A context takes some hundred megabytes of a device, which seven other ranks do not have."""
+    """A CUDA context takes hundreds of megabytes, which the GPU's own rank needs."""
     first, second = two_gpus
     torch.cuda.set_device(second)
     torch.zeros(1, device=second)
@@ -144,7 +144,7 @@ def unregister(address: int) -> int:
 
 
 def processes_on(device: torch.device) -> set[int]:
-    """The processes that have a context on a device, as NVML knows them."""
+    """The processes with a context on a device, according to NVML."""
     pynvml = importlib.import_module("pynvml")
     pynvml.nvmlInit()
     try:

@@ -1,4 +1,4 @@
-"""What a node's agent sees of GPUs: NVML's figures, NCCL's records, causes, memory still held."""
+"""What a node's agent observes of GPUs: NVML values, NCCL flight records, causes, free memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.workers.agent.gpus import EVERY_S, watch_gpus
 from holdfast.workers.causes import RankFailure, classify_crash
 
 WAIT_S = 120.0
-# Of the device's free memory, what a rank of a large model takes.
+# The share of the device's free memory that a rank of a large model takes.
 LARGE_SHARE = 0.8
 
 COLLECTIVES = """
@@ -32,7 +32,7 @@ dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=dev
 for _ in range(3):
     dist.all_reduce(torch.ones(4, device="cuda"))
 torch.cuda.synchronize()
-# The last one is begun and does not end: a kernel before it does not.
+# The last collective starts and never ends, because a kernel before it never does.
 torch.cuda._sleep(1 << 40)
 dist.all_reduce(torch.ones(4, device="cuda"))
 print("ready", flush=True)
@@ -58,7 +58,7 @@ torch.empty(2 * total, dtype=torch.uint8, device="cuda")
 
 @contextlib.contextmanager
 def running(code: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that is killed at the end, once it has said its first line."""
+    """A Python program, killed when the context ends."""
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environment},
@@ -75,7 +75,7 @@ def running(code: str, *arguments: str, **environment: str) -> Iterator[subproce
 
 
 @pytest.mark.usefixtures("gpu")
-def test_nvml_tells_every_gpu() -> None:
+def test_nvml_reports_every_gpu() -> None:
     watch = watch_gpus()
     assert watch is not None, "/dev/nvidiactl or nvidia-ml-py is missing"
     give_up = time.monotonic() + 5 * EVERY_S
@@ -96,14 +96,14 @@ def test_nvml_tells_every_gpu() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_rank_that_hangs_gives_its_flight_record(tmp_path: Path) -> None:
+def test_hung_rank_writes_its_flight_record(tmp_path: Path) -> None:
     settings = recorder_environment(tmp_path, {})
     with running(COLLECTIVES, **settings) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n", process.stderr and process.stderr.read()
         record = take_flight_record(process.pid, 0, tmp_path)
         assert record is not None
-    # Of our own child, written by torch.
+    # Safe to unpickle: torch wrote it in our own child process.
     entries = pickle.loads(record.read_bytes())["entries"]
     names = [entry["profiling_name"] for entry in entries]
     assert names.count("nccl:all_reduce") == 4
@@ -111,7 +111,7 @@ def test_a_rank_that_hangs_gives_its_flight_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_gpu_without_memory_left_is_the_cause() -> None:
+def test_out_of_gpu_memory_is_classified_as_gpu_oom() -> None:
     command = [sys.executable, "-c", TOO_MUCH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1
@@ -120,8 +120,8 @@ def test_a_gpu_without_memory_left_is_the_cause() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_memory_of_a_killed_rank_is_there_for_the_next() -> None:
-    """A restart begins when its predecessor has been reaped; the driver has freed it by then."""
+def test_memory_of_a_killed_rank_is_free_for_the_next_one() -> None:
+    """A restart begins once the killed rank is reaped; the driver has freed its memory by then."""
     with running(HOLD, str(LARGE_SHARE)) as former:
         assert former.stdout is not None
         held = int(former.stdout.readline())

@@ -1,4 +1,4 @@
-"""Trainings on GPUs: killed and resumed, they end with the bits of an uninterrupted one."""
+"""Training on GPUs: a killed and resumed run is bit-identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 240.0
 
 
 def launch(directory: Path, form: str, device: torch.device, kill_at: int = 0) -> dict[str, Any]:
-    """One launch of the identical command; what rank 0 printed, nothing where it was killed."""
+    """Launch the identical command once; returns rank 0's output, empty if it was killed."""
     settings = {"form": form, "device": device.type, "steps": STEPS, "directory": str(directory)}
     ranks = max(1, min(2, torch.cuda.device_count())) if device.type == "cuda" else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -43,14 +43,14 @@ def launch(directory: Path, form: str, device: torch.device, kill_at: int = 0) -
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("form", ["plain", "scaler", "compiled", "offloaded", "mixed"])
-def test_a_killed_training_ends_with_the_same_bits(
+def test_killed_and_resumed_training_is_bit_identical(
     form: str, device: torch.device, tmp_path: Path
 ) -> None:
     whole = launch(tmp_path / "whole", form, device)
     launch(tmp_path / "killed", form, device, kill_at=KILL_AT)
     committed = [read_manifest(path) for path in RunPaths(tmp_path / "killed").list_checkpoints()]
     assert INTERVAL in {manifest.step for manifest in committed if manifest is not None}
-    # At once: the memory of the ranks that were killed may just be coming back.
+    # Without a pause: the driver may still be freeing the memory of the killed ranks.
     resumed = launch(tmp_path / "killed", form, device)
     first = resumed["losses"][0][0]
     assert first in {INTERVAL + 1, KILL_AT + 1}

@@ -1,7 +1,7 @@
-"""A small training on a GPU, of the form that its settings name; resumes as any other does.
+"""A small training program for a GPU, in the form that its settings name; it resumes by itself.
 
 Its one argument is JSON: {form, device, steps, directory}. `EXACT_KILL_AT` in the environment is
-the step within which every rank kills itself. Rank 0 prints the losses and a digest of all state.
+the step in which every rank kills itself. Rank 0 prints the losses and a digest of all state.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def prepare(kind: str, form: str) -> torch.device:
-    """Join the other ranks, on a device of one's own; all that is random is repeatable."""
+    """Join the process group on this rank's device, with deterministic algorithms."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     if kind == "cpu":
@@ -85,7 +85,7 @@ def half_precision(device: torch.device) -> contextlib.AbstractContextManager[An
 
 
 def layers() -> nn.Sequential:
-    """Dropout draws from the device's own generator."""
+    """A small network with dropout, which uses the device's random generator."""
     return nn.Sequential(
         nn.Linear(16, WIDTH),
         nn.GELU(),
@@ -112,7 +112,7 @@ def compiled(device: torch.device) -> Built:
 
 
 def offloaded(device: torch.device) -> Built:
-    """FSDP2 whose parameters and optimizer state lie in the host's memory."""
+    """FSDP2 with parameters and optimizer state in host memory."""
     model = layers()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -141,7 +141,7 @@ FORMS: dict[str, Callable[[torch.device], Built]] = {
 def digest_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
 ) -> str:
-    """All that a checkpoint holds of this rank, to the bit; the generators' states included."""
+    """A digest of everything that a checkpoint saves of this rank, generator states included."""
     digest = hashlib.sha256()
     tensors = [*model.state_dict().values()]
     for state in optimizer.state_dict()["state"].values():

@@ -1,4 +1,4 @@
-"""Run folders as another user could leave them, each with one thing in it that should not be."""
+"""Run folders as a hostile user could leave them, each with one bad thing in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CANARY: Final = "canary-5d1c"
 
 @dataclass(frozen=True)
 class Victim:
-    """What the attacker is after: another user's files, run and mirror, and a place for proofs."""
+    """The attacker's target: another user's files, run and mirror; exploits write to `owned`."""
 
     home: Path
     run: Path
@@ -68,7 +68,7 @@ class Target:
 
 
 def plain_run(root: Path, name: str, uid: str, **spec: Any) -> RunFolder:
-    """An ordinary run: one attempt that ended, one that runs, two checkpoints, a log."""
+    """A normal run: one attempt that ended, one that is running, two checkpoints, a log."""
     folder = RunFolder(root, name, uid, {"resources": {"gpus_per_node": 2}, **spec})
     attempt = folder.submit(1, 2, 1_700_000_000.0)
     folder.claim(1, 1_700_000_001.0)
@@ -148,14 +148,14 @@ def _event(kind: EventKind, **data: Any) -> dict[str, Any]:
     return {"kind": kind.value, "data": data}
 
 
-def _executes(target: Target) -> None:
+def _set_interpreter(target: Target) -> None:
     script = target.root / "python"
     script.write_text(f"#!/bin/sh\necho $$ > {target.victim.owned}/python\n")
     script.chmod(0o755)
     _edit_spec(target, launch={"python": str(script)})
 
 
-def _pretends_to_be(target: Target) -> None:
+def _copy_identity(target: Target) -> None:
     _edit_spec(
         target,
         {"run": target.victim.run.name, "uid": target.victim.uid},
@@ -163,7 +163,7 @@ def _pretends_to_be(target: Target) -> None:
     )
 
 
-def _takes_the_mirror(target: Target) -> None:
+def _claim_mirror(target: Target) -> None:
     record = {"uid": target.victim.uid}
     mirror = f"file://{target.victim.mirror}"
     _edit_spec(target, record, checkpoint={"mirror": mirror, "keep": {"last": 1}})
@@ -172,14 +172,14 @@ def _takes_the_mirror(target: Target) -> None:
         tombstone.write_bytes((checkpoint / "manifest.json").read_bytes())
 
 
-def _points_elsewhere(target: Target) -> None:
+def _forge_mirror_record(target: Target) -> None:
     (target.checkpoint / "__0_0.distcp").unlink()
     record = {"url": target.victim.url, "bytes": 1, "seconds": 1.0, "mirrored_at": 1.0}
     (target.checkpoint / "mirrored.json").write_text(json.dumps(record))
 
 
 def _control_characters(target: Target) -> None:
-    """Texts that are refused in new specs, but are read where they were recorded."""
+    """Texts that are refused in new specs, but are read from recorded ones."""
     words = "a\x1b]0;owned\x07\nsrun evil"
     _edit_spec(
         target,
@@ -191,7 +191,7 @@ def _control_characters(target: Target) -> None:
 
 
 def _spec_mirror(target: Target) -> None:
-    _points_elsewhere(target)
+    _forge_mirror_record(target)
     _edit_spec(target, checkpoint={"mirror": f"{target.victim.url}/m", "local": "/tmp/none"})
 
 
@@ -232,48 +232,48 @@ def _escapes(target: Target) -> None:
 
 
 def _hard_link(target: Target) -> None:
-    # Where the kernel protects other users' files from this, an ordinary folder is left.
+    # If the kernel forbids hard links to other users' files, the folder stays a normal one.
     for writer in ("api", "cli"):
         with contextlib.suppress(PermissionError):
             os.link(target.victim.profile, target.folder.paths.journal_of(writer))
 
 
-def _own_names(target: Target) -> None:
-    """Names that are no UTF-8, and such as no terminal should see."""
+def _odd_file_names(target: Target) -> None:
+    """File names that are not UTF-8, or have control characters."""
     for parent in (target.folder.paths.journal, target.attempt.logs, target.root):
         for name in (b"\xff\xfe.jsonl", b"\x1b[31m.jsonl", b"a\nb.jsonl"):
             Path(os.fsdecode(os.fsencode(parent) + b"/" + name)).write_text("{}\n")
 
 
-def _keeps_locks(target: Target) -> None:
-    # The locks themselves are held by a process of the test.
+def _create_lock_files(target: Target) -> None:
+    # The test process takes the locks.
     for path in (target.folder.paths.operator_lock, target.folder.paths.journal_of("cli")):
         path.touch()
 
 
-def _swallows(target: Target) -> None:
-    """What a deletion of this run would remove, were links followed."""
+def _link_removing_folder(target: Target) -> None:
+    """Links that would make a deletion remove the victim's files, if it followed them."""
     target.folder.paths.removing("step-00000001.a0001.l01").symlink_to(target.victim.home)
     _edit_spec(target, checkpoint={"keep": {"last": 1}})
     inside = target.checkpoint / "deep"
     inside.symlink_to(target.victim.home)
 
 
-def _leads_checkpoints_away(target: Target) -> None:
+def _link_checkpoints(target: Target) -> None:
     _edit_spec(target, checkpoint={"keep": {"last": 1}})
     _replace_folder(target.folder.paths.checkpoints, target.victim.run / "checkpoints")
 
 
-def _leads_tombstones_away(target: Target) -> None:
+def _link_tombstones(target: Target) -> None:
     _edit_spec(target, checkpoint={"keep": {"last": 1}})
     _replace_folder(target.folder.paths.tombstones, target.victim.home)
 
 
 def _live_pending(target: Target) -> None:
-    """A run that only waits for somebody to resume it."""
+    """A paused run that waits for a resume."""
     event = _event(EventKind.OPERATOR_REQUEST, action="pause", by="x", after_attempt=9)
     _lines(target.folder.paths.journal / "flow.jsonl", event)
-    _executes(target)
+    _set_interpreter(target)
 
 
 def _many(target: Target) -> None:
@@ -338,8 +338,8 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "attempt-to-run": lambda t: _replace_folder(
         t.folder.paths.attempt(2).directory, t.victim.run / "attempts" / "0002"
     ),
-    "checkpoints-to-run": _leads_checkpoints_away,
-    "tombstones-to-home": _leads_tombstones_away,
+    "checkpoints-to-run": _link_checkpoints,
+    "tombstones-to-home": _link_tombstones,
     "log-to-secret": lambda t: _link(t.log, t.victim.secret),
     "logs-to-home": lambda t: _replace_folder(t.log.parent, t.victim.home),
     "outcome-to-secret": lambda t: _link(t.attempt.outcome, t.victim.secret),
@@ -348,13 +348,13 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "checkpoint-loop": lambda t: _replace_folder(t.checkpoint, t.checkpoint),
     "data-loop": lambda t: _link(t.checkpoint / "__0_0.distcp", "__0_0.distcp"),
     "spec-loop": lambda t: _link(t.folder.paths.spec, "spec.json"),
-    "removing-to-home": _swallows,
-    "python": _executes,
+    "removing-to-home": _link_removing_folder,
+    "python": _set_interpreter,
     "paused-python": _live_pending,
-    "name-of-another": _pretends_to_be,
+    "name-of-another": _copy_identity,
     "uid-of-another": lambda t: _edit_spec(t, {"uid": t.victim.uid}),
-    "mirror-of-another": _takes_the_mirror,
-    "mirrored-elsewhere": _points_elsewhere,
+    "mirror-of-another": _claim_mirror,
+    "mirrored-elsewhere": _forge_mirror_record,
     "mirror-elsewhere": _spec_mirror,
     "cause-unknown": lambda t: _lines(
         t.folder.paths.journal / "flow.jsonl",
@@ -367,8 +367,8 @@ _HOSTILE: Final[dict[str, Callable[[Target], object]]] = {
     "facts-forged": _forged_types,
     "times-forged": _forged_times,
     "escapes": _escapes,
-    "names": _own_names,
-    "locks-held": _keeps_locks,
+    "names": _odd_file_names,
+    "locks-held": _create_lock_files,
     "spec-no-json": lambda t: t.folder.paths.spec.write_bytes(b"\xff{"),
     "spec-deep": lambda t: t.folder.paths.spec.write_text("[" * 100_000),
     "spec-wrong": lambda t: _edit_spec(t, command=[], nonsense=1),
@@ -385,7 +385,7 @@ def _edit_entry(target: Target, **changes: Any) -> None:
 
 
 def make_hostile(root: Path, victim: Victim) -> None:
-    """Every hostile folder under `root`; to be called as the attacker."""
+    """Write every hostile folder under `root`; call it as the attacker."""
     for number, (name, change) in enumerate(HOSTILE.items()):
         folder = plain_run(root, name, f"{number:032x}")
         change(Target(folder, victim))

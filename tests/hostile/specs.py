@@ -1,4 +1,4 @@
-"""Specs that somebody else may have written: each is refused with a reason, or is harmless."""
+"""Hostile spec files, each of which must be refused with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ESCAPE: Final = "\\u001b]0;owned\\u0007"
 
 
 def resources(line: str) -> str:
-    """A spec of a Slurm job with one more line about its resources."""
+    """A spec of a Slurm job with one more line in `[resources]`."""
     return f'{GOOD}[resources]\nexecutor = "slurm"\n{line}\n'
 
 
@@ -25,13 +25,13 @@ def bomb(levels: int = 30) -> str:
 
 
 def merges(levels: int = 30) -> str:
-    """YAML that merges tables into tables, and so doubles too."""
+    """YAML whose nested tables double with every level."""
     lines = ["name: run", "command: [train.py]", "config:", "  a0: &a0 {x: 1, y: 2}"]
     lines += [f"  a{n}: &a{n} {{l: *a{n - 1}, r: *a{n - 1}}}" for n in range(1, levels)]
     return "\n".join(lines)
 
 
-# File name → its text; the ending says how it is read.
+# File name → its text; the suffix selects the parser.
 REFUSED: Final[Mapping[str, str | bytes]] = {
     "bomb.yaml": bomb(),
     "merges.yaml": merges(),
@@ -80,8 +80,8 @@ REFUSED: Final[Mapping[str, str | bytes]] = {
 }
 
 
-def no_files(folder: Path) -> list[Path]:
-    """Paths that are no files, or not only a spec: each by what makes it."""
+def non_files(folder: Path) -> list[Path]:
+    """Paths that are not regular files of a sensible size."""
     made: Mapping[str, Callable[[Path], object]] = {
         "pipe.toml": os.mkfifo,
         "folder.toml": Path.mkdir,

@@ -1,4 +1,4 @@
-"""Run folders of another user under a shared root, and every command that can meet them."""
+"""Every command that can meet another user's hostile run folders under a shared root."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.hostile.folders import CANARY, HOSTILE
 from tests.hostile.testbed import (
     COMMAND_S_MAX,
     VICTIM_RUN,
+    CommandResult,
     Testbed,
-    Told,
     contents,
     in_child,
     load_everything,
+    open_testbed,
     run_commands,
-    standing,
     timed,
 )
 
@@ -29,7 +29,7 @@ from holdfast.contracts.paths import RunPaths
 
 NAMES = sorted(HOSTILE)
 SHARDS = 6
-# These cannot be believed at all, and are listed with the reason.
+# These runs cannot be read at all and are listed with the reason.
 UNREADABLE = frozenset(
     {
         *("pipe-spec", "pipe-journal", "sparse-journal", "sparse-spec", "sparse-request"),
@@ -39,7 +39,8 @@ UNREADABLE = frozenset(
     }
 )
 
-# Of the others, one form of each command reads the same files as all its forms.
+# These folders are tried with all forms of each command; for the others one form is enough,
+# because all forms read the same files.
 EVERY_FORM = frozenset(
     {
         *("attempts-many", "cause-unknown", "escapes", "facts-forged", "names", "state-unknown"),
@@ -56,7 +57,7 @@ EVERY_FORM = frozenset(
 def testbed() -> Iterator[Testbed]:
     assert os.geteuid() == 0, "the attacker is another uid: run these tests as root"
     load_everything()
-    with standing() as made:
+    with open_testbed() as made:
         yield made
 
 
@@ -76,9 +77,9 @@ def copy_of(index: Path, name: str) -> Path:
     return database
 
 
-def check(told: list[Told]) -> None:
-    """No command hung, fell over, or told what it should not."""
-    for one in told:
+def check(results: list[CommandResult]) -> None:
+    """No command hung, crashed, or printed a secret or a control character."""
+    for one in results:
         assert not one.trace, f"{one.command}: {one.trace}"
         assert one.seconds < COMMAND_S_MAX, one.command
         words = one.output + one.warnings
@@ -87,8 +88,8 @@ def check(told: list[Told]) -> None:
             assert letter not in words, one.command
 
 
-def reading(testbed: Testbed, name: str) -> list[list[str]]:
-    """Commands that only look; all their forms where what is printed or exported is hostile."""
+def read_commands(testbed: Testbed, name: str) -> list[list[str]]:
+    """Commands that only read; all their forms if printed or exported content is hostile."""
     run, out = str(testbed.root / name), testbed.place / f"out-{name}"
     checkpoint = f"{run}/checkpoints/step-00000010.a0001.l01"
     commands = [
@@ -119,8 +120,8 @@ def reading(testbed: Testbed, name: str) -> list[list[str]]:
     return commands
 
 
-def changing(testbed: Testbed, name: str) -> list[list[str]]:
-    """Commands that were asked to change the run."""
+def write_commands(testbed: Testbed, name: str) -> list[list[str]]:
+    """Commands that change the run."""
     run = str(testbed.root / name)
     checkpoint = f"{run}/checkpoints/step-00000010.a0001.l01"
     return [
@@ -134,7 +135,7 @@ def changing(testbed: Testbed, name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_every_command_on_a_hostile_folder_ends_and_touches_nothing_else(
+def test_commands_on_a_hostile_folder_finish_and_change_nothing_else(
     testbed: Testbed, index: Path, shard: int
 ) -> None:
     assert set(HOSTILE) >= EVERY_FORM
@@ -143,9 +144,9 @@ def test_every_command_on_a_hostile_folder_ends_and_touches_nothing_else(
         held = lock_as_owner(testbed, name)
         try:
             database = copy_of(index, name)
-            check(run_commands(reading(testbed, name), database))
+            check(run_commands(read_commands(testbed, name), database))
             assert contents(testbed.root / name) == theirs, name
-            check(run_commands(changing(testbed, name), database))
+            check(run_commands(write_commands(testbed, name), database))
         finally:
             for handle in held:
                 os.close(handle)
@@ -153,7 +154,7 @@ def test_every_command_on_a_hostile_folder_ends_and_touches_nothing_else(
 
 
 def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
-    """Hold the locks that a command would wait for, in one of the folders."""
+    """Take the locks that a command would wait for, in the folder `locks-held`."""
     if name != "locks-held":
         return []
     paths = testbed.paths(name)
@@ -165,9 +166,9 @@ def lock_as_owner(testbed: Testbed, name: str) -> list[int]:
     return held
 
 
-def test_one_bad_folder_hides_no_other_run(testbed: Testbed, index: Path) -> None:
+def test_unreadable_folders_do_not_hide_other_runs(testbed: Testbed, index: Path) -> None:
     database, root = copy_of(index, "all"), str(testbed.root)
-    told = run_commands(
+    results = run_commands(
         [
             ["runs", "--root", root, "--json"],
             ["runs", "--root", root],
@@ -177,8 +178,8 @@ def test_one_bad_folder_hides_no_other_run(testbed: Testbed, index: Path) -> Non
         ],
         database,
     )
-    check(told)
-    for output in (told[0].output, told[4].output):
+    check(results)
+    for output in (results[0].output, results[4].output):
         rows = {row["run"]: row for row in json.loads(output)}
         assert set(rows) >= {VICTIM_RUN, *NAMES}
         assert rows[VICTIM_RUN]["state"] != "unreadable"
@@ -186,17 +187,17 @@ def test_one_bad_folder_hides_no_other_run(testbed: Testbed, index: Path) -> Non
         unreadable = {name for name, row in rows.items() if row["state"] == "unreadable"}
         assert unreadable >= UNREADABLE
         assert all(rows[name]["reason"] for name in unreadable)
-    report = json.loads(told[2].output)
+    report = json.loads(results[2].output)
     assert VICTIM_RUN in report["runs"]
     assert set(report["failed"]) >= UNREADABLE
-    assert json.loads(told[3].output)["run"] == VICTIM_RUN
+    assert json.loads(results[3].output)["run"] == VICTIM_RUN
 
 
-def _words_of(work: Callable[..., object], *arguments: object) -> str:
+def _text_of(work: Callable[..., object], *arguments: object) -> str:
     return str(work(*arguments))
 
 
-def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
+def test_server_indexes_readable_runs_and_reads_no_log_outside_a_run(
     testbed: Testbed, index: Path
 ) -> None:
     database, ours = copy_of(index, "serve"), testbed.belongings()
@@ -219,7 +220,7 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
             return ""
 
         rounds = [timed(f"round {number}", a_round) for number in range(2)]
-        told = [one.trace for one in rounds]
+        results = [one.trace for one in rounds]
         for name in NAMES:
             paths = testbed.paths(name)
 
@@ -239,14 +240,14 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
 
             for one in (
                 timed(f"log {name}", look),
-                timed(f"nodes {name}", partial(_words_of, read_nodes, paths, 2)),
-                timed(f"step {name}", partial(_words_of, live_step, paths)),
+                timed(f"nodes {name}", partial(_text_of, read_nodes, paths, 2)),
+                timed(f"step {name}", partial(_text_of, live_step, paths)),
             ):
-                told.append(one.trace)
+                results.append(one.trace)
                 assert CANARY not in one.output + one.error
         known = {Path(row["path"]).name for row in watch._store.live_runs()}
         return {
-            "traces": [trace for trace in told if trace],
+            "traces": [trace for trace in results if trace],
             "known": sorted(known),
             "problems": sorted(Path(name).name for name in watch.problems),
             "lag": watch.lag_s(),
@@ -255,7 +256,7 @@ def test_a_round_of_the_server_sees_every_run_and_reads_no_log_outside(
     said = in_child(serve)
     assert said["traces"] == []
     assert VICTIM_RUN in said["known"]
-    # Which of two folders with one uid is looked at first is chance; the rows are the right one's.
+    # It is random which of two folders with the same uid is read first; the rows are correct.
     assert set(said["problems"]) >= UNREADABLE - {"uid-of-another", "mirror-of-another"}
     assert said["lag"] is not None
     assert testbed.belongings() == ours

@@ -1,4 +1,4 @@
-"""`submit --dry-run` of specs that somebody else wrote: a reason, never a traceback or a wait."""
+"""`submit --dry-run` of hostile specs: refused with a reason, never a traceback or a hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.hostile.specs import GOOD, REFUSED, no_files
+from tests.hostile.specs import GOOD, REFUSED, non_files
 from typer.testing import CliRunner
 
 from holdfast.cli.main import app
@@ -18,7 +18,7 @@ MEMORY_KB_MAX = 512 * 1024
 
 
 def dry_run(path: Path, root: Path) -> None:
-    """Raises what `holdfast` would print; anything but a `HoldfastError` is a traceback there."""
+    """Dry-run a spec; raises its error. The CLI prints a traceback unless it is a HoldfastError."""
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcome = CliRunner().invoke(app, ["submit", str(path), "--dry-run", "--root", str(root)])
     assert time.monotonic() - began < SECONDS_MAX
@@ -29,7 +29,7 @@ def dry_run(path: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_hostile_spec_is_refused_with_a_reason(
+def test_hostile_specs_are_refused_with_a_reason(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,8 +43,8 @@ def test_a_hostile_spec_is_refused_with_a_reason(
     assert not (tmp_path / "owned").exists()
 
 
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
-    for path in no_files(tmp_path):
+def test_paths_that_are_not_regular_files_are_refused_at_once(tmp_path: Path) -> None:
+    for path in non_files(tmp_path):
         with pytest.raises(HoldfastError, match=path.name):
             dry_run(path, tmp_path / "runs")
 

@@ -1,7 +1,7 @@
 """A root that several users share: an attacker's folders, a victim's, and the victim's commands.
 
-The attacker is another uid without capabilities. Each command runs in a process that has loaded
-everything before, so hundreds of them take seconds.
+The attacker is another uid without capabilities. Commands run in forked processes that have all
+modules loaded already, so hundreds of them take seconds.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ VICTIM_UID: Final = "f" * 32
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one command did: its words, its error, and how long it took."""
+class CommandResult:
+    """What one command did: its output, its error, and how long it took."""
 
     command: str
     seconds: float
@@ -54,11 +54,14 @@ class Told:
 
 
 class HangError(BaseException):
-    """A command took longer than it may; nothing catches it by mistake."""
+    """A command exceeded its time limit. A `BaseException`, so that no handler catches it."""
 
 
 class Testbed:
-    """The shared root, the victim's things beside it, and a listener that nobody should ask."""
+    """The shared root, the victim's files beside it, and a server that must get no request."""
+
+    # Not a test class, despite its name.
+    __test__ = False
 
     def __init__(self, place: Path, url: str) -> None:
         self.place, self.root = place, place / "runs"
@@ -88,14 +91,14 @@ class Testbed:
         return RunPaths(self.root / name)
 
     def belongings(self) -> dict[str, str]:
-        """Everything of the victim's that nobody but the victim changes, by path."""
+        """State of all files that only the victim may change, by path."""
         places = (self.victim.home, self.victim.run, self.victim.mirror, self.victim.owned)
         return {path: facts for place in places for path, facts in contents(place).items()}
 
 
 @contextlib.contextmanager
-def standing() -> Iterator[Testbed]:
-    """A stand in a folder of its own that the attacker may enter, taken away at the end."""
+def open_testbed() -> Iterator[Testbed]:
+    """A testbed in a temporary folder that the attacker may enter; removed at the end."""
     asked: list[str] = []
 
     class Listener(http.server.BaseHTTPRequestHandler):
@@ -124,7 +127,7 @@ def standing() -> Iterator[Testbed]:
 
 
 def load_everything() -> None:
-    """Import what commands import when they are run, before any process is forked."""
+    """Import all modules that commands need, before any process is forked."""
     for package in ("lineage", "workers", "api", "cli", "contracts"):
         module = importlib.import_module(f"holdfast.{package}")
         for found in pkgutil.walk_packages(module.__path__, f"{module.__name__}."):
@@ -135,7 +138,7 @@ def load_everything() -> None:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """What `work` returns, as JSON has it, done in a child process; raises what it printed."""
+    """Run `work` in a child process and return its result, which must be JSON."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -143,7 +146,7 @@ def in_child(work: Callable[[], Any]) -> Any:
         status = 1
         try:
             os.close(reading)
-            # A command has no heap of a thousand tests for the collector to look through.
+            # Keeps the garbage collector from scanning the large heap of the test process.
             gc.freeze()
             with os.fdopen(writing, "w") as stream:
                 json.dump(work(), stream)
@@ -168,7 +171,7 @@ def _become_attacker(testbed: Testbed) -> None:
 
 
 def contents(place: Path) -> dict[str, str]:
-    """Owner, size and digest of all that is under a folder; no link is followed."""
+    """Mode, owner, size and digest of everything in a folder; links are not followed."""
     found = {}
     for folder, folders, files in os.walk(place):
         for name in (*folders, *files):
@@ -182,20 +185,20 @@ def contents(place: Path) -> dict[str, str]:
     return found
 
 
-def run_commands(commands: Sequence[Sequence[str]], database: Path) -> list[Told]:
+def run_commands(commands: Sequence[Sequence[str]], database: Path) -> list[CommandResult]:
     """Run `holdfast` commands one after another in one child, each within its time and memory."""
 
     def work() -> list[dict[str, Any]]:
         os.environ["HOLDFAST_DATABASE_URL"] = f"sqlite:///{database}"
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
-        _ask_in_this_process()
+        _call_trainer_in_this_process()
         return [asdict(_run(command)) for command in commands]
 
-    return [Told(**one) for one in in_child(work)]
+    return [CommandResult(**one) for one in in_child(work)]
 
 
-def timed(name: str, work: Callable[[], str]) -> Told:
-    """Do something within the time that a command may take, on however busy a machine."""
+def timed(name: str, work: Callable[[], str]) -> CommandResult:
+    """Run `work` with the time limit of a command; time spent waiting for a CPU does not count."""
 
     began = _own_s()
 
@@ -207,24 +210,26 @@ def timed(name: str, work: Callable[[], str]) -> Told:
     signal.setitimer(signal.ITIMER_REAL, COMMAND_S_MAX, 0.5)
     try:
         output = work()
-        return Told(name, _own_s() - began, output)
+        return CommandResult(name, _own_s() - began, output)
     except (HoldfastError, OSError) as error:
-        return Told(name, _own_s() - began, "", error=str(error))
+        return CommandResult(name, _own_s() - began, "", error=str(error))
     except HangError:
-        return Told(name, COMMAND_S_MAX, "", trace=f"hung\n{traceback.format_exc()[-3000:]}")
-    except Exception:  # What `holdfast` would print as a traceback is what is looked for.
-        return Told(name, _own_s() - began, "", trace=traceback.format_exc()[-3000:])
+        return CommandResult(
+            name, COMMAND_S_MAX, "", trace=f"hung\n{traceback.format_exc()[-3000:]}"
+        )
+    except Exception:  # `holdfast` would print a traceback, which the tests reject.
+        return CommandResult(name, _own_s() - began, "", trace=traceback.format_exc()[-3000:])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _own_s() -> float:
-    """Seconds by the clock, less those in which this thread could run and others were running."""
+    """Clock time less the time for which this thread waited for a CPU, seconds."""
     waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
     return time.monotonic() - waited_ns / 1e9
 
 
-def _run(command: Sequence[str]) -> Told:
+def _run(command: Sequence[str]) -> CommandResult:
     from holdfast.cli.main import app
 
     def work() -> str:
@@ -238,8 +243,8 @@ def _run(command: Sequence[str]) -> Told:
     return replace(timed(" ".join(command), work), warnings="".join(warnings))
 
 
-def _ask_in_this_process() -> None:
-    """Let the trainer's modules answer here instead of in a new Python, which takes seconds."""
+def _call_trainer_in_this_process() -> None:
+    """Call the trainer's modules in this process: a new Python would take seconds."""
     from holdfast.workers import trainer_call
 
     def answer(command: list[str], *_: object) -> tuple[str, str]:
