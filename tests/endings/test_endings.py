@@ -54,11 +54,11 @@ def check(crash: Crash, folder: Path = FOLDER) -> None:
 
 
 @pytest.mark.parametrize("crash", CRASHES, ids=lambda crash: crash.name)
-def test_a_crash_has_its_cause(crash: Crash) -> None:
+def test_crash_is_classified_with_the_right_cause(crash: Crash) -> None:
     check(crash)
 
 
-def test_of_ten_endings_that_the_rules_were_not_written_from_those_missed_are_named() -> None:
+def test_only_known_misses_of_the_hold_out_set_are_misclassified() -> None:
     assert len(VARIANTS) >= VARIANTS_MIN
     assert set(recorded_names(VARIANTS_FOLDER)) == {variant.name for variant in VARIANTS}
     missed = set()
@@ -75,13 +75,13 @@ def test_of_ten_endings_that_the_rules_were_not_written_from_those_missed_are_na
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_a_job_has_its_cause(job: JobEnding) -> None:
+def test_job_ending_is_classified_with_the_right_cause(job: JobEnding) -> None:
     ending = ending_of_job(job.name)
     assert ending.cause is job.cause, ending
     assert job.quote in " ".join(ending.evidence), ending
 
 
-def test_there_are_enough_endings_of_real_programs_and_no_record_without_one() -> None:
+def test_captured_records_match_the_listed_endings_and_cover_all_causes() -> None:
     known = {ending.name for ending in EVERY}
     names = recorded_names()
     assert set(names) == known
@@ -97,7 +97,7 @@ def capture(folder: Path, *names: str) -> None:
     subprocess.run([*command, *(["--only", *names] if names else [])], check=True, cwd=CHECKOUT)
 
 
-def test_quick_endings_are_the_same_when_captured_again(tmp_path: Path) -> None:
+def test_quick_endings_captured_again_are_classified_the_same(tmp_path: Path) -> None:
     capture(tmp_path, *(crash.name for crash in QUICK))
     for crash in QUICK:
         check(crash, tmp_path)
@@ -105,7 +105,7 @@ def test_quick_endings_are_the_same_when_captured_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_ending_is_the_same_when_captured_again(tmp_path: Path) -> None:
+def test_all_endings_captured_again_are_classified_the_same(tmp_path: Path) -> None:
     capture(tmp_path)
     for crash in CRASHES:
         if crash.is_confirmed:

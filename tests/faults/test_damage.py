@@ -208,7 +208,7 @@ def verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found_and_passed_over(
+def test_damage_is_reported_and_resume_uses_the_previous_checkpoint(
     verify: Verify, origin: Path, tmp_path: Path, damage: str
 ) -> None:
     root = tmp_path / "root"
@@ -233,6 +233,6 @@ def test_damage_is_found_and_passed_over(
     assert sorted(os.listdir(directory)) == before
 
 
-def test_what_is_as_committed_is_said_to_be(verify: Verify, origin: Path) -> None:
+def test_undamaged_checkpoint_passes_verification(verify: Verify, origin: Path) -> None:
     directory = RunPaths(origin / "run").checkpoint(CheckpointName(BAD, 1, 1))
     assert verify(directory) == (0, [])

@@ -132,7 +132,9 @@ class Strikes:
     [(Action.FAIL_ONCE, errno.EIO), (Action.FAIL_FROM_HERE, errno.ENOSPC)],
     ids=["EIO-once", "ENOSPC-from-there-on"],
 )
-def test_every_call_of_a_save_fails_in_turn(node: Node, action: Action, error: int) -> None:
+def test_save_with_any_one_failing_system_call_leaves_a_valid_state(
+    node: Node, action: Action, error: int
+) -> None:
     strikes = Strikes(node)
     wrong = []
     for struck in strikes.points:
@@ -159,7 +161,7 @@ def expect_word_of_failure(node: Node, step: int) -> None:
     )
 
 
-def test_after_every_call_of_a_save_the_flusher_is_killed(node: Node) -> None:
+def test_flusher_killed_after_any_system_call_finishes_the_save_on_restart(node: Node) -> None:
     """All at once the disk is as the whole node's death would leave it; then it is finished."""
     strikes = Strikes(node)
     for struck in strikes.points:
@@ -178,7 +180,7 @@ def test_after_every_call_of_a_save_the_flusher_is_killed(node: Node) -> None:
         strikes.expect_next_save()
 
 
-def test_a_write_that_takes_less_than_asked_is_gone_on_with(node: Node) -> None:
+def test_short_writes_are_continued(node: Node) -> None:
     strikes = Strikes(node)
     writes = [struck for struck in strikes.points if struck.point.op == "write"]
     assert len(writes) == len(FILES) - 1
@@ -190,7 +192,9 @@ def test_a_write_that_takes_less_than_asked_is_gone_on_with(node: Node) -> None:
         strikes.expect(step, committed=True)
 
 
-def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path: Path) -> None:
+def test_any_failing_write_of_a_large_file_fails_the_save(
+    shim_library: Path, tmp_path: Path
+) -> None:
     with nodes_of(shim_library, tmp_path, local_ranks=1, tensor_bytes=WRITE_BYTES_MAX + 5000) as (
         node,
     ):
@@ -210,7 +214,7 @@ def test_every_write_of_a_large_file_fails_in_turn(shim_library: Path, tmp_path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("struck_node", [0, 1])
-def test_every_call_of_each_of_two_nodes_fails_in_turn(
+def test_two_node_save_with_any_one_failing_system_call_is_consistent(
     shim_library: Path, tmp_path: Path, struck_node: int
 ) -> None:
     """Node 0's word decides: what it calls committed is believed, what it gives up is not."""
@@ -248,7 +252,7 @@ def wait_for_fault_or_commit(struck: Node, slots: list[Slot]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("struck_node", [0, 1])
-def test_after_every_call_of_each_of_two_nodes_its_flusher_is_killed(
+def test_two_node_save_survives_a_flusher_killed_after_any_system_call(
     shim_library: Path, tmp_path: Path, struck_node: int
 ) -> None:
     """Started again by its flusher supervisor, it finishes its part, and both nodes report one

@@ -173,7 +173,7 @@ def expect_all_told(flow: Flow, history: RunHistory) -> None:
     assert numbers == [view.number for view in history.attempts]
 
 
-def test_a_flow_killed_while_it_submits_and_while_it_tells_loses_nothing(flow: Flow) -> None:
+def test_flow_killed_while_submitting_loses_nothing(flow: Flow) -> None:
     document = "runs/kelp/attempts/*/{}.json"
     assert flow.live(Point("mkdir", "runs/kelp/attempts/*", 1))
     assert flow.live(Point("rename", document.format("request"), 1))
@@ -200,7 +200,7 @@ def recorded_points(calls: list[Call]) -> list[Point]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_flow_killed_after_each_of_its_effects_loses_nothing(
+def test_flow_killed_after_any_file_change_loses_nothing(
     shim_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = Flow(shim_library, tmp_path / "recorded", attempts=2)

@@ -23,7 +23,7 @@ LIMIT_S = 280
 REFUSALS = {"DamagedCheckpointError", "KeyMismatchError"}
 
 
-def test_hostile_checkpoints_are_refused_and_run_nothing(tmp_path: Path) -> None:
+def test_hostile_checkpoints_are_refused_and_execute_no_code(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path)],
         capture_output=True,

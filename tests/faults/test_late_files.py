@@ -66,7 +66,7 @@ def commit_of_two(
 
 
 @pytest.mark.parametrize(("mounted", "delay_s"), DELAYS)
-def test_a_lost_nodes_part_may_be_as_late_as_the_file_system(
+def test_part_of_a_lost_node_is_awaited_for_the_file_system_delay(
     mounted: FileSystem, delay_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert commit_of_two(tmp_path / "in-time", delay_s - 2, mounted, monkeypatch, [1]).step == 1
@@ -77,7 +77,7 @@ def test_a_lost_nodes_part_may_be_as_late_as_the_file_system(
 
 
 @pytest.mark.parametrize("timeout_s", [100, 2400])
-def test_a_living_nodes_part_may_take_as_long_as_a_flush(
+def test_part_of_a_live_node_is_awaited_for_the_flush_timeout(
     timeout_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FLUSH_TIMEOUT, str(timeout_s))
@@ -87,7 +87,7 @@ def test_a_living_nodes_part_may_take_as_long_as_a_flush(
 
 
 @pytest.mark.parametrize(("mounted", "delay_s"), DELAYS)
-def test_a_list_of_snapshots_may_be_as_late_as_the_file_system(
+def test_snapshot_list_is_awaited_for_the_file_system_delay(
     mounted: FileSystem, delay_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def common_step(run: RunPaths, seen_at_s: float) -> int | None:

@@ -47,7 +47,7 @@ def kill_at(node: Node, point: Point, step: int) -> None:
     assert node.shim.has_fired
 
 
-def test_a_step_of_which_the_lost_node_0_left_its_part_is_committed(two: list[Node]) -> None:
+def test_step_is_committed_if_the_lost_node_had_written_its_part(two: list[Node]) -> None:
     assert has_committed(save(two, 1))
     kill_at(two[0], PART_OF_0, 2)
     staged = [rank.slots for rank in two[0].ranks]
@@ -83,7 +83,7 @@ def tell_shards(nodes: list[Node]) -> None:
         wait_until(path.exists, f"the list of node {number}")
 
 
-def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_took(
+def test_step_fails_and_names_lost_tensors_if_the_lost_node_had_not_written(
     two: list[Node],
 ) -> None:
     assert has_committed(save(two, 1))
@@ -111,7 +111,7 @@ def test_a_step_that_the_lost_node_had_not_written_is_given_up_naming_what_it_to
     assert believed_step(two[1].run) == 1
 
 
-def test_node_0_gives_up_what_another_node_took_with_it(two: list[Node]) -> None:
+def test_node_0_fails_a_step_that_a_lost_node_had_not_written(two: list[Node]) -> None:
     assert has_committed(save(two, 1))
     two[1].flusher_supervisor.kill()
     slots = two[0].stage(2)
@@ -122,7 +122,7 @@ def test_node_0_gives_up_what_another_node_took_with_it(two: list[Node]) -> None
     assert believed_step(two[0].run) == 1
 
 
-def test_of_two_committers_at_once_one_wins_and_both_report_the_same_commit(
+def test_two_concurrent_committers_report_the_same_commit(
     shim_library: Path, tmp_path: Path
 ) -> None:
     """Node 1 takes node 0 for lost, which it is not; node 2's part sets both off together."""
@@ -172,7 +172,7 @@ def part_of(node: int, nodes: int) -> dict[str, object]:
     }
 
 
-def test_without_a_word_the_others_commit_after_a_while(
+def test_other_nodes_commit_when_node_0_stays_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flush_commit, "TAKEOVER_S", 0.3)
@@ -197,7 +197,7 @@ def test_without_a_word_the_others_commit_after_a_while(
     assert has_manifest(run.directory, 1)
 
 
-def test_a_wait_for_nobody_s_part_is_bounded_and_names_who_is_missing(
+def test_wait_for_missing_parts_times_out_and_names_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FLUSH_TIMEOUT, "0.3")

@@ -20,7 +20,7 @@ def call(op: str, path: str, other: str = "", data: bytes = b"", offset: int = 0
     return Call(op, path, other, 0, 0, offset, False, data)
 
 
-def test_the_model_promises_no_more_than_fsync_does() -> None:
+def test_disk_model_keeps_only_what_fsync_guarantees() -> None:
     disk = Disk([RUN])
     disk.play(call("open", "run/a.tmp"))
     disk.play(call("write", "run/a.tmp", data=b"four"))
@@ -66,7 +66,7 @@ class Cuts:
         return len(self._known)
 
 
-def test_after_a_cut_at_any_call_what_is_believed_is_complete(
+def test_resume_after_a_power_cut_at_any_call_finds_a_complete_step(
     shim_library: Path, tmp_path: Path
 ) -> None:
     with nodes_of(shim_library, tmp_path) as (node,):
@@ -93,7 +93,9 @@ def test_after_a_cut_at_any_call_what_is_believed_is_complete(
 
 
 @pytest.mark.parametrize("without", ["run/checkpoints", "STEP", "data", "manifest"])
-def test_each_fsync_of_a_save_is_needed(shim_library: Path, tmp_path: Path, without: str) -> None:
+def test_omitting_any_fsync_of_a_save_is_detected(
+    shim_library: Path, tmp_path: Path, without: str
+) -> None:
     """The model would find it, were one of the kinds of fsync missing."""
     with nodes_of(shim_library, tmp_path) as (node,):
         assert has_committed(save([node], 1))

@@ -29,7 +29,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}.a0001.l01"
 
 
-def test_failed_saves_are_told_by_journal_and_command_and_the_next_is_committed(
+def test_failed_saves_are_reported_and_the_next_save_is_committed(
     shim_library: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -41,7 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         run.end_all()
 
 
-def test_a_job_completes_and_leaves_nothing_running(make: Make) -> None:
+def test_job_completes_and_leaves_no_process(make: Make) -> None:
     run = make(steps=30)
     attempt = run.submit()
     view = run.wait_for_end()
@@ -56,7 +56,7 @@ def test_a_job_completes_and_leaves_nothing_running(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
-def test_a_preempted_job_loses_no_step_and_the_next_goes_on(make: Make) -> None:
+def test_preempted_job_loses_no_step_and_the_next_attempt_continues(make: Make) -> None:
     run = make(steps=4000, sleep_s=0.05, grace_s=GRACE_S)
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
@@ -80,7 +80,7 @@ def test_a_preempted_job_loses_no_step_and_the_next_goes_on(make: Make) -> None:
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
-def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
+def test_killed_rank_is_restarted_in_the_same_job(make: Make) -> None:
     run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
@@ -101,7 +101,7 @@ def test_a_killed_rank_is_started_again_in_the_same_job(make: Make) -> None:
     assert logs == ["l01", "l02"], "a warm standby that nobody wanted leaves nothing"
 
 
-def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) -> None:
+def test_killed_guard_leaves_no_ranks_and_training_restarts(make: Make) -> None:
     run = make(steps=60, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
@@ -115,7 +115,7 @@ def test_a_killed_guard_leaves_no_ranks_behind_and_training_goes_on(make: Make) 
 
 
 @pytest.mark.slow
-def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> None:
+def test_program_error_ends_the_job_with_its_traceback(make: Make) -> None:
     """By default a failing program is tested under its flow."""
     run = make(steps=30, fail_at=7)
     run.submit()
@@ -127,7 +127,7 @@ def test_the_programs_own_error_ends_the_job_with_its_traceback(make: Make) -> N
 
 
 @pytest.mark.slow
-def test_an_operators_pause_commits_and_is_no_failure(make: Make) -> None:
+def test_pause_commits_and_does_not_count_as_failure(make: Make) -> None:
     """By default a run is paused, and goes on, under its flow."""
     run = make(steps=400, sleep_s=0.05)
     attempt = run.submit()
@@ -143,7 +143,7 @@ def test_an_operators_pause_commits_and_is_no_failure(make: Make) -> None:
     assert decide(run.history(), None, now=time.time()).action == "relaunch"
 
 
-def test_a_program_without_a_session_is_killed_when_the_grace_is_over(make: Make) -> None:
+def test_program_without_a_session_is_killed_after_the_grace_period(make: Make) -> None:
     run = make(session=False, sleep_s=SLEEP_S, grace_s=4.0)
     attempt = run.submit()
     wait_until(lambda: _said_hello(run, attempt), "the program's first words")
@@ -156,7 +156,7 @@ def test_a_program_without_a_session_is_killed_when_the_grace_is_over(make: Make
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
-def test_a_program_that_exits_early_is_not_complete_and_relaunch_goes_on(make: Make) -> None:
+def test_early_exit_is_a_failure_and_relaunch_continues(make: Make) -> None:
     run = make(steps=12, exit_at=9, gpus=1, checkpoint={"interval": 4}, sleep_s=0.05)
     run.submit()
     view = run.wait_for_end()
@@ -172,7 +172,7 @@ def test_a_program_that_exits_early_is_not_complete_and_relaunch_goes_on(make: M
     assert view.evidence == ()
 
 
-def test_a_program_that_makes_no_session_completes_and_says_so(make: Make) -> None:
+def test_program_without_a_session_completes_with_a_note(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, gpus=1)
     run.submit()
     view = run.wait_for_end()
@@ -182,7 +182,7 @@ def test_a_program_that_makes_no_session_completes_and_says_so(make: Make) -> No
     )
 
 
-def test_a_completed_run_that_may_lack_steps_is_relaunched_and_a_whole_one_is_not(
+def test_completed_run_can_be_relaunched_only_if_steps_may_be_missing(
     make: Make,
 ) -> None:
     run = make(steps=12, close_at=7, gpus=1, checkpoint={"interval": 4}, sleep_s=0.05)
@@ -205,7 +205,7 @@ def test_a_completed_run_that_may_lack_steps_is_relaunched_and_a_whole_one_is_no
         operator.request(run.paths, "relaunch", by="tester")
 
 
-def test_a_run_of_a_program_without_a_session_is_relaunched_once_for_each_request(
+def test_run_without_a_session_is_relaunched_once_per_request(
     make: Make,
 ) -> None:
     run = make(session=False, sleep_s=0.1, gpus=1)
@@ -219,7 +219,7 @@ def test_a_run_of_a_program_without_a_session_is_relaunched_once_for_each_reques
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
-def test_an_error_of_a_program_without_a_session_is_found_in_its_output(make: Make) -> None:
+def test_error_of_a_program_without_a_session_is_read_from_its_output(make: Make) -> None:
     run = make(session=False, sleep_s=0.1, fail_at=1, gpus=1)
     run.submit()
     view = run.wait_for_end()
@@ -227,7 +227,7 @@ def test_an_error_of_a_program_without_a_session_is_found_in_its_output(make: Ma
     assert "RuntimeError: a bad program" in (view.traceback or "")
 
 
-def test_no_process_outlives_an_agent_that_was_killed(make: Make) -> None:
+def test_no_process_outlives_a_killed_agent(make: Make) -> None:
     run = make(steps=2000, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 3)
@@ -239,7 +239,7 @@ def test_no_process_outlives_an_agent_that_was_killed(make: Make) -> None:
     wait_until(lambda: not processes_of(run.paths), "the end of every process")
 
 
-def test_a_stop_file_with_a_deadline_is_kept(make: Make) -> None:
+def test_deadline_of_a_stop_file_is_enforced(make: Make) -> None:
     run = make(session=False, sleep_s=SLEEP_S, gpus=1)
     attempt = run.submit()
     wait_until(lambda: _said_hello(run, attempt), "the program's first words")

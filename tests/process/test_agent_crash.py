@@ -29,7 +29,7 @@ SAVE_STEP = 24
 PADDING = 8 << 20
 
 
-def test_a_step_staged_is_committed_and_of_one_half_copied_the_step_before(tmp_path: Path) -> None:
+def test_killed_ranks_commit_the_staged_step_or_the_last_complete_snapshot(tmp_path: Path) -> None:
     """Every rank is killed, once half-way through a snapshot's copy and once right after staging
     a save that the flusher has not begun to write."""
     checkpoint = {"interval": SAVE_STEP, "snapshots": 1}

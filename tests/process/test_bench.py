@@ -30,7 +30,7 @@ def numbers_of(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
-def test_a_quick_run_answers_every_question_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_quick_benchmark_reports_every_measurement_and_removes_its_files(tmp_path: Path) -> None:
     place = tmp_path / "place"
     plot, answer = tmp_path / "plot.svg", tmp_path / "bench.json"
     command = [str(HOLDFAST), "bench", "--json", "--quick", "--directory", str(place)]
@@ -60,7 +60,7 @@ def test_a_quick_run_answers_every_question_and_leaves_nothing_behind(tmp_path: 
     assert (tmp_path / "benchmarks.svg").read_bytes() == plot.read_bytes()
 
 
-def test_ended_from_outside_it_ends_what_it_started(tmp_path: Path) -> None:
+def test_terminated_benchmark_ends_its_child_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdfast.trainer.bench", "--quick"]
     with subprocess.Popen([*command, "--directory", tmp_path], stderr=subprocess.PIPE) as process:
         began = time.monotonic()
@@ -83,7 +83,7 @@ def test_ended_from_outside_it_ends_what_it_started(tmp_path: Path) -> None:
         (["--megabytes", "900000000"], "Use fewer --megabytes"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_impossible_benchmark_options_are_refused(
     options: list[str], reason: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(
@@ -98,7 +98,7 @@ def test_what_cannot_be_measured_is_refused(
     assert done.stdout == ""
 
 
-def test_without_torch_it_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_torch_is_reported_with_the_install_command(tmp_path: Path) -> None:
     """An interpreter that finds every library but that one."""
     program = (
         "import sys, runpy\n"

@@ -37,7 +37,7 @@ def differing(one: Any, other: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["broadcast", "apart", "own"])
-def test_weights_and_moments_go_on_to_the_bit(folder: Path, case: str) -> None:
+def test_resumed_weights_and_momentum_are_bit_identical(folder: Path, case: str) -> None:
     for rank in range(RANKS):
         whole, parts = saw(folder, case, "whole", rank), saw(folder, case, "parts", rank)
         weights = [key for key in differing(whole["state"], parts["state"]) if "running" not in key]
@@ -45,7 +45,7 @@ def test_weights_and_moments_go_on_to_the_bit(folder: Path, case: str) -> None:
         assert all(map(torch.equal, whole["momentum"], parts["momentum"]))
 
 
-def test_buffers_that_ddp_broadcasts_come_from_the_rank_that_broadcasts(folder: Path) -> None:
+def test_broadcast_buffers_are_restored_from_the_broadcasting_rank(folder: Path) -> None:
     whole, parts = (saw(folder, "broadcast", run, 0) for run in ("whole", "parts"))
     assert differing(whole["state"], parts["state"]) == []
     for rank in range(RANKS):
@@ -53,7 +53,7 @@ def test_buffers_that_ddp_broadcasts_come_from_the_rank_that_broadcasts(folder: 
         assert torch.equal(validation, whole["validation"])
 
 
-def test_buffers_that_differ_on_purpose_are_those_of_rank_0_unless_kept_per_rank(
+def test_differing_buffers_are_those_of_rank_0_unless_saved_per_rank(
     folder: Path,
 ) -> None:
     whole = [saw(folder, "apart", "whole", rank)["state"] for rank in range(RANKS)]

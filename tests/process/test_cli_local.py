@@ -28,7 +28,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
     made.end_all()
 
 
-def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
+def test_run_is_submitted_awaited_and_forked(local: Local) -> None:
     spec = local.write_spec("first", {"steps": 35, "sleep_s": 0.06})
     told = local.json("submit", str(spec), "--wait")
     assert (told["state"], told["step"]) == ("completed", 35)
@@ -66,7 +66,7 @@ def test_a_run_is_submitted_waited_for_and_forked(local: Local) -> None:
     assert local.call("fork", middle, "--name", "second").returncode == 5
 
 
-def test_without_a_preflight_a_run_starts_that_the_checks_refuse(local: Local) -> None:
+def test_no_preflight_starts_a_run_that_preflight_would_refuse(local: Local) -> None:
     away = local.folder / "away"
     away.mkdir()
     shutil.copy(PROGRAM, away / "away_program.py")
@@ -86,7 +86,7 @@ def test_without_a_preflight_a_run_starts_that_the_checks_refuse(local: Local) -
 
 
 @pytest.mark.slow
-def test_a_failing_run_ends_with_1_and_says_why(local: Local) -> None:
+def test_submit_wait_of_a_failing_run_exits_with_1(local: Local) -> None:
     """By default a failing run is tested with a Prefect server."""
     spec = local.write_spec("broken", {"steps": 30, "sleep_s": 0.06, "fail_at": 5})
     done = local.call("submit", str(spec), "--wait")

@@ -53,7 +53,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
     return run_ranks(",".join(GROUPS), 2, tmp_path_factory.mktemp("dcp"))
 
 
-def test_the_command_converts_what_holdfast_wrote(tmp_path: Path) -> None:
+def test_torch_format_utils_convert_holdfast_checkpoints(tmp_path: Path) -> None:
     """`dcp_to_torch` and back by `torch_to_dcp`, as commands; Holdfast reads the result."""
     _, said = run_ranks("none", 1, tmp_path)
     (saved,) = RunPaths(tmp_path / "r").list_checkpoints()
@@ -69,12 +69,12 @@ def test_the_command_converts_what_holdfast_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_async_save_in_a_separate_process(tmp_path: Path) -> None:
     passed, said = run_ranks("stock_writes_slowly", 2, tmp_path)
     assert passed == set(names("stock_writes_slowly")), said
 
 
 @pytest.mark.parametrize("check", names(*GROUPS))
-def test_two_ranks(outcome: tuple[set[str], str], check: str) -> None:
+def test_check_passes_on_two_ranks(outcome: tuple[set[str], str], check: str) -> None:
     passed, said = outcome
     assert check in passed, said

@@ -16,7 +16,7 @@ COMMAND_S_MAX = 120.0
 SHOWN = ("1. Preempted:", "2. Saved:", "3. Resumed:", "4. Completed:", "5. Verified:")
 
 
-def test_the_demo_finds_what_it_imports() -> None:
+def test_demo_module_can_be_imported() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import demo"],
         cwd=CHECKOUT / "examples",
@@ -29,7 +29,7 @@ def test_the_demo_finds_what_it_imports() -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_says_what_it_showed_and_leaves_its_run_where_its_commands_find_it(
+def test_demo_reports_each_stage_and_its_closing_commands_work(
     tmp_path: Path,
 ) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}

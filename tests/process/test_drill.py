@@ -42,7 +42,7 @@ def drill(folder: Path, *arguments: str, timeout_s: float = 1500.0) -> dict[str,
 
 
 @pytest.mark.timeout(1600)
-def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
+def test_drill_with_six_fault_kinds_breaks_no_invariant(tmp_path: Path) -> None:
     answer = drill(tmp_path, "--count", "6", "--seed", "4", "--kinds", ",".join(KINDS))
     assert answer["broken"] == []
     assert sorted(fault["kind"] for fault in answer["faults"]) == sorted(KINDS)
@@ -57,7 +57,7 @@ def test_six_faults_and_nothing_is_broken(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_lost_a_checkpoint_is_kept(
+def test_drill_detects_a_lost_checkpoint_and_keeps_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody deletes a committed checkpoint behind everybody's back."""
@@ -86,7 +86,7 @@ def test_a_run_that_lost_a_checkpoint_is_kept(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_data(
+def test_nan_drill_follows_each_on_nan_policy(
     tmp_path: Path,
 ) -> None:
     """Three runs, each with a policy of its own; all steps are those of runs with the same data."""
@@ -98,7 +98,7 @@ def test_a_loss_that_is_no_number_stops_a_run_or_takes_it_back_or_has_it_skip_da
 
 @pytest.mark.slow
 @pytest.mark.timeout(SLOW_S)
-def test_two_hundred_faults_of_all_kinds(tmp_path: Path) -> None:
+def test_drill_with_200_faults_breaks_no_invariant(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
     arguments: tuple[str, ...] = ("--count", str(SLOW_FAULTS), "--seed", "7", "--at-once", "3")
     arguments += ("--report", str(page))

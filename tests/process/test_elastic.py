@@ -49,7 +49,7 @@ def check_manifests(folder: Path, world_size: int) -> None:
         assert manifest.topology["pipeline"] == mesh.get("pp", 1)
 
 
-def test_what_four_ranks_saved_loads_at_two_and_one_and_back(tmp_path: Path) -> None:
+def test_four_rank_checkpoints_load_on_two_and_one_ranks_and_back(tmp_path: Path) -> None:
     loads = [run_phase(n, tmp_path, 4, PHASE_S) for n in (4, 2, 1, 4)]
     assert loads[0] == 0
     assert min(loads[1:]) >= 5
@@ -59,7 +59,7 @@ def test_what_four_ranks_saved_loads_at_two_and_one_and_back(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_every_layout_loads_every_other_on_one_to_eight_ranks(tmp_path: Path) -> None:
+def test_every_layout_loads_every_other_layout_on_1_to_8_ranks(tmp_path: Path) -> None:
     order, saved = (8, 4, 2, 1, 2, 4, 8), dict[int, int]()
     for world_size in order:
         own = len(layouts_of(world_size))

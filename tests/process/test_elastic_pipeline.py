@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("elastic_session_program.py")
 WAIT_S = 250.0
 
 
-def test_a_run_goes_from_two_stages_to_one_and_back(tmp_path: Path) -> None:
+def test_run_changes_from_two_pipeline_stages_to_one_and_back(tmp_path: Path) -> None:
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     done = subprocess.run(

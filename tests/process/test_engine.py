@@ -94,7 +94,7 @@ def test_a_checkpoint_loads_bit_exact_at_any_world_size(
     assert_same(torch.load(folder / "save-2.pt"), torch.load(folder / f"load-{world_size}.pt"))
 
 
-def test_stock_dcp_reads_what_we_wrote(
+def test_stock_dcp_reads_our_checkpoint(
     saved: Path, folder: Path, flusher_supervisor: SlotHolder
 ) -> None:
     run_ranks("stock_load", 2, folder, flusher_supervisor, saved)
@@ -106,7 +106,9 @@ def test_stock_dcp_reads_what_we_wrote(
     assert converted["rng"]["rank00001"].tolist() == [1] * 9
 
 
-def test_an_export_holds_what_was_committed_or_does_not_appear(saved: Path, folder: Path) -> None:
+def test_export_equals_the_checkpoint_and_damage_leaves_no_output(
+    saved: Path, folder: Path
+) -> None:
     for form, name in (("torch", "export.pt"), ("dcp", "export")):
         assert export([str(saved), "--to", form, "--output", str(folder / name)]) == 0
     exported = torch.load(folder / "export.pt", weights_only=True)
@@ -130,13 +132,13 @@ def test_an_export_holds_what_was_committed_or_does_not_appear(saved: Path, fold
         assert not output.exists()
 
 
-def test_we_read_what_stock_dcp_wrote(folder: Path, flusher_supervisor: SlotHolder) -> None:
+def test_engine_reads_a_stock_dcp_checkpoint(folder: Path, flusher_supervisor: SlotHolder) -> None:
     run_ranks("stock_save", 2, folder, flusher_supervisor, folder / "stock")
     run_ranks("foreign_load", 2, folder, flusher_supervisor, folder / "stock")
     assert_same(torch.load(folder / "stock_save-2.pt"), torch.load(folder / "foreign_load-2.pt"))
 
 
-def test_a_step_that_killed_ranks_had_sealed_is_committed(
+def test_step_sealed_by_ranks_that_were_then_killed_is_committed(
     tmp_path: Path, flusher_supervisor: SlotHolder
 ) -> None:
     ranks = start_program("checkpoint_program", "hold", 2, tmp_path, flusher_supervisor.name, "")

@@ -92,7 +92,7 @@ def directory_of(folder: Path, step: int) -> Path:
     return folder / "r" / "checkpoints" / f"step-{step:08d}.a0003.l02"
 
 
-def test_values_of_each_save_come_back_whatever_their_type(
+def test_values_of_every_type_are_saved_and_loaded_unchanged(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     for step, value in ((5, 1.0), (6, 0.30000000000000004), (7, float("inf")), (8, 1e-300)):
@@ -122,7 +122,7 @@ def test_values_of_each_save_come_back_whatever_their_type(
     assert 0 < manifest.flush_s < 20
 
 
-def test_layout_is_stock_and_aligned_and_metadata_is_the_same_at_every_save(
+def test_files_are_stock_dcp_and_aligned_and_metadata_does_not_change(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     for step in (1, 2):
@@ -138,7 +138,7 @@ def test_layout_is_stock_and_aligned_and_metadata_is_the_same_at_every_save(
     assert image.index(wanted) % ALIGNMENT == 0
 
 
-def test_a_save_is_passed_over_while_both_slots_are_being_written(
+def test_save_is_skipped_while_both_slots_are_being_written(
     engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -159,7 +159,7 @@ def test_a_save_is_passed_over_while_both_slots_are_being_written(
 
 
 @pytest.mark.parametrize("is_snapshot", [False, True])
-def test_a_save_that_is_written_just_before_its_slot_is_chosen_is_told_of(
+def test_save_that_finishes_just_before_its_slot_is_reused_is_reported(
     engine: CheckpointEngine,
     flusher_supervisor: SlotHolder,
     monkeypatch: pytest.MonkeyPatch,
@@ -190,7 +190,7 @@ def test_a_save_that_is_written_just_before_its_slot_is_chosen_is_told_of(
     assert engine.in_flight == ()
 
 
-def test_a_save_before_the_slots_have_their_memory_is_complete(
+def test_save_before_the_slots_are_allocated_is_complete(
     engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     for more in range(STARTS_MAX):
@@ -217,7 +217,7 @@ def test_a_save_before_the_slots_have_their_memory_is_complete(
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
 
 
-def test_a_changed_state_is_refused_by_name_until_it_is_planned_anew(
+def test_changed_state_is_refused_by_name_until_it_is_planned_again(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -245,7 +245,7 @@ def test_a_changed_state_is_refused_by_name_until_it_is_planned_anew(
     assert engine.wait(20)[0].committed
 
 
-def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -> None:
+def test_unsupported_state_is_refused_with_advice(engine: CheckpointEngine) -> None:
     with pytest.raises(SaveError, match=r"model\.thing: a set cannot be saved"):
         engine.save({"model": {"thing": {1}}}, {}, step=1, **FACTS)
     with pytest.raises(SaveError, match=r"two entries have the name .* when joined by dots"):
@@ -256,7 +256,7 @@ def test_what_cannot_be_saved_is_refused_with_advice(engine: CheckpointEngine) -
         engine.save(make_state(), {"x": "y" * TRAIN_STATE_BYTES_MAX}, step=1, **FACTS)
 
 
-def test_a_flusher_that_was_started_anew_is_found_again(
+def test_engine_reconnects_to_a_restarted_flusher(
     engine: CheckpointEngine, flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -275,7 +275,7 @@ def test_a_flusher_that_was_started_anew_is_found_again(
     assert find_damage(directory_of(tmp_path, 3), manifest) == []
 
 
-def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
+def test_metadata_build_failure_is_raised_and_cleared_by_prepare(
     engine: CheckpointEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(*_: object) -> None:
@@ -304,7 +304,7 @@ def test_metadata_that_could_not_be_made_is_raised_where_all_ranks_plan_anew(
     assert read_metadata(directory_of(tmp_path, 2)).storage_data
 
 
-def test_a_save_that_comes_before_its_metadata_is_sealed_with_it_or_not_at_all(
+def test_save_waits_for_its_metadata_before_it_is_sealed(
     engine: CheckpointEngine,
     flusher_supervisor: SlotHolder,
     tmp_path: Path,
@@ -346,7 +346,7 @@ def test_a_save_that_comes_before_its_metadata_is_sealed_with_it_or_not_at_all(
         slot.close()
 
 
-def test_nobody_listening_is_said_with_the_name(
+def test_missing_flusher_is_reported_with_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine("holdfast-test-nobody", tmp_path)
@@ -358,7 +358,7 @@ def test_nobody_listening_is_said_with_the_name(
     engine.close()
 
 
-def test_keys_and_shapes_that_differ_are_named_before_a_byte_is_loaded(
+def test_key_and_shape_mismatches_are_reported_before_loading(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -379,7 +379,7 @@ def test_keys_and_shapes_that_differ_are_named_before_a_byte_is_loaded(
         engine.load(directory_of(tmp_path, 1), wanted, strict=False)
 
 
-def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
+def test_metadata_that_differs_from_the_manifest_is_refused(
     engine: CheckpointEngine, tmp_path: Path
 ) -> None:
     engine.save(make_state(), {}, step=1, **FACTS)
@@ -390,7 +390,7 @@ def test_a_metadata_file_that_differs_from_the_manifest_is_not_opened(
         engine.load(directory_of(tmp_path, 1), make_state())
 
 
-def test_memory_is_checked_for_all_ranks_of_a_node_before_anything_is_staged() -> None:
+def test_memory_shortage_is_computed_for_all_ranks_of_a_node() -> None:
     gib = 1 << 30
     assert find_shortage(0, [3 * gib, 3 * gib], 12 * gib) is None
     problem = find_shortage(0, [3 * gib] * 3, 13 * gib)
@@ -412,9 +412,7 @@ class PickyPlanner(HalfPlanner):
         return stream
 
 
-def test_a_planner_of_the_users_plans_every_save(
-    flusher_supervisor: SlotHolder, tmp_path: Path
-) -> None:
+def test_custom_planner_plans_every_save(flusher_supervisor: SlotHolder, tmp_path: Path) -> None:
     planner = PickyPlanner()
     engine = make_engine(flusher_supervisor.name, tmp_path, planner)
     state = make_state()

@@ -149,7 +149,7 @@ def assert_alike(resumed: Ran, whole: Ran) -> None:
         assert resumed.end(rank) == whole.end(rank)
 
 
-def test_c1_the_full_state_comes_back_to_the_bit(whole: Ran, killed: Ran) -> None:
+def test_full_state_is_restored_bit_identical(whole: Ran, killed: Ran) -> None:
     assert_alike(killed, whole)
     assert set(killed.end(0)) > {"model", "moments", "torch", "python", "numpy", "best", "counter"}
     restored = killed.resumes()[-1]["restored"]
@@ -161,7 +161,7 @@ def test_c1_the_full_state_comes_back_to_the_bit(whole: Ran, killed: Ran) -> Non
     ]
 
 
-def test_c2_a_half_written_checkpoint_is_never_believed(killed: Ran) -> None:
+def test_half_written_checkpoint_is_never_used(killed: Ran) -> None:
     step = killed.resumes()[-1]["step"]
     (torn,) = [p for p in killed.run.list_checkpoints() if read_manifest(p) is None]
     assert name_of(torn).step > step
@@ -171,7 +171,7 @@ def test_c2_a_half_written_checkpoint_is_never_believed(killed: Ran) -> None:
         assert manifest is None or find_damage(path, manifest) == []
 
 
-def test_c3_the_identical_command_resumes_without_being_told(killed: Ran) -> None:
+def test_identical_command_resumes_without_extra_arguments(killed: Ran) -> None:
     first, second = killed.resumes()
     assert (first["checkpoint"], first["step"]) == (None, 0)
     assert second["step"] >= 2 * INTERVAL
@@ -180,20 +180,20 @@ def test_c3_the_identical_command_resumes_without_being_told(killed: Ran) -> Non
     assert not any("resume" in word for word in first["argv"])
 
 
-def test_c4_the_runs_folder_is_all_that_a_resume_needs(killed: Ran) -> None:
+def test_resume_needs_only_the_run_folder(killed: Ran) -> None:
     # The fixture let nothing else survive.
     name = killed.resumes()[-1]["checkpoint"].partition(":")[2]
     assert (killed.run.directory / "checkpoints" / name / "manifest.json").exists()
     assert killed.end(0)["end"] == STEPS
 
 
-def test_c5_no_rank_gathers_the_state_of_all(whole: Ran) -> None:
+def test_no_rank_gathers_the_whole_state(whole: Ran) -> None:
     sizes = [path.stat().st_size for path in whole.newest().glob("*.distcp")]
     assert len(sizes) == RANKS
     assert max(sizes) < 0.6 * sum(sizes)
 
 
-def test_c6_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
+def test_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
     saved = torch.load(whole.run.directory.parent / "whole.pt")
     model, ema = (
         {key: torch.full_like(value, 7) for key, value in saved[part].items()}
@@ -205,7 +205,7 @@ def test_c6_shards_of_two_ranks_load_into_one_process(whole: Ran) -> None:
         assert all(torch.equal(loaded[key], saved[part][key]) for key in saved[part])
 
 
-def test_c7_stock_dcp_reads_what_was_written(whole: Ran, tmp_path: Path) -> None:
+def test_stock_dcp_reads_the_checkpoint(whole: Ran, tmp_path: Path) -> None:
     saved = torch.load(whole.run.directory.parent / "whole.pt")["model"]
     model = exact_program.Net()
     wanted = {"model": model.state_dict()}
@@ -219,7 +219,7 @@ def test_c7_stock_dcp_reads_what_was_written(whole: Ran, tmp_path: Path) -> None
     assert all(torch.equal(one[key], saved[key]) for key in saved)
 
 
-def test_c12_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
+def test_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
     done = [line["step"] for line in killed.lines(0) if "step" in line]
     resumed = killed.resumes()[-1]["step"]
     again = done.index(resumed + 1, done.index(resumed) + 1)
@@ -229,7 +229,7 @@ def test_c12_epoch_and_step_do_not_restart(whole: Ran, killed: Ran) -> None:
     assert killed.column("epoch")[resumed] == killed.column("epoch")[resumed - 1] >= 1
 
 
-def test_c13_data_is_neither_repeated_nor_shuffled_anew(whole: Ran, killed: Ran) -> None:
+def test_data_is_neither_repeated_nor_reshuffled(whole: Ran, killed: Ran) -> None:
     for rank in range(RANKS):
         assert killed.column("ids", rank) == whole.column("ids", rank)
     pairs = zip(killed.column("ids", 0), killed.column("ids", 1), strict=True)
@@ -241,14 +241,14 @@ def test_c13_data_is_neither_repeated_nor_shuffled_anew(whole: Ran, killed: Ran)
     assert epochs[0] != epochs[1]
 
 
-def test_c14_the_learning_rate_goes_on(whole: Ran, killed: Ran) -> None:
+def test_learning_rate_schedule_continues(whole: Ran, killed: Ran) -> None:
     rates = killed.column("lr")
     assert rates == whole.column("lr")
     assert rates[: SWA_START + 1] == sorted(rates[: SWA_START + 1], reverse=True)
     assert len(set(rates)) > SWA_START
 
 
-def test_c15_the_gradient_scaler_goes_on(whole: Ran, killed: Ran) -> None:
+def test_gradient_scaler_continues(whole: Ran, killed: Ran) -> None:
     scales = killed.column("scale")
     assert scales == whole.column("scale")
     assert scales[OVERFLOW_STEP] == scales[OVERFLOW_STEP - 1] / 2
@@ -256,13 +256,13 @@ def test_c15_the_gradient_scaler_goes_on(whole: Ran, killed: Ran) -> None:
     assert killed.end(0)["scaler"] == whole.end(0)["scaler"]
 
 
-def test_c16_averaged_weights_come_back(whole: Ran, killed: Ran) -> None:
+def test_averaged_weights_are_restored(whole: Ran, killed: Ran) -> None:
     for name in ("ema", "swa"):
         assert killed.end(1)[name] == whole.end(1)[name]
         assert killed.end(1)[name] != killed.end(1)["model"]
 
 
-def test_c17_keeping_the_best_never_costs_the_newest(whole: Ran, killed: Ran) -> None:
+def test_keeping_the_best_checkpoint_also_keeps_the_newest(whole: Ran, killed: Ran) -> None:
     assert killed.end(0)["best"] == whole.end(0)["best"]
     manifests = [read_manifest(path) for path in whole.run.list_checkpoints()]
     branch = [manifest for manifest in manifests if isinstance(manifest, Manifest)]
@@ -274,7 +274,9 @@ def test_c17_keeping_the_best_never_costs_the_newest(whole: Ran, killed: Ran) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resumes", [2, 5])
-def test_resumes_in_a_row_change_nothing(resumes: int, whole: Ran, tmp_path: Path) -> None:
+def test_several_resumes_in_a_row_are_bit_identical(
+    resumes: int, whole: Ran, tmp_path: Path
+) -> None:
     lot = random.Random(resumes)
     kills = sorted(lot.sample(range(2, STEPS), resumes))
     ran = train(tmp_path / "run", kills)

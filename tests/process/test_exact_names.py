@@ -15,7 +15,7 @@ RANKS = 2
 WAIT_S = 250.0
 
 
-def test_c18_each_form_of_a_model_loads_each_other(tmp_path: Path) -> None:
+def test_each_model_wrapping_loads_every_other(tmp_path: Path) -> None:
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:

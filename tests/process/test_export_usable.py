@@ -42,7 +42,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_model_optimizer_scheduler_and_extras_go_on(tmp_path: Path) -> None:
+def test_exported_state_continues_in_a_program_without_holdfast(tmp_path: Path) -> None:
     model, optimizer = make()
     kept, mean = Kept(), nn.Linear(2, 2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)

@@ -38,7 +38,7 @@ def train(directory: Path, stop_after: int, *, by: str) -> list[list[int]]:
     return seen
 
 
-def test_a_batch_fetched_ahead_by_the_session_is_the_same_after_a_resume(
+def test_batch_prefetched_by_the_session_is_the_same_after_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(tmp_path / "whole", 9, by="ahead")
@@ -50,7 +50,7 @@ def test_a_batch_fetched_ahead_by_the_session_is_the_same_after_a_resume(
 
 
 @pytest.mark.parametrize(("by", "words"), [("draws", DRAWN), ("ids", TWICE)])
-def test_a_batch_fetched_ahead_that_a_resume_gets_wrong_is_told(
+def test_prefetch_that_a_resume_cannot_reproduce_gives_a_warning(
     by: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(tmp_path / "whole", 9, by=by)
@@ -61,9 +61,7 @@ def test_a_batch_fetched_ahead_that_a_resume_gets_wrong_is_told(
     assert words in capsys.readouterr().out
 
 
-def test_the_seeds_of_loaders_are_no_reason_for_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loader_seeds_give_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for total in (2, 4):
         session = open_session(tmp_path / "run")
         loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(TensorDataset(torch.ones(8)))

@@ -48,7 +48,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert is_same, (key, value, other[key])
 
 
-def test_a_resume_goes_on_to_the_bit(folder: Path, case: str) -> None:
+def test_resumed_state_is_bit_identical(folder: Path, case: str) -> None:
     whole, stopped, resumed = (
         saw(folder, case, run, launch) for run, launch in ((WHOLE, 0), (PARTS, 0), (PARTS, 1))
     )
@@ -59,7 +59,9 @@ def test_a_resume_goes_on_to_the_bit(folder: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("launch", [2, 3])
-def test_another_number_of_ranks_has_the_same_state(folder: Path, case: str, launch: int) -> None:
+def test_resume_on_another_number_of_ranks_has_the_same_state(
+    folder: Path, case: str, launch: int
+) -> None:
     assert LAUNCHES[PARTS][launch][0] != LAUNCHES[PARTS][1][0]
     began = saw(folder, case, PARTS, launch)["began"]
     assert_same(began, saw(folder, case, PARTS, 1)["ended"])

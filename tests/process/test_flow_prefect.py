@@ -41,7 +41,7 @@ def flow_logs(runs: FlowRuns, flow_run: str) -> str:
     return "\n".join(line["message"] for line in lines)
 
 
-def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -> None:
+def test_preempted_run_continues_at_another_size_and_completes(runs: FlowRuns) -> None:
     spec = runs.write_spec(
         "preempted", {"steps": 300, "sleep_s": 0.1}, elastic={"on_preemption": [1]}
     )
@@ -64,7 +64,7 @@ def test_a_preempted_run_goes_on_at_another_size_and_completes(runs: FlowRuns) -
 
 
 @pytest.mark.slow
-def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None:
+def test_killed_flow_is_replaced_and_the_job_keeps_training(runs: FlowRuns) -> None:
     """By default the flow of a Slurm job is killed; here a worker is shut down with its flow."""
     spec = runs.write_spec("survivor", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
@@ -86,7 +86,7 @@ def test_a_killed_flow_is_replaced_and_the_job_trains_on(runs: FlowRuns) -> None
 
 
 @pytest.mark.slow
-def test_a_cancelled_flow_leaves_the_job_to_flush_and_its_row_ends(
+def test_job_of_a_cancelled_flow_still_saves_and_ends_in_the_index(
     runs: FlowRuns,
 ) -> None:
     """By default the flow of a Slurm job is cancelled, whose flush takes its time."""
@@ -109,7 +109,7 @@ def test_a_cancelled_flow_leaves_the_job_to_flush_and_its_row_ends(
     assert [(e.data["action"], e.data["by"]) for e in asked] == [("cancel", "prefect")]
 
 
-def test_a_run_cancelled_on_the_command_line_ends_its_flow_as_cancelled(runs: FlowRuns) -> None:
+def test_cli_cancel_ends_the_flow_as_cancelled(runs: FlowRuns) -> None:
     paths = runs.deploy_run(runs.write_spec("called-off", {"steps": 500, "sleep_s": 0.1}))
     wait_for("step 1", lambda: step_of(paths) >= 1)
     (taken,) = supervisions(paths)
@@ -119,7 +119,7 @@ def test_a_run_cancelled_on_the_command_line_ends_its_flow_as_cancelled(runs: Fl
     assert len(load_history(paths).attempts) == 1
 
 
-def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns) -> None:
+def test_run_survives_a_worker_shutdown_and_the_next_flow_takes_over(runs: FlowRuns) -> None:
     spec = runs.write_spec("left-alone", {"steps": 2400, "sleep_s": 0.1})
     paths = runs.deploy_run(spec)
     wait_for("step 5", lambda: step_of(paths) >= 5)
@@ -135,7 +135,7 @@ def test_a_worker_that_shuts_down_leaves_the_run_to_the_next_flow(runs: FlowRuns
     assert len(load_history(paths).attempts) == 1
 
 
-def test_an_operator_pauses_resumes_and_resizes_through_the_same_flow(runs: FlowRuns) -> None:
+def test_pause_resume_and_resize_keep_the_same_flow(runs: FlowRuns) -> None:
     spec = runs.write_spec(
         "resized", {"steps": 1200, "sleep_s": 0.1}, elastic={"min_gpus": 1, "max_gpus": 2}
     )
@@ -162,7 +162,7 @@ def test_an_operator_pauses_resumes_and_resizes_through_the_same_flow(runs: Flow
     assert runs.holdfast("show", "resized")["goodput"]["steps_lost"] == 0
 
 
-def test_a_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> None:
+def test_failing_program_fails_the_flow_with_its_traceback(runs: FlowRuns) -> None:
     spec = runs.write_spec("failing", {"steps": 30, "sleep_s": 0.05, "fail_at": 12})
     done = runs.service.command("holdfast", "submit", str(spec), "--wait", "--json", check=False)
     run = RunPaths(runs.root / "failing")
@@ -204,7 +204,7 @@ def test_prefect_deploy_makes_the_same_deployment(runs: FlowRuns) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_without_prefect_and_index_a_run_is_relaunched_and_ends_and_both_hear_of_it(
+def test_run_continues_without_prefect_and_index_and_both_catch_up(
     tmp_path: Path,
 ) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}

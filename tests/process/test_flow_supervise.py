@@ -73,7 +73,7 @@ def kinds(paths: RunPaths) -> list[str]:
     return [event.kind for event in load_events(paths)]
 
 
-def test_a_job_is_carried_to_its_end_and_into_the_index(tmp_path: Path, index: Index) -> None:
+def test_supervisor_runs_a_job_to_its_end_and_indexes_it(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     history = Supervisor(paths=paths, index=index, log=LOG, submit=submit_next).run()
     assert history.state is RunState.COMPLETED
@@ -86,7 +86,7 @@ def test_a_job_is_carried_to_its_end_and_into_the_index(tmp_path: Path, index: I
     assert kinds(paths).count(EventKind.RUN_ENDED) == 1
 
 
-def test_an_outage_of_the_database_does_not_stop_the_supervision(
+def test_database_outage_does_not_stop_supervision(
     tmp_path: Path,
     index: Index,
     caplog: pytest.LogCaptureFixture,
@@ -116,7 +116,7 @@ def test_an_outage_of_the_database_does_not_stop_the_supervision(
     assert sqlite3.connect(file).execute("select count(*) from runs").fetchone() == (1,)
 
 
-def test_a_second_supervisor_follows_until_the_first_is_gone(
+def test_second_supervisor_waits_until_the_first_is_gone(
     tmp_path: Path, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
@@ -134,9 +134,7 @@ def test_a_second_supervisor_follows_until_the_first_is_gone(
     assert load_history(paths).state is RunState.COMPLETED
 
 
-def test_a_job_that_cannot_be_started_fails_with_the_schedulers_words(
-    tmp_path: Path, index: Index
-) -> None:
+def test_job_that_cannot_start_fails_with_the_launcher_output(tmp_path: Path, index: Index) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no such environment >&2\nexit 3\n")
     python.chmod(0o755)
@@ -155,7 +153,7 @@ def test_a_job_that_cannot_be_started_fails_with_the_schedulers_words(
     assert "no such environment" in evidence
 
 
-def test_what_a_dead_flow_left_half_done_is_finished(tmp_path: Path, index: Index) -> None:
+def test_attempt_reserved_by_a_dead_flow_is_replaced(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     # The flow died right after it had reserved a number: no request, so no job.
     assert reserve(paths, 1) is not None
@@ -180,7 +178,7 @@ def test_a_paused_run_waits_and_a_cancelled_one_ends(tmp_path: Path, index: Inde
     assert queries.show_run(index.open(), str(paths.directory))["state"] == "cancelled"
 
 
-def test_a_database_that_others_hold_delays_no_decision(tmp_path: Path, index: Index) -> None:
+def test_locked_database_delays_no_decision(tmp_path: Path, index: Index) -> None:
     paths = make_run(tmp_path, "print('hello')\n")
     index.open()
     other = sqlite3.connect(tmp_path / "home" / "holdfast.db", isolation_level=None)

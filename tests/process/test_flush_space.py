@@ -41,7 +41,7 @@ KB = 1000
         (None, 0, 39 * GB, 0, errno.EDQUOT),
     ],
 )
-def test_what_fits(
+def test_space_check_refuses_steps_that_do_not_fit(
     free: int | None, total: int, budget: int | None, taken: int, code: int | None
 ) -> None:
     files = (FilePlace("a", 0, 4 * GB), FilePlace("b", 4 * GB, 6 * GB))
@@ -56,7 +56,7 @@ def test_what_fits(
         assert f"{free} bytes are free" in str(found)
 
 
-def test_a_supervisor_that_is_gone_is_not_waited_for() -> None:
+def test_flusher_does_not_wait_for_a_dead_supervisor() -> None:
     asked: list[str] = []
 
     def ask(need: Need, problem: str) -> bool:
@@ -95,7 +95,7 @@ def remove(directory: Path) -> tuple[int, str]:
     return 1, "freed"
 
 
-def test_room_is_asked_for_before_a_byte_is_written(
+def test_space_is_requested_before_anything_is_written(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     with small_storage(tmp_path, "1m") as run:
@@ -123,7 +123,7 @@ def test_room_is_asked_for_before_a_byte_is_written(
         rank.close()
 
 
-def test_room_that_runs_out_while_writing_is_freed_likewise(
+def test_space_is_also_freed_when_it_runs_out_during_writing(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     """Free bytes are there, but no free inode: storage says so only when the file is created."""
@@ -141,7 +141,7 @@ def test_room_that_runs_out_while_writing_is_freed_likewise(
         rank.close()
 
 
-def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
+def test_storage_budget_limits_the_size_of_all_checkpoints(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flusher_supervisor = SlotHolder(
         f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}", budget=25 * KB
@@ -161,7 +161,7 @@ def test_a_budget_bounds_what_all_checkpoints_take(tmp_path: Path) -> None:
         flusher_supervisor.close()
 
 
-def test_a_supervisor_without_an_agent_answers_that_it_frees_nothing(tmp_path: Path) -> None:
+def test_flusher_supervisor_without_an_agent_frees_no_space(tmp_path: Path) -> None:
     place = tmp_path / "flusher.address"
     with small_storage(tmp_path, "300k") as run:
         own = FlusherSupervisor(place, node=0, nodes=1, log=tmp_path / "flusher.log", run=run)

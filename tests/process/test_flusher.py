@@ -34,7 +34,7 @@ def checkpoint(run: Path, step: int = 7, launch: int = 1) -> Path:
     return run / "checkpoints" / f"step-{step:08d}.a0001.l{launch:02d}"
 
 
-def test_a_step_is_committed_when_every_local_rank_sealed_it(
+def test_step_is_committed_once_every_local_rank_has_sealed_it(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -62,7 +62,7 @@ def test_a_step_is_committed_when_every_local_rank_sealed_it(
         rank.close()
 
 
-def test_sealed_steps_are_committed_although_all_ranks_are_killed(
+def test_sealed_steps_are_committed_after_all_ranks_are_killed(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -103,7 +103,7 @@ def test_sealed_steps_are_committed_although_all_ranks_are_killed(
     assert len(flusher_supervisor.kept) == 4
 
 
-def test_a_killed_flusher_is_replaced_and_finishes_what_was_sealed(
+def test_replacement_of_a_killed_flusher_commits_sealed_steps(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -134,7 +134,7 @@ def test_a_killed_flusher_is_replaced_and_finishes_what_was_sealed(
     again.close()
 
 
-def test_a_commit_that_the_killed_flusher_had_made_is_recognised(
+def test_restarted_flusher_recognises_an_existing_commit(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -153,7 +153,7 @@ def test_a_commit_that_the_killed_flusher_had_made_is_recognised(
     rank.close()
 
 
-def test_a_step_that_a_rank_skipped_is_given_up_and_the_next_is_committed(
+def test_step_that_a_rank_skipped_fails_and_the_next_is_committed(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -173,7 +173,7 @@ def test_a_step_that_a_rank_skipped_is_given_up_and_the_next_is_committed(
 
 
 @pytest.mark.parametrize("committed", [True, False])
-def test_a_directory_that_is_there_is_never_overwritten(
+def test_existing_checkpoint_directory_is_never_overwritten(
     flusher_supervisor: SlotHolder, tmp_path: Path, committed: bool
 ) -> None:
     run = tmp_path / "r"
@@ -231,7 +231,7 @@ def test_full_storage_is_reported_and_the_next_save_works(
         rank.close()
 
 
-def test_two_nodes_commit_one_manifest_over_the_shared_directory(tmp_path: Path) -> None:
+def test_two_nodes_commit_one_manifest_in_the_shared_directory(tmp_path: Path) -> None:
     run = tmp_path / "r"
     stem = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
     flusher_supervisors = [SlotHolder(f"{stem}-{node}", node=node, nodes=2) for node in range(2)]
@@ -271,7 +271,7 @@ def test_two_nodes_commit_one_manifest_over_the_shared_directory(tmp_path: Path)
             flusher_supervisor.close()
 
 
-def test_it_ignores_signals_and_ends_when_supervisor_and_work_are_gone(
+def test_flusher_ignores_signals_and_exits_after_its_supervisor_and_work(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -285,7 +285,7 @@ def test_it_ignores_signals_and_ends_when_supervisor_and_work_are_gone(
     assert json.loads((checkpoint(run) / "manifest.json").read_bytes())["step"] == 7
 
 
-def test_a_drain_is_answered_however_many_saves_have_failed(
+def test_drain_reply_fits_after_many_failed_saves(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / ("ü" * 100)
@@ -304,7 +304,7 @@ def test_a_drain_is_answered_however_many_saves_have_failed(
     rank.close()
 
 
-def test_text_is_cut_to_what_a_message_takes() -> None:
+def test_text_is_clipped_to_the_message_limit() -> None:
     assert wire.clip("short", 100) == "short"
     assert len(json.dumps(wire.clip("ü" * 90_000, 6000))) <= 6000
     names = [f"step-{n:08d}" for n in range(9000)]

@@ -28,7 +28,7 @@ NONE = "0 checkpoints that nothing keeps were deleted"
 pytestmark = pytest.mark.timeout(280)
 
 
-def test_a_full_disk_is_freed_then_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_agent_frees_a_full_disk_reports_it_and_training_continues(tmp_path: Path) -> None:
     with small_storage(tmp_path, f"{DISK_MB}m") as root:
         run = LocalRun(
             root,
@@ -90,7 +90,7 @@ def _fill(root: Path) -> Path:
     return filler
 
 
-def test_a_full_disk_uses_up_no_attempts_and_a_run_can_still_be_cancelled(tmp_path: Path) -> None:
+def test_full_disk_uses_no_attempts_and_the_run_can_be_cancelled(tmp_path: Path) -> None:
     spec = spec_of()
     with small_storage(tmp_path, "1m") as root:
         paths, _ = runs.attach_or_create(spec, root, created_by="ann")
@@ -107,7 +107,7 @@ def test_a_full_disk_uses_up_no_attempts_and_a_run_can_still_be_cancelled(tmp_pa
         filler.unlink()
 
 
-def test_a_disk_without_any_room_is_named_to_the_operator(tmp_path: Path) -> None:
+def test_request_on_a_completely_full_disk_names_the_directory(tmp_path: Path) -> None:
     with small_storage(tmp_path, "1m") as root:
         paths, _ = runs.attach_or_create(spec_of(), root, created_by="ann")
         runs.release_reserve(paths)

@@ -45,7 +45,7 @@ def dumped(run: LocalRun, event: Any) -> str:
     return "\n".join(path.read_text() for folder in folders for path in folder.iterdir())
 
 
-def test_a_rank_that_loops_is_found_and_training_goes_on_but_a_slow_eval_is_left_alone(
+def test_looping_rank_is_restarted_and_a_slow_evaluation_is_not(
     make: Make,
 ) -> None:
     # The second evaluation is twenty times slower and longer than its phase's limit.
@@ -75,7 +75,7 @@ def test_a_rank_that_loops_is_found_and_training_goes_on_but_a_slow_eval_is_left
 
 
 @pytest.mark.slow
-def test_each_kind_of_hang_is_found_and_the_last_one_ends_the_attempt(make: Make) -> None:
+def test_each_kind_of_hang_is_detected_and_the_last_ends_the_attempt(make: Make) -> None:
     kinds = {"1": ["sleep", 0, 20], "2": ["mismatch", 1, 40], "3": ["loop", 0, 60]}
     run = make(steps=80, hangs=kinds, restarts=2, checkpoint={"interval": 10})
     run.submit()
@@ -118,7 +118,7 @@ def slow_plan(seed: int, minutes: float) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_MINUTES * 90)
-def test_slow_steps_evals_and_stalls_end_nothing(make: Make) -> None:
+def test_slow_steps_evaluations_and_stalls_do_not_count_as_hangs(make: Make) -> None:
     evals, stalls = slow_plan(seed=7, minutes=SOAK_MINUTES * 0.8)
     steps = max(evals[-1][0], stalls[-1][0]) + 40
     # The steps that stall are declared nowhere; two seconds of them have been seen before.

@@ -81,7 +81,7 @@ def part(mesh: str, *placements: int | None) -> dict[str, Any]:
     return {"kind": "parts", "mesh": mesh, "placements": list(placements)}
 
 
-def test_parts_of_nothing_between_other_keys() -> None:
+def test_sharded_empty_tensors_between_other_keys() -> None:
     """A tensor without elements, cut along its last dimension, beside tensors that have some."""
     line, plain = part("line", 2, None), {"kind": "plain"}
     empty = {"shape": [5, 0, 3], "dtype": "float32"}
@@ -111,7 +111,7 @@ def test_parts_of_nothing_between_other_keys() -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(st.lists(STATES, min_size=6, max_size=6))
-def test_a_few_states_of_drawn_layouts(cases: list[dict[str, Any]]) -> None:
+def test_few_generated_layouts_save_and_load_exactly(cases: list[dict[str, Any]]) -> None:
     run(cases)
 
 
@@ -125,5 +125,5 @@ def test_a_few_states_of_drawn_layouts(cases: list[dict[str, Any]]) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(st.lists(STATES, min_size=25, max_size=25))
-def test_many_states_of_drawn_layouts(cases: list[dict[str, Any]]) -> None:
+def test_many_generated_layouts_save_and_load_exactly(cases: list[dict[str, Any]]) -> None:
     run(cases)

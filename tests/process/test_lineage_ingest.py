@@ -110,7 +110,7 @@ def test_no_lock_is_held_while_a_folder_is_read(
         assert queries.show_run(opened, str(folder.paths.directory))["run"] == "gpt"
 
 
-def test_what_was_read_before_others_wrote_is_read_again(
+def test_folder_is_read_again_if_another_process_wrote_meanwhile(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     story = storied_run(tmp_path / "runs")
@@ -155,7 +155,7 @@ def test_reindex_equals_live_ingest(database: Database, tmp_path: Path) -> None:
     assert dump(database) == live, "a second reindex changed rows"
 
 
-def test_what_the_story_adds_up_to(database: Database, tmp_path: Path) -> None:
+def test_sample_run_is_summarised_correctly(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     *_, fork = storied_run(root)
     reindex(database, root)
@@ -199,9 +199,7 @@ def test_checkpoints_oldest_first_with_reasons(database: Database, tmp_path: Pat
     assert found[2]["metrics"] == {"loss": 2.5}
 
 
-def test_ancestry_and_graph_go_through_forks_and_deletions(
-    database: Database, tmp_path: Path
-) -> None:
+def test_ancestry_and_graph_cross_forks_and_deletions(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for _ in storied_run(root):
         pass
@@ -236,7 +234,7 @@ def test_ancestry_and_graph_go_through_forks_and_deletions(
     assert kinds == {kind.value for kind in models.EdgeKind}
 
 
-def test_several_processes_at_once_leave_the_same_rows(url: str, tmp_path: Path) -> None:
+def test_concurrent_ingests_leave_the_same_rows(url: str, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     story = storied_run(root)
     next(story)
@@ -268,7 +266,7 @@ def test_several_processes_at_once_leave_the_same_rows(url: str, tmp_path: Path)
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_any_order_of_partial_folders_ends_in_the_same_rows(
+def test_ingests_of_partial_folders_in_any_order_end_in_the_same_rows(
     database: Database, tmp_path: Path, data: st.DataObject
 ) -> None:
     root, kept = tmp_path / "runs", tmp_path / "snapshots"
@@ -316,7 +314,9 @@ def test_unchanged_folder_is_not_read_again(database: Database, tmp_path: Path) 
     assert dump(database)["checkpoints"][0]["bytes"] > 0
 
 
-def test_damage_is_told_from_manifest_and_from_resumes(database: Database, tmp_path: Path) -> None:
+def test_damage_is_taken_from_manifests_and_resume_events(
+    database: Database, tmp_path: Path
+) -> None:
     folder = RunFolder(tmp_path, "hurt", "e" * 32)
     folder.submit(1, 2, 1_700_000_000.0)
     torn, rotten = folder.commit(10, 1), folder.commit(20, 1)
@@ -338,7 +338,9 @@ def test_damage_is_told_from_manifest_and_from_resumes(database: Database, tmp_p
     assert queries.list_checkpoints(database, "hurt")[1]["state"] == "committed"
 
 
-def test_what_is_gone_from_disk_is_gone_from_the_index(database: Database, tmp_path: Path) -> None:
+def test_runs_and_checkpoints_gone_from_disk_leave_the_index(
+    database: Database, tmp_path: Path
+) -> None:
     folder = RunFolder(tmp_path, "gone", "f" * 32)
     folder.submit(1, 2, 1_700_000_000.0)
     name = folder.commit(10, 1)
@@ -372,9 +374,7 @@ def test_hostile_text_is_stored(database: Database, tmp_path: Path) -> None:
     assert second["data"] == {"value": ["nan", 10**15]}
 
 
-def test_a_run_that_cannot_be_read_does_not_stop_the_others(
-    database: Database, tmp_path: Path
-) -> None:
+def test_unreadable_run_does_not_stop_reindex(database: Database, tmp_path: Path) -> None:
     RunFolder(tmp_path, "good", "7" * 32)
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "spec.json").write_text("not JSON")
@@ -407,7 +407,7 @@ def test_find_run_prefers_the_root_then_the_newest(database: Database, tmp_path:
         queries.find_checkpoint(database, "same:latest")
 
 
-def test_the_account_of_a_live_run_follows_its_lines(database: Database, tmp_path: Path) -> None:
+def test_goodput_of_a_live_run_follows_its_journal(database: Database, tmp_path: Path) -> None:
     now = time.time()
     folder = RunFolder(tmp_path, "lives", "a" * 32, created_at=now - 100)
     attempt = folder.submit(1, 2, now - 90)

@@ -61,7 +61,7 @@ def plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in {"fingerprint", "stamp"}} for row in rows]
 
 
-def test_from_every_earlier_revision_with_data(url: str, tmp_path: Path) -> None:
+def test_upgrade_from_every_earlier_revision_keeps_data(url: str, tmp_path: Path) -> None:
     assert EARLIER, "there is a revision to come from"
     root = tmp_path / "runs"
     for _ in storied_run(root):
@@ -121,7 +121,7 @@ def put(database: Database, uid: str, name: str, parent: tuple[str, str] | None)
         )
 
 
-def test_the_database_itself_refuses_what_cannot_be(url: str, tmp_path: Path) -> None:
+def test_database_constraints_reject_invalid_states(url: str, tmp_path: Path) -> None:
     for _ in storied_run(tmp_path):
         pass
     a, b = "a" * 32, "b" * 32

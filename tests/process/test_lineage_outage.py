@@ -56,7 +56,7 @@ print("away", away, flush=True)
 
 
 @pytest.mark.slow
-def test_rows_are_the_same_whatever_happened_on_the_way(tmp_path: Path) -> None:
+def test_rows_after_outages_equal_rows_without_outages(tmp_path: Path) -> None:
     root, kept = tmp_path / "runs", tmp_path / "snapshots"
     for number, _ in enumerate(storied_run(root)):
         shutil.copytree(root, kept / f"{number:02d}")

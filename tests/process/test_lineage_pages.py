@@ -71,7 +71,7 @@ def names(rows: list[Any]) -> list[str]:
     return [row["run"] for row in rows]
 
 
-def test_pages_together_are_the_list(database: Database) -> None:
+def test_pages_together_are_the_whole_list(database: Database) -> None:
     """Every list, one row a page, is the list on one page; equal sort keys lose nothing."""
     for sort in pages.RUN_ORDERS:
         runs = functools.partial(pages.list_runs, database, sort=sort)
@@ -92,7 +92,7 @@ def test_pages_together_are_the_list(database: Database) -> None:
     )
 
 
-def test_filters(database: Database, root: Path) -> None:
+def test_run_filters(database: Database, root: Path) -> None:
     def runs(**where: Any) -> list[str]:
         return sorted(names(pages.list_runs(database, pages.RunFilter(**where)).items))
 
@@ -119,7 +119,7 @@ def test_filters(database: Database, root: Path) -> None:
     assert [event["data"]["step"] for event in events] == [120, 100, 50]
 
 
-def test_a_cursor_holds_while_runs_come(database: Database, tmp_path: Path) -> None:
+def test_cursor_stays_valid_while_runs_are_added(database: Database, tmp_path: Path) -> None:
     first = pages.list_runs(database, limit=2)
     newer = RunFolder(tmp_path, "newer", "f" * 32, created_at=T0 + 5000)
     older = RunFolder(tmp_path, "older", "9" * 32, created_at=T0 - 5000)
@@ -133,7 +133,7 @@ def test_a_cursor_holds_while_runs_come(database: Database, tmp_path: Path) -> N
     ]
 
 
-def test_reasons_are_those_of_the_whole_list(database: Database) -> None:
+def test_keep_reasons_of_a_page_equal_those_of_the_whole_list(database: Database) -> None:
     by_one = walk(lambda after: pages.list_checkpoints(database, "gpt", after=after, limit=1))
     reasons = {one["step"]: one["reason"] for one in by_one}
     assert reasons[200].startswith("newest, exported to /exports/gpt.pt")
@@ -141,7 +141,7 @@ def test_reasons_are_those_of_the_whole_list(database: Database) -> None:
     assert reasons[120] == "deleted: keep.last 2: step 120 is older"
 
 
-def test_storage_says_what_a_prune_would_delete(database: Database, tmp_path: Path) -> None:
+def test_storage_reports_what_a_prune_would_delete(database: Database, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "kept", "8" * 32, {"checkpoint": {"keep": {"last": 1}}})
     folder.submit(1, 2, T0)
     old, _ = folder.commit(10, 1), folder.commit(20, 1)
@@ -156,7 +156,7 @@ def test_storage_says_what_a_prune_would_delete(database: Database, tmp_path: Pa
 BAD_CURSORS = ("", "!", "é", "bnVsbA", "W10", "A" * 5000, "WyJuYW1lIiwxLDJd")
 
 
-def test_what_cannot_be_meant_is_said(database: Database) -> None:
+def test_invalid_cursors_limits_and_names_are_refused(database: Database) -> None:
     for after in BAD_CURSORS:
         with pytest.raises(QueryError, match="not a cursor"):
             pages.list_runs(database, after=after)
@@ -199,7 +199,7 @@ def test_nodes_curves_and_comparison(database: Database) -> None:
         compare(database, said["one"], "gpt:step-00000201.a0003.l01")
 
 
-def test_what_is_read_in_one_look_is_of_one_moment(database: Database, root: Path) -> None:
+def test_consistent_read_sees_a_single_snapshot(database: Database, root: Path) -> None:
     """A run that comes meanwhile is seen by others at once, and in the look not at all."""
     new = RunFolder(root, "meanwhile", "f" * 32, created_at=T0)
     try:
@@ -217,7 +217,7 @@ def test_what_is_read_in_one_look_is_of_one_moment(database: Database, root: Pat
         shutil.rmtree(new.paths.directory)
 
 
-def test_a_look_that_failed_leaves_nothing_open(database: Database) -> None:
+def test_failed_read_leaves_no_open_transaction(database: Database) -> None:
     with pytest.raises(NotFoundError), database.consistent_read():
         compare(database, "nobody:step-00000001.a0001.l01", "nobody:step-00000002.a0001.l01")
     assert database.engine.pool.checkedout() == 0  # type: ignore[attr-defined]

@@ -141,7 +141,7 @@ def walk_plan(part: Any) -> Iterator[dict[str, Any]]:
             yield from walk_plan(item)
 
 
-def test_every_statement_has_an_index(database: Database, tmp_path: Path) -> None:
+def test_every_statement_uses_an_index(database: Database, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     folder = RunFolder(root, "gpt-c", "c" * 32, {"checkpoint": {"keep": {"last": 1}}})
 
@@ -168,7 +168,7 @@ def test_every_statement_has_an_index(database: Database, tmp_path: Path) -> Non
     assert not bad, "\n\n".join(f"{scans}\n{text}" for text, scans in bad.items())
 
 
-def test_a_scan_would_be_seen(database: Database) -> None:
+def test_full_table_scan_is_detected(database: Database) -> None:
     """The check finds what it looks for: a column that no index has."""
     placeholder = "%(x)s" if database.is_postgresql else "?"
     parameters: Any = {"x": "me"} if database.is_postgresql else ("me",)

@@ -36,7 +36,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield address
 
 
-def test_roots_of_the_same_path_leave_each_others_rows_alone(url: str, tmp_path: Path) -> None:
+def test_roots_with_the_same_path_keep_separate_rows(url: str, tmp_path: Path) -> None:
     """Each cluster sees its own folder at the path; here they take turns there."""
     root, away = tmp_path / "scratch" / "runs", tmp_path / "away"
     away.mkdir()
@@ -63,7 +63,7 @@ def test_roots_of_the_same_path_leave_each_others_rows_alone(url: str, tmp_path:
         assert len(dump(database)["runs"]) == 3
 
 
-def test_a_roots_id_is_made_once_and_survives_what_others_put_there(tmp_path: Path) -> None:
+def test_root_id_is_created_once_and_foreign_content_is_ignored(tmp_path: Path) -> None:
     first = ensure_root_id(tmp_path)
     assert len(first) == 32
     assert ensure_root_id(tmp_path) == read_root_id(tmp_path) == first
@@ -74,7 +74,7 @@ def test_a_roots_id_is_made_once_and_survives_what_others_put_there(tmp_path: Pa
     assert ensure_root_id(tmp_path) == ""
 
 
-def test_lines_that_an_older_program_did_not_know_come_with_the_upgrade(
+def test_events_unknown_to_an_older_version_are_read_after_an_upgrade(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
@@ -116,9 +116,7 @@ NEWER = (
 )
 
 
-def test_an_older_program_works_with_a_newer_schema_that_allows_it(
-    url: str, tmp_path: Path
-) -> None:
+def test_older_version_works_with_a_compatible_newer_schema(url: str, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs", "gpt", "a" * 32)
     for number in range(80):
         run.tell("flow", EventKind.NOTE, text=str(number))

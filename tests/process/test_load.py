@@ -50,13 +50,13 @@ def run_ranks(act: str, world_size: int, folder: Path, flusher: str) -> list[dic
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_byte_is_read_once_at_any_shape(folder: Path, world_size: int) -> None:
+def test_every_byte_is_read_once_at_any_world_size(folder: Path, world_size: int) -> None:
     loads = run_ranks("load", world_size, folder, "")
     assert loads
     for one in loads:
         assert 0 < one["unique"] <= one["read"] <= one["ratio_max"] * one["unique"]
 
 
-def test_nodes_load_beside_groups_that_only_some_ranks_have_made(tmp_path: Path) -> None:
+def test_load_works_when_only_some_ranks_created_extra_groups(tmp_path: Path) -> None:
     said = run_program("node_groups_program", tmp_path, timeout_s=60.0)
     assert said.count("restored 1, all ranks of its node share") == 4

@@ -27,7 +27,7 @@ print("workers", kept._workers[0].pid, flush=True)
 EXIT_S = 60.0
 
 
-def test_a_loader_in_use_at_the_end_does_not_keep_its_rank(tmp_path: Path) -> None:
+def test_active_data_loader_does_not_block_process_exit(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],

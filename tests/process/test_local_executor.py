@@ -53,7 +53,7 @@ def request_of(run: LocalRun) -> Request:
     return request
 
 
-def test_a_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None:
+def test_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> None:
     flow = subprocess.Popen(
         [sys.executable, "-c", SUBMITTER, str(run.paths.directory)],
         stdout=subprocess.PIPE,
@@ -72,7 +72,7 @@ def test_a_job_outlives_the_process_group_that_submitted_it(run: LocalRun) -> No
     assert view.state is AttemptState.COMPLETED
 
 
-def test_a_job_is_found_before_it_has_claimed_and_submitted_once(run: LocalRun) -> None:
+def test_job_is_found_before_its_claim_and_not_submitted_twice(run: LocalRun) -> None:
     attempt = run.submit()
     written = read_document(Submission, attempt.submission)
     assert written is not None
@@ -88,7 +88,7 @@ def test_a_job_is_found_before_it_has_claimed_and_submitted_once(run: LocalRun) 
     assert len(run.events(EventKind.CLAIMED)) == 1
 
 
-def test_a_second_job_of_the_same_attempt_ends_before_it_trains(run: LocalRun) -> None:
+def test_second_job_of_an_attempt_exits_before_training(run: LocalRun) -> None:
     attempt = run.submit()
     first = run.claim(attempt)
     second = executor_for("local").submit(attempt, request_of(run))
@@ -105,7 +105,7 @@ def test_a_second_job_of_the_same_attempt_ends_before_it_trains(run: LocalRun) -
     assert read_document(Claim, attempt.claim) == first
 
 
-def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
+def test_forced_cancel_leaves_no_process(run: LocalRun) -> None:
     attempt = run.submit()
     run.claim(attempt)
     executor = executor_for("local")
@@ -119,7 +119,7 @@ def test_cancelling_by_force_leaves_nothing(run: LocalRun) -> None:
     assert view.cause in {Cause.UNKNOWN, Cause.PREEMPTION}
 
 
-def test_a_job_whose_launcher_was_taken_for_it_is_not_given_up(run: LocalRun) -> None:
+def test_job_is_not_lost_if_the_recorded_pid_is_its_launcher(run: LocalRun) -> None:
     """A flow that is killed while the launcher runs leaves its number to the next one to find."""
     attempt, executor = run.paths.attempt(1), executor_for("local")
     record = read_record(run.paths)
@@ -135,7 +135,7 @@ def test_a_job_whose_launcher_was_taken_for_it_is_not_given_up(run: LocalRun) ->
     assert executor.status(request, launcher).has_ended
 
 
-def test_a_number_used_again_is_not_the_job(run: LocalRun) -> None:
+def test_reused_pid_is_not_taken_for_the_job(run: LocalRun) -> None:
     attempt = run.submit()
     run.wait_for_end()
     submission = read_document(Submission, attempt.submission)

@@ -34,7 +34,7 @@ def interrupt(
         ("accelerate", 1, 29),
     ],
 )
-def test_an_interrupted_loop_goes_on_to_the_bit(
+def test_interrupted_loops_resume_bit_identical(
     shape: str, ranks: int, stride: int, tmp_path: Path
 ) -> None:
     found = interrupt(shape, tmp_path, ranks=ranks, interval="4", snapshots="off", stride=stride)
@@ -46,7 +46,7 @@ def test_an_interrupted_loop_goes_on_to_the_bit(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("ranks", "interval", "snapshots"), [(1, "3", "off"), (2, "5", "1")])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_a_loop_interrupted_at_any_place_goes_on_to_the_bit(
+def test_loops_interrupted_at_any_point_resume_bit_identical(
     shape: str, ranks: int, interval: str, snapshots: str, tmp_path: Path
 ) -> None:
     found = interrupt(

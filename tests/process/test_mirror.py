@@ -57,7 +57,7 @@ def name_of(step: int) -> CheckpointName:
     return CheckpointName(step, 1, 1)
 
 
-def test_a_checkpoint_goes_to_the_mirror_and_comes_back(location: str, tmp_path: Path) -> None:
+def test_checkpoint_is_copied_to_the_mirror_and_fetched_back(location: str, tmp_path: Path) -> None:
     store = open_store(location)
     directories = [make_checkpoint(tmp_path / "r", step) for step in (5, 6)]
     for directory in directories:
@@ -85,7 +85,7 @@ def test_a_checkpoint_goes_to_the_mirror_and_comes_back(location: str, tmp_path:
     assert found.name == name_of(5)
 
 
-def test_only_what_was_committed_here_is_sent(location: str, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_not_sent_to_the_mirror(location: str, tmp_path: Path) -> None:
     store = open_store(location)
     directory = make_checkpoint(tmp_path / "r", 5)
     content = bytearray((directory / "pp0/large").read_bytes())
@@ -97,7 +97,7 @@ def test_only_what_was_committed_here_is_sent(location: str, tmp_path: Path) -> 
     assert store.read(checkpoint_key(str(name_of(5)))) is None
 
 
-def test_only_what_was_committed_is_believed_of_the_mirror(location: str, tmp_path: Path) -> None:
+def test_damaged_or_uncommitted_mirror_copies_are_refused(location: str, tmp_path: Path) -> None:
     store = open_store(location)
     send(store, make_checkpoint(tmp_path / "r", 5))
     store.put(checkpoint_key(str(name_of(5)), "small"), os.urandom(SIZES["small"]))
@@ -161,7 +161,7 @@ def strike_uploads(
     return verbs
 
 
-def test_an_uploader_killed_at_any_request_leaves_what_can_be_believed(
+def test_uploader_killed_before_any_request_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     verbs = strike_uploads([(at, True) for at in range(REQUESTS + 1)], s3, proxy, tmp_path)
@@ -170,7 +170,7 @@ def test_an_uploader_killed_at_any_request_leaves_what_can_be_believed(
     assert verbs.count("none") == 1
 
 
-def test_an_uploader_killed_after_its_last_answers_has_committed_or_not(
+def test_uploader_killed_after_its_last_responses_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The two answers that matter most: the object's parts are one, and the manifest stands."""
@@ -179,14 +179,14 @@ def test_an_uploader_killed_after_its_last_answers_has_committed_or_not(
 
 
 @pytest.mark.slow
-def test_an_uploader_killed_after_any_answer_leaves_what_can_be_believed(
+def test_uploader_killed_after_any_response_leaves_a_valid_mirror(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     verbs = strike_uploads([(at, False) for at in range(REQUESTS)], s3, proxy, tmp_path)
     assert "none" not in verbs
 
 
-def test_requests_whose_answers_are_lost_are_made_again(
+def test_requests_with_lost_responses_are_retried(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     location = f"s3://{BUCKET}/{tmp_path.name}/r.{UID}"
@@ -206,7 +206,7 @@ def test_requests_whose_answers_are_lost_are_made_again(
     assert store.abort_uploads("checkpoints/") == 0
 
 
-def test_a_refusal_is_told_at_once_and_without_the_secret(
+def test_refused_request_is_reported_without_retry_or_secret(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")

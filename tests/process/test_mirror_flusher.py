@@ -35,7 +35,7 @@ def told(run: Path, kind: EventKind) -> list[str]:
     return [str(e.data["checkpoint"]) for e in load_events(RunPaths(run)) if e.kind is kind]
 
 
-def test_a_flusher_that_is_killed_is_replaced_by_one_that_finishes_the_copy(
+def test_replacement_of_a_killed_flusher_finishes_the_mirror_copy(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -63,7 +63,7 @@ def test_a_flusher_that_is_killed_is_replaced_by_one_that_finishes_the_copy(
         flusher_supervisor.close()
 
 
-def test_a_mirror_that_is_away_delays_no_save_and_is_told(tmp_path: Path) -> None:
+def test_unreachable_mirror_delays_no_save_and_is_reported(tmp_path: Path) -> None:
     run, place = tmp_path / "r", tmp_path / "mirror"
     place.write_text("a file where a directory should be")
     tiers = Tiers(mirror=f"file://{place}")
@@ -84,7 +84,7 @@ def test_a_mirror_that_is_away_delays_no_save_and_is_told(tmp_path: Path) -> Non
         flusher_supervisor.close()
 
 
-def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None:
+def test_two_nodes_mirror_their_own_files_and_one_manifest(tmp_path: Path) -> None:
     run, copies = tmp_path / "r", tmp_path / "mirror" / f"r.{UID}"
     nodes = [
         Tiers(mirror=f"file://{tmp_path}/mirror", local=f"{tmp_path}/node{n}") for n in range(2)
@@ -130,7 +130,7 @@ def test_two_nodes_send_their_own_files_and_one_manifest(tmp_path: Path) -> None
             flusher_supervisor.close()
 
 
-def test_a_job_waits_for_its_copies_and_pruning_deletes_them(
+def test_job_waits_for_its_mirror_copies_and_prune_deletes_them(
     s3: ObjectStore, proxy: Proxy, tmp_path: Path
 ) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}"

@@ -46,7 +46,7 @@ def copies_of(mirror: Path, step: int) -> Path:
     return next(mirror.glob(f"run.*/checkpoints/step-{step:08d}.*"))
 
 
-def test_a_run_goes_on_where_only_the_mirror_has_its_checkpoints(tmp_path: Path) -> None:
+def test_run_resumes_from_the_mirror_without_local_checkpoints(tmp_path: Path) -> None:
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     tiers = {CHECKPOINT_MIRROR: f"file://{mirror}"}
     train(run, 6, tiers)
@@ -80,7 +80,7 @@ def test_a_run_goes_on_where_only_the_mirror_has_its_checkpoints(tmp_path: Path)
     assert "in the mirror: never committed there" in said
 
 
-def test_nothing_is_begun_anew_while_the_mirror_cannot_be_asked(tmp_path: Path) -> None:
+def test_run_does_not_start_over_while_the_mirror_is_unreachable(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("not a directory")
     tiers = {CHECKPOINT_MIRROR: f"no-such-scheme://{tmp_path}/mirror"}
     said = train(tmp_path / "run", 4, tiers, is_ok=False)
@@ -88,7 +88,7 @@ def test_nothing_is_begun_anew_while_the_mirror_cannot_be_asked(tmp_path: Path) 
     assert not (tmp_path / "run" / "records").exists()
 
 
-def test_files_go_to_the_nodes_own_disk_first(tmp_path: Path) -> None:
+def test_files_are_written_to_the_local_disk_first(tmp_path: Path) -> None:
     run, mirror, scratch = tmp_path / "run", tmp_path / "mirror", tmp_path / "scratch"
     tiers = {CHECKPOINT_MIRROR: f"file://{mirror}", CHECKPOINT_LOCAL: str(scratch)}
     train(run, 6, tiers)

@@ -24,7 +24,7 @@ def service() -> Iterator[AwsService]:
         yield served
 
 
-def test_a_rebalance_saves_early_and_an_interruption_loses_no_step(
+def test_rebalance_notice_saves_early_and_interruption_loses_no_step(
     service: AwsService, tmp_path: Path
 ) -> None:
     notices = {"notices": "aws", "notices_url": service.url}

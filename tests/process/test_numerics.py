@@ -51,7 +51,7 @@ def ids_of(run: LocalRun) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def test_a_rollback_ends_as_a_run_that_never_saw_the_data_it_passed_over(tmp_path: Path) -> None:
+def test_rollback_equals_a_run_that_skipped_the_bad_data(tmp_path: Path) -> None:
     """Bit for bit; one of the two ranks saw the NaN first, and both left."""
     run = poisoned(tmp_path / "a", "rollback")
     attempt = run.submit()
@@ -89,7 +89,7 @@ def test_a_rollback_ends_as_a_run_that_never_saw_the_data_it_passed_over(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_stop_leaves_nothing_that_a_relaunch_would_take_for_good(tmp_path: Path) -> None:
+def test_on_nan_stop_excludes_checkpoints_near_the_bad_step(tmp_path: Path) -> None:
     """A checkpoint right after the bad loss is marked, and the policy does not go on by itself."""
     run = poisoned(tmp_path / "a", "stop")
     run.submit()
@@ -107,7 +107,7 @@ def test_a_stop_leaves_nothing_that_a_relaunch_would_take_for_good(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_poison_at_the_same_place_stops_after_one_rollback(tmp_path: Path) -> None:
+def test_second_nan_at_the_same_step_stops_the_run(tmp_path: Path) -> None:
     """Every sample is poisoned from some step on: other data does not help."""
     every = [int(i) for step in range(BAD_STEP, STEPS + 20) for i in ORDER.step_ids(step)]
     run = poisoned(tmp_path / "a", "rollback", poison=every)

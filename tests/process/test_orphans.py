@@ -20,7 +20,7 @@ def names_of(launch: int) -> list[str]:
     return sorted(f"{launch}-{rank}-{kind}" for rank in range(RANKS) for kind in KINDS)
 
 
-def test_what_ranks_leave_behind_is_gone_before_the_next_start_and_at_the_end(
+def test_orphans_of_ranks_are_killed_before_a_restart_and_at_the_end(
     tmp_path: Path,
 ) -> None:
     """One rank is killed while all helpers live; then the ranks end, and their helpers do not."""

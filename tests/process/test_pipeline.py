@@ -20,7 +20,7 @@ RANKS_S = 240.0
 WORLD_SIZE = 4
 
 
-def test_each_stage_has_a_folder_that_stock_dcp_reads_under_one_manifest(tmp_path: Path) -> None:
+def test_each_pipeline_stage_has_a_stock_dcp_folder_under_one_manifest(tmp_path: Path) -> None:
     flusher_supervisor = SlotHolder(f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}")
     try:
         run_program(

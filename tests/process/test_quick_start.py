@@ -100,7 +100,7 @@ def tour(tmp_path: Path) -> Iterator[Tour]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_quick_start_works_as_it_is_written(tour: Tour) -> None:
+def test_quick_start_commands_work_as_documented(tour: Tour) -> None:
     text = PAGE.read_text()
     sections = {number: list(commands(section_of(text, number))) for number in range(1, 9)}
     write_files(tour.folder, section_of(text, 2))

@@ -34,7 +34,7 @@ def buffers(folder: Path, case: str, launch: int, when: str) -> list[dict[str, t
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_goes_on_with_the_first_ranks_buffers(folder: Path, case: str) -> None:
+def test_every_rank_resumes_with_the_buffers_of_the_first_rank(folder: Path, case: str) -> None:
     ended, began = buffers(folder, case, 0, "ended"), buffers(folder, case, 1, "began")
     differing = {
         name.partition(".")[2]

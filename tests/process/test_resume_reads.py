@@ -69,9 +69,7 @@ def resumed(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_read_that_fails_for_a_moment_is_tried_again(
-    storage: Storage, tmp_path: Path, name: str
-) -> None:
+def test_temporary_read_failure_is_retried(storage: Storage, tmp_path: Path, name: str) -> None:
     storage.refused[name] = range(1, TRIES)
     assert launch(tmp_path / "run", 3)[0] == 2
     assert resumed(tmp_path / "run") == []
@@ -79,7 +77,7 @@ def test_a_read_that_fails_for_a_moment_is_tried_again(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_read_that_always_fails_falls_back_to_the_older_one_and_says_so(
+def test_permanent_read_failure_falls_back_to_the_previous_checkpoint(
     storage: Storage, tmp_path: Path, name: str
 ) -> None:
     storage.refused[name] = range(1, 100)
@@ -89,9 +87,7 @@ def test_a_read_that_always_fails_falls_back_to_the_older_one_and_says_so(
     assert "Input/output error" in line
 
 
-def test_the_manifest_of_the_checkpoint_that_is_chosen_is_read_once(
-    storage: Storage, tmp_path: Path
-) -> None:
+def test_manifest_of_the_chosen_checkpoint_is_read_once(storage: Storage, tmp_path: Path) -> None:
     # One reading looks at a file twice: at its kind, and at its size.
     storage.refused["manifest.json"] = range(3, 100)
     assert launch(tmp_path / "run", 3)[0] == 2

@@ -75,7 +75,7 @@ def leaks(folder: Path, *, but: tuple[Path, ...] = ()) -> list[str]:
     ]
 
 
-def test_the_program_sees_its_secrets_and_nothing_keeps_them(local: Local) -> None:
+def test_program_receives_its_secrets_and_no_file_contains_them(local: Local) -> None:
     run = SecretRun(local)
     told = local.json("submit", str(run.spec), "--wait")
     assert told["state"] == "completed", told
@@ -91,7 +91,7 @@ def test_the_program_sees_its_secrets_and_nothing_keeps_them(local: Local) -> No
     assert again["created"] is False
 
 
-def test_a_relaunch_needs_the_variable_again_and_says_so_first(local: Local) -> None:
+def test_relaunch_without_the_secret_variable_is_refused(local: Local) -> None:
     run = SecretRun(local, fail=["TOKEN"])
     done = local.call("submit", str(run.spec), "--wait", "--json")
     told = json.loads(done.stdout)
@@ -113,7 +113,7 @@ def test_a_relaunch_needs_the_variable_again_and_says_so_first(local: Local) -> 
     run.assert_program_saw_all(times=2)
 
 
-def test_another_user_cannot_read_what_was_recorded(local: Local) -> None:
+def test_other_users_cannot_read_recorded_secrets(local: Local) -> None:
     """While the run lasts, and where every folder above it is open to all."""
     run = SecretRun(local)
     _record(run)
@@ -131,7 +131,7 @@ def test_another_user_cannot_read_what_was_recorded(local: Local) -> None:
     assert _as_nobody(f"mv {run.paths.private} /tmp/taken").returncode != 0
 
 
-def test_a_supervisor_without_the_variable_uses_what_was_recorded(local: Local) -> None:
+def test_supervisor_without_the_variable_uses_the_recorded_secret(local: Local) -> None:
     run = SecretRun(local)
     _record(run)
     del local.environment[VARIABLE]
@@ -141,7 +141,7 @@ def test_a_supervisor_without_the_variable_uses_what_was_recorded(local: Local) 
     assert leaks(local.folder, but=(run.file,)) == []
 
 
-def test_a_secret_that_the_node_cannot_read_ends_the_attempt_by_name(local: Local) -> None:
+def test_unreadable_secret_file_fails_the_attempt_and_is_named(local: Local) -> None:
     run = SecretRun(local)
     _record(run)
     run.file.chmod(0o644)
@@ -166,7 +166,7 @@ def test_a_secret_that_the_node_cannot_read_ends_the_attempt_by_name(local: Loca
     assert leaks(local.folder, but=(run.file,)) == []
 
 
-def test_output_is_masked_for_who_can_read_the_values(local: Local) -> None:
+def test_logs_command_masks_secret_values(local: Local) -> None:
     run = SecretRun(local, say=["FROM_A_FILE", "TOKEN"])
     local.json("submit", str(run.spec), "--wait")
     logs = local.call("logs", "kept").stdout

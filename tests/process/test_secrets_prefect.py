@@ -31,7 +31,7 @@ def runs(prefect_service: PrefectService, tmp_path: Path) -> Iterator[FlowRuns]:
     prefect_service.environment.pop(VARIABLE, None)
 
 
-def test_a_program_that_says_its_secrets_says_them_to_no_flow(runs: FlowRuns) -> None:
+def test_secrets_that_the_program_prints_do_not_reach_prefect(runs: FlowRuns) -> None:
     file = runs.folder / "token"
     file.write_text(FILE_VALUE)
     file.chmod(0o600)
@@ -68,7 +68,7 @@ def test_a_program_that_says_its_secrets_says_them_to_no_flow(runs: FlowRuns) ->
     assert [value for value in (PLAIN_VALUE, FILE_VALUE) if value in text] == []
 
 
-def test_a_block_and_the_submitters_variable_reach_the_program_alone(runs: FlowRuns) -> None:
+def test_prefect_block_and_variable_secrets_reach_only_the_program(runs: FlowRuns) -> None:
     save = f"from prefect.blocks.system import Secret; Secret(value={BLOCK_VALUE!r}).save({BLOCK!r}"
     runs.service.command("python", "-c", f"{save}, overwrite=True)")
     seen = runs.folder / "seen"

@@ -136,7 +136,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return launch.run
 
 
-def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Path) -> None:
+def test_killed_run_resumes_bit_identical(uninterrupted: RunPaths, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=2, dropout=0.2, sleep_s=0.05) as launch:
         launch.wait_until(17, committed=10)
@@ -163,9 +163,7 @@ def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: RunPaths, tmp_path: Pat
     assert f"continues after step {step} from run:step-{step:08d}.a0000.l01" in launch.output
 
 
-def test_a_planner_of_the_programs_own_plans_every_save_and_the_run_resumes(
-    uninterrupted: RunPaths, tmp_path: Path
-) -> None:
+def test_run_with_a_custom_planner_resumes(uninterrupted: RunPaths, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=2, dropout=0.2, planner=True, sleep_s=0.02) as launch:
         launch.wait_until(8, committed=5)
@@ -185,7 +183,7 @@ def test_a_planner_of_the_programs_own_plans_every_save_and_the_run_resumes(
     assert "model.0.weight" in metadata.state_dict_metadata
 
 
-def test_a_bit_flipped_in_the_newest_checkpoint_is_passed_over_aloud(
+def test_checkpoint_with_a_flipped_bit_is_skipped_and_reported(
     uninterrupted: RunPaths, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
@@ -206,7 +204,7 @@ def test_a_bit_flipped_in_the_newest_checkpoint_is_passed_over_aloud(
         assert ends_of(launch.run, rank)[-1:] == ends_of(uninterrupted, rank)
 
 
-def test_the_journal_and_manifests_tell_every_save(uninterrupted: RunPaths) -> None:
+def test_journal_and_manifests_record_every_save(uninterrupted: RunPaths) -> None:
     staged = events_of(uninterrupted, EventKind.STAGED)
     committed = events_of(uninterrupted, EventKind.COMMITTED)
     # On slow storage a save may be passed over while two are being written; none is hidden.
@@ -251,11 +249,11 @@ def stop_by(number: signal.Signals, signalled: list[int], directory: Path) -> Ru
     return run
 
 
-def test_one_signalled_rank_stops_both(tmp_path: Path) -> None:
+def test_signal_to_one_rank_stops_both(tmp_path: Path) -> None:
     stop_by(signal.SIGUSR2, [1], tmp_path / "run")
 
 
-def test_signalled_ranks_stop_together_and_fewer_ranks_go_on(
+def test_signalled_ranks_stop_together_and_fewer_ranks_continue(
     single: RunPaths, tmp_path: Path
 ) -> None:
     run = stop_by(signal.SIGTERM, [0, 1], tmp_path / "run")
@@ -270,7 +268,7 @@ def test_signalled_ranks_stop_together_and_fewer_ranks_go_on(
     assert {line["world"] for line in resumed} == {1, 2}
 
 
-def test_more_ranks_than_saved_are_reseeded_and_the_line_says_so(tmp_path: Path) -> None:
+def test_additional_ranks_are_reseeded_and_reported(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=1, steps=6) as launch:
         assert launch.wait() == 0, launch.output
@@ -280,7 +278,7 @@ def test_more_ranks_than_saved_are_reseeded_and_the_line_says_so(tmp_path: Path)
     assert [line["end"] for line in ends_of(launch.run, 1)] == [9]
 
 
-def test_a_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
+def test_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=0, sleep_s=0.05) as launch:
         launch.wait_until(3)
@@ -295,7 +293,7 @@ def test_a_stop_file_ends_a_program_without_torchrun(tmp_path: Path) -> None:
     assert [line["step"] for line in steps_of(launch.run, 0)] == list(range(1, STEPS + 1))
 
 
-def test_a_killed_flusher_is_replaced_and_saves_go_on(tmp_path: Path) -> None:
+def test_killed_flusher_is_replaced_and_saves_continue(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, sleep_s=0.1) as launch:
         launch.wait_until(8, committed=5)
         (parent,) = (psutil.Process(pid) for rank, pid in launch.rank_pids().items() if rank == 0)
@@ -312,7 +310,7 @@ def test_a_killed_flusher_is_replaced_and_saves_go_on(tmp_path: Path) -> None:
     assert len(committed) >= STEPS // 5 // 2
 
 
-def test_an_interval_in_seconds_is_agreed_by_all_ranks(tmp_path: Path) -> None:
+def test_ranks_agree_on_saves_with_an_interval_in_seconds(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, interval="0.5s", sleep_s=0.05) as launch:
         assert launch.wait() == 0, launch.output
     steps = committed_steps(launch.run)
@@ -320,7 +318,7 @@ def test_an_interval_in_seconds_is_agreed_by_all_ranks(tmp_path: Path) -> None:
     assert max(steps) == STEPS
 
 
-def test_a_failing_rank_leaves_its_traceback_and_saves_nothing(tmp_path: Path) -> None:
+def test_failing_rank_writes_its_traceback_and_saves_nothing(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, fail_at=[1, 8]) as launch:
         assert launch.wait() == 1
     errors = [json.loads(p.read_text()) for p in (tmp_path / "logs").rglob("error.json")]
@@ -331,13 +329,13 @@ def test_a_failing_rank_leaves_its_traceback_and_saves_nothing(tmp_path: Path) -
     assert committed_steps(launch.run) == [5]
 
 
-def test_ranks_without_a_process_group_are_told_what_to_do(tmp_path: Path) -> None:
+def test_missing_process_group_is_reported_with_the_fix(tmp_path: Path) -> None:
     with Launch(tmp_path / "run", ranks=2, forget_group=True) as launch:
         assert launch.wait() == 1
     assert "call torch.distributed.init_process_group() before Session" in launch.output
 
 
-def test_two_launches_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+def test_second_launch_in_a_run_folder_waits_for_the_first(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with Launch(directory, ranks=0, sleep_s=0.1) as first:
         first.wait_until(5)
@@ -349,7 +347,7 @@ def test_two_launches_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
     assert len(steps_of(first.run, 0)) == STEPS
 
 
-def test_state_born_on_one_rank_is_planned_anew_by_all(tmp_path: Path) -> None:
+def test_state_created_late_on_one_rank_is_planned_by_all_ranks(tmp_path: Path) -> None:
     """At an agreed step, and at the last save, which has none."""
     for run, at in (("meeting", 8), ("end", 12)):
         with Launch(tmp_path / run, ranks=2, steps=13, late=[0, at]) as launch:

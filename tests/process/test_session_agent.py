@@ -97,7 +97,7 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def test_under_an_agent_it_leaves_signals_alone_and_obeys_the_board(
+def test_under_an_agent_the_session_ignores_signals_and_obeys_rank_status(
     tmp_path: Path,
 ) -> None:
     run = RunPaths(tmp_path / "elsewhere" / "gpt")

@@ -64,7 +64,7 @@ class Training:
         return manifest, json.loads((path / "train_state.json").read_text())
 
 
-def test_a_checkpoint_of_an_epochs_last_step_has_its_evaluation(tmp_path: Path) -> None:
+def test_checkpoint_of_the_last_step_of_an_epoch_includes_the_epoch_end(tmp_path: Path) -> None:
     """Ten samples by four are epochs of 3, 2 and 3 steps; a save is due after each step."""
     own = Training(tmp_path / "run", interval=1, best=("score", "max"))
     for epoch in own.session.epochs(3):
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_an_epochs_last_step_has_its_evaluation(tmp_path: Path) 
     assert (document["epoch"], document["in_epoch"]) == (0, True)
 
 
-def test_a_checkpoint_asked_for_at_an_epochs_end_is_of_its_last_step(tmp_path: Path) -> None:
+def test_checkpoint_requested_at_an_epoch_end_is_of_the_last_step(tmp_path: Path) -> None:
     own = Training(tmp_path / "run", snapshots=1)
     for epoch in own.session.epochs(2):
         for ids in own.session.batches(own.loader):
@@ -99,7 +99,7 @@ def test_a_checkpoint_asked_for_at_an_epochs_end_is_of_its_last_step(tmp_path: P
     assert saved.weight.item() == evaluated != own.model.weight.item()
 
 
-def test_a_loop_that_is_left_within_a_step_is_refused_at_the_epochs_end(tmp_path: Path) -> None:
+def test_loop_left_in_the_middle_of_a_step_is_refused_at_the_epoch_end(tmp_path: Path) -> None:
     own = Training(tmp_path / "run")
     epochs = own.session.epochs(2)
     next(epochs)
@@ -111,7 +111,7 @@ def test_a_loop_that_is_left_within_a_step_is_refused_at_the_epochs_end(tmp_path
     own.session.close()
 
 
-def test_what_is_left_of_an_epoch_that_is_ended_early_comes_in_the_next(tmp_path: Path) -> None:
+def test_rest_of_an_epoch_that_ends_early_is_in_the_next_epoch(tmp_path: Path) -> None:
     own = Training(tmp_path / "run")
     seen: list[list[int]] = []
     for epoch in own.session.epochs(2):
@@ -124,7 +124,7 @@ def test_what_is_left_of_an_epoch_that_is_ended_early_comes_in_the_next(tmp_path
     assert seen == [order.step_ids(step).tolist() for step in range(1, 6)]
 
 
-def test_epochs_of_the_programs_own_length_keep_their_saves(tmp_path: Path) -> None:
+def test_epochs_with_a_custom_length_are_saved(tmp_path: Path) -> None:
     """Its epochs are of four steps, its data's of two and three: no save waits for an end."""
     own = Training(tmp_path / "run", interval=1)
     for epoch in own.session.epochs(3):
@@ -138,7 +138,7 @@ def test_epochs_of_the_programs_own_length_keep_their_saves(tmp_path: Path) -> N
     assert set(range(5, 13)) <= steps
 
 
-def test_a_loader_in_an_order_of_its_own_is_refused(tmp_path: Path) -> None:
+def test_loader_with_its_own_order_is_refused(tmp_path: Path) -> None:
     own = Training(tmp_path / "run")
     loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH, shuffle=True)
     with pytest.raises(SpecError, match="RandomSampler"):
@@ -162,7 +162,7 @@ def test_a_second_session_is_refused_while_the_first_is_open(tmp_path: Path) -> 
     second.session.close()
 
 
-def test_after_a_constructor_that_failed_another_session_can_be_made(tmp_path: Path) -> None:
+def test_session_can_be_created_after_a_failed_constructor(tmp_path: Path) -> None:
     first = Training(tmp_path / "run")
     for _ in first.session.steps(2):
         pass
@@ -177,7 +177,7 @@ def test_after_a_constructor_that_failed_another_session_can_be_made(tmp_path: P
     session.close()
 
 
-def test_a_save_is_given_up_when_the_specs_time_for_it_is_over(
+def test_save_fails_after_the_flush_timeout_of_the_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_FLUSH_TIMEOUT_S", "1.5")

@@ -25,7 +25,7 @@ def train(directory: Path, steps: int, **settings: Any) -> Launch:
     return launch
 
 
-def test_a_changed_program_goes_on_as_it_says_and_the_line_names_what_it_lacks(
+def test_changed_program_resumes_and_the_missing_keys_are_reported(
     tmp_path: Path,
 ) -> None:
     truth = losses(train(tmp_path / "whole", 12))

@@ -20,7 +20,7 @@ from holdfast.contracts.journal import EventKind
 from holdfast.contracts.manifest import read_manifest
 
 
-def test_killed_ranks_lose_one_step_and_go_on_bit_for_bit(tmp_path: Path) -> None:
+def test_killed_ranks_lose_one_step_and_resume_bit_identical(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     settings: dict[str, Any] = {"ranks": 2, "interval": "1000", "snapshots": "1", "dropout": 0.2}
     with Launch(directory, **settings, sleep_s=0.1) as launch:
@@ -53,7 +53,7 @@ def test_killed_ranks_lose_one_step_and_go_on_bit_for_bit(tmp_path: Path) -> Non
     assert committed_steps(whole.run) == [STEPS]
 
 
-def test_auto_keeps_snapshots_within_the_budget_and_says_so(tmp_path: Path) -> None:
+def test_auto_snapshots_stay_within_the_budget_and_are_reported(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"ranks": 2, "interval": "auto", "snapshots": "auto"}
     with Launch(tmp_path / "run", **settings, sleep_s=0.2) as launch:
         launch.wait_until(30)

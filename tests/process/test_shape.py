@@ -60,7 +60,7 @@ def doctor(root: Path, *arguments: str) -> tuple[int, Any]:
         pytest.param("whole", (1, 2), marks=pytest.mark.slow),
     ],
 )
-def test_the_memory_foretold_is_the_memory_taken(
+def test_predicted_memory_equals_the_memory_used(
     mode: str, launches: tuple[int, ...], tmp_path: Path
 ) -> None:
     resources = Resources(executor="local", gpus_per_node=2)
@@ -85,13 +85,13 @@ def test_the_memory_foretold_is_the_memory_taken(
     assert "elastic 1 to 2" in found["problem"]
 
 
-def test_a_run_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path)
     status, found = doctor(tmp_path, "fit", "r", "--gpus", "1")
     assert status != 0
     assert "no committed checkpoint" in found
 
 
-def test_half_a_question_is_a_wrong_call(tmp_path: Path) -> None:
+def test_incomplete_shape_options_are_a_usage_error(tmp_path: Path) -> None:
     status, _ = doctor(tmp_path, "--gpus", "2")
     assert status == 2

@@ -42,7 +42,7 @@ def committed(run: Path) -> list[int]:
     return found
 
 
-def test_the_newest_step_that_all_dead_ranks_had_in_memory_is_committed(
+def test_newest_snapshot_common_to_all_dead_ranks_is_committed(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -72,7 +72,7 @@ def test_the_newest_step_that_all_dead_ranks_had_in_memory_is_committed(
     )
 
 
-def test_a_snapshot_that_a_save_has_overtaken_or_its_rank_gave_up_is_dropped(
+def test_superseded_or_abandoned_snapshot_is_dropped(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -92,7 +92,7 @@ def test_a_snapshot_that_a_save_has_overtaken_or_its_rank_gave_up_is_dropped(
     assert committed(run) == [7]
 
 
-def test_a_supervisor_that_dies_with_its_ranks_leaves_the_snapshot_committed(
+def test_snapshot_is_committed_when_the_supervisor_dies_with_its_ranks(
     flusher_supervisor: SlotHolder, tmp_path: Path
 ) -> None:
     run = tmp_path / "r"
@@ -126,7 +126,9 @@ def test_nodes_with_different_newest_snapshots_commit_the_common_one(
     assert committed(run) == [7]
 
 
-def test_no_node_commits_alone(flusher_supervisors: list[SlotHolder], tmp_path: Path) -> None:
+def test_no_node_commits_a_snapshot_alone(
+    flusher_supervisors: list[SlotHolder], tmp_path: Path
+) -> None:
     run = tmp_path / "r"
     ranks = [
         FakeRank(flusher_supervisor, run, rank=node, world_size=2, node=node, nodes=2)

@@ -119,7 +119,7 @@ def attacker(*guesses: str) -> Iterator[list[tuple[list[str], list[str]]]]:
         process.wait(WAIT_S)
 
 
-def test_a_run_beside_an_attacker_saves_and_gives_nothing_away(tmp_path: Path) -> None:
+def test_run_next_to_an_attacker_saves_and_leaks_nothing(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     with (
         attacker(old_guess(directory)) as found,
@@ -140,7 +140,7 @@ def test_a_run_beside_an_attacker_saves_and_gives_nothing_away(tmp_path: Path) -
     assert max(committed_steps(launch.run)) == STEPS
 
 
-def test_whoever_listens_as_another_user_is_told_nothing(tmp_path: Path) -> None:
+def test_listener_of_another_user_receives_nothing(tmp_path: Path) -> None:
     name = f"holdfast-test-{os.getpid()}-{time.monotonic_ns()}"
     place = tmp_path / "address"
     place.write_text(name)
@@ -199,7 +199,7 @@ class LyingFlusher:
             os.close(handle)
 
 
-def test_a_last_save_without_a_manifest_is_not_believed(
+def test_last_save_reported_without_a_manifest_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, place = RunPaths(tmp_path / "gpt"), tmp_path / "address"

@@ -28,7 +28,7 @@ def run(*command: str) -> dict[str, Any]:
     return found
 
 
-def test_a_step_without_a_save_makes_no_system_call_and_leaves_nothing_behind(
+def test_step_without_a_save_makes_no_system_call_and_allocates_nothing(
     tmp_path: Path,
 ) -> None:
     trace = tmp_path / "trace"
@@ -48,7 +48,7 @@ def test_a_step_without_a_save_makes_no_system_call_and_leaves_nothing_behind(
 
 
 @pytest.mark.slow
-def test_a_hundred_saves_take_no_more_memory_than_ten(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
     found = run(sys.executable, str(PROGRAM), "saves", str(tmp_path / "run"), str(SAVES))
     assert found["saves"] == SAVES + 10
     assert found["after"] <= found["before"] * 1.01

@@ -99,7 +99,7 @@ def is_same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def test_preempted_at_the_same_size_the_weights_are_bit_identical(
+def test_weights_are_bit_identical_after_preemption_at_the_same_size(
     runs: FlowRuns, undisturbed: RunPaths, tmp_path: Path
 ) -> None:
     paths = play(runs, "same-size", sizes=(4,))
@@ -113,7 +113,7 @@ def test_preempted_at_the_same_size_the_weights_are_bit_identical(
     assert [key for key in expected if not is_same(found[key], expected[key])] == []
 
 
-def test_preempted_and_resized_the_data_and_the_losses_are_the_same(
+def test_data_and_losses_are_the_same_after_preemption_and_resize(
     runs: FlowRuns, undisturbed: RunPaths
 ) -> None:
     paths = play(runs, "resized-story", sizes=(2,))

@@ -55,7 +55,7 @@ def train(run: RunPaths, tiers: Tiers, disks: Sequence[Path], filler: Path) -> N
             end(node)
 
 
-def test_one_full_disk_fails_the_save_of_both_and_other_nodes_fetch_what_both_had(
+def test_full_disk_on_one_node_fails_the_save_and_other_nodes_fetch_files(
     tmp_path: Path,
 ) -> None:
     run, mirror = RunPaths(tmp_path / "run"), tmp_path / "mirror"

@@ -89,7 +89,7 @@ launch = {{ python = "{trainer / "bin" / "python"}" }}
     return folder
 
 
-def test_the_wheel_carries_every_source_and_what_goes_with_it(wheel: Path) -> None:
+def test_wheel_contains_all_sources_and_data_files(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     expected = {
@@ -121,7 +121,7 @@ def test_the_wheel_carries_every_source_and_what_goes_with_it(wheel: Path) -> No
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_operators_side_needs_no_torch(server: Path, tmp_path: Path, program: Path) -> None:
+def test_server_environment_needs_no_torch(server: Path, tmp_path: Path, program: Path) -> None:
     home = {"HOLDFAST_HOME": str(tmp_path / "home"), "HOLDFAST_ROOT": str(tmp_path / "runs")}
     installed = pip(server, "list", "--format=freeze")
     assert not re.search(r"(?m)^(torch|numpy)==", installed)
@@ -142,7 +142,7 @@ def test_the_operators_side_needs_no_torch(server: Path, tmp_path: Path, program
     )
 
 
-def test_the_jobs_side_needs_no_prefect_and_no_sql(
+def test_trainer_environment_needs_neither_prefect_nor_sql(
     trainer: Path, tmp_path: Path, program: Path
 ) -> None:
     installed = pip(trainer, "list", "--format=freeze")
@@ -158,7 +158,7 @@ def test_the_jobs_side_needs_no_prefect_and_no_sql(
     assert (document["step"], document["world_size"]) == (STEPS, 2)
 
 
-def test_one_side_submits_a_run_that_the_other_side_trains(
+def test_server_environment_submits_a_run_that_the_trainer_one_runs(
     server: Path, tmp_path: Path, program: Path
 ) -> None:
     environment = {
@@ -197,7 +197,7 @@ def test_one_side_submits_a_run_that_the_other_side_trains(
     assert json.loads(verdict)["ok"] is True
 
 
-def test_a_wheel_without_the_page_is_built_on_request_only(tmp_path: Path) -> None:
+def test_wheel_without_the_web_page_is_built_only_on_request(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "static", "web")
     source = tmp_path / "source"
     source.mkdir()

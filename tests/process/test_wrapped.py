@@ -38,11 +38,13 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("target", "model.odd: in this program it is a Quantised"),
     ],
 )
-def test_every_rank_names_the_key(errors: list[dict[str, str]], case: str, said: str) -> None:
+def test_every_rank_reports_the_unsupported_key(
+    errors: list[dict[str, str]], case: str, said: str
+) -> None:
     for each in errors:
         assert said in each[case]
 
 
-def test_a_wrapper_on_one_rank_ends_the_others_too(errors: list[dict[str, str]]) -> None:
+def test_unsupported_tensor_on_one_rank_fails_all_ranks(errors: list[dict[str, str]]) -> None:
     for each in errors:
         assert f"model.odd: {INNER}" in each["one rank"]

@@ -121,7 +121,9 @@ def test_prod_preempts_spot_with_notice(slurm: SlurmCluster, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_job_of_a_lost_node_fails_and_the_node_can_restart(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
     """Bare Slurm; attempts that lose a node are tested by default, on this cluster."""
     pid_file = tmp_path / "pid"
     job = submit(slurm, tmp_path, "-w", "n3", script=f"srun bash -c '{DETACHED}' - {pid_file}")
@@ -139,7 +141,7 @@ def test_lost_node_fails_its_job_and_comes_back(slurm: SlurmCluster, tmp_path: P
     wait_for_account(slurm, back, "COMPLETED")
 
 
-def test_command_line_leaves_nothing_behind(
+def test_cluster_started_by_the_command_line_stops_without_leftovers(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A cluster of its own, beside the shared one, from start to stop."""
@@ -178,11 +180,11 @@ def test_start_refuses_a_directory_in_use(slurm: SlurmCluster) -> None:
     ("path", "reason"),
     [("/tmp/with blank", "letters"), ("/tmp/50%", "letters"), ("/tmp/" + 66 * "x", "at most 70")],
 )
-def test_paths_that_slurm_cannot_use_are_refused(path: str, reason: str) -> None:
+def test_cluster_paths_that_slurm_cannot_use_are_refused(path: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ClusterPaths(Path(path))
 
 
-def test_spec_is_validated() -> None:
+def test_cluster_spec_is_validated() -> None:
     with pytest.raises(ValueError, match="nodes is 0; give a number from 1 to 16"):
         ClusterSpec(nodes=0)

@@ -45,7 +45,7 @@ def run(slurm: SlurmCluster, tmp_path: Path) -> Iterator[LocalRun]:
     wait_until(lambda: not processes_of(made.paths), "the end of all", 60)
 
 
-def test_the_newest_step_that_both_nodes_had_is_committed_by_both(run: LocalRun) -> None:
+def test_newest_step_in_memory_on_both_nodes_is_committed(run: LocalRun) -> None:
     attempt = run.submit()
     ranks = ranks_of(run, attempt, 1)
     agents = {beat.node: beat.agent_pid for beat in run.beats(attempt)}

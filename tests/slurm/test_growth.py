@@ -22,7 +22,7 @@ ONE_NODE = {"executor": "slurm", "gpus_per_node": 4, "partition": "spot"}
 
 
 @pytest.mark.slow
-def test_two_gpus_become_four_when_another_job_ends(
+def test_run_grows_from_two_gpus_to_four_when_another_job_ends(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))

@@ -69,7 +69,7 @@ def supervise(run: LocalRun, home: Path, monkeypatch: pytest.MonkeyPatch) -> thr
 
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize(("late_s", "absence_s", "jobs"), [(4.0, 60.0, 1), (12.0, 4.0, 2)])
-def test_a_lost_answer_leaves_one_job_that_trains(
+def test_lost_sbatch_responses_leave_exactly_one_training_job(
     slurm: SlurmCluster,
     loaded: Callable[[float], Path],
     tmp_path: Path,

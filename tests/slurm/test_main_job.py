@@ -64,7 +64,7 @@ def jobs_named_for(slurm: SlurmCluster, paths: RunPaths) -> list[str]:
     return [job for job, name in fields if name.startswith(f"holdfast-{paths.name}-")]
 
 
-def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
+def test_preempted_run_continues_on_the_remaining_nodes(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
     spec = spec_of(
@@ -98,7 +98,7 @@ def test_a_higher_priority_job_preempts_and_the_run_goes_on_with_the_nodes_left(
     assert len(jobs_named_for(slurm, paths)) == 2
 
 
-def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
+def test_attempt_saves_before_its_time_limit_and_is_relaunched(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
     spec = spec_of(
@@ -133,7 +133,7 @@ def test_the_time_limit_ends_an_attempt_with_its_checkpoint_and_another_follows(
     assert {a["world_size"] for a in attempts} <= {2, None}
 
 
-def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
+def test_scancel_saves_and_cancels_the_run_and_relaunch_continues_it(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
     spec = spec_of(runs, "scancelled", nodes=1, settings={"steps": 300, "sleep_s": 0.2})
@@ -157,7 +157,7 @@ def test_scancel_commits_ends_the_run_as_cancelled_and_relaunch_goes_on(
     assert second["last_step"] == 300
 
 
-def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
+def test_killed_flow_is_replaced_without_a_second_slurm_job(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
     spec = spec_of(runs, "re-attached", nodes=2, settings={"steps": 1200, "sleep_s": 0.2})
@@ -177,7 +177,7 @@ def test_a_killed_flow_is_replaced_and_slurm_has_seen_one_job(
 
 
 @pytest.mark.parametrize("flush_s", [PATIENCE_S + 4.0, pytest.param(60.0, marks=pytest.mark.slow)])
-def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
+def test_cancelled_flow_does_not_interrupt_a_slow_flush(
     slurm: SlurmCluster, runs: FlowRuns, flush_s: float
 ) -> None:
     name = f"slow-flush-{flush_s:.0f}"
@@ -208,7 +208,7 @@ def test_a_cancelled_flow_does_not_cut_a_flush_that_takes_its_time(
     assert attempt["committed_step"] == attempt["last_step"]
 
 
-def test_a_lost_node_loses_no_committed_step_and_reindex_agrees(
+def test_lost_node_loses_no_committed_step_and_reindex_gives_equal_results(
     slurm: SlurmCluster, runs: FlowRuns
 ) -> None:
     spec = spec_of(

@@ -62,7 +62,7 @@ def ended(view: AttemptView) -> tuple[AttemptState, Cause | None]:
     return view.state, view.cause
 
 
-def test_a_job_of_two_nodes_trains_as_one(make: Make) -> None:
+def test_two_node_job_trains_to_completion(make: Make) -> None:
     run = make(steps=20)
     attempt = run.submit()
     view = run.wait_for_end()
@@ -77,7 +77,7 @@ def test_a_job_of_two_nodes_trains_as_one(make: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_job_commits_within_the_grace_and_says_why(
+def test_preempted_job_commits_within_the_grace_period_and_records_why(
     slurm: SlurmCluster, make: Make
 ) -> None:
     """Without a flow; the main job's preemption is tested by default."""
@@ -101,7 +101,7 @@ def test_a_preempted_job_commits_within_the_grace_and_says_why(
 
 
 @pytest.mark.slow
-def test_scancel_is_an_operators_word_and_commits_too(slurm: SlurmCluster, make: Make) -> None:
+def test_scancel_counts_as_operator_request_and_commits(slurm: SlurmCluster, make: Make) -> None:
     """Without a flow; that of the main job is tested by default."""
     run = make(steps=4000, sleep_s=0.05)
     attempt = run.submit()
@@ -114,7 +114,7 @@ def test_scancel_is_an_operators_word_and_commits_too(slurm: SlurmCluster, make:
     assert decide(run.history(), None, now=time.time()).action == "stop"
 
 
-def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -> None:
+def test_killed_rank_on_another_node_restarts_the_ranks_of_all_nodes(make: Make) -> None:
     run = make(steps=120, sleep_s=0.05)
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
@@ -126,7 +126,7 @@ def test_a_killed_rank_on_another_node_is_started_again_everywhere(make: Make) -
 
 
 @pytest.mark.slow
-def test_the_spares_of_both_nodes_are_used_together(make: Make) -> None:
+def test_warm_standbys_of_both_nodes_are_used_together(make: Make) -> None:
     run = make(steps=100_000, sleep_s=0.05, supervision={"standby_after_s": 0})
     attempt = run.submit()
     run.wait_for_step(attempt, 5)
@@ -145,7 +145,9 @@ def test_the_spares_of_both_nodes_are_used_together(make: Make) -> None:
 
 
 @pytest.mark.parametrize("node", [1, 0])
-def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node: int) -> None:
+def test_lost_node_is_named_and_excluded_from_the_relaunch(
+    slurm: SlurmCluster, make: Make, node: int
+) -> None:
     # Node 0 leads, and its batch shell goes with it: the other node has to end the job.
     run = make(steps=4000, sleep_s=0.05, checkpoint={"interval": 10_000, "snapshots": 1})
     attempt = run.submit()
@@ -172,7 +174,7 @@ def test_a_lost_node_is_named_and_shut_out(slurm: SlurmCluster, make: Make, node
         slurm.start_node(lost)
 
 
-def test_a_queued_job_is_pending_counted_and_taken_back(slurm: SlurmCluster, make: Make) -> None:
+def test_queued_job_is_pending_and_can_be_cancelled(slurm: SlurmCluster, make: Make) -> None:
     executor = executor_for("slurm")
     run = make(resources={"nodes": 4, "gpus_per_node": 4, "extra": {"begin": "now+1hour"}})
     assert executor.capacity(run.spec.resources) == 16
@@ -189,7 +191,7 @@ def test_a_queued_job_is_pending_counted_and_taken_back(slurm: SlurmCluster, mak
     assert run.history().state == "cancelled"
 
 
-def test_a_silent_controller_is_unknown_and_never_absent(
+def test_job_is_not_lost_while_the_slurm_controller_is_unreachable(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run = make(steps=4000, sleep_s=0.05)
@@ -207,7 +209,9 @@ def test_a_silent_controller_is_unknown_and_never_absent(
     assert ended(run.wait_for_end()) == (AttemptState.CANCELLED, Cause.OPERATOR)
 
 
-def test_what_slurm_lacks_is_told_before_anything_is_queued(make: Make, tmp_path: Path) -> None:
+def test_preflight_names_unknown_slurm_settings_before_submission(
+    make: Make, tmp_path: Path
+) -> None:
     asked = {"partition": "night", "gpus_per_node": 4, "account": "nobody", "qos": "gold"}
     run = make(resources=asked)
     with pytest.raises(PreflightError) as caught:
@@ -222,7 +226,7 @@ def test_what_slurm_lacks_is_told_before_anything_is_queued(make: Make, tmp_path
     preflight.check(make().spec, tmp_path)
 
 
-def test_every_word_of_this_slurm_is_known(slurm: SlurmCluster) -> None:
+def test_every_job_state_of_this_slurm_version_is_known(slurm: SlurmCluster) -> None:
     # squeue answers an unknown state with the whole list of those it knows.
     done = subprocess.run(
         ["squeue", "--states=nonsense"], capture_output=True, text=True, timeout=30, check=False
@@ -234,7 +238,7 @@ def test_every_word_of_this_slurm_is_known(slurm: SlurmCluster) -> None:
     assert known <= set(SLURM_STATES)
 
 
-def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: SlurmCluster) -> None:
+def test_partition_with_too_short_a_grace_time_gives_a_warning(slurm: SlurmCluster) -> None:
     assert slurm.spec.grace_time_s == 10
     found = {seconds: warnings_of(_spec(grace_s=seconds), None) for seconds in (8.0, 30.0)}
     assert found[8.0] == []
@@ -244,7 +248,7 @@ def test_a_partition_that_gives_less_than_the_grace_is_warned_about(slurm: Slurm
     assert slurm_client.list_qos()["normal"] == ("00:00:00", "")
 
 
-def test_a_notice_on_one_node_stops_both_and_is_acknowledged_after_the_commit(make: Make) -> None:
+def test_notice_on_one_node_stops_both_and_is_acknowledged_after_commit(make: Make) -> None:
     service = AzureService()
     service.is_hit = lambda asked: _node_of(asked.port) == 1
     with serving(service):
