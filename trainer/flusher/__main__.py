@@ -8,10 +8,13 @@ import os
 import signal
 import socket
 from pathlib import Path
+from typing import Final
 
 from holdfast.contracts import wire
-from holdfast.trainer.flusher.service import IGNORED_SIGNALS, Flusher
+from holdfast.trainer.flusher.service import Flusher
 from holdfast.trainer.mirror.worker import start_mirror
+
+IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
 def main(argv: list[str] | None = None) -> None:

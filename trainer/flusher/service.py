@@ -12,41 +12,26 @@ checkpoint.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import queue
 import selectors
-import signal
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.contracts import wire
-from holdfast.contracts.errors import HoldfastError
 from holdfast.contracts.slots import DATA_OFFSET, SLOTS_PER_RANK, Slot, SlotState
-from holdfast.trainer.flusher.commit import PeerState, report_incomplete
-from holdfast.trainer.flusher.files import Committed, Image, commit_step
 from holdfast.trainer.flusher.held_slot import HeldSlot
-from holdfast.trainer.flusher.plan import (
-    Departures,
-    FlushPlan,
-    SlotKey,
-    SlotView,
-    StepGroup,
-    plan,
-)
+from holdfast.trainer.flusher.plan import Departures, FlushPlan, SlotKey, StepGroup, plan
 from holdfast.trainer.flusher.rank_connection import RankConnection, open_process
-from holdfast.trainer.flusher.salvage import Salvage, agree, find_salvage
-from holdfast.trainer.flusher.shards import ShardList, ShardLists
+from holdfast.trainer.flusher.salvage import find_salvage
+from holdfast.trainer.flusher.shards import ShardLists
 from holdfast.trainer.flusher.space_guard import Need, SpaceGuard
+from holdfast.trainer.flusher.writer import Finished, Writer
 from holdfast.trainer.mirror.worker import MirrorWorker
 from holdfast.trainer.staging.allocator import Allocator
-from holdfast.trainer.staging.slot_table import SlotTable
 
 TICK_S: Final = 0.1
 SUPERVISOR_SEND_TIMEOUT_S: Final = 5.0
@@ -59,17 +44,6 @@ SNAPSHOT_LINGER_S: Final = 60.0
 MIRROR_LINGER_S: Final = 1800.0
 RESULTS_MAX: Final = 200
 ERROR_BYTES_MAX: Final = 500
-IGNORED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The result of one step, as the writer thread reports it."""
-
-    group: StepGroup
-    committed: Committed | None
-    error: str
-    is_salvaged: bool = False
 
 
 class Flusher:
@@ -94,9 +68,6 @@ class Flusher:
         self._newest_launch = 0
         self._busy: set[SlotKey] = set()
         self._committed_steps: dict[int, int] = {}
-        self._work: queue.SimpleQueue[tuple[StepGroup, str | None] | Salvage | ShardList | None]
-        self._work = queue.SimpleQueue()
-        self._finished: deque[Finished] = deque()
         self._results: deque[Finished] = deque(maxlen=RESULTS_MAX)
         self._drain_by: float | None = None
         self._lost_nodes: frozenset[int] = frozenset()
@@ -112,7 +83,14 @@ class Flusher:
             self._watch(supervisor, self._receive_from_supervisor)
         self._allocator = Allocator()
         self._shards = ShardLists()
-        self._writer = threading.Thread(target=self._write_steps, name="writer", daemon=True)
+        self._writer = Writer(
+            self._held,
+            mirror,
+            self._space_guard,
+            newest_launch=lambda: self._newest_launch,
+            lost_nodes=lambda: self._lost_nodes,
+            wake=lambda: self._wake_writer.send(b"\0"),
+        )
 
     def run(self) -> None:
         """Serve until the supervisor has hung up and all sealed steps are written."""
@@ -125,7 +103,7 @@ class Flusher:
             self._salvage()
             self._release_orphans()
             self._answer_drain()
-        self._work.put(None)
+        self._writer.put(None)
         self._allocator.stop()
 
     # --- messages -------------------------------------------------------------------------
@@ -178,7 +156,7 @@ class Flusher:
         elif kind == "skipped":
             self._skipped[peer.launch, peer.local_rank] = int(message["step"])
         elif kind == "writes" and (shards := self._shards.hear(peer.rank, message)):
-            self._work.put(shards)
+            self._writer.put(shards)
 
     def _give_slots(self, peer: RankConnection, data_bytes: int, used_bytes: int) -> None:
         """Give a rank new slots. Its earlier slots are released once they are written."""
@@ -273,10 +251,7 @@ class Flusher:
         """Hand complete steps to the writer; give up those that will never be complete."""
         found = self._plan()
         for group in found.ready:
-            for key in group.slots:
-                self._held[key].slot.state = SlotState.FLUSHING
-            self._busy.update(group.slots)
-            self._work.put((group, None))
+            self._hand_over(group, None)
         if not found.dead:
             return
         # A rank may have sealed a slot while the slots were read one after the other. Give up
@@ -284,10 +259,13 @@ class Flusher:
         confirmed = {group for group, _ in self._plan().dead}
         for group, reason in found.dead:
             if group in confirmed:
-                for key in group.slots:
-                    self._held[key].slot.state = SlotState.FLUSHING
-                self._busy.update(group.slots)
-                self._work.put((group, reason))
+                self._hand_over(group, reason)
+
+    def _hand_over(self, group: StepGroup, given_up: str | None) -> None:
+        for key in group.slots:
+            self._held[key].slot.state = SlotState.FLUSHING
+        self._busy.update(group.slots)
+        self._writer.put((group, given_up))
 
     def _plan(self) -> FlushPlan:
         departures = Departures(
@@ -295,15 +273,13 @@ class Flusher:
             skipped=self._skipped,
             newest_launch=self._newest_launch,
         )
-        return plan(self._views(), departures)
-
-    def _views(self) -> list[SlotView]:
-        return [held.view(key) for key, held in self._held.items() if key not in self._busy]
+        views = [held.view(key) for key, held in self._held.items() if key not in self._busy]
+        return plan(views, departures)
 
     def _salvage(self) -> None:
         """Queue the salvage of dead ranks' snapshots once all sealed steps are written."""
         snapshots = self._snapshots()
-        if not snapshots or self._busy or self._finished or self._plan().ready:
+        if not snapshots or self._busy or self._writer.finished or self._plan().ready:
             return
         for launch in snapshots:
             if launch < self._newest_launch or not self._is_deserted(launch):
@@ -316,7 +292,7 @@ class Flusher:
             committed = self._committed_steps.get(launch, -1)
             found = find_salvage(views, launch, committed)
             self._busy.update(found.slots)
-            self._work.put(found)
+            self._writer.put(found)
 
     def _snapshots(self) -> set[int]:
         """Return the launches that have snapshots in memory."""
@@ -330,8 +306,8 @@ class Flusher:
         return is_ended or any(who[0] == launch for who in self._gone)
 
     def _report_finished(self) -> None:
-        while self._finished:
-            result = self._finished.popleft()
+        while self._writer.finished:
+            result = self._writer.finished.popleft()
             self._busy.difference_update(result.group.slots)
             self._results.append(result)
             step, name = result.group.step, result.group.checkpoint
@@ -355,7 +331,7 @@ class Flusher:
 
     def _answer_drain(self) -> None:
         """Answer the supervisor's drain request when all is written or its time limit passed."""
-        if self._drain_by is None or self._finished:
+        if self._drain_by is None or self._writer.finished:
             return
         unmirrored = self._mirror.unfinished if self._drains_mirror else []
         idle = not self._busy and not self._plan().ready and not self._snapshots()
@@ -400,7 +376,12 @@ class Flusher:
 
     def _is_over(self) -> bool:
         now = time.monotonic()
-        if self._supervisor is not None or self._busy or self._finished or self._plan().ready:
+        if (
+            self._supervisor is not None
+            or self._busy
+            or self._writer.finished
+            or self._plan().ready
+        ):
             self._alone_since = now
             return False
         if not self._was_supervised:
@@ -413,80 +394,6 @@ class Flusher:
         elif not self._peers:
             return True
         return now - self._alone_since > linger_s
-
-    # --- writer thread --------------------------------------------------------------------
-
-    def _write_steps(self) -> None:
-        while (item := self._work.get()) is not None:
-            if isinstance(item, ShardList):
-                item.leave()
-                continue
-            if isinstance(item, Salvage):
-                result = self._write_salvage(item)
-            else:
-                result = self._write_step(*item)
-            self._finished.append(result)
-            self._wake_writer.send(b"\0")
-
-    def _write_step(self, group: StepGroup, given_up: str | None) -> Finished:
-        slots = [self._held[key] for key in group.slots]
-        try:
-            images = [Image(SlotTable.parse(held.slot.table), held.slot.data) for held in slots]
-            if given_up is not None:
-                report_incomplete(images[0].table, given_up)
-                committed, error = None, given_up
-            else:
-                resumed = any(held.resumed for held in slots)
-                peers = PeerState(self._abandonment_of(group), lambda: self._lost_nodes)
-                committed, error = (
-                    commit_step(
-                        images, resumed=resumed, peers=peers, space_guard=self._space_guard
-                    ),
-                    "",
-                )
-                self._mirror.take([image.table for image in images])
-        except (OSError, HoldfastError) as problem:
-            committed, error = None, str(problem)
-        except Exception as problem:
-            # A bug in one step must fail that step only. If the writer thread ended, every later
-            # step would wait for ever.
-            committed, error = None, f"{type(problem).__name__}: {problem}"
-        for held in slots:
-            held.resumed = False
-            if committed is not None:
-                held.slot.state = SlotState.DONE
-            else:
-                held.slot.fail(error)
-        return Finished(group, committed, error)
-
-    def _write_salvage(self, found: Salvage) -> Finished:
-        """Commit the newest snapshot that all nodes have, and release the others."""
-        newest = max((self._held[key].slot.step for key in found.slots), default=0)
-        nothing = StepGroup(found.launch, newest, f"the snapshot of step {newest}", ())
-        result = Finished(nothing, None, "not every rank of every node has sealed a snapshot of it")
-        try:
-            table = SlotTable.parse(self._held[found.slots[0]].slot.table)
-            steps = [group.step for group in found.groups]
-            abandoned = self._abandonment_of(nothing)
-            step = agree(table, steps, abandoned=abandoned, lost=lambda: self._lost_nodes)
-            chosen = next((group for group in found.groups if group.step == step), None)
-            if chosen is not None:
-                result = self._write_step(chosen, None)
-        except (OSError, HoldfastError, ValueError, KeyError) as problem:
-            result = Finished(nothing, None, f"{type(problem).__name__}: {problem}")
-        for key in found.slots:
-            if self._held[key].slot.state is SlotState.SNAPSHOT:
-                self._held[key].slot.state = SlotState.EMPTY
-        group = dataclasses.replace(result.group, slots=found.slots)
-        return dataclasses.replace(result, group=group, is_salvaged=True)
-
-    def _abandonment_of(self, group: StepGroup) -> Callable[[], str | None]:
-        def reason() -> str | None:
-            if group.launch < self._newest_launch:
-                return "a new launch began while other nodes' parts were missing"
-            return None
-
-        return reason
 
 
 def _log(text: str) -> None:
