@@ -15,7 +15,6 @@ agent, under plain torchrun and in a single process.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,49 +27,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from holdfast.contracts.errors import SpecError
-from holdfast.contracts.rank_status import NOWHERE, Phase
 from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
-from holdfast.trainer.data.position import Position
 from holdfast.trainer.data.sampler import (
     ElasticDistributedSampler,
     ElasticSampler,
     check_order,
 )
-from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots, resume
-from holdfast.trainer.loop import Loop
-from holdfast.trainer.metrics import improved, open_recorder
-from holdfast.trainer.numerics.guard import LossGuard
-from holdfast.trainer.pacing.cadence import Interval
-from holdfast.trainer.pacing.pace import Pace
-from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
-from holdfast.trainer.saver import Captured, Saver
+from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots
+from holdfast.trainer.metrics import improved
+from holdfast.trainer.session_parts import SessionParts
 from holdfast.trainer.signals import (
-    FailureRecord,
-    SignalFlags,
     end_deaf_helpers_at_exit,
     ignore_stop_signals,
 )
-from holdfast.trainer.staging.snapshots import SnapshotRhythm
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.objects import Stateful
-from holdfast.trainer.state.train_state import Progress, TrainState, listed
-from holdfast.trainer.stop_coordinator import StopCoordinator
+from holdfast.trainer.state.train_state import TrainState, listed
 
 T = TypeVar("T")
 BETTER: Final = ("min", "max")
 
 
-class Session:
+class Session(SessionParts):
     """Makes a training program fault tolerant. Every rank makes one and uses it in the same way.
 
     It is also a context manager. If the block ends normally, it calls `close`. If the block ends
     by an exception, it saves nothing, records the traceback for torchrun, and lets the exception
     propagate.
     """
-
-    best: dict[str, Any]
-    _is_closed = False
 
     def __init__(
         self,
@@ -125,10 +110,7 @@ class Session:
         chosen, rhythm = chosen_interval(interval), chosen_snapshots(snapshots)
         self.seed, self._best_of = seed, best
         with alone.claimed(self, self._abandon):
-            self._failures = FailureRecord()
-            self._ranks = open_control_group()
-            self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
-            self._appear()
+            self._join(directory, mesh)
             self._state = TrainState(
                 model,
                 listed(optimizer),
@@ -139,8 +121,8 @@ class Session:
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
             )
-            self._recorder = open_recorder(self._context)
-            self._resume(chosen, rhythm, planner)
+            found = self._restore(planner)
+            self._start(found, chosen, rhythm)
         end_deaf_helpers_at_exit()
 
     # --- where training stands ------------------------------------------------------------
@@ -371,125 +353,4 @@ class Session:
             return
         # The other ranks may be anywhere, so do not wait. The flusher commits sealed slots.
         self._failures.write(error)
-        self._release(wait=False)
-
-    # --- inside ---------------------------------------------------------------------------
-
-    def _appear(self) -> None:
-        """Register in the node's status table. Without an agent, also install signal handlers."""
-        identity = self._context.identity
-        self._record = self._context.status_table.record(identity.local_rank)
-        self._record.register(identity.rank, NOWHERE)
-        self._flags = None if self._context.has_agent else SignalFlags(self._record)
-        self._record.beat(Phase.LOAD)
-
-    def _begin(self, *, is_last: bool) -> None:
-        """Restore the random generators to their resumed state before the first step."""
-        self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
-
-    def _resume(
-        self, interval: Interval, rhythm: SnapshotRhythm, planner: SavePlanner | None
-    ) -> None:
-        """Restore the newest checkpoint that verifies. Prepare later saves and stops."""
-        self._saver = Saver(
-            self._context,
-            self._ranks,
-            self._record,
-            self._recorder,
-            capture=self._capture,
-            note_forms=self._state.note_forms,
-            planner=planner,
-        )
-        found = resume(self._context, self._ranks, self._state, self._recorder)
-        self._saver.began_at(found.step, found.checkpoint, found.manifest)
-        self.best, self.resumed_from = found.best, found.checkpoint
-        self._began_in = found.epoch, found.in_epoch
-        self._position = Position(
-            rank=self._context.data_part,
-            world_size=self._context.data_parts,
-            seed=self.seed,
-            skips=found.skips,
-            former=found.data,
-            completed=found.step,
-            epoch=found.epoch if found.in_epoch else None,
-            begins=self._state.rewind_seeds,
-        )
-        self._guard = LossGuard(
-            self._context, self._ranks, self._record, self._position, self._saver, self._state
-        )
-        awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
-        pace = Pace(
-            interval,
-            rhythm,
-            step=found.step,
-            context=self._context,
-            saver=self._saver,
-            recorder=self._recorder,
-            looks_first=awaits_state,
-        )
-        self._loop = Loop(
-            self._context,
-            self._ranks,
-            self._record,
-            self._recorder,
-            saver=self._saver,
-            guard=self._guard,
-            pace=pace,
-            position=self._position,
-        )
-        self._record.register(self.rank, found.step)
-        self._saver.begin(awaits_state=awaits_state)
-        coordinates = not self._context.has_agent and self._context.identity.local_rank == 0
-        self._stop_coordinator = (
-            StopCoordinator(self._context, self._recorder.event) if coordinates else None
-        )
-        # Work that the program still does before its first step counts as loading.
-        self._record.beat(Phase.LOAD)
-        atexit.register(self._at_exit)
-
-    def _capture(self) -> Captured:
-        progress = Progress(
-            step=self.step,
-            seed=self.seed,
-            epoch=self.epoch,
-            in_epoch=self._position.in_epoch,
-            data=self._position.describe(),
-            best=self.best,
-        )
-        return self._state.capture(progress)
-
-    def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
-        """Release all resources. With `wait`, also wait until the session's own flusher has ended.
-
-        Unless the end is orderly, the flusher commits the newest snapshot.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        atexit.unregister(self._at_exit)
-        if self._stop_coordinator is not None:
-            self._stop_coordinator.close()
-        self._recorder.close()
-        self._saver.close(is_orderly=is_orderly)
-        if self._flags is not None:
-            self._flags.close()
-        self._failures.close()
-        self._context.close(wait=wait)
-        alone.release(self)
-        if is_orderly:
-            self._ranks.close()
-
-    def _abandon(self) -> None:
-        """Clean up after a failed constructor as after a crash, so that another can be created."""
-        for name in ("_stop_coordinator", "_recorder", "_flags"):
-            part = getattr(self, name, None)
-            if part is not None:
-                part.close()
-        if hasattr(self, "_saver"):
-            self._saver.close(is_orderly=False)
-        if hasattr(self, "_context"):
-            self._context.close(wait=False)
-
-    def _at_exit(self) -> None:
-        """Write the journal lines and metrics of a program that ends without `close`."""
         self._release(wait=False)

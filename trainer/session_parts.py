@@ -1,0 +1,161 @@
+"""The parts of a session: in which order they start, and in which order they are released."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+
+from holdfast.contracts.rank_status import NOWHERE, Phase
+from holdfast.trainer import alone
+from holdfast.trainer.data.position import Position
+from holdfast.trainer.loading.restore import Resumed, resume
+from holdfast.trainer.loop import Loop
+from holdfast.trainer.metrics import open_recorder
+from holdfast.trainer.numerics.guard import LossGuard
+from holdfast.trainer.pacing.cadence import Interval
+from holdfast.trainer.pacing.pace import Pace
+from holdfast.trainer.rank_context import RankContext, open_control_group, open_rank_context
+from holdfast.trainer.saver import Captured, Saver
+from holdfast.trainer.signals import FailureRecord, SignalFlags
+from holdfast.trainer.staging.snapshots import SnapshotRhythm
+from holdfast.trainer.state.train_state import Progress, TrainState
+from holdfast.trainer.stop_coordinator import StopCoordinator
+
+
+class SessionParts:
+    """What `Session` is made of. The session itself makes the `TrainState`."""
+
+    seed: int
+    best: dict[str, Any]
+    resumed_from: str | None
+    _state: TrainState
+    _stop_coordinator: StopCoordinator | None = None
+    _is_closed = False
+
+    def _join(self, directory: str | Path | None, mesh: DeviceMesh | None) -> None:
+        """Join the other ranks, and register in the node's status table."""
+        self._failures = FailureRecord()
+        self._ranks = open_control_group()
+        self._context: RankContext = open_rank_context(directory, self._ranks, mesh)
+        identity = self._context.identity
+        self._record = self._context.status_table.record(identity.local_rank)
+        self._record.register(identity.rank, NOWHERE)
+        # Under an agent, the agent handles signals.
+        self._flags = None if self._context.has_agent else SignalFlags(self._record)
+        self._record.beat(Phase.LOAD)
+
+    def _restore(self, planner: SavePlanner | None) -> Resumed:
+        """Restore the newest checkpoint that verifies. Return the resumed position."""
+        self._recorder = open_recorder(self._context)
+        self._saver = Saver(
+            self._context,
+            self._ranks,
+            self._record,
+            self._recorder,
+            capture=self._capture,
+            note_forms=self._state.note_forms,
+            planner=planner,
+        )
+        found = resume(self._context, self._ranks, self._state, self._recorder)
+        self._saver.began_at(found.step, found.checkpoint, found.manifest)
+        self.best, self.resumed_from = found.best, found.checkpoint
+        self._began_in = found.epoch, found.in_epoch
+        self._position = Position(
+            rank=self._context.data_part,
+            world_size=self._context.data_parts,
+            seed=self.seed,
+            skips=found.skips,
+            former=found.data,
+            completed=found.step,
+            epoch=found.epoch if found.in_epoch else None,
+            begins=self._state.rewind_seeds,
+        )
+        return found
+
+    def _start(self, found: Resumed, interval: Interval, rhythm: SnapshotRhythm) -> None:
+        """Prepare the loop, its saves and its stops after the resumed position."""
+        self._guard = LossGuard(
+            self._context, self._ranks, self._record, self._position, self._saver, self._state
+        )
+        awaits_state = bool(self._ranks.largest([self._state.awaits_first_step])[0])
+        pace = Pace(
+            interval,
+            rhythm,
+            step=found.step,
+            context=self._context,
+            saver=self._saver,
+            recorder=self._recorder,
+            looks_first=awaits_state,
+        )
+        self._loop = Loop(
+            self._context,
+            self._ranks,
+            self._record,
+            self._recorder,
+            saver=self._saver,
+            guard=self._guard,
+            pace=pace,
+            position=self._position,
+        )
+        self._record.register(self._ranks.rank, found.step)
+        self._saver.begin(awaits_state=awaits_state)
+        if not self._context.has_agent and self._context.identity.local_rank == 0:
+            self._stop_coordinator = StopCoordinator(self._context, self._recorder.event)
+        # Work that the program still does before its first step counts as loading.
+        self._record.beat(Phase.LOAD)
+        atexit.register(self._at_exit)
+
+    def _begin(self, *, is_last: bool) -> None:
+        """Restore the random generators to their resumed state before the first step."""
+        self._loop.warn_of_draws(self._state.rewind_generators(is_last=is_last))
+
+    def _capture(self) -> Captured:
+        progress = Progress(
+            step=self._loop.completed,
+            seed=self.seed,
+            epoch=self._position.epoch,
+            in_epoch=self._position.in_epoch,
+            data=self._position.describe(),
+            best=self.best,
+        )
+        return self._state.capture(progress)
+
+    def _release(self, *, wait: bool, is_orderly: bool = False) -> None:
+        """Release all resources. With `wait`, also wait until the session's own flusher has ended.
+
+        Unless the end is orderly, the flusher commits the newest snapshot.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        if self._stop_coordinator is not None:
+            self._stop_coordinator.close()
+        self._recorder.close()
+        self._saver.close(is_orderly=is_orderly)
+        if self._flags is not None:
+            self._flags.close()
+        self._failures.close()
+        self._context.close(wait=wait)
+        alone.release(self)
+        if is_orderly:
+            self._ranks.close()
+
+    def _abandon(self) -> None:
+        """Clean up after a failed constructor as after a crash, so that another can be created."""
+        for name in ("_stop_coordinator", "_recorder", "_flags"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if hasattr(self, "_saver"):
+            self._saver.close(is_orderly=False)
+        if hasattr(self, "_context"):
+            self._context.close(wait=False)
+
+    def _at_exit(self) -> None:
+        """Write the journal lines and metrics of a program that ends without `close`."""
+        self._release(wait=False)
