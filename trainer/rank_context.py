@@ -94,10 +94,7 @@ def open_rank_context(
     ranks.meet_on(context.status_table, context.identity.local_rank)
     place = find_place(context.identity, ranks, mesh)
     return replace(
-        context,
-        identity=place.identity,
-        data_part=place.data_part,
-        data_parts=place.data_parts,
+        context, identity=place.identity, data_part=place.data_part, data_parts=place.data_parts
     )
 
 

@@ -29,18 +29,11 @@ from torch.optim import Optimizer
 from holdfast.contracts.errors import SpecError
 from holdfast.trainer import alone
 from holdfast.trainer.data.order import Batch
-from holdfast.trainer.data.sampler import (
-    ElasticDistributedSampler,
-    ElasticSampler,
-    check_order,
-)
+from holdfast.trainer.data.sampler import ElasticDistributedSampler, ElasticSampler, check_order
 from holdfast.trainer.loading.restore import chosen_interval, chosen_snapshots
 from holdfast.trainer.metrics import improved
 from holdfast.trainer.session_parts import SessionParts
-from holdfast.trainer.signals import (
-    end_deaf_helpers_at_exit,
-    ignore_stop_signals,
-)
+from holdfast.trainer.signals import end_deaf_helpers_at_exit, ignore_stop_signals
 from holdfast.trainer.state.fit import Fit
 from holdfast.trainer.state.objects import Stateful
 from holdfast.trainer.state.train_state import TrainState, listed

@@ -120,10 +120,7 @@ class FailureRecord:
             sys.excepthook = self._previous_hook
 
     def _on_uncaught(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self.write(error)
         self._previous_hook(kind, error, trace)

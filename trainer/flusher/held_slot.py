@@ -47,9 +47,5 @@ class HeldSlot:
 
     def _bare_view(self, key: SlotKey, state: SlotState, step: int) -> SlotView:
         return SlotView(
-            key=key,
-            state=state,
-            step=step,
-            local_rank=self.local_rank,
-            is_former=self.is_orphan,
+            key=key, state=state, step=step, local_rank=self.local_rank, is_former=self.is_orphan
         )

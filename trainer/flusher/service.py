@@ -269,9 +269,7 @@ class Flusher:
 
     def _plan(self) -> FlushPlan:
         departures = Departures(
-            gone=frozenset(self._gone),
-            skipped=self._skipped,
-            newest_launch=self._newest_launch,
+            gone=frozenset(self._gone), skipped=self._skipped, newest_launch=self._newest_launch
         )
         views = [held.view(key) for key, held in self._held.items() if key not in self._busy]
         return plan(views, departures)

@@ -24,12 +24,7 @@ from torch.serialization import StorageType
 from holdfast.contracts.errors import DamagedCheckpointError
 from holdfast.trainer.planning.metadata import shorten_error
 from holdfast.trainer.planning.metadata_makers import make_layout, make_ordered, make_size
-from holdfast.trainer.planning.plain_pickle import (
-    Maker,
-    RefusedPickle,
-    is_cheap,
-    read_pickle,
-)
+from holdfast.trainer.planning.plain_pickle import Maker, RefusedPickle, is_cheap, read_pickle
 
 RECORDS_MAX: Final = 10_000
 _HEADER_BYTES: Final = 30

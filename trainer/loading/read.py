@@ -29,15 +29,7 @@ from holdfast.contracts.retries import read_again
 from holdfast.trainer.loading.catalogue import Catalogue, Placed
 from holdfast.trainer.loading.node import HALVES, Node
 from holdfast.trainer.loading.past_cache import fill, fill_aligned, go_past_cache, huge_memory
-from holdfast.trainer.loading.plan import (
-    NOBODY,
-    PIECE_BYTES,
-    Counts,
-    Unit,
-    assign,
-    clip,
-    pieces,
-)
+from holdfast.trainer.loading.plan import NOBODY, PIECE_BYTES, Counts, Unit, assign, clip, pieces
 
 READERS: Final = 4
 PARTS_MAX: Final = 256
@@ -225,11 +217,7 @@ class _Reader:
             memory[:size] = scratch[:size]
 
     def _read(
-        self,
-        handle: int,
-        views: Sequence[memoryview],
-        start: int,
-        running: RunningDigest | None,
+        self, handle: int, views: Sequence[memoryview], start: int, running: RunningDigest | None
     ) -> None:
         """Fill `views` one after another with the bytes from `start`."""
         fill(handle, views, start)

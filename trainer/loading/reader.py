@@ -21,10 +21,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from holdfast.contracts.digests import digest_of
-from holdfast.contracts.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-)
+from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest
 from holdfast.trainer.collective import attempt
 from holdfast.trainer.loading.agreement import agree, portable, raise_first
@@ -43,13 +40,7 @@ from holdfast.trainer.loading.node import Address, Node, gather, own_window
 from holdfast.trainer.loading.plain_load import load_plain
 from holdfast.trainer.loading.read import read_wants
 from holdfast.trainer.loading.stock import check_share, load_as_stock, needs_stock
-from holdfast.trainer.loading.targets import (
-    Piece,
-    Wants,
-    collect,
-    collect_wholes,
-    place_whole,
-)
+from holdfast.trainer.loading.targets import Piece, Wants, collect, collect_wholes, place_whole
 from holdfast.trainer.planning.metadata import (
     Opened,
     extents_of,
@@ -269,10 +260,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _compare_together(
-    ready: _Prepared,
-    pick: Selection,
-    messages: Sequence[_Message],
-    group: dist.ProcessGroup | None,
+    ready: _Prepared, pick: Selection, messages: Sequence[_Message], group: dist.ProcessGroup | None
 ) -> KeyComparison:
     """Return one verdict for all ranks. Keys are sent only if the ranks' key sets differ."""
     common = ready.common

@@ -76,10 +76,7 @@ def chosen_snapshots(default: int | str) -> SnapshotRhythm:
 
 
 def resume(
-    context: RankContext,
-    ranks: ControlGroup,
-    state: TrainState,
-    recorder: Recorder,
+    context: RankContext, ranks: ControlGroup, state: TrainState, recorder: Recorder
 ) -> Resumed:
     """Restore the run's newest checkpoint that verifies. Every rank must call this.
 
@@ -132,10 +129,7 @@ def resume(
 
 
 def _restore(
-    choice: _Choice,
-    context: RankContext,
-    ranks: ControlGroup,
-    state: TrainState,
+    choice: _Choice, context: RankContext, ranks: ControlGroup, state: TrainState
 ) -> tuple[Resumed, list[Restored], Sequence[str]]:
     """Load the chosen checkpoint. All ranks raise `DamagedCheckpointError` if it is damaged.
 

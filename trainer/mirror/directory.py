@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from holdfast.contracts.durable import (
-    create_bytes,
-    fsync_directory,
-    make_directory,
-    write_bytes,
-)
+from holdfast.contracts.durable import create_bytes, fsync_directory, make_directory, write_bytes
 from holdfast.contracts.errors import MirrorError
 from holdfast.contracts.manifest import FileEntry
 from holdfast.contracts.reading import is_mine

@@ -23,12 +23,7 @@ from typing import Any, Final
 from holdfast.contracts import environment
 from holdfast.contracts.errors import MirrorError
 from holdfast.contracts.manifest import FileEntry
-from holdfast.trainer.mirror.store import (
-    CALL_TIMEOUT_S,
-    PART_BYTES,
-    PARTS_AT_ONCE,
-    checked_parts,
-)
+from holdfast.trainer.mirror.store import CALL_TIMEOUT_S, PART_BYTES, PARTS_AT_ONCE, checked_parts
 
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
@@ -164,11 +159,7 @@ class S3Store:
 
     def _put(self, key: str, content: bytes, **conditions: str) -> None:
         self._call(
-            "put_object",
-            Key=self._root + key,
-            Body=content,
-            ContentMD5=_md5(content),
-            **conditions,
+            "put_object", Key=self._root + key, Body=content, ContentMD5=_md5(content), **conditions
         )
 
     def _put_parts(self, key: str, first: bytes, rest: Iterator[bytes]) -> None:

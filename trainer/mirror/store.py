@@ -138,8 +138,7 @@ class EntryCheck:
     def _damaged(self, problem: str) -> DamagedCheckpointError:
         line = f"{self._entry.path}: {problem}"
         return DamagedCheckpointError(
-            f"{line}; this copy differs from the committed file and is not used",
-            damaged=[line],
+            f"{line}; this copy differs from the committed file and is not used", damaged=[line]
         )
 
 

@@ -23,12 +23,7 @@ from holdfast.contracts.errors import HoldfastError, MirrorError
 from holdfast.contracts.file_locks import wait_for_lock
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.manifest import read_manifest
-from holdfast.contracts.mirrors import (
-    MirrorRecord,
-    Tiers,
-    read_record,
-    write_record,
-)
+from holdfast.contracts.mirrors import MirrorRecord, Tiers, read_record, write_record
 from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths
 from holdfast.trainer.mirror.store import Store, open_store
 from holdfast.trainer.mirror.upload import (

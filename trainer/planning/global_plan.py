@@ -15,14 +15,7 @@ from typing import Final
 import numpy as np
 
 from holdfast.contracts.errors import SaveError
-from holdfast.trainer.planning.boxes import (
-    Bools,
-    Groups,
-    Loose,
-    find_distinct,
-    group,
-    pick_loose,
-)
+from holdfast.trainer.planning.boxes import Bools, Groups, Loose, find_distinct, group, pick_loose
 from holdfast.trainer.planning.columns import (
     FIRST,
     KINDS,

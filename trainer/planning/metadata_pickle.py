@@ -45,13 +45,7 @@ from holdfast.trainer.planning.opcodes import (
     fetch,
     text,
 )
-from holdfast.trainer.planning.places import (
-    Places,
-    Window,
-    count_rows,
-    find_places,
-    stack_sizes,
-)
+from holdfast.trainer.planning.places import Places, Window, count_rows, find_places, stack_sizes
 
 _DCP: Final = "torch.distributed.checkpoint.metadata"
 _FILES: Final = "torch.distributed.checkpoint.filesystem"

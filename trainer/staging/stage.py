@@ -22,13 +22,7 @@ import torch
 
 from holdfast.contracts import wire
 from holdfast.contracts.errors import SaveError
-from holdfast.contracts.slots import (
-    DATA_OFFSET,
-    NO_MORE,
-    SLOTS_PER_RANK,
-    Slot,
-    choose_slot,
-)
+from holdfast.contracts.slots import DATA_OFFSET, NO_MORE, SLOTS_PER_RANK, Slot, choose_slot
 from holdfast.trainer.identity import Identity
 from holdfast.trainer.planning.layout import Layout, encode_number, files_of, local_part
 from holdfast.trainer.staging.copying import Copier

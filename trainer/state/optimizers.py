@@ -339,11 +339,7 @@ def _put(live: dict[Any, Any], made: Mapping[Any, Any]) -> bool:
 
 
 def _made(
-    loaded: Mapping[str, Any],
-    prefix: str,
-    now: Mapping[Any, Any],
-    saved: Saved,
-    part: Part | None,
+    loaded: Mapping[str, Any], prefix: str, now: Mapping[Any, Any], saved: Saved, part: Part | None
 ) -> dict[str, Any]:
     """Return the loaded values under `prefix`, and those of `now`, rebuilt with their forms."""
     noted: Forms = {}
