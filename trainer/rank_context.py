@@ -174,7 +174,7 @@ def _context_of_own(
         node=int(env.get("GROUP_RANK", "0")),
         nodes=int(env.get("GROUP_WORLD_SIZE", "1")),
     )
-    made: list[tuple[RankStatusTable, int, FlusherSupervisor]] = []
+    own: dict[str, Any] = {}
 
     def make() -> tuple[int, str, str] | None:
         if identity.local_rank != 0:
@@ -185,29 +185,17 @@ def _context_of_own(
             former = attempt.flusher_address(launch - 1, identity.node)
             wait_for_former(former, run.directory)
         log = attempt.flusher_log(identity.node)
-        flusher_supervisor = FlusherSupervisor(
+        own["flusher_supervisor"] = FlusherSupervisor(
             flusher, node=identity.node, nodes=identity.nodes, log=log, run=run.directory
         )
-        status_table, handle = RankStatusTable.create(identity.local_ranks)
-        made.append((status_table, handle, flusher_supervisor))
+        own["status_table"], handle = RankStatusTable.create(identity.local_ranks)
+        own["status_handle"] = handle
         return identity.node, f"/proc/{os.getpid()}/fd/{handle}", str(flusher)
 
     places = {place[0]: place[1:] for place in ranks.gather(make) if place is not None}
     path, flusher = places[identity.node]
-    if made:
-        status_table, handle, flusher_supervisor = made[0]
-        return _made(
-            run,
-            identity,
-            flusher,
-            status_table=status_table,
-            status_handle=handle,
-            flusher_supervisor=flusher_supervisor,
-        )
-    return _made(run, identity, flusher, status_table=RankStatusTable.open(path))
-
-
-def _made(run: RunPaths, identity: Identity, flusher: str, **own: Any) -> RankContext:
+    if not own:
+        own["status_table"] = RankStatusTable.open(path)
     return RankContext(run=run, identity=identity, flusher=flusher, has_agent=False, **own)
 
 

@@ -209,10 +209,7 @@ class Saver:
             must=True,
             timeout_s=self._flush_timeout_s,
         )
-        if name is None:
-            raise SaveError(
-                f"step {step}: no staging slot came free within {self._flush_timeout_s:.0f} s"
-            )
+        assert name is not None
         now = time.monotonic()
         self._staged_step, self._staged_name = step, name
         self.has_saved = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import dataclass
 
+from holdfast.contracts import wire
 from holdfast.trainer.flusher.plan import SlotKey
 
 
@@ -27,8 +27,7 @@ def open_process(connection: socket.socket) -> int | None:
 
     A rank's forked children keep its socket open, so the socket alone may report the end too late.
     """
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     try:
-        return os.pidfd_open(int.from_bytes(credentials[:4], sys.byteorder))
+        return os.pidfd_open(wire.peer_of(connection)[0])
     except OSError:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import torch
@@ -120,22 +120,12 @@ def join(comparisons: Iterable[KeyComparison]) -> KeyComparison:
     """Join all ranks' comparisons. `extra` is what no rank wants; the rest is the union."""
     found = list(comparisons)
     extra = set(found[0].extra).intersection(*(each.extra for each in found))
-    return KeyComparison(
-        missing=_united(each.missing for each in found),
-        extra=tuple(sorted(extra)),
-        reshaped=_united(each.reshaped for each in found),
-        converted=_united(each.converted for each in found),
-        excluded=_united(each.excluded for each in found),
-    )
+    return replace(_unite(found), extra=tuple(sorted(extra)))
 
 
 def combine(one: KeyComparison, other: KeyComparison) -> KeyComparison:
     """Combine two comparisons of different keys."""
-    lines = {
-        each.name: tuple(sorted({*getattr(one, each.name), *getattr(other, each.name)}))
-        for each in fields(KeyComparison)
-    }
-    return KeyComparison(**lines)
+    return _unite((one, other))
 
 
 def raise_mismatch(where: str, found: KeyComparison, *, strict: bool) -> None:
@@ -214,8 +204,13 @@ def _is_prefix(name: str) -> bool:
     return name.endswith(_ALL)
 
 
-def _united(lines: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(sorted({line for some in lines for line in some}))
+def _unite(found: Collection[KeyComparison]) -> KeyComparison:
+    return KeyComparison(
+        **{
+            each.name: tuple(sorted({key for one in found for key in getattr(one, each.name)}))
+            for each in fields(KeyComparison)
+        }
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from holdfast.contracts.collector import pause_collection
 from holdfast.contracts.digests import digest_of
 from holdfast.contracts.errors import CheckpointError, DamagedCheckpointError
 from holdfast.contracts.manifest import Manifest
@@ -168,7 +168,7 @@ def load_state(
     if planner is not None:
         return _load_planned(directory, state, group, planner)
     with contextlib.ExitStack() as held:
-        held.enter_context(_uncollected())
+        held.enter_context(pause_collection())
         ready, messages = agree(
             lambda: _prepare(checkpoint, state, pick, held.enter_context(own_window())),
             group,
@@ -241,22 +241,6 @@ def _prepare(
         catalogue=catalogue,
         by_unit=sort_by_unit(wants, catalogue),
     )
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector. The objects created here contain no cycles.
-
-    Their number would trigger a search through all objects of torch and the program, which takes
-    longer than creating them.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _compare_together(

@@ -105,7 +105,8 @@ class Objects:
                 "per_rank"
             )
         self._rank, self._world_size = rank, world_size
-        names = [SCHEDULER] if len(schedulers) == 1 else _numbered(SCHEDULER, len(schedulers))
+        numbered = [f"{SCHEDULER}.{number}" for number in range(len(schedulers))]
+        names = [SCHEDULER] if len(schedulers) == 1 else numbered
         self._shared: dict[str, Stateful] = dict(zip(names, schedulers, strict=True))
         self._alone: dict[str, Stateful] = {}
         for name, item in {**extra, **per_rank}.items():
@@ -271,10 +272,6 @@ def _form(saved: Any) -> str | None:
     """Return MODULE, PER_RANK, or None for a document."""
     form = saved.get(plain.MARK) if isinstance(saved, dict) else None
     return form if form in (MODULE, PER_RANK) else None
-
-
-def _numbered(name: str, count: int) -> list[str]:
-    return [f"{name}.{number}" for number in range(count)]
 
 
 def _stateful(name: str, item: Any) -> Stateful:
