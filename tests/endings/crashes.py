@@ -21,7 +21,8 @@ from holdfast.contracts.attempt import write_document
 from holdfast.contracts.spec import RunSpec
 from holdfast.workers import attempts, runs
 from holdfast.workers.agent.context import load_context
-from holdfast.workers.agent.runtime import CrashReport, NodeRuntime
+from holdfast.workers.agent.node import CrashReport
+from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.request import build_request
 
 PROGRAMS: Final = Path(__file__).with_name("programs")

@@ -14,7 +14,7 @@ from tests.endings.variants import MISSED, VARIANTS, VARIANTS_FOLDER
 
 from holdfast.contracts.attempt import Outcome, StopFile
 from holdfast.contracts.states import AttemptState, Cause
-from holdfast.workers.agent.runtime import CrashReport
+from holdfast.workers.agent.node import CrashReport
 from holdfast.workers.causes import Ending, RankFailure, classify
 from holdfast.workers.executors import JobStatus
 

@@ -27,9 +27,10 @@ from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import load_context
 from holdfast.workers.agent.crew import AGREE_WAIT_S, Crew
 from holdfast.workers.agent.lead import Lead
+from holdfast.workers.agent.node import CrashReport, NodeReport
 from holdfast.workers.agent.nodes import RemoteNode
 from holdfast.workers.agent.outcome import build_outcome, judge_ending
-from holdfast.workers.agent.runtime import CrashReport, NodeReport, NodeRuntime
+from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 
 STEPS_GAINED = 7
@@ -288,7 +289,7 @@ def test_a_silent_node_that_answers_in_time_stops_with_the_others(tmp_path: Path
         members[1].answers_again.set()
         members[1].silent_after = math.inf
         wait_for(EventKind.STOP_AGREED, events, WAIT_S)
-    assert [one.ending for one in lead.launches] == ["left"] or lead.lost == []
+    assert [one.ending for one in lead.launches] == ["left"] or lead.group.lost == []
     assert [one.ending for one in lead.launches][-1] in {"stopped", "left"}
 
 
@@ -371,7 +372,7 @@ def test_slow_nodes_are_drained_in_parallel(tmp_path: Path) -> None:
         lead.close()
     assert [one.ending for one in lead.launches] == ["completed"]
     assert not everybody.broken
-    assert lead.lost == []
+    assert lead.group.lost == []
 
 
 class BusyPeer(FakePeer):

@@ -5,40 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
-from holdfast.workers.agent.runtime import Node
+from holdfast.workers.agent.node import Node
+from holdfast.workers.agent.node_group import NodeGroup
 
 SLICE_S: Final = 2.0
 SLICE_S_MIN: Final = 0.1
 
 
-class AskAll(Protocol):
-    """A function that runs `act` on all nodes at once and returns the answers of those left."""
-
-    def __call__(self, act: Callable[[Node], bool], /) -> list[tuple[Node, bool]]: ...
-
-
-def drain_all(
-    ask_all: AskAll,
-    lost: Callable[[], list[int]],
-    until: Callable[[], float],
-    *,
-    mirror: bool,
-) -> list[str]:
+def drain_all(group: NodeGroup, until: Callable[[], float], *, mirror: bool) -> list[str]:
     """Wait for all flushers, at most until Unix time `until()`; return the nodes that were late.
 
-    `lost()` returns the numbers of the nodes whose files are not waited for. With `mirror`, copies
-    to the mirror are waited for too.
+    The files of lost nodes are not waited for. With `mirror`, copies to the mirror are waited for
+    too.
     """
     done: set[str] = set()
     late: list[str] = [""]
     while late and (left_s := until() - time.time()) > 0:
-        slice_s, gone = max(SLICE_S_MIN, min(SLICE_S, left_s)), lost()
-
-        answers = ask_all(
-            partial(_drain, done=frozenset(done), slice_s=slice_s, lost=gone, mirror=mirror)
-        )
+        slice_s, lost = max(SLICE_S_MIN, min(SLICE_S, left_s)), group.lost_numbers
+        drain = partial(_drain, done=frozenset(done), slice_s=slice_s, lost=lost, mirror=mirror)
+        answers = group.ask_all(drain)
         done |= {node.name for node, is_done in answers if is_done}
         late = [node.name for node, is_done in answers if not is_done]
     return [name for name in late if name]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, agree_on_step, ask_in_turn
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import NOWHERE, Proposal
-from holdfast.workers.agent.runtime import Node, NodeReport
+from holdfast.workers.agent.node import Node, NodeReport
 
 
 class EarlySave:

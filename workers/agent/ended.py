@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.contracts.attempt import LaunchRecord
 from holdfast.contracts.rank_status import NOWHERE
-from holdfast.workers.agent.runtime import CrashReport, NodeReport
+from holdfast.workers.agent.node import CrashReport, NodeReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ def _lead(context: AgentContext, signals: SignalBox, journal: JournalWriter) -> 
         leave_outcome(context, outcome, journal)
         # This must come last: after it, a cloud may take the node.
         lead.acknowledge(outcome)
-        lead.finish()
+        lead.group.finish()
     finally:
         if lead is not None:
             lead.close()

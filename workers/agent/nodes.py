@@ -23,7 +23,8 @@ from holdfast.contracts.rank_status import Proposal
 from holdfast.contracts.timeouts import Timeout
 from holdfast.workers.agent.claim import wait_for_claim
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.runtime import CrashReport, NodeReport, NodeRuntime
+from holdfast.workers.agent.node import CrashReport, NodeReport
+from holdfast.workers.agent.runtime import NodeRuntime
 from holdfast.workers.agent.signals import SignalBox
 from holdfast.workers.agent.torchrun import KILL_WAIT_S
 from holdfast.workers.executors import executor_for

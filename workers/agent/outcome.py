@@ -37,7 +37,7 @@ def build_outcome(lead: Lead) -> Outcome:
         cause=ending.cause,
         evidence=ending.evidence,
         job_id=context.job_id,
-        hosts=tuple(dict.fromkeys([*(node.name for node in lead.nodes), *lead.lost])),
+        hosts=tuple(dict.fromkeys([*(node.name for node in lead.group.nodes), *lead.group.lost])),
         world_size=context.request.world_size,
         command_digest=digests[-1] if digests else None,
         resumed_from=launches[0].resumed_from if launches else None,
@@ -59,7 +59,11 @@ def judge_ending(lead: Lead) -> tuple[Ending, RankFailure | None]:
     """Return the attempt's ending, and the rank that failed first, if one did."""
     last, stop_request = lead.last, lead.stop_request
     if stop_request is not None and last is not None and last.ending in {"crashed", "hung"}:
-        lost = f"nodes {', '.join(lead.lost)} were lost while stopping" if lead.lost else ""
+        lost = (
+            f"nodes {', '.join(lead.group.lost)} were lost while stopping"
+            if lead.group.lost
+            else ""
+        )
         return _stopped(stop_request, lost or "requested while training was restarting"), None
     if stop_request is not None and last is None:
         return _stopped(stop_request, "requested before training started"), None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.journal import EventKind, read_journal
 from holdfast.workers.agent.context import AgentContext
-from holdfast.workers.agent.runtime import Node, NodeReport
+from holdfast.workers.agent.node import Node, NodeReport
 
 
 class StandbyPlan:

@@ -1,0 +1,157 @@
+"""A node of the attempt as node 0's agent leads it, and what a node reports to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from holdfast.contracts.agreement import NodePort
+from holdfast.contracts.rank_status import NOWHERE
+from holdfast.workers.agent.notices.notice import Notice
+from holdfast.workers.agent.silence import RankStatus
+from holdfast.workers.agent.stacks import StackSample
+from holdfast.workers.causes import Ending, RankFailure, classify_crash
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """A node's state at one moment. Steps are `NOWHERE` until a rank has reported one.
+
+    `registered` ranks have used the status table, and `alive` of them still run. Each rank has
+    entered step `entered` or a later one. `asked` is the step about whose loss a rank asks all
+    others to agree. `standby` is the launch for which a warm standby waits, or 0.
+    """
+
+    exit_code: int | None
+    phases: tuple[str, ...]
+    registered: int
+    alive: int
+    completed: int
+    resumed: int
+    entered: int = NOWHERE
+    asked: int = 0
+    signals: tuple[str, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    ranks: tuple[RankStatus, ...] = ()
+    sample: StackSample | None = None
+    standby: int = 0
+    problem: str = ""
+    host_address: str = ""
+
+    @property
+    def has_left(self) -> bool:
+        """True if every registered rank has stopped or finished and its process has exited."""
+        over = all(phase in {"STOP", "DONE"} for phase in self.phases)
+        return self.registered > 0 and self.alive == 0 and over
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NodeReport:
+        """Return the report in a message of the channel."""
+        sample = data["sample"]
+        return cls(
+            **{
+                **data,
+                "phases": tuple(data["phases"]),
+                "signals": tuple(data["signals"]),
+                "notices": tuple(Notice(**notice) for notice in data["notices"]),
+                "ranks": tuple(RankStatus.from_json(rank) for rank in data["ranks"]),
+                "sample": StackSample.from_json(sample) if sample else None,
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a message for the channel."""
+        return {
+            **vars(self),
+            "notices": [asdict(notice) for notice in self.notices],
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "sample": self.sample.to_json() if self.sample else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrashReport:
+    """What is known about the crash of one node or of all nodes.
+
+    `launch_log` is the end of torchrun's log if it named no rank.
+    """
+
+    failures: list[RankFailure] = field(default_factory=list)
+    oom_kills: int = 0
+    launch_log: str = ""
+
+    def classify(self, lost_nodes: Sequence[str] = ()) -> tuple[Ending, RankFailure | None]:
+        """Return how training ended, and the rank that failed first."""
+        return classify_crash(
+            self.failures,
+            oom_kills=self.oom_kills,
+            lost_nodes=lost_nodes,
+            launch_log=self.launch_log,
+        )
+
+    @classmethod
+    def of_all(cls, crash_reports: Sequence[CrashReport]) -> CrashReport:
+        """Merge several nodes' crash reports, with node 0's log first."""
+        return cls(
+            failures=[failure for report in crash_reports for failure in report.failures],
+            oom_kills=sum(report.oom_kills for report in crash_reports),
+            launch_log=next((r.launch_log for r in crash_reports if r.launch_log), ""),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> CrashReport:
+        failures = [RankFailure(**failure) for failure in data["failures"]]
+        return cls(**{**data, "failures": failures})
+
+
+class Node(NodePort, Protocol):
+    """One node of the attempt, as node 0's agent leads it.
+
+    Calls on a remote node may raise `ConnectionError`.
+    """
+
+    name: str
+
+    def start(self, launch: int, address: str, port: int) -> None:
+        """Start torchrun for a new launch."""
+        ...
+
+    def prepare(self, launch: int, address: str, port: int) -> None:
+        """Start a warm standby for a later launch, if there is enough memory for it."""
+        ...
+
+    def report(self) -> NodeReport:
+        """Return the node's state."""
+        ...
+
+    def announce(self, deadline: float | None) -> None:
+        """Announce to the ranks that they must stop by `deadline` (Unix seconds)."""
+        ...
+
+    def take_stacks(self, dump: int, number: int) -> None:
+        """Start to take the stacks of all ranks; a later report contains them."""
+        ...
+
+    def kill(self) -> None:
+        """Kill torchrun and every process below it."""
+        ...
+
+    def drain(self, timeout_s: float, lost: Collection[int] = (), *, mirror: bool = False) -> bool:
+        """Let the flusher commit sealed steps; return False if it did not finish in time.
+
+        The files of the nodes in `lost` are not waited for. With `mirror`, the commits are copied
+        to the mirror too.
+        """
+        ...
+
+    def crash_report(self) -> CrashReport:
+        """Return what is known about a crash; call it after `kill`."""
+        ...
+
+    def acknowledge(self) -> None:
+        """Tell the node's cloud that it may take the node; call it only after the commit."""
+        ...

@@ -1,0 +1,84 @@
+"""Agree with the ranks of all nodes on the step of a stop or of an early save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from holdfast.contracts.agreement import ROUNDS_MAX, agree_on_step
+from holdfast.contracts.errors import AgreementError
+from holdfast.contracts.journal import EventKind, JournalWriter
+from holdfast.contracts.rank_status import AT_START, NOWHERE
+from holdfast.workers.agent.crew import AGREE_WAIT_S
+from holdfast.workers.agent.early_save import EarlySave
+from holdfast.workers.agent.node_group import ANSWER_S_MIN, NodeGroup
+
+AGREE_TRIES_MAX: Final = 20
+AGREE_PAUSE_S: Final = 0.5
+
+
+class StopAgreement:
+    """The proposals of one launch at a time. Those of an early save use the same serials."""
+
+    def __init__(
+        self, group: NodeGroup, journal: JournalWriter, attempt: int, note: Callable[[str], None]
+    ) -> None:
+        self._group, self._journal, self._attempt = group, journal, attempt
+        self.early_save = EarlySave(note, group.crew.agree)
+        self.is_reached = False
+        self._serial, self._tries, self._again_at = 1, 0, 0.0
+
+    def begin(self) -> None:
+        """Forget the proposals of the previous launch."""
+        self.is_reached, self._serial, self._tries = False, 1, 0
+        self.early_save.forget()
+
+    def pursue_save(self) -> None:
+        """Agree on the step of a requested early save, if there is one."""
+        group = self._group
+        reports = group.reports.values()
+        self._serial = self.early_save.pursue(group.nodes, reports, self._serial)
+
+    def pursue_stop(self, kill_at: float) -> None:
+        """Bring all ranks to one step. Failed tries are repeated, up to a maximum.
+
+        Nodes must answer in a part of what is left until `kill_at` (Unix seconds) for all tries.
+        """
+        if self.is_reached or self._tries >= AGREE_TRIES_MAX or time.monotonic() < self._again_at:
+            return
+        group = self._group
+        if self.early_save.is_under_way(group.reports.values()) or group.is_silent:
+            return
+        self._tries += 1
+        began = time.monotonic()
+        wait_s = max(ANSWER_S_MIN, min(AGREE_WAIT_S, (kill_at - time.time()) / 4))
+        try:
+            ask_all = partial(group.crew.agree, wait_s=wait_s)
+            step, rounds = agree_on_step(group.nodes, first_serial=self._serial, ask_all=ask_all)
+        except AgreementError as error:
+            self._journal_failure(error)
+            self._serial += ROUNDS_MAX
+            self._again_at = time.monotonic() + AGREE_PAUSE_S
+            return
+        except ConnectionError:
+            # The next poll will find the node lost, and training ends for that reason.
+            return
+        self.is_reached = True
+        self._journal.append(
+            EventKind.STOP_AGREED,
+            attempt=self._attempt,
+            step=None if step == AT_START else step,
+            rounds=rounds,
+            waited_s=round(time.monotonic() - began, 6),
+        )
+
+    def _journal_failure(self, error: AgreementError) -> None:
+        completed = [report.completed for report in self._group.reports.values()]
+        self._journal.append(
+            EventKind.STOP_FAILED,
+            attempt=self._attempt,
+            reason=str(error),
+            newest_step=max(completed, default=NOWHERE),
+        )
