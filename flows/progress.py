@@ -16,26 +16,25 @@ class Progress:
 
     text: str
     key: tuple[object, ...]
-    step: int | None = None
+
+
+def recorded_progress(history: RunHistory) -> tuple[object, ...]:
+    """Return a value that changes with the run's recorded progress. Reads no heartbeats."""
+    last = history.last_attempt
+    if last is None or last.state.is_terminal:
+        return history.state, last.number if last else 0
+    return last.number, last.state, _committed_step(history)
 
 
 def describe_progress(history: RunHistory) -> Progress:
     """Return the run's progress. Reads the heartbeats of a live attempt."""
-    name, last = history.paths.name, history.last_attempt
+    name, last, key = history.paths.name, history.last_attempt, recorded_progress(history)
     if last is None or last.state.is_terminal:
-        number = last.number if last else 0
-        text = f"{name}: {history.state}"
-        if last is not None:
-            text += f" after attempt {last.number} ({_ending(last)})"
-        return Progress(text=text, key=(history.state, number))
+        ending = f" after attempt {last.number} ({_ending(last)})" if last else ""
+        return Progress(text=f"{name}: {history.state}{ending}", key=key)
     beats = read_heartbeats(history.paths.attempt(last.number))
-    return _of_attempt(history, last, beats)
-
-
-def _of_attempt(history: RunHistory, last: AttemptView, beats: list[NodeBeat]) -> Progress:
-    step, phase = newest_step(beats), _common_phase(beats)
-    committed = _committed_step(history)
-    parts = [f"{history.paths.name}: attempt {last.number} {last.state}"]
+    step, phase, committed = newest_step(beats), _common_phase(beats), _committed_step(history)
+    parts = [f"{name}: attempt {last.number} {last.state}"]
     # An attempt that was just created has no request yet.
     if last.world_size:
         parts.append(f"{last.world_size} GPUs")
@@ -45,8 +44,7 @@ def _of_attempt(history: RunHistory, last: AttemptView, beats: list[NodeBeat]) -
         parts.append(phase)
     if committed is not None:
         parts.append(f"committed {committed}")
-    key = (last.number, last.state, phase, committed)
-    return Progress(text=", ".join(parts), key=key, step=step)
+    return Progress(text=", ".join(parts), key=(*key, phase))
 
 
 def _common_phase(beats: list[NodeBeat]) -> str:

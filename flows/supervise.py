@@ -34,7 +34,7 @@ from holdfast.flows import secrets
 from holdfast.flows.flow_lock import FlowLock
 from holdfast.flows.ingestion import Ingestion
 from holdfast.flows.node_watch import NodeWatch
-from holdfast.flows.progress import describe_progress
+from holdfast.flows.progress import describe_progress, recorded_progress
 from holdfast.flows.redactor import Log, Redactor
 from holdfast.lineage.index import Index
 from holdfast.workers import deletion, operator
@@ -365,12 +365,14 @@ class Supervisor:
         return load_history(self.paths)
 
     def _log_progress(self, history: RunHistory) -> None:
-        """Log the live attempt's progress if its phase changed or `PROGRESS_S` have passed."""
-        progress = describe_progress(history)
-        changed = progress.key != self._progress[0]
-        if changed or time.monotonic() - self._progress[1] >= PROGRESS_S:
-            self.log.info("%s", progress.text)
-            self._progress = (progress.key, time.monotonic())
+        """Log the run's progress if more is recorded or `PROGRESS_S` have passed.
+
+        Only then are the heartbeats read, because there is one file per node.
+        """
+        recorded, now = recorded_progress(history), time.monotonic()
+        if recorded != self._progress[0] or now - self._progress[1] >= PROGRESS_S:
+            self.log.info("%s", describe_progress(history).text)
+            self._progress = (recorded, now)
 
     def _warn_once(self, topic: str, text: str, *values: object) -> None:
         if topic not in self._warned:

@@ -1,0 +1,46 @@
+"""When a supervisor logs a run's progress, and what it reads for that."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tests.runs import RunFolder
+
+from holdfast.contracts.history import load_history
+from holdfast.contracts.paths import AttemptPaths
+from holdfast.flows import progress, supervise
+from holdfast.flows.supervise import Supervisor, submit_next
+from holdfast.lineage.index import Index
+from holdfast.workers.heartbeats import NodeBeat, read_heartbeats
+
+pytestmark = pytest.mark.usefixtures("home")
+
+
+def test_heartbeats_are_read_only_for_a_line_that_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path, "kelp", "u" * 32)
+    folder.submit(1, 2, 1_700_000_000.0)
+    reads: list[int] = []
+
+    def read(attempt: AttemptPaths) -> list[NodeBeat]:
+        reads.append(attempt.number)
+        return read_heartbeats(attempt)
+
+    monkeypatch.setattr(progress, "read_heartbeats", read)
+    log = logging.getLogger(__name__)
+    supervisor = Supervisor(paths=folder.paths, index=Index(), log=log, submit=submit_next)
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        supervisor._log_progress(load_history(folder.paths))
+    assert (reads, len(caplog.messages)) == ([1], 1)
+    folder.commit(10, 1)
+    for _ in range(3):
+        supervisor._log_progress(load_history(folder.paths))
+    assert (reads, len(caplog.messages)) == ([1, 1], 2), "a commit is logged at once"
+    assert caplog.messages[-1].endswith("committed 10")
+    monkeypatch.setattr(supervise, "PROGRESS_S", 0.0)
+    supervisor._log_progress(load_history(folder.paths))
+    assert (reads, len(caplog.messages)) == ([1, 1, 1], 3), "the time is up"
