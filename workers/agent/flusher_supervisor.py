@@ -126,7 +126,7 @@ class FlusherSupervisor:
             nodes=self._context.nodes,
             run=self._context.run.directory,
             log=logs / "flusher.log",
-            budget=request.checkpoint_budget_bytes,
+            budget=request.checkpoint.budget_bytes,
             env=build_environment(
                 os.environ,
                 self._given(),
@@ -186,7 +186,7 @@ class FlusherSupervisor:
                 # Deleting takes time, and this thread must continue to receive slots.
                 arguments = (connection, int(message["step"]))
                 threading.Thread(target=self._free_space, args=arguments, daemon=True).start()
-            self._note(message, descriptors)
+            self._take(message, descriptors)
 
     def _free_space(self, connection: socket.socket, step: int) -> None:
         """Free what the keep rules allow, and report the freed bytes to the flusher."""
@@ -198,7 +198,7 @@ class FlusherSupervisor:
             wire.send(connection, "room", step=step, freed_bytes=freed, detail=message[:DETAIL_MAX])
             print(f"no space for step {step}: {message}", file=sys.stderr, flush=True)
 
-    def _note(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
+    def _take(self, message: dict[str, Any], descriptors: tuple[int, ...]) -> None:
         kind = message["kind"]
         if kind == "keep" and descriptors:
             self._slots.keep(message, descriptors[0])

@@ -235,14 +235,14 @@ class Lead:
             return drain_until(began, self._supervision, self.stop_request, is_lost=is_lost)
 
         # Files on the nodes' own disks count only once mirrored, so a restart waits for the mirror.
-        has_local = bool(self.context.request.checkpoint_local)
+        has_local = bool(self.context.request.checkpoint.local)
         for name in drain_all(group, until, mirror=has_local):
             spent_s = time.time() - began
             self._note(f"the flusher of {name} did not finish within {spent_s:.0f} s")
 
     def _await_mirror(self) -> None:
         """Keep the nodes until all commits are mirrored or the time is up."""
-        if not self.context.request.checkpoint_mirror:
+        if not self.context.request.checkpoint.mirror:
             return
         until = time.time() + self._supervision.flush_timeout_s
         if self.stop_request is not None and self.stop_request.deadline is not None:

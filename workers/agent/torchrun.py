@@ -319,9 +319,9 @@ def build_environment(
         environment.RANK_STATUS: handles.status_table,
         environment.FLUSHER: handles.flusher,
         environment.CONFIG: json.dumps(request.config),
-        environment.CHECKPOINT_INTERVAL: str(request.checkpoint_interval),
+        environment.CHECKPOINT_INTERVAL: str(request.checkpoint.interval),
         **request.tiers.to_environment(),
-        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint_snapshots),
+        environment.CHECKPOINT_SNAPSHOTS: str(request.checkpoint.snapshots),
         environment.NUMERICS: request.supervision.numerics.model_dump_json(),
         environment.FLUSH_TIMEOUT: str(request.supervision.flush_timeout_s),
     }

@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from holdfast.contracts.bounds import (
     GPUS_PER_NODE_MAX,
     NODES_MAX,
-    Count,
     FilePath,
     Moment,
     Name,
@@ -39,7 +38,7 @@ from holdfast.contracts.mirrors import Tiers
 from holdfast.contracts.paths import RUN_NAME, AttemptPaths, folder_of
 from holdfast.contracts.reading import read_bounded
 from holdfast.contracts.secrets import EnvironmentValue
-from holdfast.contracts.spec import Launch, Resources
+from holdfast.contracts.spec import Checkpointing, Launch, Resources
 from holdfast.contracts.spec_part import RECORDED
 from holdfast.contracts.spec_supervision import Supervision
 from holdfast.contracts.states import AttemptState, Cause
@@ -118,11 +117,7 @@ class Request(Document):
     launch: Launch
     resources: Resources
     supervision: Supervision
-    checkpoint_interval: Step | Name = "auto"
-    checkpoint_budget_bytes: Count | None = None
-    checkpoint_mirror: FilePath = ""
-    checkpoint_local: FilePath = ""
-    checkpoint_snapshots: Step | Name = "auto"
+    checkpoint: Checkpointing = Checkpointing()
     command_digest: Name
     scheduler: dict[str, Any] = Field(description="the parameters passed to the executor")
     created_at: Moment
@@ -137,7 +132,7 @@ class Request(Document):
     @property
     def tiers(self) -> Tiers:
         """The mirror and the node-local tier of its checkpoints."""
-        return Tiers(mirror=self.checkpoint_mirror, local=self.checkpoint_local)
+        return Tiers(mirror=self.checkpoint.mirror or "", local=self.checkpoint.local or "")
 
 
 class Submission(Document):
