@@ -253,14 +253,8 @@ def abandon_reservation(attempt: AttemptPaths, journal: JournalWriter) -> None:
         raise RunConflictError(
             f"{attempt.directory}: has a request; call `resume_submission` instead"
         )
-    journal.append(
-        EventKind.ATTEMPT_ENDED,
-        attempt=attempt.number,
-        state="lost",
-        cause="infrastructure",
-        evidence=["the submitting process ended before the request was written"],
-        ended_at=time.time(),
-    )
+    evidence = "the submitting process ended before the request was written"
+    _journal_ended(attempt, journal, AttemptState.LOST, Cause.INFRASTRUCTURE, evidence)
 
 
 def end_unsubmitted(
@@ -277,14 +271,7 @@ def end_unsubmitted(
     """
     if not close_claim(attempt):
         return False
-    journal.append(
-        EventKind.ATTEMPT_ENDED,
-        attempt=attempt.number,
-        state=state.value,
-        cause=cause.value,
-        evidence=[evidence],
-        ended_at=time.time(),
-    )
+    _journal_ended(attempt, journal, state, cause, evidence)
     return True
 
 
@@ -358,3 +345,16 @@ def _journal_reserved(request: Request, journal: JournalWriter, exclude: Sequenc
 
 def _journal_submitted(attempt: AttemptPaths, job_id: str, journal: JournalWriter) -> None:
     journal.append(EventKind.ATTEMPT_SUBMITTED, attempt=attempt.number, job_id=job_id)
+
+
+def _journal_ended(
+    attempt: AttemptPaths, journal: JournalWriter, state: AttemptState, cause: Cause, evidence: str
+) -> None:
+    journal.append(
+        EventKind.ATTEMPT_ENDED,
+        attempt=attempt.number,
+        state=state.value,
+        cause=cause.value,
+        evidence=[evidence],
+        ended_at=time.time(),
+    )

@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from holdfast.contracts.durable import fsync_directory, make_directory
-from holdfast.contracts.errors import NotFoundError, SpecError
 from holdfast.contracts.history import load_events, load_history, pinned_checkpoints
 from holdfast.contracts.journal import EventKind, JournalWriter
 from holdfast.contracts.leases import readers
-from holdfast.contracts.manifest import read_manifest, read_tombstone
-from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, checkpoint_id, hold
+from holdfast.contracts.manifest import read_tombstone
+from holdfast.contracts.paths import MANIFEST, CheckpointName, RunPaths, hold
 from holdfast.workers import retention
 from holdfast.workers.checkpoints import committed_checkpoints
 from holdfast.workers.mirrors import delete_copies
@@ -72,33 +71,6 @@ def free_space(paths: RunPaths, *, writer: str) -> tuple[int, str]:
         f"{', '.join(done)}. The remaining checkpoints are kept: {', '.join(left) or 'none'}. "
         "Lower checkpoint.keep, unpin checkpoints, raise checkpoint.budget or free other space"
     )
-
-
-def delete_checkpoint(
-    paths: RunPaths, checkpoint: str, *, reason: str, by: str, writer: str = "cli"
-) -> int:
-    """Delete a committed checkpoint for the given reason; return the bytes freed.
-
-    Returns 0 if another process is deleting it, or if a reader or a pin appeared meanwhile. Raises
-    `NotFoundError` if there is none, and `SpecError` if it is pinned, the newest, in use or being
-    read.
-    """
-    with _held(paths) as held:
-        manifest = read_manifest(held.checkpoint(checkpoint))
-        name = checkpoint_id(paths.name, checkpoint)
-        if manifest is None:
-            raise NotFoundError(
-                f"{name}: no such committed checkpoint; list them with "
-                f"`holdfast checkpoints {paths.name}`"
-            )
-        history = load_history(held)
-        reason = retention.protection(history, committed_checkpoints(held), checkpoint)
-        if reason:
-            raise SpecError(f"{name} cannot be deleted: it is {reason}")
-        make_newest_durable(held)
-        is_done = _delete(held, checkpoint, reason=reason, by=by, writer=writer)
-    delete_copies(paths, writer=writer)
-    return manifest.bytes if is_done else 0
 
 
 @contextlib.contextmanager

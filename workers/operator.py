@@ -70,20 +70,15 @@ def request(
     does not fit the run's state and `NotFoundError` if there is no run. With `alone`, raises
     `RequestConflictError` while another recent request is pending.
     """
-    try:
-        return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        is_released = release_reserve(paths)
-        if not is_released:
-            raise HoldfastError(_disk_full_message(paths, action, error)) from error
-    try:
-        return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        raise HoldfastError(_disk_full_message(paths, action, error)) from error
+    while True:
+        try:
+            return _request(paths, action, by=by, gpus=gpus, writer=writer, alone=alone)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            # The reserve can be released once, for a second try.
+            if not release_reserve(paths):
+                raise HoldfastError(_disk_full_message(paths, action, error)) from error
 
 
 def _disk_full_message(paths: RunPaths, action: Action, error: OSError) -> str:

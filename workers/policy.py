@@ -142,7 +142,7 @@ def _decide_after(
     cause = last.cause or Cause.UNKNOWN
     if cause is Cause.OPERATOR:
         return Decision(action="stop", reason="cancelled from outside Holdfast")
-    spent = _spent(history.attempts, history, cause)
+    spent = _spent(history, cause)
     budget = history.spec.supervision.budgets.get(cause, BUDGETS[cause])
     if spent > budget:
         again = f" ({spent} times, {budget} allowed)" if budget else ""
@@ -160,7 +160,7 @@ def _decide_after(
     gpus, why = choose_gpus(
         history.spec,
         current=last.world_size or history.spec.gpus,
-        preemptions=_spent(history.attempts, history, Cause.PREEMPTION),
+        preemptions=_spent(history, Cause.PREEMPTION),
         after_preemption=cause is Cause.PREEMPTION,
         capacity=capacity,
         fits=fits,
@@ -178,27 +178,22 @@ def _why(last: AttemptView) -> str:
     return last.evidence[0] if last.evidence else f"attempt {last.number} {last.state}"
 
 
-def _spent(attempts: Sequence[AttemptView], history: RunHistory, cause: Cause) -> int:
+def _spent(history: RunHistory, cause: Cause) -> int:
     """Return how often `cause` ended an attempt since an operator's last relaunch."""
-    since = max(
-        (
-            int(event.data.get("after_attempt", 0))
-            for event in history.events
-            if event.kind == "operator_request"
-            and event.data.get("action") == "relaunch"
-            and event.data.get("by") != GROWER
-        ),
-        default=0,
-    )
+    relaunches = [
+        int(event.data.get("after_attempt", 0))
+        for event in history.events
+        if event.kind == "operator_request"
+        and event.data.get("action") == "relaunch"
+        and event.data.get("by") != GROWER
+    ]
+    since = max(relaunches, default=0)
+    ended = [a for a in history.attempts if a.number > since and a.state.is_terminal]
     return sum(
-        1
-        for a in attempts
-        if a.number > since
-        and a.state.is_terminal
-        and a.cause is cause
-        and a.was_submitted
         # The ranks count rollbacks themselves and stop when there are too many.
-        and not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
+        not (cause is Cause.NUMERICS and goes_on_after_numerics(history.events, a.number))
+        for a in ended
+        if a.cause is cause and a.was_submitted
     )
 
 

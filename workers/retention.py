@@ -164,11 +164,6 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
     return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
 
 
-def protection(history: RunHistory, manifests: Sequence[Manifest], checkpoint: str) -> str:
-    """Return why one checkpoint may not be deleted, or ''."""
-    return ", ".join(protections(manifests, gather(history, manifests)).get(checkpoint, ()))
-
-
 def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
     """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests."""
     history = load_history(paths)

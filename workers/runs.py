@@ -25,7 +25,6 @@ from holdfast.contracts.spec_part import unknown_keys
 from holdfast.contracts.states import RunState
 from holdfast.workers.code_files import is_open_here
 
-GENERATIONS_MAX: Final = 10_000
 GIT_TIMEOUT_S: Final = 60.0
 CODE_BYTES_MAX: Final = 512 * 1024 * 1024
 # Enough for a few journal lines and documents.

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -136,29 +137,28 @@ def test_a_prune_is_journaled_and_leaves_tombstones(folder: RunFolder) -> None:
     assert deletion.apply(paths, by="ann") == []
 
 
-def test_deletion_of_a_protected_checkpoint_is_refused_with_the_reason(folder: RunFolder) -> None:
+def test_a_protected_checkpoint_is_kept_with_the_reason(folder: RunFolder) -> None:
     paths = folder.paths
     name = name_of(10)
-    delete: Callable[..., int] = deletion.delete_checkpoint
+
+    def prune() -> dict[str, str]:
+        deleted = {one.name for one in deletion.apply(paths, by="ann")}
+        assert deleted.isdisjoint(names(paths))
+        return {one.name: one.reason for one in retention.plan_run(paths) if one.is_kept}
+
     assert operator.pin(paths, name, by="ann") == f"kept:{name}"
-    with pytest.raises(SpecError, match="it is pinned"):
-        delete(paths, name, reason="room", by="ann")
+    assert prune()[name] == "pinned"
     operator.unpin(paths, name, by="ann")
     assert pinned_checkpoints(load_history(paths).events) == frozenset()
     with pytest.raises(SpecError, match="not pinned"):
         operator.unpin(paths, name, by="ann")
-    with (
-        reading(paths.checkpoint(name)),
-        pytest.raises(SpecError, match=f"being read by .*-{os.getpid()}-"),
-    ):
-        delete(paths, name, reason="room", by="ann")
-    with pytest.raises(SpecError, match="it is the newest"):
-        delete(paths, name_of(40), reason="room", by="ann")
-    assert delete(paths, name, reason="room", by="ann") > 0
+    with reading(paths.checkpoint(name)):
+        assert re.fullmatch(rf"being read by .*-{os.getpid()}-\d+", prune()[name])
+    kept = prune()
+    assert name not in kept
+    assert kept[name_of(40)].startswith("the newest")
     with pytest.raises(NotFoundError):
         operator.pin(paths, name, by="ann")
-    with pytest.raises(NotFoundError):
-        delete(paths, name, reason="room", by="ann")
 
 
 def test_parents_of_live_attempts_of_forks_and_of_exports_are_in_use(
@@ -323,7 +323,8 @@ def _writes_to(process: int | None, path: Path) -> bool:
 def _delete_one(directory: str, name: str, ready: Barrier) -> None:
     ready.wait(60)
     paths = RunPaths(Path(directory))
-    deletion.delete_checkpoint(paths, name, reason="a race", by="test", writer="deleter")
+    with deletion._held(paths) as held:
+        deletion._delete(held, name, reason="a race", by="test", writer="deleter")
 
 
 def test_a_reader_that_starts_during_a_deletion_keeps_the_checkpoint(folder: RunFolder) -> None:

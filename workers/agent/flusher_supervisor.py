@@ -61,14 +61,6 @@ class FlusherSupervisor:
         self._start()
 
     @property
-    def problem(self) -> str:
-        """Why there is no flusher, or ''."""
-        if self._starts < STARTS_MAX or self.is_running:
-            return ""
-        log = self._context.attempt.node_logs(self._context.node) / "flusher.log"
-        return f"the flusher has ended {self._starts} times and is not started again; see {log}"
-
-    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

@@ -25,7 +25,7 @@ from holdfast.workers.agent.stop_agreement import StopAgreement
 from holdfast.workers.agent.stop_times import RESERVE_S, drain_until, kill_at
 from holdfast.workers.agent.stops import StopRequest, StopWatch
 from holdfast.workers.causes import Ending, RankFailure, hung_ending, with_numerics_stop
-from holdfast.workers.policy import BUDGETS, Decision, decide_in_place
+from holdfast.workers.policy import BUDGETS, decide_in_place
 
 POLL_S: Final = 0.05
 # The first failure may be secondary, so wait this long for the root cause on another node.
@@ -73,15 +73,10 @@ class Lead:
         if self.stop_request is not None:
             return
         for restarts in range(LAUNCHES_MAX):
-            number = take_number(self.context.attempt)
-            ended = self._run_launch(number)
-            self.last = ended
+            ended = self.last = self._run_launch(take_number(self.context.attempt))
             if ended.ending not in {"crashed", "hung"} or self.stop_request is not None:
                 break
-            decision = self._decide(ended, restarts)
-            self.verdict = decision.reason
-            self._note(f"{decision.action} in place: {decision.reason}")
-            if decision.action != "restart":
+            if not self._may_restart(ended, restarts):
                 break
             self._listener.wait(0.0 if ended.gained else RESTART_PAUSE_S)
             if self.stop_request is not None:
@@ -211,9 +206,8 @@ class Lead:
         group.ask_all(lambda node: node.kill())
         self._drain()
         group.ask_reports()
-        crash_reports = []
-        if ending in {"crashed", "stopped"}:
-            crash_reports = [one for _, one in group.ask_all(lambda node: node.crash_report())]
+        is_bad = ending in {"crashed", "stopped"}
+        crash_reports = group.ask_all(lambda node: node.crash_report()) if is_bad else []
         reports = tuple(group.reports.values())
         codes = [report.exit_code for report in reports]
         exit_code = next((code for code in codes if code), codes[0] if codes else None)
@@ -222,7 +216,7 @@ class Lead:
             ending=self._ending_of_leaving() if has_left else ending,
             exit_code=None if has_left else exit_code,
             reports=reports,
-            crash_report=CrashReport.of_all(crash_reports),
+            crash_report=CrashReport.of_all([report for _, report in crash_reports]),
             hang=self._hangs.evidence,
         )
 
@@ -291,8 +285,9 @@ class Lead:
 
     # --- endings ----------------------------------------------------------------------------
 
-    def _decide(self, ended: Ended, restarts: int) -> Decision:
-        return decide_in_place(
+    def _may_restart(self, ended: Ended, restarts: int) -> bool:
+        """Decide about another launch, and journal the decision."""
+        decision = decide_in_place(
             self.bad_ending(ended)[0],
             restarts=restarts,
             restarts_max=self._supervision.restarts_in_place,
@@ -302,6 +297,9 @@ class Lead:
             hangs_max=self._supervision.budgets.get(Cause.HANG, BUDGETS[Cause.HANG]),
             rolled_back=goes_on_after_numerics(*self._last_events()),
         )
+        self.verdict = decision.reason
+        self._note(f"{decision.action} in place: {decision.reason}")
+        return decision.action == "restart"
 
     def bad_ending(self, ended: Ended) -> tuple[Ending, RankFailure | None]:
         """Return how the crashed or hung launch ended, and the rank that failed first."""

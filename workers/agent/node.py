@@ -36,7 +36,6 @@ class NodeReport:
     ranks: tuple[RankStatus, ...] = ()
     sample: StackSample | None = None
     standby: int = 0
-    problem: str = ""
     host_address: str = ""
 
     @property

@@ -156,7 +156,6 @@ class NodeRuntime(StatusPort):
             ranks=tuple(self._watch.statuses()),
             sample=self._stacks.sample,
             standby=self._check_standby(),
-            problem=self.flusher_supervisor.problem,
         )
 
     def _poll(self) -> int | None:

@@ -52,19 +52,22 @@ class StopAgreement:
         if self.early_save.is_under_way(group.reports.values()) or group.is_silent:
             return
         self._tries += 1
-        began = time.monotonic()
         wait_s = max(ANSWER_S_MIN, min(AGREE_WAIT_S, (kill_at - time.time()) / 4))
         try:
-            ask_all = partial(group.crew.agree, wait_s=wait_s)
-            step, rounds = agree_on_step(group.nodes, first_serial=self._serial, ask_all=ask_all)
+            self._agree(wait_s)
         except AgreementError as error:
             self._journal_failure(error)
             self._serial += ROUNDS_MAX
             self._again_at = time.monotonic() + AGREE_PAUSE_S
-            return
         except ConnectionError:
             # The next poll will find the node lost, and training ends for that reason.
             return
+
+    def _agree(self, wait_s: float) -> None:
+        """Agree on the step after which all ranks stop. Each question is open for `wait_s`."""
+        began, nodes = time.monotonic(), self._group.nodes
+        ask_all = partial(self._group.crew.agree, wait_s=wait_s)
+        step, rounds = agree_on_step(nodes, first_serial=self._serial, ask_all=ask_all)
         self.is_reached = True
         self._journal.append(
             EventKind.STOP_AGREED,
