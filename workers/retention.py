@@ -69,10 +69,10 @@ def plan_prune(
     ordered = sorted(manifests, key=_order)
     branch = _branch(ordered, facts)
     ruled = kept_by_rules(branch, keep, now=now)
-    protected = protections(ordered, facts)
+    protected = protections(ordered, branch, facts)
     verdicts = []
     for one in ordered:
-        reasons = [*protected.get(one.name, ()), *ruled.get(one.name, ())]
+        reasons = [*protected[one.name], *ruled.get(one.name, ())]
         if not reasons and not keep.is_limited:
             reasons = ["all"]
         why = ", ".join(reasons) or _why_deleted(one, keep, facts)
@@ -84,10 +84,10 @@ def plan_prune(
     return verdicts
 
 
-def protections(manifests: Sequence[Manifest], facts: Facts) -> dict[str, tuple[str, ...]]:
+def protections(
+    ordered: Sequence[Manifest], branch: Sequence[Manifest], facts: Facts
+) -> dict[str, list[str]]:
     """Return why checkpoints may not be deleted whatever the keep rules say, by directory name."""
-    ordered = sorted(manifests, key=_order)
-    branch = _branch(ordered, facts)
     reasons_of: dict[str, list[str]] = {one.name: [] for one in ordered}
     if branch:
         reasons_of[branch[-1].name].append(NEWEST)
@@ -105,7 +105,7 @@ def protections(manifests: Sequence[Manifest], facts: Facts) -> dict[str, tuple[
             reasons_of[one.name].append(f"being read by {facts.read[one.name]}")
         if one.name in facts.damaged:
             reasons_of[one.name].append(f"damaged, kept for inspection: {facts.damaged[one.name]}")
-    return {name: tuple(reasons) for name, reasons in reasons_of.items() if reasons}
+    return reasons_of
 
 
 def checkpoints_in_use(history: RunHistory) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _mirrored(history: RunHistory, manifests: Sequence[Manifest]) -> frozenset[s
     return frozenset(m.name for m in manifests if read_record(paths.checkpoint(m.name)))
 
 
-def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
+def plan_run(paths: RunPaths) -> list[Verdict]:
     """Return `plan_prune` of a run on disk by its keep rules, including unreadable manifests."""
     history = load_history(paths)
     manifests, unreadable = _read_manifests(paths)
@@ -172,7 +172,7 @@ def plan_run(paths: RunPaths, *, now: float | None = None) -> list[Verdict]:
         manifests,
         keep=history.spec.checkpoint.keep,
         facts=gather(history, manifests),
-        now=time.time() if now is None else now,
+        now=time.time(),
     )
     return [*verdicts, *unreadable]
 

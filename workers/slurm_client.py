@@ -219,9 +219,7 @@ def partitions(timeout_s: float = CALL_TIMEOUT_S) -> list[dict[str, str]]:
 
 def preemption_type(timeout_s: float = CALL_TIMEOUT_S) -> str:
     """Return how the site preempts, such as `preempt/partition_prio`, or '' if unknown."""
-    lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
-    found = [line.partition("=")[2] for line in lines if line.startswith("PreemptType ")]
-    return found[0].strip() if found else ""
+    return _setting("PreemptType ", timeout_s)
 
 
 def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
@@ -233,11 +231,15 @@ def list_qos(timeout_s: float = CALL_TIMEOUT_S) -> dict[str, tuple[str, str]]:
 
 def enforces_qos(timeout_s: float = CALL_TIMEOUT_S) -> bool:
     """Return True if the controller enforces the limits of each QOS."""
+    enforced = _setting("AccountingStorageEnforce", timeout_s)
+    return not {"limits", "qos"}.isdisjoint(enforced.split(","))
+
+
+def _setting(name: str, timeout_s: float) -> str:
+    """Return the controller's setting whose line starts with `name`, or ''."""
     lines = call(["scontrol", "show", "config"], timeout_s).splitlines()
-    found = [
-        line.partition("=")[2] for line in lines if line.startswith("AccountingStorageEnforce")
-    ]
-    return bool(found) and not {"limits", "qos"}.isdisjoint(found[0].strip().split(","))
+    found = [line.partition("=")[2] for line in lines if line.startswith(name)]
+    return found[0].strip() if found else ""
 
 
 def qos_limits(name: str, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, str]:

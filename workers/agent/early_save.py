@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, agree_on_step, ask_in_turn
+from holdfast.contracts.agreement import ROUNDS_MAX, AskAll, agree_on_step
 from holdfast.contracts.errors import AgreementError
 from holdfast.contracts.rank_status import NOWHERE, Proposal
 from holdfast.workers.agent.node import Node, NodeReport
@@ -17,7 +17,7 @@ from holdfast.workers.agent.node import Node, NodeReport
 class EarlySave:
     """Agrees on one early save at a time. `note` journals a text."""
 
-    def __init__(self, note: Callable[[str], None], ask_all: AskAll = ask_in_turn) -> None:
+    def __init__(self, note: Callable[[str], None], ask_all: AskAll) -> None:
         self._note, self._ask_all = note, ask_all
         self._is_wanted = False
         self._answered = 0

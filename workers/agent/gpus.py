@@ -101,15 +101,14 @@ class GpuWatch:
         nvml = self._nvml
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         used = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        temperature_c = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
         return GpuBeat(
             index=index,
             uuid=uuid,
             memory_used_bytes=int(memory.used) if memory else None,
             memory_total_bytes=int(memory.total) if memory else None,
             utilisation_percent=int(used.gpu) if used else None,
-            temperature_c=self._ask(
-                nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
-            ),
+            temperature_c=temperature_c,
             ecc_uncorrected=self._ask(
                 nvml.nvmlDeviceGetTotalEccErrors,
                 handle,

@@ -168,24 +168,22 @@ def _reply(runtime: NodeRuntime, member: ChannelMember, question: dict[str, Any]
     if kind in {"start", "prepare"}:
         act = runtime.start if kind == "start" else runtime.prepare
         act(question["launch"], question["address"], question["port"])
-        return {}
-    if kind == "report":
+    elif kind == "report":
         return {**runtime.report().to_json(), "host_address": member.host_address}
-    if kind == "stacks":
+    elif kind == "stacks":
         runtime.take_stacks(question["dump"], question["number"])
-        return {}
-    if kind == "kill":
+    elif kind == "kill":
         runtime.kill()
-        return {}
-    if kind == "drain":
+    elif kind == "drain":
         done = runtime.drain(question["drain_s"], question["lost"], mirror=question["mirror"])
         return {"done": done}
-    if kind == "crash_report":
+    elif kind == "crash_report":
         return runtime.crash_report().to_json()
-    if kind == "acknowledge":
+    elif kind == "acknowledge":
         runtime.acknowledge()
-        return {}
-    return answer_from_status_table(runtime.status_table, question) or {}
+    else:
+        return answer_from_status_table(runtime.status_table, question) or {}
+    return {}
 
 
 def _leave_without_lead(

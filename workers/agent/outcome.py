@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from holdfast.contracts.attempt import (
-    LaunchRecord,
-    Outcome,
-    create_document,
-)
+from holdfast.contracts.attempt import LaunchRecord, Outcome, create_document
 from holdfast.contracts.journal import Event, EventKind, JournalWriter, read_journal
+from holdfast.contracts.manifest import Manifest
 from holdfast.contracts.states import AttemptState, Cause
 from holdfast.workers.agent.context import AgentContext
 from holdfast.workers.agent.lead import Lead
@@ -46,7 +43,7 @@ def build_outcome(lead: Lead) -> Outcome:
         committed_step=committed.step if committed else None,
         started_at=context.started_at,
         stop_requested_at=stop_request.requested_at if stop_request else None,
-        stop_committed_at=_committed_at(lead, committed.committed_at if committed else None),
+        stop_committed_at=_committed_at(lead, committed),
         ended_at=time.time(),
         traceback=first.text or None if first else None,
         failed_rank=first.rank if first else None,
@@ -124,16 +121,16 @@ def _stopped(stop_request: StopRequest, detail: str = "") -> Ending:
     )
 
 
-def _committed_at(lead: Lead, committed_at: float | None) -> float | None:
+def _committed_at(lead: Lead, committed: Manifest | None) -> float | None:
     """Return when the last step was durable, if the attempt was stopped and lost no step.
 
     A step that was durable before the request counts as durable at the time of the request.
     """
     stop_request, last = lead.stop_request, lead.last
-    newest = newest_committed(lead.context.run, lead.context.attempt.number)
-    if stop_request is None or last is None or newest is None or committed_at is None:
+    if stop_request is None or last is None or committed is None:
         return None
-    return max(committed_at, stop_request.requested_at) if newest.step >= last.completed else None
+    is_newest = committed.step >= last.completed
+    return max(committed.committed_at, stop_request.requested_at) if is_newest else None
 
 
 def _resumes(context: AgentContext) -> dict[int, Event]:

@@ -45,9 +45,7 @@ class StandbyPlan:
         """
         supervision = self._context.request.supervision
         after_s = supervision.standby_after_s
-        if self._is_decided or after_s == "off":
-            return
-        if not reports or any(report.completed <= report.resumed for report in reports):
+        if self._is_decided or after_s == "off" or any(r.completed <= r.resumed for r in reports):
             return
         now = time.monotonic()
         self._since = self._since or now
