@@ -1,4 +1,4 @@
-"""The `holdfast` command with a home of its own."""
+"""Fixtures for the `holdfast` command with a new home."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holdfast.cli.main import main
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Holdfast home of its own, without a Prefect API."""
+    """A new Holdfast home, without a Prefect API."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     for name in ("HOLDFAST_ROOT", "HOLDFAST_DATABASE_URL", "PREFECT_API_URL"):

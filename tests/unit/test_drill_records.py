@@ -11,7 +11,7 @@ from holdfast.flows.drills.steps import Place, Records, Step
 from holdfast.flows.drills.target_run import TargetRun
 
 
-def test_records_are_read_incrementally_and_a_torn_line_is_no_step(tmp_path: Path) -> None:
+def test_records_are_read_incrementally_and_torn_lines_are_not_steps(tmp_path: Path) -> None:
     path = tmp_path / "a0002.l03.rank1.jsonl"
     line = {"time": 1.0, "step": 1, "loss": 0.5, "ids": "a", "weights": "b"}
     path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "step": 2})[:20])

@@ -214,7 +214,7 @@ def test_a_slow_rank_is_reported_once_and_only_after_a_while() -> None:
         [look(0, step_s=1.0, own_s=0.9)],
     ],
 )
-def test_equal_noisy_lone_and_evaluating_ranks_are_not_slow(statuses: list[RankStatus]) -> None:
+def test_equal_noisy_single_and_evaluating_ranks_are_not_slow(statuses: list[RankStatus]) -> None:
     assert find_slow(statuses) == []
 
 

@@ -241,7 +241,7 @@ def test_a_command_that_times_out_raises_unavailable(tmp_path: Path) -> None:
         ("slurm_load_jobs error: Invalid job id specified", SchedulerError),
     ],
 )
-def test_errors_of_slurm_are_told_apart_from_no_answer(
+def test_slurm_refusals_and_timeouts_raise_different_errors(
     tmp_path: Path, words: str, kind: type[SchedulerError]
 ) -> None:
     with pytest.raises(SchedulerError) as caught:
