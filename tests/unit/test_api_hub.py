@@ -114,11 +114,11 @@ def test_a_reader_that_is_too_slow_gets_a_reset_and_continues(
         hub.publish("run", {"n": 4}, "a")
         return [*heard, await anext(reader)]
 
-    first, told, then = asyncio.run(read())
+    first, reset_message, then = asyncio.run(read())
     assert numbers(first) == [1]
-    assert told is not None
-    assert told.startswith(b"event: reset\n")
-    assert numbers(told) == [4]
+    assert reset_message is not None
+    assert reset_message.startswith(b"event: reset\n")
+    assert numbers(reset_message) == [4]
     assert numbers(then) == [5]
 
 

@@ -242,9 +242,11 @@ def test_show_records_an_ended_attempt_without_a_live_flow(call: Call, ended_run
 
 def test_the_end_of_an_attempt_journals_its_goodput(call: Call, ended_run: RunPaths) -> None:
     shown = call("show", "kelp", "--json").json["goodput"]
-    (told,) = [e for e in load_history(ended_run).events if e.kind is EventKind.GOODPUT]
-    assert told.data.keys() == {*shown, "attempt"}
-    assert told.data["total_s"] == pytest.approx(sum(told.data[f"{part}_s"] for part in PARTS))
+    (reported,) = [e for e in load_history(ended_run).events if e.kind is EventKind.GOODPUT]
+    assert reported.data.keys() == {*shown, "attempt"}
+    assert reported.data["total_s"] == pytest.approx(
+        sum(reported.data[f"{part}_s"] for part in PARTS)
+    )
 
 
 def test_show_warns_when_the_grace_is_shorter_than_the_measured_flush(
@@ -387,8 +389,8 @@ def test_logs_shows_the_requested_rank(call: Call, ended_run: RunPaths) -> None:
         path.write_text(f"hello from {rank}\n")
     assert call("logs", "kelp").out == "hello from 0\n"
     assert call("logs", "kelp", "--rank", 1).out == "hello from 1\n"
-    told = call("logs", "kelp", "--rank", 1, "--json").json
-    assert told["logs"][0]["text"] == "hello from 1\n"
+    reported = call("logs", "kelp", "--rank", 1, "--json").json
+    assert reported["logs"][0]["text"] == "hello from 1\n"
     assert "attempt 1, rank 9: no output" in call("logs", "kelp", "--rank", 9).err
     assert call("logs", "kelp", "--attempt", 3).status == 3
 

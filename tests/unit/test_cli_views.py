@@ -60,8 +60,8 @@ def test_a_live_run_without_a_supervisor_is_reported_by_every_command(
         assert lock.try_take()
         rows = {row["run"]: row for row in call("runs", "--json").json}
         words = "this host sees no supervisor of lost; `holdfast supervise lost` starts one"
-        told = {name: row["warnings"] for name, row in rows.items()}
-        assert told == {"kept": [], "lost": [words], "new": [], "ended": [], "broken": []}
+        reported = {name: row["warnings"] for name, row in rows.items()}
+        assert reported == {"kept": [], "lost": [words], "new": [], "ended": [], "broken": []}
         assert f"warning: {words}" in call("runs").out
         assert words in call("show", "lost", "--json").json["warnings"]
         checks = {one["name"]: one for one in call("doctor", "--json").json["checks"]}

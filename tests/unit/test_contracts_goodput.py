@@ -94,8 +94,8 @@ def test_a_hang_does_not_count_as_training() -> None:
     assert found["starting_s"] == 10 + 8
 
 
-def marks(*told: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, ...]]:
-    return launches_of(Mark(1, kind, time, data) for kind, time, data in told)
+def marks(*lines: tuple[str, float, dict[str, Any]]) -> dict[int, tuple[Launch, ...]]:
+    return launches_of(Mark(1, kind, time, data) for kind, time, data in lines)
 
 
 def test_launches_are_read_from_journal_lines() -> None:
@@ -255,8 +255,8 @@ def test_the_parts_add_up_for_any_timestamps(attempts: list[Span], until: float)
     drawn = dict.fromkeys(PARTS, 0.0)
     for one in goodput.segments(attempts, created_at=0, until=until):
         drawn[one.part] += one.ended_at - one.began_at
-    told = {part: found[f"{part}_s"] for part in PARTS}
-    assert drawn | {"stopped": told["stopped"]} == pytest.approx(told, abs=1e-3)
+    reported = {part: found[f"{part}_s"] for part in PARTS}
+    assert drawn | {"stopped": reported["stopped"]} == pytest.approx(reported, abs=1e-3)
 
 
 def test_segments_show_lost_time_at_the_end_of_the_launch_that_trained_it() -> None:
@@ -268,8 +268,8 @@ def test_segments_show_lost_time_at_the_end_of_the_launch_that_trained_it() -> N
         started_at=113, loads_from=114, trained_from=116, resumed_step=40, held=held, last_step=90
     )
     only = span(submitted_at=0, started_at=2, ended_at=216, launches=(first, again))
-    told = goodput.segments([only], created_at=0, until=300, blocked_s_min=1.0)
-    assert [(one.part, one.began_at, one.ended_at) for one in told] == [
+    segments = goodput.segments([only], created_at=0, until=300, blocked_s_min=1.0)
+    assert [(one.part, one.began_at, one.ended_at) for one in segments] == [
         ("queued", 0, 2),
         ("starting", 2, 5),
         ("starting", 5, 10),
@@ -299,10 +299,10 @@ lines = st.tuples(
 
 @given(st.lists(lines, max_size=12), times, st.floats(min_value=0, max_value=1e6))
 def test_the_parts_add_up_for_any_journal_lines(
-    told: list[tuple[str, float, dict[str, Any]]], started_at: float | None, until: float
+    drawn: list[tuple[str, float, dict[str, Any]]], started_at: float | None, until: float
 ) -> None:
     """Lines in any order, with some missing, with clocks that jump and with invalid values."""
-    found = marks(*told).get(1, ())
+    found = marks(*drawn).get(1, ())
     assert is_whole(
         account([span(started_at=started_at, launches=found)], created_at=0, until=until)
     )

@@ -296,8 +296,10 @@ def test_per_rank_objects_are_restored_only_on_their_rank() -> None:
 def test_per_rank_objects_are_refused_at_another_world_size() -> None:
     model = nn.Linear(2, 2)
     saved = save(make(model, per_rank={"counter": Counter(1)}, world_size=2)[0])
-    told = r"extra\.counter: this Counter was saved by each of 2 ranks .* at 4.*Session\.sampler"
-    with pytest.raises(CheckpointError, match=told):
+    expected_error = (
+        r"extra\.counter: this Counter was saved by each of 2 ranks .* at 4.*Session\.sampler"
+    )
+    with pytest.raises(CheckpointError, match=expected_error):
         load(make(model, per_rank={"counter": Counter()}, world_size=4)[0], saved)
     counter = Counter(7)
     state, _ = make(

@@ -68,8 +68,8 @@ def test_only_the_new_line_of_a_long_journal_is_read(
         ingest_run(database, folder.paths)
         assert parsed() == path.stat().st_size - size
         assert history.events[-1].data == {"text": "one more"}
-        told = list_events(database, "kelp", limit=LINES)
-        assert told[-1]["data"] == {"text": "one more"}
+        listed = list_events(database, "kelp", limit=LINES)
+        assert listed[-1]["data"] == {"text": "one more"}
         ingest_run(database, folder.paths, fresh=True)
         assert parsed() >= path.stat().st_size, "a reindex reads every line again"
 

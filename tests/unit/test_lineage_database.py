@@ -75,8 +75,8 @@ def test_the_check_constraints_match_the_enums(url: str) -> None:
             for check in inspect(connection).get_check_constraints(table)
         }
     for table, column, words in WORDS:
-        told = found[(table, f"ck_{table}_{column}")].split("'")[1::2]
-        assert sorted(told) == sorted(words), f"{table}.{column} needs a migration"
+        allowed = found[(table, f"ck_{table}_{column}")].split("'")[1::2]
+        assert sorted(allowed) == sorted(words), f"{table}.{column} needs a migration"
 
 
 def test_an_unknown_state_is_refused_by_the_database(url: str) -> None:

@@ -19,9 +19,9 @@ MARGIN_S = 2e-6
 @example(951782399.9999)
 @example(951782400.0)
 def test_a_time_is_rounded_down_to_the_millisecond(time: float) -> None:
-    told = iso(time)
-    assert told is not None
-    moment = datetime.fromisoformat(told)
+    text = iso(time)
+    assert text is not None
+    moment = datetime.fromisoformat(text)
     assert moment.utcoffset() == timedelta(0)
-    assert told == f"{moment.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+    assert text == f"{moment.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
     assert -MARGIN_S <= time - moment.timestamp() <= MILLISECOND_S + MARGIN_S

@@ -64,8 +64,8 @@ def test_tiers_round_trip_through_the_environment_and_runs_are_separate() -> Non
 
 def test_the_flusher_gets_only_store_settings_and_its_timeout() -> None:
     spec = {"AWS_ENDPOINT_URL": "http://store", "LD_PRELOAD": "x.so"}
-    told = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"), 90.0)
-    assert told == {
+    built = build_environment({"PATH": "/bin"}, spec, Tiers(mirror="s3://b"), 90.0)
+    assert built == {
         "PATH": "/bin",
         "AWS_ENDPOINT_URL": "http://store",
         "HOLDFAST_CHECKPOINT_MIRROR": "s3://b",

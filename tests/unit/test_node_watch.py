@@ -39,11 +39,11 @@ def test_a_silent_node_and_a_wrong_clock_are_reported_once(
                 file.with_suffix(".new").write_text(beat(node).model_dump_json())
                 os.replace(file.with_suffix(".new"), file)
         words.append(watch.look(attempt, 1.0, journal))
-    told = {at: said for at, said in enumerate(words) if said}
-    assert list(told) == [0, 4 + silent_beats + 1, 15]
-    assert [text.split()[-3:] for text in told[0]] == [["one", "is", "wrong"]] * 2
-    assert told[8] == ["no more heartbeats from node-0001"]
-    assert told[15] == ["heartbeats again from node-0001"]
+    reported = {at: said for at, said in enumerate(words) if said}
+    assert list(reported) == [0, 4 + silent_beats + 1, 15]
+    assert [text.split()[-3:] for text in reported[0]] == [["one", "is", "wrong"]] * 2
+    assert reported[8] == ["no more heartbeats from node-0001"]
+    assert reported[15] == ["heartbeats again from node-0001"]
     events, _ = read_journal(tmp_path / "flow.jsonl")
     silences = [event.data for event in events if event.kind is EventKind.NODE_SILENT]
     assert [one["silent"] for one in silences] == [True, False]

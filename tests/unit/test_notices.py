@@ -295,10 +295,10 @@ def test_hostile_services_do_no_harm_and_are_reported_once(
     monkeypatch.setattr(Aws, "every_s", 0.2)
     monkeypatch.setattr(metadata, "REQUEST_TIMEOUT_S", 1.0)
     with contextlib.ExitStack() as stack:
-        told: dict[str, list[str]] = {}
+        reported: dict[str, list[str]] = {}
         watches = []
         for behave in HOSTILE:
-            notes = told.setdefault(behave.__name__, [])
+            notes = reported.setdefault(behave.__name__, [])
             url = stack.enter_context(listening(behave))
             watches.append(stack.enter_context(watching("aws", url, notes)))
         elsewhere = stack.enter_context(serving(AwsService()))
@@ -306,12 +306,12 @@ def test_hostile_services_do_no_harm_and_are_reported_once(
         astray = stack.enter_context(serving(MetadataServer()))
         away = {"Location": elsewhere.url + aws.TOKEN}
         astray.answers["PUT " + aws.TOKEN] = (302, away, b"")
-        notes = told.setdefault("redirected", [])
+        notes = reported.setdefault("redirected", [])
         watches.append(stack.enter_context(watching("aws", astray.url, notes)))
-        wait_for(lambda: all(told.values()), f"a note about each of {list(told)}")
+        wait_for(lambda: all(reported.values()), f"a note about each of {list(reported)}")
         looks = len(astray.asked)
         wait_for(lambda: len(astray.asked) > looks, "another look")
-        assert {name: len(words) for name, words in told.items()} == dict.fromkeys(told, 1)
+        assert {name: len(words) for name, words in reported.items()} == dict.fromkeys(reported, 1)
         assert [watch.take() for watch in watches] == [[]] * len(watches)
         assert elsewhere.asked == [], "a redirect was followed"
         # The watcher uses a service again when it works again.

@@ -178,7 +178,7 @@ def test_a_supervisor_does_not_relaunch_a_run_with_newer_keys(
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "named"),
     [
         ({"resources": {"partition": LINES}}, "partition"),
         ({"resources": {"extra": {"comment": LINES}}}, "additional_parameters"),
@@ -190,7 +190,7 @@ def test_a_supervisor_does_not_relaunch_a_run_with_newer_keys(
     ],
 )
 def test_unsafe_recorded_options_are_refused_before_sbatch(
-    part: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
     (tmp_path / "sbatch").chmod(0o755)
@@ -204,7 +204,7 @@ def test_unsafe_recorded_options_are_refused_before_sbatch(
     (tmp_path / "request.json").write_text(request.model_dump_json())
     recorded = read_document(Request, tmp_path / "request.json")
     assert recorded == request
-    with pytest.raises(SubmissionRefusedError, match=told) as refused:
+    with pytest.raises(SubmissionRefusedError, match=named) as refused:
         SlurmExecutor().submit(AttemptPaths(tmp_path / "0001"), request)
     assert not refused.value.may_pass
     assert not (tmp_path / "called").exists()

@@ -167,9 +167,9 @@ def test_other_names_are_not_secret(name: str) -> None:
 
 @pytest.mark.parametrize("text", SECRET_TEXTS)
 def test_secrets_in_texts_are_redacted_and_masked(text: str) -> None:
-    told = redact_text(text)
-    assert HIDDEN in told
-    assert S not in told
+    redacted = redact_text(text)
+    assert HIDDEN in redacted
+    assert S not in redacted
     assert len(mask_bytes(text.encode())) == len(text.encode())
     assert S.encode() not in mask_bytes(text.encode())
 
@@ -254,9 +254,9 @@ def test_secrets_in_every_part_of_a_spec_are_redacted() -> None:
         "launch": {"setup": ["module load cuda", f"export HF_TOKEN={S}"]},
         "checkpoint": {"mirror": f"https://me:{S}@store/x"},
     }
-    told = redact(spec)
-    assert S not in json.dumps(told)
-    assert told["command"] == [
+    redacted = redact(spec)
+    assert S not in json.dumps(redacted)
+    assert redacted["command"] == [
         "train.py",
         "--token",
         HIDDEN,
@@ -264,10 +264,10 @@ def test_secrets_in_every_part_of_a_spec_are_redacted() -> None:
         "gpt2",
         f"--api-key={HIDDEN}",
     ]
-    assert told["environment"]["MODE"] == "fast"
-    assert told["environment"]["REF"] == {"from_file": "~/.token"}
-    assert told["config"]["max_tokens"] == 512
-    assert told["config"]["eos_token"] == "</s>"
+    assert redacted["environment"]["MODE"] == "fast"
+    assert redacted["environment"]["REF"] == {"from_file": "~/.token"}
+    assert redacted["config"]["max_tokens"] == 512
+    assert redacted["config"]["eos_token"] == "</s>"
     assert secrets_of(spec) == (S,)
     assert (
         redact_text(f"it printed {S} plainly", secrets_of(spec)) == f"it printed {HIDDEN} plainly"

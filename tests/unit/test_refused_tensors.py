@@ -169,11 +169,11 @@ def test_an_optimizers_text_grows_over_saves_and_a_resume(
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         group = optimizer.param_groups[0]
-        group["told"] = start
+        group["note"] = start
         with Session(model, optimizer, directory=tmp_path, interval=20) as session:
             for step in session.steps(last):
-                group["told"] = after(group["told"], step)
-    assert group["told"] == end
+                group["note"] = after(group["note"], step)
+    assert group["note"] == end
 
 
 def test_a_text_fits_its_reserved_room_and_no_more() -> None:
@@ -182,16 +182,16 @@ def test_a_text_fits_its_reserved_room_and_no_more() -> None:
             value = "é" * (length // 2) + "x" * (length % 2)
             planned = value if kind is str else [value, 1]
             room, place = room_of(planned), len(encode_number(planned)) + NUMBER_ROOM_BYTES
-            signature = Signature({"optimizer.told": planned})
+            signature = Signature({"optimizer.note": planned})
             text_room = room if kind is str else room - (LIST_LEAST - 2) * LIST_ENTRY_BYTES
             grown = value + "x" * text_room
             full = grown if kind is str else [grown, *[2**62] * (LIST_LEAST - 1)]
             more = grown + "x" if kind is str else [grown + "x", 1]
-            assert signature.fits({"optimizer.told": full})
-            assert not signature.fits({"optimizer.told": more})
+            assert signature.fits({"optimizer.note": full})
+            assert not signature.fits({"optimizer.note": more})
             assert len(encode_number(full, place + room)) == place + room
-            (line,) = signature.differences({"optimizer.told": more})
-            assert line.startswith("optimizer.told: a ")
+            (line,) = signature.differences({"optimizer.note": more})
+            assert line.startswith("optimizer.note: a ")
 
 
 def test_a_number_that_outgrows_its_room_is_refused_by_name(tmp_path: Path) -> None:

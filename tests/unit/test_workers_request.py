@@ -130,5 +130,5 @@ def test_the_flush_timeout_is_in_the_environment_of_the_ranks() -> None:
     run = SimpleNamespace(directory="/r")
     context: Any = SimpleNamespace(request=request, run=run, node=0, nodes=1)
     handles: Any = SimpleNamespace(status_table="b", flusher="f")
-    told = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
-    assert told["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"
+    built = build_environment(context, 1, handles, {"HOLDFAST_FLUSH_TIMEOUT_S": "7"}, {})
+    assert built["HOLDFAST_FLUSH_TIMEOUT_S"] == "90.0"

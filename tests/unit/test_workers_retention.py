@@ -52,7 +52,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}.a0001.l01"
 
 
-def said(step: int, reason: str = "") -> dict[str, str]:
+def reason_for(step: int, reason: str = "") -> dict[str, str]:
     return {name_of(step): reason}
 
 
@@ -67,12 +67,12 @@ def said(step: int, reason: str = "") -> dict[str, str]:
         ),
         (
             Keep(last=1),
-            {"pins": [name_of(10)], "in_use": said(20, "the parent of run b")},
+            {"pins": [name_of(10)], "in_use": reason_for(20, "the parent of run b")},
             ["pinned", "the parent of run b", "-not among the last 1", "the newest, last 1"],
         ),
         (
             Keep(last=1),
-            {"read": said(30, "node7-1-1")},
+            {"read": reason_for(30, "node7-1-1")},
             [*["-not among the last 1"] * 2, "being read by node7-1-1", "the newest, last 1"],
         ),
         # Rolled-back and damaged checkpoints count for no rule; a damaged one is kept.
@@ -83,7 +83,7 @@ def said(step: int, reason: str = "") -> dict[str, str]:
         ),
         (
             Keep(last=1),
-            {"damaged": said(40, "a: 0 bytes")},
+            {"damaged": reason_for(40, "a: 0 bytes")},
             [
                 *["-not among the last 1"] * 2,
                 "the newest, last 1",
@@ -251,9 +251,11 @@ def test_a_full_disk_can_be_pruned_and_the_deletion_journaled(tmp_path: Path) ->
                 filler.write(b"x" * 1024)
         assert len(deletion.apply(run.paths, by="a full disk", writer="agent")) == 3
         assert names(run.paths) == [name_of(40)]
-        told = [e.data["checkpoint"] for e in load_history(run.paths).events if "reason" in e.data]
+        journaled = [
+            e.data["checkpoint"] for e in load_history(run.paths).events if "reason" in e.data
+        ]
         assert {p.stem for p in run.paths.tombstones.iterdir()} == {name_of(s) for s in STEPS[:3]}
-        assert sorted(told) == [name_of(step) for step in STEPS[:3]]
+        assert sorted(journaled) == [name_of(step) for step in STEPS[:3]]
 
 
 def _delete_all(root: str, writer: str, ready: Barrier) -> None:
@@ -278,12 +280,12 @@ def test_two_concurrent_prunes_delete_each_checkpoint_once(tmp_path: Path) -> No
     assert [deleter.exitcode for deleter in deleters] == [0, 0]
     assert [p.name for p in run.paths.checkpoints.iterdir()] == [name_of(40)]
     assert len(list(run.paths.tombstones.iterdir())) == 39
-    told = {
+    journaled = {
         event.data["checkpoint"]
         for event in load_history(run.paths).events
         if event.kind is EventKind.CHECKPOINT_DELETED
     }
-    assert told == {name_of(step) for step in range(1, 40)}
+    assert journaled == {name_of(step) for step in range(1, 40)}
 
 
 @contextlib.contextmanager

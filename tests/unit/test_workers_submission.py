@@ -457,8 +457,8 @@ def test_a_run_with_a_refused_submission_waits_and_shows_the_reason(
     history = load_history(flow.paths)
     assert history.state is RunState.WAITING
     assert history.attempts[0].waits_for == slurm.refuses
-    told = [e for e in history.events if e.kind is EventKind.ATTEMPT_STATE]
-    assert len(told) == 1
+    journaled = [e for e in history.events if e.kind is EventKind.ATTEMPT_STATE]
+    assert len(journaled) == 1
     slurm.refuses = ""
     flow.resume()
     history = load_history(flow.paths)
